@@ -1,0 +1,79 @@
+"""A conversation, before any family has turned it into tokens: who says what, with which clips."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from myna.data.codec import Codes
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """Codes of one utterance inside a conversation. Only a clip marked `target` is learned."""
+
+    id: str
+    codes: Codes
+    target: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    role: Role
+    parts: tuple[str | Clip, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A voice to speak in: what was said, and how it sounded."""
+
+    text: str
+    clip: Clip
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns in order, with an optional scene. A family supplies its own system prompt where there is no system turn.
+
+    A conversation whose last turn is the user's is one to be answered: the family leaves the assistant's turn open.
+    """
+
+    id: str
+    turns: tuple[Turn, ...]
+    scene: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.turns[-1].role != "assistant"
+
+
+ReferencePlace = Literal["turn", "system"]
+
+
+def script(
+    text: str,
+    *,
+    id: str,
+    references: tuple[Reference, ...] = (),
+    target: Clip | None = None,
+    scene: str = "",
+    place: ReferencePlace = "turn",
+) -> Conversation:
+    """The conversation that has `text` spoken, by the voices of `references` where given.
+
+    With several references their turns carry the tags `[SPEAKER0]`, `[SPEAKER1]` ... that `text` uses. Without a
+    `target` the conversation stays open, ready to be spoken.
+    """
+    turns: list[Turn] = []
+    if place == "system" and references:
+        turns.append(Turn("system", tuple(reference.clip for reference in references)))
+    else:
+        for number, reference in enumerate(references):
+            tag = f"[SPEAKER{number}] " if len(references) > 1 else ""
+            turns += [Turn("user", (tag + reference.text,)), Turn("assistant", (reference.clip,))]
+    turns.append(Turn("user", (text,)))
+    if target is not None:
+        turns.append(Turn("assistant", (target,)))
+    return Conversation(id, tuple(turns), scene)

@@ -1,0 +1,81 @@
+"""The one description of a clip that every importer produces and everything after it reads."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TASKS = (
+    "zero_shot_voice_cloning",
+    "single_speaker_smart_voice",
+    "multi_speaker_smart_voice",
+    "multi_speaker_voice_cloning",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a recording, in seconds. `end` None means up to the end of the file."""
+
+    start: float
+    end: float | None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.end is not None and self.end <= self.start):
+            raise ValueError(f"a span must run forwards from 0 or later, not {self.start} to {self.end}")
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """A clip with its text and speaker.
+
+    `extras` keeps whatever else the source said. Some keys mean something to Myna:
+
+    references      ids of the utterances that set the voice, one per speaker tag in order; [] asks for no reference,
+                    and without the key the pairing picks another clip of the same speaker
+    reference_only  true for a clip that only ever serves as a reference
+    scene           a sentence about the room or the manner
+    task            one of `TASKS`
+    """
+
+    id: str
+    audio: Path
+    text: str
+    speaker: str
+    language: str = ""
+    span: Span | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def references(self) -> tuple[str, ...] | None:
+        """The references the source asked for; None where it left the choice to us."""
+        return tuple(self.extras["references"]) if "references" in self.extras else None
+
+    @property
+    def is_target(self) -> bool:
+        return not self.extras.get("reference_only", False)
+
+    def to_json(self) -> dict[str, Any]:
+        line = asdict(self) | {"audio": self.audio.as_posix()}
+        return {key: value for key, value in line.items() if value not in (None, {}, "") or key in ("text", "speaker")}
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any], folder: Path) -> Utterance:
+        """A manifest line; relative audio paths are relative to the manifest's folder."""
+        span = line.get("span")
+        return cls(
+            id=str(line["id"]),
+            audio=folder / line["audio"],
+            text=normalise_text(line["text"]),
+            speaker=str(line["speaker"]),
+            language=line.get("language", ""),
+            span=Span(**span) if span else None,
+            extras=line.get("extras", {}),
+        )
+
+
+def normalise_text(text: str) -> str:
+    """NFC, one line, no surrounding blanks. Diacritics, case and direction are the speaker's and stay."""
+    return " ".join(unicodedata.normalize("NFC", text).split())

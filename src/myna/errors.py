@@ -1,0 +1,42 @@
+"""The exception tree: what can go wrong, as documentation.
+
+Every message names the file, line or setting at fault, and every error carries a hint: what to type or change next.
+The command line prints both without a traceback; anything that is not a `MynaError` is a bug of ours.
+"""
+
+
+class MynaError(Exception):
+    """Something the user can act on. `hint` says how and is never empty."""
+
+    def __init__(self, what: str, *, hint: str) -> None:
+        super().__init__(f"{what}\n  → {hint}")
+        self.what = what
+        self.hint = hint
+
+
+class ConfigError(MynaError):
+    """A recipe or a setting is wrong."""
+
+
+class DataError(MynaError):
+    """A manifest, an import or the code store is wrong."""
+
+
+class AudioError(DataError):
+    """A recording cannot be used: missing, unreadable, empty or not finite."""
+
+
+class ModelError(MynaError):
+    """A model, codec or tokenizer cannot be used as asked."""
+
+
+class CheckpointError(ModelError):
+    """Weights do not fit the model: missing, unexpected or mis-shaped tensors, or a pickle where safetensors belong."""
+
+
+class TrainingError(MynaError):
+    """Training cannot start, or must not go on."""
+
+
+class SpeakError(MynaError):
+    """A line cannot be spoken as asked."""

@@ -1,0 +1,206 @@
+"""The seam: everything the rest of the house may know of a model family.
+
+A `Family` is a checkpoint opened without its weights: configuration, tokenizer and the rules of its prompt. It is cheap,
+picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain `nn.Module`, so
+that PEFT, Accelerate and the loop can wrap them. The loop knows nothing else of a model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from myna.data.codec import Codec, Codes
+from myna.data.conversation import Conversation
+
+IGNORED = -100
+"""The label of a position that is not supervised, as torch's losses have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a rendered sequence, for people: `myna render` prints these."""
+
+    kind: Literal["text", "special", "audio"]
+    start: int
+    stop: int
+    shown: str
+    supervised: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """One conversation as the model sees it.
+
+    `labels` and `code_labels` hold, at each position, the token of *that* position where it is to be learned, and
+    `IGNORED` elsewhere. The shift by one happens once, in the objective.
+    """
+
+    id: str
+    ids: npt.NDArray[np.int64]
+    """(positions,): text ids, with a placeholder where an audio frame stands."""
+    codes: npt.NDArray[np.int64]
+    """(audio positions, codebooks): what stands at the placeholders, in order."""
+    labels: npt.NDArray[np.int64]
+    """(positions,): supervised text."""
+    code_labels: npt.NDArray[np.int64]
+    """(audio positions, codebooks): supervised codes."""
+    pieces: tuple[Piece, ...]
+    target_seconds: float
+    """Seconds of audio that are supervised."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Batch(ABC):
+    """What one forward pass reads. Made on the CPU by `collate`, moved once."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> torch.Tensor:
+        """(streams,): supervised targets in this batch, as float64 on the CPU."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Real positions, padding not counted."""
+
+    @property
+    @abstractmethod
+    def target_seconds(self) -> float: ...
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Self: ...
+
+
+class StreamSums(NamedTuple):
+    """Summed losses of one batch. Divide by counts over all ranks and micro-batches, once."""
+
+    sums: torch.Tensor
+    """(streams,): cross-entropy summed over targets, differentiable."""
+    correct: torch.Tensor
+    """(streams,): targets the model ranks first, for accuracy."""
+    stops: torch.Tensor
+    """(2,): ends of stream that the model ranks first, and ends of stream in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptTargets:
+    """What a LoRA mode means for a family, in names of its modules."""
+
+    adapted: tuple[str, ...]
+    """Full names of the linear layers that get an adapter."""
+    selected: tuple[str, ...]
+    """The same plus the heads the mode covers; a head is only ever trained in full, through `train_modules`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose codes. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 0.95
+    repetition_window: int = 7
+    """Repetition-aware sampling: look back this many frames; 0 switches it off."""
+    repetition_limit: int = 2
+    """A code seen this often in the window is drawn anew from the unfiltered distribution."""
+    max_seconds: float = 60.0
+    seed: int = 0
+
+
+class Spoken(NamedTuple):
+    codes: Codes
+    """(frames, codebooks), the delay undone."""
+    stopped: bool
+    """False when the length cap ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossWeights:
+    """How streams are weighed, normalised so that the audio weights sum to 1."""
+
+    streams: tuple[float, ...]
+    label_smoothing: float = 0.0
+
+
+class Family(ABC):
+    """One model architecture behind the seam."""
+
+    name: str
+    source: str
+    """What the user typed: a hub name, a folder or a built-in name."""
+
+    @property
+    @abstractmethod
+    def streams(self) -> tuple[str, ...]:
+        """Names of the supervised streams, for example `text, code0 ... code7`."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> tuple[float, ...]:
+        """Loss of a uniform guess per stream."""
+
+    @property
+    @abstractmethod
+    def prompt_revision(self) -> str:
+        """Changes whenever the same conversation would render to other ids."""
+
+    @abstractmethod
+    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
+        """The weights, checked key by key. Device `meta` gives shapes without weights."""
+
+    @abstractmethod
+    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...
+
+    @abstractmethod
+    def render(
+        self, conversation: Conversation, *, supervise_text: bool = False, supervise_all_audio: bool = False
+    ) -> Rendered:
+        """The one renderer, for training and for speaking."""
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Sequence[Rendered]]) -> Batch:
+        """Rows of sequences that travel together; none can see another."""
+
+    @abstractmethod
+    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0) -> nn.Module:
+        """A module that maps a `Batch` to `StreamSums`; what DDP and FSDP wrap."""
+
+    @abstractmethod
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The decoder layers: what can be checkpointed, compiled or sharded."""
+
+    @abstractmethod
+    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets: ...
+
+    @abstractmethod
+    def module_names(self, model: nn.Module) -> dict[str, str]:
+        """Short names for `train_modules` and `freeze` (`audio_head` ...) to full module names."""
+
+    @abstractmethod
+    def generate(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Rendered],
+        sampling: Sampling,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> list[Spoken]:
+        """Speak open conversations."""
+
+    @abstractmethod
+    def save_model(self, model: nn.Module, folder: Path) -> None:
+        """Weights, configuration and tokenizer in the transformers layout."""
+
+    def stats_config(self) -> dict[str, Any]:
+        """The numbers of the configuration worth printing."""
+        return {}
