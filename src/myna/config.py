@@ -1,13 +1,15 @@
 """The typed tree: every setting, what it means, and what it is unless a recipe says otherwise.
 
 A recipe is a YAML file with only what differs. Unknown keys are refused with the nearest valid ones.
+`python -m myna.config` prints the reference page, docs/reference/recipe.md.
 """
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,15 +19,18 @@ from myna.errors import ConfigError
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Settings(BaseModel):
-    """A branch of the tree. Frozen, and deaf to keys it does not know."""
+    """A branch of the tree. Frozen; refuses keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelSettings(Settings):
+    """What to start from."""
+
     source: str = Field(min_length=1)
     """Hub name or folder of the model to start from."""
     revision: str | None = None
@@ -35,6 +40,8 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
+    """What to learn from, and how it is laid out."""
+
     train: Path
     """A folder made by `myna prepare`."""
     evaluation: Path | None = None
@@ -61,35 +68,47 @@ class DataSettings(Settings):
 
 
 class AdaptSettings(Settings):
+    """Which weights learn."""
+
     mode: Literal["comprehensive", "audio_focused", "attention_only", "custom", "full"] = "comprehensive"
     """Which projections get a LoRA: attention and both FFNs; q, v and the audio FFN; attention; the list under
     `targets`. `full` trains the model itself, without LoRA."""
     targets: tuple[str, ...] = ()
     """With `custom`: ends of module names, such as `audio_mlp.down_proj`."""
     rank: Count = 16
+    """Inner width of each LoRA: more learns more and weighs more."""
     alpha: Positive = 32.0
-    dropout: Share = 0.0
+    """Strength of the LoRA, which is scaled by alpha / rank."""
+    dropout: BelowOne = 0.0
+    """Share of a LoRA's inputs dropped in training."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank)."""
+    """Scale by alpha / sqrt(rank) instead, which keeps high ranks as lively as low ones."""
     dora: bool = False
     """Learn magnitude and direction apart."""
     train_modules: tuple[str, ...] = ()
-    """Trained in full beside the LoRA: `text_head`, `audio_head`, `audio_embedding`."""
+    """Trained in full beside the LoRA: `text_head` (which needs `loss.text_weight`), `audio_head`, `audio_embedding`,
+    or any group `freeze` knows that holds no LoRA."""
     freeze: tuple[str, ...] = ()
-    """With `full`: what stays as it is, for example `text_embedding`, `text_ffn`, `attention`."""
+    """With `full`, what stays as it is: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`, `audio_ffn`,
+    `norms`, `text_head`, `audio_head`."""
 
 
 class LossSettings(Settings):
+    """What counts as an error."""
+
     codebook_weights: Literal["uniform", "1/k"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
     """How codebooks are weighed against one another; a list gives one weight per codebook."""
     text_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the assistant's text; 0 leaves the text head unloaded."""
     all_audio: bool = False
     """Supervise every audio turn, references too."""
-    label_smoothing: Share = 0.0
+    label_smoothing: BelowOne = 0.0
+    """Share of each target spread over all classes."""
 
 
 class TrainSettings(Settings):
+    """How long, how fast and on what."""
+
     epochs: Positive | None = None
     """Passes over the data. Give this or `steps`."""
     steps: Count | None = None
@@ -99,20 +118,25 @@ class TrainSettings(Settings):
     rows_per_pass: Count = 1
     """Rows in one forward pass on one device; accumulation follows from this."""
     learning_rate: Positive = 1e-4
+    """The highest, after the warm-up."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
     """Optimizer steps, or a share of them below 1."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
     final_learning_rate: Share = 0.0
     """Where the schedule ends, as a share of `learning_rate`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Share, Share] = (0.9, 0.99)
+    """AdamW's pull towards zero, times the learning rate."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
+    """AdamW's memory of gradients and of their squares."""
     clip: Positive = 1.0
     """Largest gradient norm."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute type of the frozen part; trainable weights are always fp32."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `mps`."""
-    seed: int = 0
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """`auto` takes the best there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Same seed, same data, same run."""
     evaluate_every: Count | None = None
     """Optimizer steps between evaluations; by default ten times in a run."""
     save_every: Count | None = None
@@ -122,7 +146,7 @@ class TrainSettings(Settings):
 class Recipe(Settings):
     """All of a training."""
 
-    name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
     """What the run is called; its folder is `runs/NAME` unless `--out` says otherwise."""
     model: ModelSettings
     data: DataSettings
@@ -130,23 +154,42 @@ class Recipe(Settings):
     loss: LossSettings = LossSettings()
     train: TrainSettings = TrainSettings()
 
+    @property
+    def needs_text_head(self) -> bool:
+        """An audio-only loss never reaches it, so it is not loaded."""
+        return self.loss.text_weight > 0
+
+
+def _branch(annotation: Any) -> type[Settings] | None:
+    """The group behind a field, or None where a value stands."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Settings) else None
+
+
+_GROUPS = tuple(name for name, field in Recipe.model_fields.items() if _branch(field.annotation))
+
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe; `overrides` are `key.path=value` with YAML values, applied on top."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe {path}", hint="ls recipes/ shows the ones that ship") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="pass the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}", hint="mend the line it names") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings", hint="start from a file in recipes/")
-    for override in overrides or []:
-        _override(tree, override)
-    return parse_recipe(tree, where=str(path))
+    for group in _GROUPS:
+        if group in tree and tree[group] is None:  # a heading with nothing under it
+            tree[group] = {}
+    for setting in overrides or []:
+        override(tree, setting)
+    return parse_recipe(tree, where=f"{path} with --set" if overrides else str(path))
 
 
 def parse_recipe(tree: dict[str, Any], *, where: str) -> Recipe:
+    """Check a tree of plain values; `where` names it in errors."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -164,68 +207,174 @@ def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> list[str]
     """Every dotted key the tree knows."""
     keys = []
     for name, field in settings.model_fields.items():
-        branch = field.annotation
-        if isinstance(branch, type) and issubclass(branch, Settings):
-            keys += valid_keys(branch, f"{prefix}{name}.")
-        else:
-            keys.append(prefix + name)
+        branch = _branch(field.annotation)
+        keys += valid_keys(branch, f"{prefix}{name}.") if branch else [prefix + name]
     return keys
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
+def describe() -> str:
+    """The reference page: every key, its default and its meaning, as Markdown."""
+    return "\n".join(
+        [
+            "# Recipe reference",
+            "",
+            "A recipe is a YAML file with only what differs from these defaults. Any key can be overridden on the",
+            "command line: `--set train.steps=100`. Made by `python -m myna.config > docs/reference/recipe.md`.",
+            "",
+            *_table(Recipe, ""),
+        ]
+    )
+
+
+def _table(settings: type[Settings], prefix: str) -> list[str]:
+    lines, branches = ["| key | default | meaning |", "|---|---|---|"], []
+    for name, field in settings.model_fields.items():
+        branch = _branch(field.annotation)
+        if branch:
+            title = " ".join((branch.__doc__ or "").split())
+            branches += [f"## {prefix}{name}", "", title, "", *_table(branch, f"{prefix}{name}.")]
+            continue
+        meaning = " ".join((field.description or "").split())
+        choices = _choices(field.annotation)
+        if choices:
+            meaning += " Choices: " + ", ".join(f"`{choice}`" for choice in choices) + "."
+        default = "*required*" if field.is_required() else f"`{_shown(field.default)}`"
+        lines.append(f"| `{prefix}{name}` | {default} | {meaning.replace('|', chr(92) + '|')} |")
+    return [*lines, "", *branches]
+
+
+def _shown(value: object) -> str:
+    """A value as one would type it into YAML."""
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_shown(part) for part in value) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) if value != "" else "''"
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The words a `Literal` allows, also inside a union."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return [choice for part in get_args(annotation) for choice in _choices(part)]
+    return []
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML lets a key come twice and keeps the last one; a recipe must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is set twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def override(tree: dict[str, Any], setting: str) -> None:
+    """Put a `key.path=value` into a tree that is not parsed yet."""
+    key, equals, value = setting.partition("=")
+    key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"--set {override} is not KEY=VALUE", hint="for example --set train.steps=100")
-    *branches, leaf = key.strip().split(".")
+        raise ConfigError(f"--set {setting} is not KEY=VALUE", hint="for example --set train.steps=100")
+    if key not in valid_keys():
+        raise ConfigError(f"--set {setting}: there is no setting `{key}`", hint=_nearest(key))
+    *branches, leaf = key.split(".")
     for branch in branches:
         tree = tree.setdefault(branch, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override}: `{branch}` is a value, not a group", hint=_nearest(key))
-    tree[leaf] = yaml.safe_load(value)
+            raise ConfigError(f"--set {setting}: the recipe's `{branch}` is a value, not a group", hint=_nearest(key))
+    try:
+        tree[leaf] = yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"--set {setting}: {value} is not a YAML value", hint="quote it, or close what is open"
+        ) from None
 
 
 def _explained(error: ValidationError, where: str) -> ConfigError:
-    lines, hint = [], "see docs/reference/recipe.md"
+    lines, hints = [], []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "tuple[")))
-        if problem["type"] == "extra_forbidden":
+        # Inside unions pydantic also names the alternative it tried.
+        path = [part for part in problem["loc"] if not str(part).startswith(("literal[", "tuple["))]
+        unknown = problem["type"] in ("extra_forbidden", "invalid_key")
+        key = ".".join(str(part) for part in path if unknown or isinstance(part, str))
+        items = "" if unknown else "".join(f", item {part + 1}," for part in path if isinstance(part, int))
+        if unknown:
             lines.append(f"{where}: there is no setting `{key}`")
-            hint = _nearest(key)
+            hints.append(_nearest(key))
         elif problem["type"] == "missing":
-            lines.append(f"{where}: `{key}` is missing")
-            hint = f"add it to the recipe, or pass --set {key}=..."
+            lines.append(f"{where}: `{key}`{items} is missing")
+            hints.append(f"complete `{key}`" if items else f"add it to the recipe, or pass --set {key}=...")
+        elif problem["type"] in ("model_type", "model_attributes_type"):
+            lines.append(f"{where}: `{key}` is a group of settings (got {problem['input']!r})")
+            hints.append(_nearest(key))
+        elif problem["type"] == "string_type":
+            lines.append(f"{where}: `{key}`{items} should be text (got {problem['input']!r})")
+            hints.append("write it in quotes")
         else:
-            lines.append(f"{where}: `{key}`: {problem['msg']} (got {problem['input']!r})")
-            hint = f"change `{key}` in the recipe, or pass --set {key}=..."
-    return ConfigError("\n".join(dict.fromkeys(lines)), hint=hint)
+            lines.append(f"{where}: `{key}`{items.rstrip(',')}: {problem['msg']} (got {problem['input']!r})")
+            hints.append(f"change `{key}`; docs/reference/recipe.md says what it takes")
+    return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
 
 
 def _nearest(key: str) -> str:
+    group, _, leaf = key.rpartition(".")
     known = valid_keys()
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    close += [k for k in known if k.split(".")[-1] == key.split(".")[-1] and k not in close]
+    if group == "" and key in _GROUPS:
+        return f"`{key}` is a group; its settings: " + ", ".join(k for k in known if k.startswith(f"{key}."))
+    inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    close = [inside[name] for name in difflib.get_close_matches(leaf, inside, n=3, cutoff=0.6)]
+    close += [k for k in known if k.rpartition(".")[2] == leaf]
+    close = close or difflib.get_close_matches(key, [*known, *_GROUPS], n=3, cutoff=0.75)
     if close:
-        return "did you mean " + " or ".join(f"`{k}`" for k in close) + "?"
-    group = [k for k in known if k.startswith(key.split(".")[0] + ".")] or known
-    return "valid settings: " + ", ".join(group)
+        return "did you mean " + " or ".join(f"`{k}`" for k in dict.fromkeys(close)) + "?"
+    return "valid settings: " + ", ".join(inside.values() if group and inside else known)
 
 
 def _check_sense(recipe: Recipe, where: str) -> None:
     """What types alone cannot say."""
-    train, adapt, data = recipe.train, recipe.adapt, recipe.data
+    train, adapt, data, loss = recipe.train, recipe.adapt, recipe.data, recipe.loss
+
+    def refuse(what: str, hint: str) -> None:
+        raise ConfigError(f"{where}: {what}", hint=hint)
+
     if (train.epochs is None) == (train.steps is None):
-        raise ConfigError(f"{where}: give either `train.epochs` or `train.steps`", hint="for example --set train.steps=1000")
-    if adapt.mode == "custom" and not adapt.targets:
-        raise ConfigError(f"{where}: `adapt.mode: custom` needs `adapt.targets`", hint="for example targets: [self_attn.q_proj]")
-    if adapt.targets and adapt.mode != "custom":
-        raise ConfigError(f"{where}: `adapt.targets` only counts with `adapt.mode: custom`", hint="set the mode or drop the targets")
-    if adapt.freeze and adapt.mode != "full":
-        raise ConfigError(
-            f"{where}: `adapt.freeze` only counts with `adapt.mode: full`; a LoRA freezes the whole base",
-            hint="drop it, or use adapt.mode: full",
+        refuse("give either `train.epochs` or `train.steps`", "for example --set train.steps=1000")
+    if train.rows_per_step % train.rows_per_pass:
+        refuse(
+            f"`train.rows_per_step` ({train.rows_per_step}) is no multiple of `rows_per_pass` ({train.rows_per_pass})",
+            "lower rows_per_pass, or raise rows_per_step to a multiple of it",
         )
+    if adapt.mode == "custom" and not adapt.targets:
+        refuse("`adapt.mode: custom` needs `adapt.targets`", "for example targets: [self_attn.q_proj]")
+    if adapt.targets and adapt.mode != "custom":
+        refuse("`adapt.targets` only counts with `adapt.mode: custom`", "set the mode or drop the targets")
+    if adapt.freeze and adapt.mode != "full":
+        refuse(
+            "`adapt.freeze` only counts with `adapt.mode: full`; a LoRA freezes the whole base",
+            "drop it, or use adapt.mode: full",
+        )
+    if adapt.train_modules and adapt.mode == "full":
+        refuse("`adapt.train_modules` says nothing with `adapt.mode: full`, which trains everything", "drop it")
+    if "text_head" in adapt.train_modules and loss.text_weight == 0:
+        refuse(
+            "`adapt.train_modules` names `text_head`, but an audio-only loss teaches it nothing",
+            "drop it, or set loss.text_weight above 0",
+        )
+    if not isinstance(loss.codebook_weights, str) and sum(loss.codebook_weights) == 0:
+        refuse("`loss.codebook_weights` are all zero", "give at least one codebook a weight, or write uniform")
     for name, (low, high) in (("seconds", data.seconds), ("reference_seconds", data.reference_seconds)):
         if low > high:
-            raise ConfigError(f"{where}: `data.{name}` runs from {low} to {high}", hint="write the shorter one first")
+            refuse(f"`data.{name}` runs from {low} to {high}", "write the shorter one first")
+    if data.require_reference and data.reference == "none":
+        refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
     if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
-        raise ConfigError(f"{where}: `data.evaluation` is the training data", hint="prepare a folder of other utterances")
+        refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
+
+
+if __name__ == "__main__":
+    print(describe(), end="")

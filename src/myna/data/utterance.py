@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ class Span:
     end: float | None
 
     def __post_init__(self) -> None:
-        if self.start < 0 or (self.end is not None and self.end <= self.start):
+        if not 0 <= self.start < (math.inf if self.end is None else self.end):  # so written that NaN fails too
             raise ValueError(f"a span must run forwards from 0 or later, not {self.start} to {self.end}")
 
 

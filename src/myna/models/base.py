@@ -1,7 +1,7 @@
 """The seam: everything the rest of the house may know of a model family.
 
-A `Family` is a checkpoint opened without its weights: configuration, tokenizer and the rules of its prompt. It is cheap,
-picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain `nn.Module`, so
+A `Family` is a checkpoint opened without its weights: configuration, tokenizer and the rules of its prompt. It is
+cheap, picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain `nn.Module`, so
 that PEFT, Accelerate and the loop can wrap them. The loop knows nothing else of a model.
 """
 
@@ -41,7 +41,7 @@ class Rendered:
     """One conversation as the model sees it.
 
     `labels` and `code_labels` hold, at each position, the token of *that* position where it is to be learned, and
-    `IGNORED` elsewhere. The shift by one happens once, in the objective.
+    `IGNORED` elsewhere. The shift by one happens once, in `collate`.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Rendered:
     """(audio positions, codebooks): supervised codes."""
     pieces: tuple[Piece, ...]
     target_seconds: float
-    """Seconds of audio that are supervised."""
+    """Seconds of supervised audio."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -125,14 +125,6 @@ class Spoken(NamedTuple):
     """False when the length cap ended it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossWeights:
-    """How streams are weighed, normalised so that the audio weights sum to 1."""
-
-    streams: tuple[float, ...]
-    label_smoothing: float = 0.0
-
-
 class Family(ABC):
     """One model architecture behind the seam."""
 
@@ -160,6 +152,10 @@ class Family(ABC):
         """The weights, checked key by key. Device `meta` gives shapes without weights."""
 
     @abstractmethod
+    def accepts(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
+        """Whether codes of this shape are what the model speaks."""
+
+    @abstractmethod
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...
 
     @abstractmethod
@@ -169,8 +165,15 @@ class Family(ABC):
         """The one renderer, for training and for speaking."""
 
     @abstractmethod
-    def collate(self, rows: Sequence[Sequence[Rendered]]) -> Batch:
-        """Rows of sequences that travel together; none can see another."""
+    def show_token(self, id: int) -> str:
+        """A token as people read it."""
+
+    @abstractmethod
+    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> Batch:
+        """Sequences that travel together; none can see another.
+
+        Position t learns the label of position t + `offset`. Anything but 1 is for the alignment test alone.
+        """
 
     @abstractmethod
     def objective(self, model: nn.Module, *, label_smoothing: float = 0.0) -> nn.Module:
@@ -184,8 +187,9 @@ class Family(ABC):
     def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets: ...
 
     @abstractmethod
-    def module_names(self, model: nn.Module) -> dict[str, str]:
-        """Short names for `train_modules` and `freeze` (`audio_head` ...) to full module names."""
+    def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer for
+        `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
 
     @abstractmethod
     def generate(

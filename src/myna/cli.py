@@ -1,0 +1,263 @@
+"""The door. Every command is here, and nothing but commands: work is done in the rooms behind it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import TextColumn
+
+from myna import __version__
+from myna.errors import MynaError
+
+app = typer.Typer(
+    name="myna",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="""Teach a speech language model a voice: recordings in, speech out.
+
+    The way through:  **prepare** turns recordings into codes,  **train** turns codes into a LoRA,
+    **speak** turns text into sound.  `myna demo` walks it end to end on a tiny model.""",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints and convert them.")
+app.add_typer(model_app, name="model")
+
+console = Console()
+complaints = Console(stderr=True)
+
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hub name or folder of the model.")]
+CodecOption = Annotated[
+    str | None, typer.Option("--codec", help="Hub name or folder of another codec than the model's.")
+]
+OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
+FormatOption = Annotated[
+    str | None, typer.Option("--format", help="Layout of the source; found by looking if left out.")
+]
+MaxBadOption = Annotated[float, typer.Option("--max-bad", help="Share of bad items above which the import fails.")]
+LanguageOption = Annotated[str, typer.Option("--language", help="Language of utterances whose source names none.")]
+SpeakerOption = Annotated[str, typer.Option("--speaker", help="Speaker of utterances whose source names none.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+
+
+def main() -> None:
+    """Errors a person can act on are shown without a traceback."""
+    try:
+        app()
+    except MynaError as error:
+        complaints.print(
+            f"[bold red]error[/] {_escape(error.what)}\n[bold]  → [/]{_escape(error.hint)}", highlight=False
+        )
+        sys.exit(1)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="Folder, file or hub name of a dataset.")],
+    out: OutOption,
+    format: FormatOption = None,
+    max_bad: MaxBadOption = 0.01,
+    language: LanguageOption = "",
+    speaker: SpeakerOption = "",
+) -> None:
+    """Read recordings and texts in any layout into one manifest; bad items go to rejected.jsonl with their reason."""
+    from myna.workflow import import_into
+
+    import_into(source, out, format, max_bad, language, speaker)
+
+
+@app.command()
+def prepare(
+    source: Annotated[str, typer.Argument(help="Folder, file or hub name of a dataset.")],
+    out: OutOption,
+    model: ModelOption,
+    codec: CodecOption = None,
+    format: FormatOption = None,
+    max_bad: MaxBadOption = 0.01,
+    language: LanguageOption = "",
+    speaker: SpeakerOption = "",
+    device: DeviceOption = "auto",
+) -> None:
+    """Import a source and turn its clips into codes, once. Run it again after a stop: only what is new is encoded."""
+    from myna.workflow import prepare as run_prepare
+
+    run_prepare(source, out, model, codec, format, max_bad, language, speaker, device)
+
+
+@app.command()
+def render(
+    data: Annotated[Path, typer.Argument(help="A folder made by `myna prepare`.")],
+    model: ModelOption,
+    id: Annotated[str | None, typer.Option("--id", help="Utterance to show; the first one if left out.")] = None,
+    count: Annotated[int, typer.Option("--count", "-n", help="How many utterances to show.")] = 1,
+    frames: Annotated[bool, typer.Option("--frames", help="Show every frame of every clip.")] = False,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="data.* and loss.* settings, KEY=VALUE.")] = None,
+) -> None:
+    """Print conversations token by token, as training sees them: green is learned, the rest is context."""
+    from myna.config import override, parse_recipe
+    from myna.errors import DataError
+    from myna.models import open_family
+    from myna.models.picture import picture
+    from myna.train.loop import make_loader
+
+    tree: dict[str, Any] = {"model": {"source": model}, "data": {"train": str(data)}, "train": {"steps": 1}}
+    for setting in settings or []:
+        override(tree, setting)
+    recipe = parse_recipe(tree, where="--set")
+    family = open_family(model)
+    loader = make_loader(recipe, family, data)
+    targets = loader.pairing.targets
+    if id is not None:
+        targets = [target for target in targets if target.id == id]
+        if not targets:
+            raise DataError(f"{data} has no target {id}", hint="the ids stand in its manifest.jsonl")
+    for target in targets[:count]:
+        console.print(picture(loader.sequence(target, epoch=0), family, all_frames=frames), soft_wrap=True)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe; recipes/ has some to start from.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/NAME by default.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE.")] = None,
+) -> None:
+    """Train what a recipe says, into a run folder. Every setting can be changed with --set train.steps=100."""
+    from myna.workflow import train as run_training
+
+    run = run_training(recipe, out, settings)
+    console.print(
+        f'\nHear it:  myna speak "your words" --run {run.folder} --voice REF.wav --voice-text "..." -o out.wav'
+    )
+
+
+@app.command()
+def speak(
+    text: Annotated[str, typer.Argument(help="What to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Sound file to write: .wav, .flac, .ogg, .mp3.")],
+    voice: Annotated[
+        list[Path] | None, typer.Option("--voice", help="Recording that sets the voice; repeatable.")
+    ] = None,
+    voice_text: Annotated[
+        list[str] | None, typer.Option("--voice-text", help="What is said in it; repeatable.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder whose voice to use.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
+    codec: CodecOption = None,
+    scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0)] = 50,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 0.95,
+    max_seconds: Annotated[float, typer.Option("--max-seconds", min=0.1, help="Where a runaway is cut.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    device: DeviceOption = "auto",
+    codes: Annotated[Path | None, typer.Option("--codes", help="Also write the codes, as .npy.")] = None,
+) -> None:
+    """Say something, in the voice of a recording, with a model as it is or as a run has tuned it."""
+    import numpy as np
+
+    from myna.audio.clip import write
+    from myna.errors import SpeakError
+    from myna.models.base import Sampling
+    from myna.speak.engine import Line
+    from myna.workflow import open_engine, progress
+
+    voices, voice_texts = voice or [], voice_text or []
+    if len(voices) != len(voice_texts):
+        raise SpeakError(
+            f"{len(voices)} --voice but {len(voice_texts)} --voice-text", hint="say what is spoken in each recording"
+        )
+    engine = open_engine(run=run, model=model, codec=codec, device=device)
+    line = Line(text, tuple(engine.voice(*pair) for pair in zip(voices, voice_texts, strict=True)), scene, id=text)
+    sampling = Sampling(temperature, top_k, top_p, max_seconds=max_seconds, seed=seed)
+    with progress("speaking", TextColumn("{task.fields[heard]}")) as bar:
+        task = bar.add_task("speaking", total=None, heard="")
+        rate = engine.codec.frame_rate
+        speech = engine.speak([line], sampling, lambda n: bar.update(task, completed=n, heard=f"{n / rate:.1f} s"))[0]
+    write(out, speech.samples, engine.codec.sample_rate)
+    if codes is not None:
+        np.save(codes, speech.codes)
+    end = "stopped by itself" if speech.stopped else f"[yellow]cut at --max-seconds {max_seconds:g}: it found no end[/]"
+    console.print(f"{out}: {len(speech.codes) / rate:.2f} s, {end}")
+
+
+@app.command()
+def demo(out: OutOption = Path("demo")) -> None:
+    """The whole way on a tiny model: recordings, codes, a LoRA, speech before and after."""
+    from myna.demo import run_demo
+
+    run_demo(out, console)
+
+
+@model_app.command()
+def stats(
+    model: Annotated[str, typer.Argument(help="Hub name, folder, or `higgs-v2` for the true size without weights.")],
+    lora: Annotated[
+        str, typer.Option("--lora", help="comprehensive, audio_focused, attention_only or custom.")
+    ] = "comprehensive",
+    rank: Annotated[int, typer.Option("--rank", min=1)] = 16,
+    targets: Annotated[str, typer.Option("--targets", help="With custom: ends of module names, by commas.")] = "",
+    train_modules: Annotated[
+        str, typer.Option("--train-modules", help="Trained in full: text_head,audio_head,audio_embedding.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Count what a LoRA would train, on the meta device, without weights."""
+    from rich.table import Table
+
+    from myna.config import AdaptSettings
+    from myna.models import open_family
+    from myna.models.stats import stats as count
+
+    settings = AdaptSettings.model_validate(
+        {"mode": lora, "rank": rank, "targets": _commas(targets), "train_modules": _commas(train_modules)}
+    )
+    numbers = count(open_family(model), settings)
+    if as_json:
+        print(json.dumps(numbers, indent=2))
+        return
+    table = Table(title=f"{model}, {lora}, rank {rank}", show_header=False)
+    for key, value in numbers.items():
+        table.add_row(
+            key, f"{value:,}" if isinstance(value, int) else f"{value:.4%}" if isinstance(value, float) else str(value)
+        )
+    console.print(table)
+
+
+@model_app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a checkpoint or of a LoRA adapter.")],
+    out: OutOption,
+    layout: Annotated[str, typer.Option("--layout", help="transformers or original (boson).")] = "transformers",
+) -> None:
+    """Rewrite a checkpoint or an adapter from one layout to the other, bit for bit."""
+    from myna.models import convert as convert_checkpoint
+
+    convert_checkpoint(source, out, layout)
+    console.print(f"{out}: {layout} layout")
+
+
+@model_app.command()
+def tiny(out: OutOption, seed: Annotated[int, typer.Option("--seed")] = 0) -> None:
+    """Write a tiny random checkpoint of the real classes, to try everything on."""
+    from myna.models import save_tiny
+
+    save_tiny(out, seed=seed)
+    console.print(f"{out}: a tiny random model with its codec; it has to be trained before it can speak")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(__version__)
+
+
+def _commas(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,122 @@
+"""Recordings and texts in any of eight layouts, turned into one manifest.
+
+Each layout is a module of this folder with the same three names: `DESCRIPTION`, `matches` and `read`. What they find
+passes one gate, `check.judge`; what cannot be used is named in `rejected.jsonl`, and too much of it stops the import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from myna.audio.files import replacing
+from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
+from myna.data.importers.base import Context, Importer, Reason, Rejected
+from myna.data.importers.check import judge
+from myna.data.manifest import write_manifest
+from myna.data.utterance import Utterance
+from myna.errors import DataError
+
+__all__ = ["FORMATS", "Imported", "Importer", "Rejected", "detect_format", "import_source", "write_import"]
+
+FORMATS: dict[str, Importer] = {
+    "myna": myna,
+    "folder": folder,
+    "ljspeech": ljspeech,
+    "table": table,
+    "metadata_json": metadata_json,
+    "chatml": chatml,
+    "ms_swift": ms_swift,
+    "hf": hf,
+}
+NAMED = 5
+"""Rejected items that an error spells out; the others are in `rejected.jsonl`."""
+
+
+@dataclass(slots=True)
+class Imported:
+    """What an import found: usable utterances and, apart, what is wrong with the others."""
+
+    utterances: list[Utterance]
+    rejected: list[Rejected]
+    format: str
+
+    @property
+    def counts(self) -> dict[Reason, int]:
+        """How many were rejected for which reason, the commonest first."""
+        return dict(Counter(item.reason for item in self.rejected).most_common())
+
+    @property
+    def bad_share(self) -> float:
+        return len(self.rejected) / max(1, len(self.utterances) + len(self.rejected))
+
+
+def detect_format(source: str) -> str:
+    """The layout a source is in, by looking at it."""
+    path = Path(source)
+    found = [name for name, importer in FORMATS.items() if importer.matches(path)]
+    if len(found) == 1:
+        return found[0]
+    formats = "\n".join(f"  {name:14}{importer.DESCRIPTION}" for name, importer in FORMATS.items())
+    problem = f"could be any of {', '.join(found)}" if found else "is in no layout we know"
+    raise DataError(f"{source} {problem}; {_seen(path)}\n{formats}", hint="name one of these with --format")
+
+
+def import_source(
+    source: str,
+    *,
+    media: Path,
+    format: str | None = None,
+    language: str = "",
+    speaker: str = "",
+    progress: Callable[[int], None] | None = None,
+) -> Imported:
+    """Read and check a whole source. Audio it carries inside itself goes to `media`; nothing else is written.
+
+    `language` and `speaker` stand in where the source names none. `progress` is told how many items are done.
+    """
+    format = detect_format(source) if format is None else format
+    if format not in FORMATS:
+        raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
+    path = Path(source)
+    if format != "hf" and not path.exists():
+        raise DataError(f"there is no {source}", hint="check the path")
+    utterances, rejected = judge(FORMATS[format].read(path, Context(media, language, speaker)), progress)
+    return Imported(utterances, rejected, format)
+
+
+def write_import(imported: Imported, out: Path, *, max_bad: float = 0.01) -> None:
+    """Write `rejected.jsonl` and `manifest.jsonl`; above `max_bad` only the former, and raise with the reasons."""
+    rejected = out / "rejected.jsonl"
+    with replacing(rejected) as temporary:
+        lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in imported.rejected)
+        temporary.write_bytes(lines.encode(errors="backslashreplace"))  # what is no character becomes JSON's escape
+    bad, good, share = len(imported.rejected), len(imported.utterances), imported.bad_share
+    if good and share <= max_bad:
+        write_manifest(out / "manifest.jsonl", imported.utterances)
+        return
+    if not bad:
+        raise DataError("the source holds not one utterance", hint="check that it is the right file or folder")
+    reasons = ", ".join(f"{count} {reason}" for reason, count in imported.counts.items())
+    first = "".join(f"\n  {item}" for item in imported.rejected[:NAMED])
+    more = f"\n  and {bad - NAMED} more" if bad > NAMED else ""
+    accept = f", or accept the loss with --max-bad {math.ceil(share * 100) / 100:g}" if good else ""
+    raise DataError(
+        f"{bad} of {bad + good} items cannot be used ({share:.1%}, --max-bad is {max_bad:.1%}): {reasons}{first}{more}",
+        hint=f"{rejected} names every one; mend them{accept}",
+    )
+
+
+def _seen(path: Path) -> str:
+    """What a person who looked would have said."""
+    if path.is_dir():
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
+        return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
+    if path.is_file():
+        with path.open("rb") as file:
+            return f"it begins with {file.read(60)!r}"
+    return "there is no such file or folder"

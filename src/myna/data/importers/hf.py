@@ -1,0 +1,106 @@
+"""Hugging Face datasets: Parquet or Arrow files here, or a name on the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from myna.data.importers import rows
+from myna.data.importers.base import Context, Found, Record, Rejected, build
+from myna.data.importers.reading import visible
+from myna.data.utterance import Utterance
+from myna.errors import DataError
+
+DESCRIPTION = "Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub"
+
+SUFFIXES = (".parquet", ".arrow")
+HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", *SUFFIXES)
+BATCH = 64
+"""Rows in memory at a time."""
+
+
+def matches(source: Path) -> bool:
+    if source.exists():
+        return bool(_files(source))
+    return HUB.fullmatch(source.as_posix()) is not None and source.suffix not in FILES
+
+
+def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
+    def make(record: Record) -> Iterator[Utterance]:
+        yield rows.utterance(record, context, (record.source.parent, Path()))
+
+    records = (record for file in _files(source) for record in _local(file)) if source.exists() else _hub(source)
+    return build(records, make)
+
+
+def _files(source: Path) -> list[Path]:
+    files = visible(source, *SUFFIXES) if source.is_dir() else [source]
+    return [file for file in files if file.suffix in SUFFIXES and not file.name.startswith("cache-")]
+
+
+def _local(file: Path) -> Iterator[Record | Rejected]:
+    number = 0
+    try:
+        for batch in _batches(file):
+            for place in range(batch.num_rows):
+                number += 1
+                yield from _row(file, number, batch.slice(place, 1))
+    except (pa.ArrowException, OSError) as error:
+        yield Rejected(str(file), number + 1, None, "malformed", str(error))
+
+
+def _row(file: Path, number: int, batch: pa.RecordBatch) -> Iterator[Record | Rejected]:
+    try:
+        yield Record(file, number, batch.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        yield Rejected(str(file), number, None, "not UTF-8", str(error))
+
+
+def _batches(file: Path) -> Iterator[pa.RecordBatch]:
+    if file.suffix == ".parquet":
+        yield from pq.ParquetFile(file).iter_batches(BATCH)
+        return
+    with pa.memory_map(str(file)) as mapped:
+        for batch in _arrow(mapped):
+            for start in range(0, batch.num_rows, BATCH):
+                yield batch.slice(start, BATCH)
+
+
+def _arrow(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
+    """Batches of an Arrow file, or of a stream, as which `datasets` saves them."""
+    try:
+        reader = pa.ipc.open_file(mapped)
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+        yield from pa.ipc.open_stream(mapped)
+    else:
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _hub(source: Path) -> Iterator[Record]:
+    """Rows of a dataset on the hub, its clips as they are stored."""
+    import datasets  # slow to import, and only needed here
+
+    wanted = HUB.fullmatch(source.as_posix())
+    assert wanted is not None
+    try:
+        loaded = datasets.load_dataset(wanted["name"], wanted["config"], split=wanted["split"])
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{source} is neither a file here nor a dataset that loads from the hub: {error}",
+            hint="check the name, OWNER/NAME[/CONFIG][:SPLIT], and your connection",
+        ) from None
+    splits = loaded.values() if isinstance(loaded, dict) else [loaded]
+    number = 0
+    for split in splits:
+        for column, feature in split.features.items():
+            if isinstance(feature, datasets.Audio):
+                split = split.cast_column(column, datasets.Audio(decode=False))
+        for row in split:
+            number += 1
+            yield Record(source, number, row)

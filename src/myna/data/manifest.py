@@ -1,0 +1,83 @@
+"""`manifest.jsonl`: one utterance a line, beside the folder it describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from myna.audio.files import replacing
+from myna.data.utterance import Span, Utterance
+from myna.errors import DataError
+
+
+class SpanError(ValueError):
+    """A line's `span` is no stretch of time."""
+
+
+def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
+    """Write the lines whole or not at all. Audio inside the manifest's folder is stored relative to it."""
+    folder = path.parent.absolute()
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        for utterance in utterances:
+            line = utterance.to_json() | {"audio": _stored(utterance.audio, folder)}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_manifest(path: Path) -> list[Utterance]:
+    """Every utterance, or a `DataError` that names the first bad line."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, IsADirectoryError):
+        raise DataError(f"there is no manifest {path}", hint="myna prepare SOURCE --out FOLDER makes one") from None
+    utterances = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                utterances.append(parse_line(json.loads(line.decode("utf-8-sig")), path.parent))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:{number} is not UTF-8: {error}", hint="save the file as UTF-8") from None
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: {error}", hint="mend or drop that line") from None
+    return utterances
+
+
+def parse_line(line: Any, folder: Path) -> Utterance:
+    """One manifest line as an utterance; a `ValueError` says what is wrong with it."""
+    if not isinstance(line, dict):
+        raise ValueError("the line is not a JSON object")
+    if missing := [key for key in ("id", "audio", "text", "speaker") if key not in line]:
+        raise ValueError(f"there is no `{missing[0]}`")
+    for key, kind in (
+        ("id", str),
+        ("audio", str),
+        ("text", str),
+        ("speaker", str),
+        ("language", str),
+        ("extras", dict),
+    ):
+        if not isinstance(line.get(key, kind()), kind):
+            raise ValueError(f"`{key}` is {line[key]!r}, which is no {kind.__name__}")
+    references = line.get("extras", {}).get("references", [])
+    if not isinstance(references, list) or not all(isinstance(id, str) for id in references):
+        raise ValueError(f"`references` is {references!r}, not a list of ids")
+    if line.get("span") is not None:
+        _check_span(line["span"])
+    return Utterance.from_json(line, folder)
+
+
+def _check_span(span: Any) -> None:
+    match span:
+        case {"start": int() | float() as start, "end": int() | float() | None as end} if len(span) == 2:
+            try:
+                Span(start, end)
+            except ValueError as error:
+                raise SpanError(str(error)) from None
+        case _:
+            raise SpanError(f"`span` is {span!r}; it wants start and end in seconds")
+
+
+def _stored(audio: Path, folder: Path) -> str:
+    audio = audio.resolve() if ".." in audio.parts else audio.absolute()
+    return (audio.relative_to(folder) if audio.is_relative_to(folder) else audio).as_posix()

@@ -1,0 +1,56 @@
+"""The families, by name. Nothing outside this file mentions one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from myna.errors import ModelError
+from myna.models.base import Family
+
+
+def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
+    """Open a checkpoint without its weights: a hub name, a folder, or a built-in configuration."""
+    # Imported late: a family pulls in transformers, which `myna --help` should not wait for.
+    from myna.models.higgs_v2.builtin import BUILTIN_NAMES
+    from myna.models.higgs_v2.checkpoint import resolve
+    from myna.models.higgs_v2.family import HiggsV2
+
+    if source in BUILTIN_NAMES:
+        return HiggsV2.builtin(source)
+    folder = resolve(source, revision)
+    model_type = _model_type(folder)
+    for family in (HiggsV2,):
+        if model_type in family.model_types:
+            return family.open(source, folder, codec)
+    raise ModelError(
+        f"{source} is a model of type {model_type!r}, which Myna does not know",
+        hint=f"known types: {', '.join(HiggsV2.model_types)}",
+    )
+
+
+def convert(source: Path, out: Path, layout: Any) -> None:
+    """Rewrite a checkpoint or an adapter in another layout of its family."""
+    from myna.models.higgs_v2 import checkpoint
+
+    checkpoint.convert(source, out, layout)
+
+
+def save_tiny(out: Path, *, seed: int = 0) -> Path:
+    """A tiny random checkpoint of the real classes."""
+    from myna.models.higgs_v2.tiny import save_tiny
+
+    return save_tiny(out, seed=seed)
+
+
+def _model_type(folder: Path) -> str:
+    path = folder / "config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except FileNotFoundError:
+        raise ModelError(f"{folder} has no config.json", hint="give the folder of a checkpoint") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
+        raise ModelError(
+            f"{path} does not name a model type: {error!r}", hint="download the checkpoint again"
+        ) from None

@@ -1,0 +1,565 @@
+"""Where weights come from, which layouts there are, and whether every key fits.
+
+The same tensors travel under two sets of names: those of transformers (`model_type` higgs_audio_v2), which we work
+with, and those of the original implementation (higgs_audio). One table renames both ways, checkpoints and adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import (
+    GenerationConfig,
+    HiggsAudioV2Config,
+    HiggsAudioV2ForConditionalGeneration,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+from myna.errors import CheckpointError, ModelError
+
+Layout = Literal["transformers", "original"]
+
+RENAMES = (  # original, transformers: names of modules
+    ("embed_tokens", "model.embed_tokens"),
+    ("layers", "model.layers"),
+    ("norm", "model.norm"),
+    ("audio_codebook_embeddings", "model.embed_audio_tokens.embed_audio_tokens"),
+    ("audio_decoder_proj.audio_lm_head", "audio_lm_head"),
+    ("audio_decoder_proj.text_lm_head", "text_lm_head"),
+)
+SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(?=\.)")
+"""The original stores a partly frozen embedding or head as two tensors, the frozen rows first."""
+DERIVED = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "audio_codebook_weights")
+"""Computed from the configuration; some checkpoints carry them all the same."""
+TEXT_HEAD = "text_lm_head.weight"
+ADAPTED = "base_model.model."
+"""What PEFT puts before the name of a module."""
+SHARD = "5GB"
+
+TEXT_SETTINGS = (  # of `text_config` in the original, of the configuration itself in transformers
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
+    *("attention_bias", "attention_dropout", "mlp_bias", "bos_token_id"),
+)
+AUDIO_SETTINGS = (  # original, transformers, the original's default
+    ("audio_num_codebooks", "num_codebooks", 12),
+    ("audio_stream_bos_id", "audio_stream_bos_id", 1024),
+    ("audio_stream_eos_id", "audio_stream_eos_id", 1025),
+    ("audio_out_token_idx", "audio_token_id", 128016),
+    ("audio_out_bos_token_id", "audio_bos_token_id", 128013),
+    ("pad_token_id", "pad_token_id", 128001),
+)
+FIXED_SETTINGS = (  # original, its default, the only value that transformers can express
+    ("audio_embed_avg", False, False),
+    ("audio_decoder_proj_num_layers", 0, 0),
+    ("skip_audio_tower", False, True),
+    ("use_audio_out_embed_projector", False, False),
+    ("use_audio_out_self_attention", False, False),
+    ("use_delay_pattern", False, True),
+    ("use_rq_transformer", False, False),
+)
+
+DELAY = "<|reserved_special_token_6|>"
+SPECIAL_IDS = {
+    "audio_token_id": "<|AUDIO_OUT|>",
+    "audio_bos_token_id": "<|audio_out_bos|>",
+    "audio_delay_token_id": DELAY,
+    "pad_token_id": "<|end_of_text|>",
+    "eos_token_id": "<|eot_id|>",
+}
+"""`bos_token_id` is not among them: transformers' default is wrong and nobody reads it."""
+PROMPT_TOKENS = (
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>", DELAY),
+)
+
+
+def resolve(source: str, revision: str | None) -> Path:
+    """The folder of a checkpoint: as typed, or downloaded from the hub once."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelError(
+                f"{source} is a local folder, which has no revision {revision}", hint="leave the revision out"
+            )
+        return folder
+    if folder.exists():
+        raise ModelError(f"{source} is a file, not the folder of a model", hint=f"give its folder: {folder.parent}")
+    if source.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise ModelError(
+            f"there is no model folder {source}",
+            hint="give the path of a folder that holds config.json, or a hub name such as owner/name",
+        )
+    try:
+        return Path(
+            snapshot_download(
+                source,
+                revision=revision,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer*"],
+                ignore_patterns=["*.bin", "*.pt", "*.pth"],
+            )
+        )
+    except Exception as error:
+        at = f" at revision {revision}" if revision else ""
+        raise ModelError(
+            f"{source}{at} is no folder here, and the hub did not give it: {_first_line(error)}",
+            hint=f"check the name and the network, or fetch it elsewhere with `hf download {source}` "
+            "and give the path of that folder",
+        ) from error
+
+
+def read_config(folder: Path) -> HiggsAudioV2Config:
+    """The configuration of a checkpoint of either layout, checked for what would break later."""
+    file = folder / "config.json"
+    stored = _read_json(file)
+    kind = stored.get("model_type")
+    try:
+        if kind == "higgs_audio":
+            config = _config_from_original(stored, load_tokenizer(folder), file)
+        elif kind == "higgs_audio_v2":
+            config = HiggsAudioV2Config.from_dict(stored)
+        else:
+            raise ModelError(
+                f"{file}: model_type is {kind!r}, not higgs_audio_v2 (or higgs_audio, the original layout)",
+                hint="give a Higgs Audio v2 checkpoint, such as bosonai/higgs-audio-v2-generation-3B-base",
+            )
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ModelError(f"{file}: {error}", hint="correct that setting, or download the checkpoint again") from error
+    last = max(config.audio_stream_bos_id, config.audio_stream_eos_id)
+    if config.codebook_size <= last:
+        raise ModelError(
+            f"{file}: codebook_size is {config.codebook_size}, which leaves no room for the stream ids up to {last}",
+            hint=f"set codebook_size to {last + 1}; transformers' default of 1024 is not the released model's",
+        )
+    for setting in SPECIAL_IDS:
+        if max(_ids(config, setting), default=0) >= config.vocab_size:
+            raise ModelError(
+                f"{file}: {setting} is {getattr(config, setting)}, but vocab_size is {config.vocab_size}",
+                hint="correct the id; it must be the one of the tokenizer",
+            )
+    return config
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer exactly as `tokenizer.json` describes it, whatever class the other files name."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{file} is missing", hint=f"copy the tokenizer files of the checkpoint into {folder}, or download it again"
+        )
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:
+        raise ModelError(
+            f"{file} cannot be read: {_first_line(error)}", hint="it is damaged: download the tokenizer files again"
+        ) from error
+
+
+def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Tokenizer and configuration must speak of the same ids, and the prompt's tokens must be single ones."""
+    vocabulary = tokenizer.get_vocab()
+    wrong = [
+        f"the tokenizer has no single token {token}"
+        for token in PROMPT_TOKENS
+        if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]
+    ]
+    for setting, token in SPECIAL_IDS.items():
+        token = tokenizer.pad_token or token if setting == "pad_token_id" else token
+        if token in vocabulary and vocabulary[token] not in _ids(config, setting):
+            wrong.append(f"{setting} is {getattr(config, setting)}, but {token} is {vocabulary[token]}")
+    if len(tokenizer) > config.vocab_size:
+        wrong.append(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}")
+    if wrong:
+        raise ModelError(
+            f"configuration and tokenizer do not belong together: {'; '.join(wrong)}",
+            hint="use the tokenizer files and the config.json of one checkpoint",
+        )
+
+
+def meta_model(
+    config: HiggsAudioV2Config, *, text_head: bool, dtype: torch.dtype | None = None
+) -> HiggsAudioV2ForConditionalGeneration:
+    """The model on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        return HiggsAudioV2ForConditionalGeneration._from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", use_text_head=text_head
+        ).eval()
+
+
+def load_weights(
+    folder: Path, config: HiggsAudioV2Config, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool
+) -> HiggsAudioV2ForConditionalGeneration:
+    """The model with the weights of a folder of either layout, every key and shape checked before one is read.
+
+    `dtype` None keeps the stored type. Device `meta` gives the model without weights, and reads nothing.
+    """
+    device = torch.device(device)
+    model = meta_model(config, text_head=text_head, dtype=dtype)
+    if device.type == "meta":
+        return model
+    stored = _stored_tensors(folder)
+    if not text_head:
+        stored.pop(TEXT_HEAD, None)
+    elif TEXT_HEAD not in stored:
+        raise CheckpointError(
+            f"{folder} has no text head ({TEXT_HEAD})",
+            hint="train without a text loss (text weight 0), or use a checkpoint that was saved with its text head",
+        )
+    _check_fit({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, stored, folder)
+    with ExitStack() as stack:
+        files = {part.file for parts in stored.values() for part in parts}
+        opened = {file: stack.enter_context(_opened(file)) for file in files}
+
+        def read(name: str) -> torch.Tensor:
+            # Copied, for a tensor of its own instead of a view of the file.
+            parts: list[torch.Tensor] = [
+                opened[part.file].get_tensor(part.key).to(device, dtype, copy=True) for part in stored[name]
+            ]
+            if _is_split(stored[name]):
+                return torch.cat(parts)
+            if any(not torch.equal(parts[0], other) for other in parts[1:]):
+                raise CheckpointError(
+                    f"{folder} holds {name} more than once, with different values: {_listed(stored[name])}",
+                    hint="download the checkpoint again, or save it from one source",
+                )
+            return parts[0]
+
+        model.load_state_dict({name: read(name) for name in stored}, strict=True, assign=True)
+    # What is computed and never stored is still on the meta device.
+    inner = model.model
+    inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
+    offsets = torch.arange(config.num_codebooks, device=device) * config.codebook_size
+    inner.embed_audio_tokens.audio_tokens_offsets = offsets
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return model
+
+
+def save_transformers(
+    model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Write a checkpoint in the transformers layout, ready for `from_pretrained` and `generate`."""
+    with _new_folder(folder) as made:
+        _write(model, made, tokenizer, "transformers")
+
+
+def save_original(
+    model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Write a checkpoint in the layout of the original implementation, which always has a text head."""
+    with _new_folder(folder) as made:
+        _write(model, made, tokenizer, "original")
+
+
+def convert(source: Path, out: Path, layout: Layout) -> None:
+    """Rewrite a checkpoint or a LoRA adapter, of either layout, in the one asked for."""
+    if layout not in get_args(Layout):
+        raise ModelError(f"there is no layout {layout}", hint=f"say one of: {', '.join(get_args(Layout))}")
+    if (source / "adapter_config.json").is_file():
+        with _new_folder(out) as made:
+            _convert_adapter(source, made, layout)
+        return
+    config, tokenizer = read_config(source), load_tokenizer(source)
+    check_tokenizer(config, tokenizer)
+    text_head = TEXT_HEAD in _stored_tensors(source)
+    model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
+    with _new_folder(out) as made:
+        _write(model, made, tokenizer, layout)
+        if (source / "codec").is_dir():
+            shutil.copytree(source / "codec", made / "codec")
+
+
+def _rename(name: str, layout: Layout) -> str:
+    """A module or tensor by its name in `layout`; a name that is there already, or unknown, stays."""
+    for original, transformers in RENAMES:
+        old, new = (original, transformers) if layout == "transformers" else (transformers, original)
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return name
+
+
+def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
+    """Rename an adapter's tensors. They tell which modules it touches; patterns in its settings may not carry over."""
+    config = _read_json(source / "adapter_config.json")
+    for setting in ("trainable_token_indices", "target_parameters", "layer_replication"):
+        if config.get(setting):
+            raise ModelError(
+                f"{source}/adapter_config.json: {setting} cannot be carried over to another layout",
+                hint="merge the adapter into its checkpoint and convert that",
+            )
+    if config.get("peft_type") != "LORA":
+        raise ModelError(
+            f"{source}/adapter_config.json: peft_type is {config.get('peft_type')}, and only LORA can be converted",
+            hint="merge the adapter into its checkpoint and convert that",
+        )
+    known = tuple(f"{names[layout == 'transformers']}." for names in RENAMES)
+    tensors: dict[str, torch.Tensor] = {}
+    adapted, whole, strange = set(), set(), []
+    with _opened(_weight_files(source, stem="adapter_model")[0]) as stored:
+        for key in sorted(stored.keys()):
+            name = _rename(key.removeprefix(ADAPTED), layout)
+            if not key.startswith(ADAPTED) or not name.startswith(known):
+                strange.append(key)
+                continue
+            tensors[ADAPTED + name] = stored.get_tensor(key)
+            module, lora, _ = name.partition(".lora_")
+            if lora:
+                adapted.add(module)
+            elif ".base_layer." not in name:
+                whole.add(name.rpartition(".")[0])
+    if strange:
+        raise CheckpointError(
+            f"{source}: tensors of no module of Higgs Audio v2: {_listed(strange)}",
+            hint="give an adapter that was trained on Higgs Audio v2 with PEFT",
+        )
+    config |= dict.fromkeys(("task_type", "auto_mapping", "exclude_modules", "layers_to_transform", "layers_pattern"))
+    config |= {"target_modules": sorted(adapted), "modules_to_save": sorted(whole) or None}
+    for setting in ("rank_pattern", "alpha_pattern"):
+        config[setting] = {_rename(name, layout): value for name, value in (config.get(setting) or {}).items()}
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    _write_json(out / "adapter_config.json", config)
+
+
+def _config_from_original(
+    stored: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, file: Path
+) -> HiggsAudioV2Config:
+    def require(setting: str, value: object, needed: object) -> None:
+        if value != needed:
+            raise ModelError(
+                f"{file}: {setting} is {value!r}; transformers' Higgs Audio v2 can only express {needed!r}",
+                hint="use a checkpoint of the released architecture, bosonai/higgs-audio-v2-generation-3B-base",
+            )
+
+    stored_text = stored.get("text_config") or {}
+    require("text_config.model_type", stored_text.get("model_type", "llama"), "llama")
+    text = LlamaConfig.from_dict(stored_text)
+    for setting, default, needed in FIXED_SETTINGS:
+        require(setting, stored.get(setting, default) or False, needed)
+    adapter = stored.get("audio_adapter_type", "stack")
+    if adapter != "dual_ffn_fast_forward":  # which is the same when all layers are dual
+        require("audio_adapter_type", adapter, "dual_ffn")
+    layers = sorted(stored.get("audio_dual_ffn_layers") or [])
+    require("audio_dual_ffn_layers", layers, list(range(text.num_hidden_layers)))
+    return HiggsAudioV2Config(
+        **{setting: getattr(text, setting) for setting in TEXT_SETTINGS},
+        **{ours: stored.get(theirs, default) for theirs, ours, default in AUDIO_SETTINGS},
+        codebook_size=stored.get("audio_codebook_size", 1024) + 2,
+        rope_parameters=text.rope_parameters,
+        audio_delay_token_id=_token_id(tokenizer, DELAY),
+        eos_token_id=_token_id(tokenizer, SPECIAL_IDS["eos_token_id"]),
+    )
+
+
+def _config_to_original(
+    config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype
+) -> dict[str, Any]:
+    rope = dict(config.rope_parameters)
+    text = {setting: getattr(config, setting) for setting in TEXT_SETTINGS} | {
+        "model_type": "llama",
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "bos_token_id": _token_id(tokenizer, "<|begin_of_text|>"),
+        "eos_token_id": _token_id(tokenizer, "<|end_of_text|>"),
+    }
+    return {
+        "model_type": "higgs_audio",
+        "architectures": ["HiggsAudioModel"],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "hidden_size": config.hidden_size,
+        "text_config": text,
+        **{setting: needed for setting, _, needed in FIXED_SETTINGS},
+        **{theirs: getattr(config, ours) for theirs, ours, _ in AUDIO_SETTINGS},
+        "audio_codebook_size": config.codebook_size - 2,
+        "audio_adapter_type": "dual_ffn_fast_forward",
+        "audio_dual_ffn_layers": list(range(config.num_hidden_layers)),
+        "audio_ffn_hidden_size": config.hidden_size,
+        "audio_ffn_intermediate_size": config.intermediate_size,
+        "encode_whisper_embed": False,
+        "encode_audio_in_tokens": True,
+        "audio_in_token_idx": _token_id(tokenizer, "<|AUDIO|>"),
+        "audio_eos_token_id": _token_id(tokenizer, "<|audio_eos|>"),
+    }
+
+
+def _ids(config: HiggsAudioV2Config, setting: str) -> list[int]:
+    value = getattr(config, setting)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    number: int | None = tokenizer.get_vocab().get(token)
+    if number is None:
+        raise ModelError(
+            f"the tokenizer has no token {token}", hint="use the tokenizer files that came with the checkpoint"
+        )
+    return number
+
+
+class _Part(NamedTuple):
+    """A stored tensor: a whole one of the model, or the frozen or trainable rows of one."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.key
+
+
+def _stored_tensors(folder: Path) -> dict[str, list[_Part]]:
+    """What a folder holds, by transformers' names. Reads the headers and no tensor."""
+    found: defaultdict[str, list[_Part]] = defaultdict(list)
+    for file in _weight_files(folder):
+        with _opened(file) as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
+                name = _rename(SPLIT.sub("", key), "transformers")
+                if not name.endswith(DERIVED):
+                    found[name].append(_Part(file, key, tuple(tensors.get_slice(key).get_shape())))
+    return {name: sorted(parts, key=lambda part: part.key) for name, parts in found.items()}
+
+
+def _is_split(parts: Iterable[_Part]) -> bool:
+    return any(SPLIT.search(part.key) for part in parts)
+
+
+def _check_fit(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, list[_Part]], folder: Path) -> None:
+    def shape(parts: list[_Part]) -> tuple[int, ...]:
+        whole = parts[0].shape
+        return (sum(part.shape[0] for part in parts), *whole[1:]) if _is_split(parts) else whole
+
+    problems = {
+        "missing": [name for name in expected if name not in stored],
+        "unexpected": [str(part) for name, parts in stored.items() if name not in expected for part in parts],
+        "of another shape": [
+            f"{name} {shape(parts)} instead of {expected[name]}"
+            for name, parts in stored.items()
+            if name in expected and shape(parts) != expected[name]
+        ],
+    }
+    if any(problems.values()):
+        told = "".join(f"\n  {len(names)} {what}: {_listed(names)}" for what, names in problems.items() if names)
+        raise CheckpointError(
+            f"the weights in {folder} do not fit its config.json{told}",
+            hint="the configuration and the weights must come from one checkpoint; download it again if in doubt",
+        )
+
+
+def _weight_files(folder: Path, stem: str = "model") -> list[Path]:
+    """The safetensors files of a folder: those of its index, or the single one."""
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+    elif single.is_file():
+        files = [single]
+    elif pickles := sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)):
+        raise CheckpointError(
+            f"{folder} has its weights as pickles ({_listed(pickles)}), which can run code when they are opened",
+            hint="convert them to safetensors where you trust them, or use a checkpoint that has safetensors",
+        )
+    else:
+        raise CheckpointError(f"{folder} has no {single.name}", hint="give the folder that holds the weights")
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(
+            f"{folder} lacks files that its index names: {_listed(absent)}", hint="download the checkpoint again"
+        )
+    return files
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {_first_line(error)}", hint="it is damaged or cut short: download it again"
+        ) from error
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name, which gets its own when all has been written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        made = Path(scratch, folder.name)
+        made.mkdir()
+        yield made
+        if folder.exists():
+            folder.rmdir()
+        made.rename(folder)
+
+
+def _write(
+    model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast, layout: Layout
+) -> None:
+    state: dict[str, torch.Tensor] = model.state_dict()
+    text_head = TEXT_HEAD in state
+    if state.keys() != meta_model(model.config, text_head=text_head).state_dict().keys():
+        raise ModelError(
+            "the model is wrapped or carries an adapter, so it cannot be saved as a checkpoint",
+            hint="merge the adapter and unwrap the model first",
+        )
+    tokenizer.save_pretrained(folder)
+    if layout == "transformers":
+        model.save_pretrained(folder, max_shard_size=SHARD)
+        GenerationConfig(
+            bos_token_id=_token_id(tokenizer, "<|begin_of_text|>"),
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=model.config.pad_token_id,
+            ras_win_len=7,
+            ras_win_max_num_repeat=2,
+        ).save_pretrained(folder)
+        return
+    if not text_head:
+        raise ModelError(
+            f"the original layout always has a text head, and this model has no {TEXT_HEAD}",
+            hint="load the checkpoint with its text head, or save in the transformers layout",
+        )
+    save_torch_state_dict(
+        {_rename(name, "original"): tensor for name, tensor in state.items()}, folder, max_shard_size=SHARD
+    )
+    _write_json(folder / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
+    # transformers 4.46, which the original needs, knows the tokenizer's class by its old name.
+    named = _read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    _write_json(folder / "tokenizer_config.json", named)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} cannot be read: {_first_line(error)}", hint=f"give a folder with a sound {file.name}"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is not a JSON object", hint="download the checkpoint again")
+    return value
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _listed(names: Collection[object]) -> str:
+    rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(str(name) for name in list(names)[:10]) + rest

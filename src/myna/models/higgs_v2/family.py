@@ -1,0 +1,163 @@
+"""Higgs Audio v2 behind the seam: this page only joins the files beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from myna.data.codec import Codec
+from myna.data.conversation import Conversation
+from myna.errors import ModelError
+from myna.models.base import AdaptTargets, Family, Rendered, Sampling, Spoken
+from myna.models.higgs_v2 import adapt, checkpoint
+from myna.models.higgs_v2.batch import HiggsBatch, collate
+from myna.models.higgs_v2.builtin import builtin_config
+from myna.models.higgs_v2.codec import HiggsCodec
+from myna.models.higgs_v2.forward import HiggsObjective, core_of
+from myna.models.higgs_v2.generate import generate
+from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
+
+DEFAULT_CODEC = "bosonai/higgs-audio-v2-tokenizer"
+
+
+class HiggsV2(Family):
+    name = "higgs_v2"
+    model_types = ("higgs_audio_v2", "higgs_audio")
+
+    def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
+        self.source = source
+        self.config = config
+        self.folder = folder
+        self.codec_source = codec
+
+    @classmethod
+    def open(cls, source: str, folder: Path, codec: str | None = None) -> HiggsV2:
+        family = cls(source, checkpoint.read_config(folder), folder, codec)
+        checkpoint.check_tokenizer(family.config, family.tokenizer)
+        return family
+
+    @classmethod
+    def builtin(cls, name: str) -> HiggsV2:
+        """A true-size configuration without weights or tokenizer, for arithmetic."""
+        return cls(name, builtin_config(name), None)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return checkpoint.load_tokenizer(self._checkpoint())
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        config = self.config
+        return Renderer(
+            tokenizer=self.tokenizer,
+            delay=self.delay,
+            codes_per_book=_codes(config),
+            audio_id=config.audio_token_id,
+            delay_id=config.audio_delay_token_id,
+        )
+
+    @property
+    def delay(self) -> DelayPattern:
+        config = self.config
+        return DelayPattern(config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        return ("text", *(f"code{k}" for k in range(self.config.num_codebooks)))
+
+    @property
+    def chance(self) -> tuple[float, ...]:
+        config = self.config
+        return (math.log(config.vocab_size), *[math.log(config.codebook_size)] * config.num_codebooks)
+
+    @property
+    def prompt_revision(self) -> str:
+        return self.renderer.revision
+
+    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
+        folder = Path() if torch.device(device).type == "meta" else self._checkpoint()
+        model: nn.Module = checkpoint.load_weights(folder, self.config, dtype=dtype, device=device, text_head=text_head)
+        return model
+
+    def accepts(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
+        config = self.config
+        return (codebooks, codebook_size, frame_rate) == (config.num_codebooks, _codes(config), FRAME_RATE)
+
+    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:
+        beside = self.folder / "codec" if self.folder is not None else None
+        source = self.codec_source or (str(beside) if beside is not None and beside.is_dir() else DEFAULT_CODEC)
+        codec = HiggsCodec.open(source, device=device)
+        if not self.accepts(codec.codebooks, codec.codebook_size, codec.frame_rate):
+            raise ModelError(
+                f"the codec {source} makes {codec.codebooks} x {codec.codebook_size} codes at {codec.frame_rate:g} "
+                f"frames/s; {self.source} wants {self.config.num_codebooks} x {_codes(self.config)} at {FRAME_RATE:g}",
+                hint="name the model's own codec with --codec",
+            )
+        return codec
+
+    def render(
+        self, conversation: Conversation, *, supervise_text: bool = False, supervise_all_audio: bool = False
+    ) -> Rendered:
+        return self.renderer.render(
+            conversation, supervise_text=supervise_text, supervise_all_audio=supervise_all_audio
+        )
+
+    def show_token(self, id: int) -> str:
+        return str(self.tokenizer.decode([id]))
+
+    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+        config = self.config
+        return collate(
+            sequences, (config.audio_token_id, config.audio_delay_token_id), config.num_codebooks, offset=offset
+        )
+
+    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0) -> nn.Module:
+        return HiggsObjective(model, label_smoothing)
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list(core_of(model).model.layers)
+
+    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets:
+        return adapt.adapt_targets(core_of(model), mode, custom)
+
+    def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        return adapt.module_names(core_of(model))
+
+    def generate(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Rendered],
+        sampling: Sampling,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> list[Spoken]:
+        core = core_of(model)
+        batch = self.collate(prompts).to(next(core.parameters()).device)
+        seeds = [_seed(sampling.seed, prompt.id) for prompt in prompts]
+        return generate(core, batch, self.delay, sampling, seeds, on_frame)
+
+    def save_model(self, model: nn.Module, folder: Path) -> None:
+        checkpoint.save_transformers(core_of(model), folder, self.tokenizer)
+
+    def _checkpoint(self) -> Path:
+        if self.folder is None:
+            raise ModelError(
+                f"{self.source} is a configuration without weights", hint="name a checkpoint: a folder or a hub name"
+            )
+        return self.folder
+
+
+def _codes(config: Any) -> int:
+    """Codes per codebook: the two stream ids stand right behind them."""
+    return min(int(config.audio_stream_bos_id), int(config.audio_stream_eos_id))
+
+
+def _seed(seed: int, id: str) -> int:
+    """A random stream of its own for every line, whatever it is batched with."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,69 @@
+"""Text to sound: the training renderer with the last turn left open, the model, and the codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from myna.audio.clip import read
+from myna.data.codec import Codec, Codes, Samples
+from myna.data.conversation import Clip, Reference, ReferencePlace, script
+from myna.data.utterance import normalise_text
+from myna.errors import SpeakError
+from myna.models.base import Family, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something to say."""
+
+    text: str
+    references: tuple[Reference, ...] = ()
+    scene: str = ""
+    id: str = "line"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Speech:
+    samples: Samples
+    codes: Codes
+    stopped: bool
+    """False when the length cap ended it: the model did not find its end."""
+
+
+class Engine:
+    """A model that speaks. `place` must be where the training put references."""
+
+    def __init__(self, family: Family, model: nn.Module, codec: Codec, place: ReferencePlace = "turn") -> None:
+        self.family, self.model, self.codec, self.place = family, model.eval(), codec, place
+
+    def voice(self, recording: Path, text: str) -> Reference:
+        """A reference from a recording and what is said in it."""
+        samples = read(recording, sample_rate=self.codec.sample_rate)
+        return Reference(normalise_text(text), Clip(recording.stem, encode_clip(self.codec, samples)))
+
+    def speak(
+        self, lines: Sequence[Line], sampling: Sampling, on_frame: Callable[[int], None] | None = None
+    ) -> list[Speech]:
+        prompts = []
+        for line in lines:
+            text = normalise_text(line.text)
+            if not text:
+                raise SpeakError(f"{line.id} has no text to speak", hint="give some words")
+            conversation = script(text, id=line.id, references=line.references, scene=line.scene, place=self.place)
+            prompts.append(self.family.render(conversation))
+        return [
+            Speech(self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32), codes, stopped)
+            for codes, stopped in self.family.generate(self.model, prompts, sampling, on_frame)
+        ]
+
+
+def encode_clip(codec: Codec, samples: Samples) -> Codes:
+    """One clip to codes, trimmed to whole frames."""
+    whole = len(samples) // codec.hop * codec.hop
+    codes: Codes = codec.encode(samples[None, :whole])[0]
+    return codes

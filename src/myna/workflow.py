@@ -1,0 +1,151 @@
+"""The steps of the way, one function each: what the command line and the demo both call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from myna.config import load_recipe
+from myna.data.codes import encode_corpus
+from myna.data.corpus import Prepared
+from myna.data.importers import import_source, write_import
+from myna.data.utterance import Utterance
+from myna.errors import SpeakError
+from myna.models import open_family
+from myna.models.adapting import load_adapter, merge
+from myna.speak.engine import Engine
+from myna.train.loop import train as run_training
+from myna.train.precision import decide, pick_device
+from myna.train.run import Run
+
+console = Console()
+notices = Console(stderr=True)
+
+
+def import_into(
+    source: str, out: Path, format: str | None, max_bad: float, language: str, speaker: str
+) -> list[Utterance]:
+    """The manifest of a source, written to `out`."""
+    with progress("importing") as bar:
+        task = bar.add_task("importing", total=None)
+        imported = import_source(
+            source,
+            media=out / "media",
+            format=format,
+            language=language,
+            speaker=speaker,
+            progress=lambda done: bar.update(task, completed=done),
+        )
+    write_import(imported, out, max_bad=max_bad)
+    console.print(
+        f"{len(imported.utterances)} utterances from {source} ({imported.format}), {len(imported.rejected)} rejected"
+    )
+    return imported.utterances
+
+
+def prepare(
+    source: str,
+    out: Path,
+    model: str,
+    codec: str | None = None,
+    format: str | None = None,
+    max_bad: float = 0.01,
+    language: str = "",
+    speaker: str = "",
+    device: str = "auto",
+) -> None:
+    """Import a source and bring its codes up to date."""
+    utterances = import_into(source, out, format, max_bad, language, speaker)
+    coder = open_family(model, codec=codec).load_codec(device=pick_device(device))
+    with progress("encoding", TextColumn("{task.fields[pace]}")) as bar:
+        task = bar.add_task("encoding", total=None, pace="")
+
+        def advance(now: Any) -> None:
+            bar.update(task, completed=now.clips, total=now.total_clips, pace=f"{now.pace:.1f} audio-hours/hour")
+
+        report = encode_corpus(utterances, coder, out, on_progress=advance)
+    for id in report.too_short:
+        console.print(f"left out: {id} is shorter than one frame")
+    Prepared.of(coder).write(out)
+    console.print(f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now")
+
+
+def train(recipe: Path, out: Path | None = None, settings: list[str] | None = None) -> Run:
+    """Train a recipe into a run folder."""
+    loaded = load_recipe(recipe, settings)
+    run = Run.create(out or Path("runs") / loaded.name, loaded)
+    with _TrainDisplay() as display:
+        run_training(loaded, run, display)
+    return run
+
+
+def open_engine(*, run: Path | None, model: str | None, codec: str | None, device: str) -> Engine:
+    """The engine for a run or for an untuned model."""
+    if (run is None) == (model is None):
+        raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
+    target = pick_device(device)
+    dtype = decide("auto", target).compute
+    if run is None:
+        family = open_family(str(model), codec=codec)
+        return Engine(
+            family, family.load_model(dtype=dtype, device=target, text_head=False), family.load_codec(device=target)
+        )
+    tuned = Run.open(run)
+    settings = tuned.recipe.model
+    source = str(tuned.model) if tuned.model.is_dir() else settings.source
+    family = open_family(source, revision=settings.revision, codec=codec or settings.codec)
+    weights = family.load_model(dtype=dtype, device=target, text_head=tuned.recipe.needs_text_head)
+    if not tuned.model.is_dir():
+        weights = merge(load_adapter(weights, tuned.adapter))
+    place = tuned.recipe.data.reference_place
+    return Engine(family, weights, family.load_codec(device=target), place)
+
+
+@contextmanager
+def progress(title: str, *columns: Any) -> Iterator[Progress]:
+    """A bar with counts and the time left, on standard error."""
+    with Progress(
+        TextColumn(f"[bold]{title}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=notices,
+    ) as bar:
+        yield bar
+
+
+class _TrainDisplay:
+    """A live line with the loss and the time left."""
+
+    def __init__(self) -> None:
+        self._stack = progress("training", TextColumn("{task.fields[state]}"))
+        self._last: dict[str, Any] = {}
+
+    def __enter__(self) -> _TrainDisplay:
+        self._bar = self._stack.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False)
+
+    def planned(self, steps: int) -> None:
+        self._task = self._bar.add_task("training", total=steps, state="")
+
+    def stepped(self, row: dict[str, Any]) -> None:
+        if "evaluation" in row:
+            self.say(f"step {row['step']}: evaluation loss {row['evaluation']['loss']:.4f}")
+            return
+        speed = row["speed"]
+        pace = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['audio_per_second']:.1f} audio-s/s"
+        state = f"loss {row['loss']:.4f}  {pace}"
+        self._bar.update(self._task, completed=row["step"], state=state)

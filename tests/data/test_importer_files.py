@@ -1,0 +1,197 @@
+"""Layouts of plain files: a folder of pairs, LJSpeech, tables and metadata.json."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myna.data.importers import import_source
+from myna.data.utterance import Span, Utterance
+from tests.data.sources import write_json
+
+
+def test_folder_names_speakers_after_subfolders(tmp_path: Path, clips: list[Path]) -> None:
+    data = tmp_path / "studio"
+    for place in ("a", "marta/b", "deep/er/c", ".hidden/d", "marta/._b"):
+        (data / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(clips[0], data / f"{place}.wav")
+        (data / f"{place}.lab").write_bytes("\ufeff  xin   chào\n".encode())
+    (data / "README.txt").write_text("about these recordings")
+    result = import_source(str(data), media=tmp_path, language="vi")
+    assert result.rejected == []
+    speakers = {(each.id, each.speaker, each.text, each.language) for each in result.utterances}
+    assert speakers == {
+        ("a", "studio", "xin chào", "vi"),
+        ("marta/b", "marta", "xin chào", "vi"),
+        ("deep/er/c", "er", "xin chào", "vi"),
+    }
+    named = import_source(str(data), media=tmp_path, speaker="lan")
+    assert {each.id: each.speaker for each in named.utterances}["a"] == "lan"
+
+
+def test_folder_names_what_stands_alone(tmp_path: Path, clips: list[Path]) -> None:
+    for name in ("good", "no-text", "latin"):
+        shutil.copy(clips[0], tmp_path / f"{name}.wav")
+    (tmp_path / "good.txt").write_text("hello")
+    (tmp_path / "no-audio.txt").write_text("hello")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    result = import_source(str(tmp_path), media=tmp_path)
+    assert [each.id for each in result.utterances] == ["good"]
+    reasons = {Path(item.source).name: item.reason for item in result.rejected}
+    assert reasons == {"no-text.wav": "missing file", "latin.wav": "not UTF-8", "no-audio.txt": "missing file"}
+
+
+def test_ljspeech_bad_lines(tmp_path: Path, clips: list[Path]) -> None:
+    (tmp_path / "wavs").mkdir()
+    shutil.copy(clips[0], tmp_path / "wavs" / "a.wav")
+    text = b'a|He said "5"|He said "five"\nb|gone\nno bars\na|1|2|3\nc|caf\xe9\n'
+    (tmp_path / "metadata.csv").write_bytes(text)
+    result = import_source(str(tmp_path), media=tmp_path)
+    assert result.format == "ljspeech"
+    assert result.utterances == [
+        Utterance(
+            "a", tmp_path / "wavs" / "a.wav", 'He said "five"', tmp_path.name, extras={"original_text": 'He said "5"'}
+        )
+    ]
+    assert [(item.line, item.reason) for item in result.rejected] == [
+        (2, "missing file"),
+        (3, "malformed"),
+        (4, "malformed"),
+        (5, "not UTF-8"),
+    ]
+
+
+def test_table_in_the_manner_of_common_voice(tmp_path: Path, clips: list[Path]) -> None:
+    (tmp_path / "clips").mkdir()
+    shutil.copy(clips[0], tmp_path / "clips" / "a.wav")
+    rows = [
+        "client_id\tpath\tsentence\tlocale",
+        '5f\ta.wav\t"Now," he said\tcy',
+        "5f\ta.wav",
+        "5f\tgone.wav\thello\tcy",
+    ]
+    (tmp_path / "train.tsv").write_bytes("\n".join(rows).encode() + b"\n5f\ta.wav\tcaf\xe9\tcy\n\n")
+    result = import_source(str(tmp_path / "train.tsv"), media=tmp_path)
+    assert result.utterances == [Utterance("a", tmp_path / "clips" / "a.wav", '"Now," he said', "5f", "cy")]
+    assert [(item.line, item.reason) for item in result.rejected] == [
+        (3, "malformed"),
+        (4, "missing file"),
+        (5, "not UTF-8"),
+    ]
+
+
+def test_table_spans_by_offset_and_duration(tmp_path: Path, clips: list[Path]) -> None:
+    rows = [
+        "file_name;transcript;offset;duration;mood",
+        f"{clips[0]};one;0.0625;0.125;calm",
+        f"{clips[0]};two;x;1;calm",
+    ]
+    (tmp_path / "metadata.csv").write_text("\n".join([*rows, f"{clips[0]};three;;0.25;calm", ";four;;;"]))
+    result = import_source(str(tmp_path), media=tmp_path, speaker="marta")
+    assert [(each.id, each.span, each.extras) for each in result.utterances] == [
+        ("0@0.0625", Span(0.0625, 0.1875), {"mood": "calm"}),
+        ("0", None, {"duration": "0.25", "mood": "calm"}),
+    ]
+    assert [(item.line, item.reason) for item in result.rejected] == [(3, "bad span"), (5, "missing file")]
+    assert {each.speaker for each in result.utterances} == {"marta"}
+
+
+def voices(folder: Path, clips: list[Path]) -> list[dict[str, Any]]:
+    for number in range(5):
+        shutil.copy(clips[number], folder / f"{number}.wav")
+        (folder / f"{number}.txt").write_text(f"text {number}")
+    return [
+        {
+            "id": f"sample{number}",
+            "audio_file": f"{number}.wav",
+            "transcript_file": f"{number}.txt",
+            "duration": 0.25,
+            "speaker_id": "huo",
+            "speaker_name": "Huo",
+            "scene": "quiet_room",
+            "emotion": "neutral",
+            "language": "vi",
+            "gender": "unknown",
+            "quality_score": 1.0,
+        }
+        for number in range(2)
+    ]
+
+
+def test_metadata_json_with_one_shared_voice(tmp_path: Path, clips: list[Path]) -> None:
+    samples = voices(tmp_path, clips)
+    for sample in samples:
+        sample |= {"ref_audio_file": "2.wav", "ref_transcript": "text 2", "task_type": "zero_shot_voice_cloning"}
+    write_json(tmp_path / "metadata.json", {"dataset_info": {}, "samples": samples})
+    result = import_source(str(tmp_path), media=tmp_path)
+    voice, first, second = result.utterances
+    assert voice == Utterance(
+        "sample0/ref0", tmp_path / "2.wav", "text 2", "huo", "vi", extras={"reference_only": True}
+    )
+    assert first.references == second.references == ("sample0/ref0",)
+    kept = {"duration": 0.25, "speaker_name": "Huo", "scene": "quiet_room", "emotion": "neutral", "gender": "unknown"}
+    kept |= {"quality_score": 1.0, "task": "zero_shot_voice_cloning", "references": ["sample0/ref0"]}
+    assert first == Utterance("sample0", tmp_path / "0.wav", "text 0", "huo", "vi", extras=kept)
+
+
+def test_metadata_json_with_several_voices_in_the_order_of_their_tags(tmp_path: Path, clips: list[Path]) -> None:
+    sample = voices(tmp_path, clips)[0] | {"task_type": "multi_speaker_voice_cloning"}
+    sample["ref_speakers"] = [
+        {
+            "speaker_tag": f"[SPEAKER{tag}]",
+            "speaker_id": f"s{tag}",
+            "ref_audio_file": f"{clip}.wav",
+            "ref_transcript": "hi",
+        }
+        for tag, clip in ((10, 2), (0, 3), (2, 4))
+    ]
+    write_json(tmp_path / "metadata.json", {"samples": [sample]})
+    result = import_source(str(tmp_path / "metadata.json"), media=tmp_path)
+    by_id = {each.id: each for each in result.utterances}
+    references = [by_id[id] for id in by_id["sample0"].references or ()]
+    assert [(each.speaker, each.audio.name) for each in references] == [
+        ("s0", "3.wav"),
+        ("s2", "4.wav"),
+        ("s10", "2.wav"),
+    ]
+    assert by_id["sample0"].extras["speaker_tags"] == ["[SPEAKER0]", "[SPEAKER2]", "[SPEAKER10]"]
+
+
+def test_metadata_json_tasks_and_flaws(tmp_path: Path, clips: list[Path]) -> None:
+    one, two = voices(tmp_path, clips)
+    cloned = {"ref_audio_file": "0.wav", "ref_transcript": "text 0", "task_type": "zero_shot_voice_cloning"}
+    samples = [
+        one | cloned,
+        two | cloned | {"id": "smart", "task_type": "single_speaker_smart_voice"},
+        two | {"id": "other", "task_type": "audio_generation"},
+        two | {"id": "gone", "transcript_file": "gone.txt"},
+        two | {"id": "voiceless"} | cloned | {"ref_audio_file": "gone.wav"},
+        {"id": "empty"},
+        "text",
+    ]
+    write_json(tmp_path / "metadata.json", {"dataset_info": {}, "samples": samples})
+    result = import_source(str(tmp_path), media=tmp_path)
+    smart, other = result.utterances
+    assert smart.references == () and smart.extras["task"] == "single_speaker_smart_voice"
+    assert other.references is None and other.extras["task_type"] == "audio_generation"
+    assert [(item.line, item.id, item.reason) for item in result.rejected] == [
+        (1, "sample0", "reference equals target"),
+        (4, "gone", "missing file"),
+        (5, "voiceless/ref0", "missing file"),
+        (5, "voiceless", "missing reference"),
+        (6, "empty", "malformed"),
+        (7, None, "malformed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"{", "malformed"), (b'{"samples": 3}', "malformed"), (b'{"samples": ["\xff"]}', "not UTF-8")],
+)
+def test_metadata_json_that_is_none(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "metadata.json").write_bytes(content)
+    result = import_source(str(tmp_path), media=tmp_path, format="metadata_json")
+    assert [item.reason for item in result.rejected] == [reason]

@@ -1,0 +1,126 @@
+"""Hugging Face datasets: Parquet, Arrow, save_to_disk, and the hub by way of `datasets` itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from myna.audio.files import file_hash
+from myna.data.importers import hf, import_source
+from myna.data.utterance import Utterance
+from myna.errors import DataError
+from tests.data import sources
+
+
+@pytest.fixture
+def rows(clips: list[Path]) -> list[dict[str, Any]]:
+    written = [
+        Utterance(str(n), clip, f"xin chào {n}", "lan", "vi", extras={"mood": "calm"}) for n, clip in enumerate(clips)
+    ]
+    return sources.rows(written)
+
+
+def check(source: str | Path, media: Path, clips: list[Path]) -> None:
+    """The eight utterances of `rows`, each with its own sound."""
+    result = import_source(str(source), media=media)
+    assert result.format == "hf" and result.rejected == []
+    expected = [(str(n), f"xin chào {n}", "lan", "vi", {"mood": "calm"}) for n in range(len(clips))]
+    assert [(u.id, u.text, u.speaker, u.language, u.extras) for u in result.utterances] == expected
+    assert [file_hash(u.audio) for u in result.utterances] == [file_hash(clip) for clip in clips]
+    assert all(u.audio.parent == media and u.audio.suffix == ".wav" for u in result.utterances)
+
+
+def test_parquet_in_parts(
+    tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "BATCH", 3)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows[:5]), tmp_path / "data" / "train-0.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[5:]), tmp_path / "data" / "train-1.parquet")
+    (tmp_path / "data" / "._train-0.parquet").write_bytes(b"a twin from another system")
+    check(tmp_path, tmp_path / "media", clips)
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_arrow(
+    tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "BATCH", 3)
+    table = pa.Table.from_pylist(rows)
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with new(str(tmp_path / "data.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    check(tmp_path / "data.arrow", tmp_path / "media", clips)
+
+
+def dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows).cast_column("audio", datasets.Audio())
+
+
+def test_save_to_disk(tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]]) -> None:
+    splits = datasets.DatasetDict({"test": dataset(rows[:3]), "train": dataset(rows[3:])})
+    splits.save_to_disk(tmp_path / "saved")
+    check(tmp_path / "saved", tmp_path / "media", clips)
+    dataset(rows).save_to_disk(tmp_path / "single")
+    check(tmp_path / "single", tmp_path / "media", clips)
+
+
+@pytest.mark.parametrize("name", ["lan/voices", "lan/voices:train", "lan/voices/vi:train"])
+def test_the_hub(
+    tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None, str | None]] = []
+
+    def load(path: str, config: str | None, split: str | None) -> datasets.Dataset | datasets.DatasetDict:
+        asked.append((path, config, split))
+        return dataset(rows) if split else datasets.DatasetDict({"a": dataset(rows[:3]), "b": dataset(rows[3:])})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    check(name, tmp_path / "media", clips)
+    assert asked == [("lan/voices", "vi" if "/vi" in name else None, "train" if ":" in name else None)]
+
+
+def test_a_name_the_hub_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise datasets.exceptions.DatasetNotFoundError("no such dataset")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match="neither a file here nor a dataset") as caught:
+        import_source("nobody/nothing", media=tmp_path)
+    assert "OWNER/NAME" in caught.value.hint
+
+
+def test_audio_by_path_by_bytes_and_under_another_name(tmp_path: Path, clips: list[Path]) -> None:
+    (tmp_path / "a.wav").write_bytes(clips[0].read_bytes())
+    tables = {
+        "path": [{"audio": {"bytes": None, "path": "a.wav"}, "text": "x"}],
+        "bytes": [{"audio": clips[0].read_bytes(), "text": "x"}],
+        "other": [{"speech": {"bytes": clips[0].read_bytes(), "path": None}, "path": "ignored", "text": "x"}],
+    }
+    for name, table in tables.items():
+        pq.write_table(pa.Table.from_pylist(table), tmp_path / f"{name}.parquet")
+        (utterance,) = import_source(str(tmp_path / f"{name}.parquet"), media=tmp_path / "media").utterances
+        assert file_hash(utterance.audio) == file_hash(clips[0])
+
+
+def test_bad_rows_and_bad_files_are_named(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    rows = rows[:4]
+    rows[1]["audio"] = {"bytes": b"garbage", "path": "x.wav"}
+    rows[2]["audio"] = None
+    table = pa.Table.from_pylist(rows)
+    latin = pa.array([b"a", b"b", b"c", b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(table.set_column(1, "text", latin), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and then nothing")
+    result = import_source(str(tmp_path), media=tmp_path / "media")
+    assert [utterance.id for utterance in result.utterances] == ["0"]
+    assert [(Path(item.source).name, item.line, item.reason) for item in result.rejected] == [
+        ("a.parquet", 2, "unreadable audio"),
+        ("a.parquet", 3, "missing file"),
+        ("a.parquet", 4, "not UTF-8"),
+        ("b.parquet", 1, "malformed"),
+    ]

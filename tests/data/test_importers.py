@@ -1,0 +1,293 @@
+"""What all importers share: detection, the gate with its reasons, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from myna.audio.clip import AudioInfo, check
+from myna.data.importers import FORMATS, Imported, detect_format, import_source, write_import
+from myna.data.importers.base import Reason
+from myna.data.manifest import read_manifest
+from myna.data.utterance import Span, Utterance
+from myna.errors import DataError
+from tests.data import sources
+from tests.data.sources import write_lines
+
+
+def line(audio: Path | str, **changes: Any) -> dict[str, Any]:
+    return {"id": "a", "audio": str(audio), "text": "hello", "speaker": "marta"} | changes
+
+
+def manifest(folder: Path, *lines: dict[str, Any]) -> Imported:
+    return import_source(
+        str(write_lines(folder / "manifest.jsonl", list(lines))), media=folder / "media", format="myna"
+    )
+
+
+def float_wav(path: Path, values: list[float]) -> Path:
+    soundfile.write(path, np.array(values, np.float32), 8_000, subtype="FLOAT")
+    return path
+
+
+# -- reasons -----------------------------------------------------------------------------------------------------------
+
+
+def provoke(reason: Reason, folder: Path, clips: list[Path]) -> Imported:
+    """A manifest whose second line is bad in the one way asked for."""
+    good = line(clips[0], id="good")
+    voiced = line(clips[1], extras={"references": ["voice"]})
+    voice = line(clips[2], id="voice", extras={"reference_only": True})
+    (folder / "garbage.wav").write_bytes(b"garbage" * 20)
+    bad: dict[Reason, list[dict[str, Any]]] = {
+        "missing file": [line("gone.wav")],
+        "unreadable audio": [line("garbage.wav")],
+        "empty text": [line(clips[1], text=" \t ")],
+        "zero length": [line(float_wav(folder / "nothing.wav", []))],
+        "NaN samples": [line(float_wav(folder / "nan.wav", [0.0, float("nan")]))],
+        "duplicate id": [line(clips[1], id="good")],
+        "bad span": [line(clips[1], span={"start": 0.1, "end": 0.4})],
+        "malformed": [line(clips[1], speaker=7)],
+        "reference equals target": [line(clips[1], extras={"references": ["voice"]}), voice | {"audio": str(clips[1])}],
+        "missing reference": [voiced, voice | {"id": "another"}],
+        "not UTF-8": [line(clips[1], text="half a pair \ud83d")],
+    }
+    if reason == "not UTF-8":
+        path = folder / "manifest.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in (good, *bad[reason])))
+        return import_source(str(path), media=folder / "media")
+    if reason == "placeholder without clip":
+        pairs = [[{"role": "assistant", "content": text}] for text in ("hello <audio>", "hello <audio><audio>")]
+        samples = [
+            {"id": str(number), "messages": pair, "audios": [str(clips[number])]} for number, pair in enumerate(pairs)
+        ]
+        return import_source(str(write_lines(folder / "swift.jsonl", samples)), media=folder / "media")
+    return manifest(folder, good, *bad[reason])
+
+
+@pytest.mark.parametrize("reason", typing.get_args(Reason))
+def test_each_reason(tmp_path: Path, clips: list[Path], reason: Reason) -> None:
+    result = provoke(reason, tmp_path, clips)
+    assert len(result.utterances) == 1
+    assert result.counts == {reason: 1}
+    (rejected,) = result.rejected
+    assert rejected.line == 2
+    assert Path(rejected.source).name in ("manifest.jsonl", "swift.jsonl")
+    assert rejected.id in ("a", "good", "1")
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b'{"id": "a", "text": "caf\xe9"}', "not UTF-8"),
+        (b"{broken", "malformed"),
+        (b"[1, 2]", "malformed"),
+        (b'{"id": "a", "audio": "a.wav", "text": "x", "speaker": "s", "span": {"start": 1, "end": 0}}', "bad span"),
+    ],
+)
+def test_a_bad_line_costs_one_line(tmp_path: Path, clips: list[Path], bad: bytes, reason: str) -> None:
+    good = [json.dumps(line(clips[number], id=str(number))).encode() for number in range(2)]
+    (tmp_path / "manifest.jsonl").write_bytes(b"\n".join([b"\xef\xbb\xbf" + good[0], bad, b"", good[1] + b"\r"]))
+    result = import_source(str(tmp_path), media=tmp_path)
+    assert [utterance.id for utterance in result.utterances] == ["0", "1"]
+    assert [(item.line, item.reason) for item in result.rejected] == [(2, reason)]
+
+
+def test_a_recording_with_many_spans_is_decoded_once(
+    tmp_path: Path, clips: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+
+    def check_once(path: Path) -> AudioInfo:
+        opened.append(path)
+        return check(path)
+
+    monkeypatch.setattr("myna.data.importers.check.check", check_once)
+    spans = [{"start": start / 10, "end": start / 10 + 0.05} for start in range(3)]
+    result = manifest(tmp_path, *[line(clips[0], id=str(n), span=span) for n, span in enumerate(spans)])
+    assert len(result.utterances) == 3 and opened == [clips[0]]
+
+
+@pytest.mark.parametrize(
+    ("span", "kept"),
+    [
+        ({"start": 0.0, "end": 0.28}, None),  # a length someone rounded up
+        ({"start": 0.125, "end": 0.28}, Span(0.125, None)),
+        ({"start": 0.0, "end": 0.25}, None),
+        ({"start": 0, "end": None}, None),
+        ({"start": 0.0, "end": 0.125}, Span(0.0, 0.125)),
+    ],
+)
+def test_a_span_that_reaches_the_end_has_one_spelling(
+    tmp_path: Path, clips: list[Path], span: dict[str, Any], kept: Span | None
+) -> None:
+    assert manifest(tmp_path, line(clips[0], span=span)).utterances[0].span == kept
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        {"start": 0.25, "end": None},
+        {"start": 0.0, "end": 0.4},
+        {"start": 0.3, "end": 0.31},
+        {"start": 0.1, "end": 0.10001},
+    ],
+)
+def test_a_span_outside_is_bad(tmp_path: Path, clips: list[Path], span: dict[str, Any]) -> None:
+    assert manifest(tmp_path, line(clips[0], span=span)).counts == {"bad span": 1}
+
+
+# -- references --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_sound_under_another_name_is_no_reference(tmp_path: Path, clips: list[Path]) -> None:
+    shutil.copy(clips[0], tmp_path / "copy.wav")
+    voice = line("copy.wav", id="voice", extras={"reference_only": True})
+    target = line(clips[0], extras={"references": ["voice"]})
+    assert manifest(tmp_path, voice, target).counts == {"reference equals target": 1}
+    elsewhere = target | {"span": {"start": 0.125, "end": None}}
+    assert manifest(tmp_path, voice, elsewhere).counts == {}
+
+
+def test_a_lost_reference_takes_its_targets_along(tmp_path: Path, clips: list[Path]) -> None:
+    chain = [
+        line(clips[0], id="third", extras={"references": ["second"]}),
+        line(clips[1], id="second", extras={"references": ["first"]}),
+        line("gone.wav", id="first"),
+        line(clips[2], id="other"),
+    ]
+    result = manifest(tmp_path, *chain)
+    assert [utterance.id for utterance in result.utterances] == ["other"]
+    assert [(item.id, item.reason) for item in result.rejected] == [
+        ("third", "missing reference"),
+        ("second", "missing reference"),
+        ("first", "missing file"),
+    ]
+
+
+def test_references_nobody_needs_are_dropped_without_a_word(tmp_path: Path, clips: list[Path]) -> None:
+    voice = line(clips[0], id="voice", text="", extras={"reference_only": True})
+    assert manifest(tmp_path, voice, line(clips[1])).utterances == manifest(tmp_path, line(clips[1])).utterances
+    used = manifest(tmp_path, voice, line(clips[1], extras={"references": ["voice"]}))
+    assert [utterance.id for utterance in used.utterances] == ["voice", "a"]
+    assert used.rejected == []
+
+
+# -- detection ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_on_the_hub_is_hf() -> None:
+    for name in ("mozilla/common_voice", "google/fleurs/vi_vn:train", "a.b/c-d:train+test"):
+        assert detect_format(name) == "hf"
+
+
+@pytest.mark.parametrize("source", ["nowhere/at/all/here", "gone.jsonl", "data/gone.jsonl"])
+def test_what_is_not_there_is_said_so(source: str) -> None:
+    with pytest.raises(DataError, match="there is no such file or folder"):
+        detect_format(source)
+
+
+def test_an_unknown_layout_lists_what_was_seen_and_what_we_know(tmp_path: Path) -> None:
+    (tmp_path / "notes.docx").touch()
+    with pytest.raises(DataError, match=r"it holds notes\.docx") as caught:
+        detect_format(str(tmp_path))
+    assert all(name in str(caught.value) for name in FORMATS) and "--format" in caught.value.hint
+    with pytest.raises(DataError, match="it begins with b'PK'"):
+        (tmp_path / "notes.docx").write_bytes(b"PK")
+        detect_format(str(tmp_path / "notes.docx"))
+
+
+def test_two_layouts_at_once_are_not_guessed(tmp_path: Path, clips: list[Path]) -> None:
+    for number in range(2):
+        shutil.copy(clips[number], tmp_path / f"{number}.wav")
+        (tmp_path / f"{number}.txt").write_text("hello")
+    (tmp_path / "data.csv").write_text("audio,text\n0.wav,hello\n")
+    with pytest.raises(DataError, match="any of folder, table"):
+        detect_format(str(tmp_path))
+    assert len(import_source(str(tmp_path), media=tmp_path, format="folder").utterances) == 2
+    assert len(import_source(str(tmp_path), media=tmp_path, format="table").utterances) == 1
+
+
+def test_a_format_we_do_not_have_and_a_source_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no format `kaldi`") as caught:
+        import_source(str(tmp_path), media=tmp_path, format="kaldi")
+    assert "ljspeech" in caught.value.hint
+    with pytest.raises(DataError, match="there is no"):
+        import_source(str(tmp_path / "gone"), media=tmp_path, format="folder")
+
+
+def test_descriptions_are_one_line() -> None:
+    assert all(importer.DESCRIPTION and "\n" not in importer.DESCRIPTION for importer in FORMATS.values())
+
+
+def test_our_own_manifest_is_not_a_conversation(tmp_path: Path, clips: list[Path]) -> None:
+    written = [Utterance("a", clips[0], 'the "messages" he left', "s")]
+    assert detect_format(str(sources.myna(tmp_path, written))) == "myna"
+
+
+# -- what is left on disk ----------------------------------------------------------------------------------------------
+
+
+def some(folder: Path, clips: list[Path], *, bad: int) -> Imported:
+    good = [line(clips[number], id=f"good{number}") for number in range(4)]
+    gone = [line(f"đã mất {number}.wav", id=f"bad{number}") for number in range(bad)]
+    return manifest(folder, *good, *gone)
+
+
+def test_a_clean_import_leaves_both_files(tmp_path: Path, clips: list[Path]) -> None:
+    result = some(tmp_path, clips, bad=0)
+    write_import(result, tmp_path / "out")
+    assert read_manifest(tmp_path / "out" / "manifest.jsonl") == result.utterances
+    assert (tmp_path / "out" / "rejected.jsonl").read_text() == ""
+
+
+def test_a_few_bad_items_pass_up_to_the_share_allowed(tmp_path: Path, clips: list[Path]) -> None:
+    result = some(tmp_path, clips, bad=1)
+    assert result.bad_share == 0.2
+    write_import(result, tmp_path / "out", max_bad=0.2)
+    assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 4
+    (rejected,) = [json.loads(each) for each in (tmp_path / "out" / "rejected.jsonl").read_text("utf-8").splitlines()]
+    expected = {"source": str(tmp_path / "manifest.jsonl"), "line": 5, "id": "bad0", "reason": "missing file"}
+    assert rejected.items() >= expected.items()
+    assert "đã mất" in (tmp_path / "out" / "rejected.jsonl").read_text("utf-8")
+
+
+def test_above_the_share_nothing_old_is_lost(tmp_path: Path, clips: list[Path]) -> None:
+    write_import(some(tmp_path, clips, bad=0), tmp_path / "out")
+    with pytest.raises(DataError) as caught:
+        write_import(some(tmp_path, clips, bad=8), tmp_path / "out", max_bad=0.5)
+    assert "8 of 12 items cannot be used (66.7%, --max-bad is 50.0%): 8 missing file" in caught.value.what
+    assert "manifest.jsonl:5 (bad0) missing file" in caught.value.what and "and 3 more" in caught.value.what
+    assert "rejected.jsonl" in caught.value.hint and "--max-bad 0.67" in caught.value.hint
+    assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 4
+    assert len((tmp_path / "out" / "rejected.jsonl").read_text().splitlines()) == 8
+
+
+def test_nothing_at_all_is_an_error_whatever_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not one utterance"):
+        write_import(Imported([], [], "myna"), tmp_path / "out", max_bad=1)
+    with pytest.raises(DataError, match="1 missing file"):
+        write_import(manifest(tmp_path, line("gone.wav")), tmp_path / "out", max_bad=1)
+    assert not (tmp_path / "out" / "manifest.jsonl").exists()
+
+
+def test_a_rejected_text_that_is_no_text_is_still_written(tmp_path: Path, clips: list[Path]) -> None:
+    (tmp_path / "m.jsonl").write_text(json.dumps(line(clips[0], id="\ud83d")))
+    result = import_source(str(tmp_path / "m.jsonl"), media=tmp_path)
+    with pytest.raises(DataError, match="1 not UTF-8"):
+        write_import(result, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "rejected.jsonl").read_text())["id"] == "\ud83d"
+
+
+def test_progress_counts_to_the_end(tmp_path: Path, clips: list[Path]) -> None:
+    told: list[int] = []
+    write_lines(tmp_path / "m.jsonl", [line(clips[0], id=str(number)) for number in range(3)] + [line("gone.wav")])
+    import_source(str(tmp_path / "m.jsonl"), media=tmp_path, progress=told.append)
+    assert told == [1, 2, 3, 4]

@@ -1,0 +1,46 @@
+"""A tiny real model, and conversations of random codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from myna.data.codec import Codes
+from myna.data.conversation import Clip, Conversation, Reference, script
+from myna.models import open_family
+from myna.models.base import Family
+from myna.models.higgs_v2.tiny import save_tiny
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def family(checkpoint: Path) -> Family:
+    return open_family(str(checkpoint))
+
+
+@pytest.fixture(scope="session")
+def model(family: Family) -> nn.Module:
+    return family.load_model(dtype=torch.float32, device="cpu", text_head=True)
+
+
+def random_codes(frames: int, seed: int = 0) -> Codes:
+    return np.random.default_rng(seed).integers(0, 64, (frames, 8)).astype(np.uint16)
+
+
+def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, seed: int = 0, **how: str) -> Conversation:
+    """A cloning conversation with random codes; `target=None` leaves it open."""
+    return script(
+        text,
+        id=text,
+        references=(Reference("as I said", Clip("reference", random_codes(reference, seed))),) if reference else (),
+        target=Clip("target", random_codes(target, seed + 1), target=True) if target else None,
+        **how,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,98 @@
+"""The whole way through the command line, on a tiny real model: recordings in, the same lines spoken out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from peft import PeftModel
+from transformers import HiggsAudioV2ForConditionalGeneration
+from typer.testing import CliRunner
+
+from myna.cli import app
+from myna.data.codec import Codes
+from myna.data.corpus import Corpus
+from myna.demo import BIRDS, LINES, REFERENCE, match, recipe, record
+from myna.errors import MynaError
+
+
+def myna(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings of two birds, prepared and trained."""
+    folder = tmp_path_factory.mktemp("way")
+    record(folder / "recordings")
+    myna("model", "tiny", "-o", folder / "model")
+    myna("prepare", folder / "recordings", "-o", folder / "prepared", "-m", folder / "model", "--device", "cpu")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
+    myna("train", folder / "recipe.yaml", "-o", folder / "run")
+    return folder
+
+
+def speak(way: Path, bird: str, text: str, *extra: object) -> Codes:
+    out = way / "spoken.npy"
+    voice = way / "recordings" / bird / f"{bird}-0.wav"
+    words = ["speak", text, "--run", way / "run", "--voice", voice, "--voice-text", REFERENCE]
+    myna(*words, "--temperature", 0, "--device", "cpu", "-o", way / "spoken.wav", "--codes", out, *extra)
+    return np.asarray(np.load(out))
+
+
+@pytest.mark.parametrize("bird", BIRDS)
+def test_overfitted_lines_come_back_code_for_code_in_the_voice_of_the_reference(way: Path, bird: str) -> None:
+    """Each line exists in two voices, so only the reference can tell the model which codes to speak."""
+    corpus = Corpus.open(way / "prepared")
+    real = {(u.speaker, u.text): corpus.codes(u) for u in corpus.utterances}
+    other = next(name for name in BIRDS if name != bird)
+    for text in LINES:
+        spoken = speak(way, bird, text)
+        assert len(spoken) == len(real[bird, text]), "it stops on the right frame"
+        assert match(spoken, real[bird, text]) >= 0.99
+        assert match(spoken, real[other, text]) < 0.9
+
+
+def test_the_run_folder_holds_everything(way: Path) -> None:
+    run = way / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 251))
+    assert {"loss", "code0", "code7", "gradient_norm", "learning_rate", "stop_accuracy", "speed"} <= rows[0].keys()
+    assert rows[-1]["loss"] < 0.1 < rows[0]["loss"]
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == 250
+    assert "parameters learn" in (run / "log.txt").read_text()
+
+
+def test_the_adapter_is_plain_peft(way: Path) -> None:
+    base = HiggsAudioV2ForConditionalGeneration.from_pretrained(way / "model")
+    tuned = PeftModel.from_pretrained(base, str(way / "run" / "adapter"))
+    assert any("lora_B" in name and p.abs().max() > 0 for name, p in tuned.named_parameters())
+
+
+def test_a_run_is_never_overwritten(way: Path) -> None:
+    before = (way / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(MynaError, match="already holds a run"):
+        myna("train", way / "recipe.yaml", "-o", way / "run")
+    assert (way / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_preparing_again_encodes_nothing_new(way: Path) -> None:
+    output = myna("prepare", way / "recordings", "-o", way / "prepared", "-m", way / "model", "--device", "cpu")
+    assert "0 clips were encoded now" in output
+
+
+def test_render_shows_what_is_learned(way: Path) -> None:
+    output = myna("render", way / "prepared", "-m", way / "model", "--id", "robin/robin-1")
+    assert "g│o│o│d│ │m" in output
+    assert "<|audio_out_bos|>" in output and "code targets" in output
+
+
+def test_speak_wants_a_text_for_every_voice(way: Path) -> None:
+    voice = way / "recordings" / "robin" / "robin-0.wav"
+    with pytest.raises(MynaError, match="1 --voice but 0 --voice-text"):
+        myna("speak", "hello", "--run", way / "run", "--voice", voice, "-o", way / "x.wav")
