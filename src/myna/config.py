@@ -63,6 +63,8 @@ class DataSettings(Settings):
     """Token budget of a packed row."""
     pack: bool = True
     """Several utterances to a row; false gives every utterance a row of its own."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """Threads that render ahead of the training; the data does not depend on it."""
     window: Count = 1024
     """Utterances shuffled and packed together at a time."""
 
@@ -100,10 +102,23 @@ class LossSettings(Settings):
     """How codebooks are weighed against one another; a list gives one weight per codebook."""
     text_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the assistant's text; 0 leaves the text head unloaded."""
+    audio_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the audio, a mean over codebooks."""
     all_audio: bool = False
     """Supervise every audio turn, references too."""
     label_smoothing: BelowOne = 0.0
     """Share of each target spread over all classes."""
+
+
+class Stage(Settings):
+    """Part of a curriculum."""
+
+    until: Positive
+    """Where the stage ends: an optimizer step, or a share of all steps up to 1."""
+    text_weight: Annotated[float, Field(ge=0)] = 0.0
+    """`loss.text_weight` in this stage."""
+    audio_weight: Annotated[float, Field(ge=0)] = 1.0
+    """`loss.audio_weight` in this stage."""
 
 
 class TrainSettings(Settings):
@@ -131,8 +146,10 @@ class TrainSettings(Settings):
     """AdamW's memory of gradients and of their squares."""
     clip: Positive = 1.0
     """Largest gradient norm."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Compute type of the frozen part; trainable weights are always fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "pure-fp16"] = "auto"
+    """Compute type of the frozen part; trainable weights are fp32, except with `pure-fp16`, which is a last resort."""
+    checkpointing: Literal["none", "full"] | Count = "none"
+    """Recompute layers in the backward pass to save memory: all of them, or every n-th."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto` takes the best there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -141,6 +158,16 @@ class TrainSettings(Settings):
     """Optimizer steps between evaluations; by default ten times in a run."""
     save_every: Count | None = None
     """Optimizer steps between checkpoints; by default with each evaluation."""
+    keep_last: Count = 2
+    """Checkpoints to keep, beside the best one."""
+    early_stopping: Count | None = None
+    """Stop after this many evaluations without a better loss; the best checkpoint is then the result."""
+    ema: BelowOne | None = None
+    """Decay of a running mean of the trained weights, which is then what is evaluated and saved."""
+    stages: tuple[Stage, ...] = ()
+    """A curriculum: other loss weights for the first part of the run."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where else metrics go, beside `metrics.jsonl`."""
 
 
 class Recipe(Settings):
@@ -157,7 +184,7 @@ class Recipe(Settings):
     @property
     def needs_text_head(self) -> bool:
         """An audio-only loss never reaches it, so it is not loaded."""
-        return self.loss.text_weight > 0
+        return self.loss.text_weight > 0 or any(stage.text_weight > 0 for stage in self.train.stages)
 
 
 def _branch(annotation: Any) -> type[Settings] | None:
@@ -360,11 +387,18 @@ def _check_sense(recipe: Recipe, where: str) -> None:
         )
     if adapt.train_modules and adapt.mode == "full":
         refuse("`adapt.train_modules` says nothing with `adapt.mode: full`, which trains everything", "drop it")
-    if "text_head" in adapt.train_modules and loss.text_weight == 0:
+    if "text_head" in adapt.train_modules and not recipe.needs_text_head:
         refuse(
             "`adapt.train_modules` names `text_head`, but an audio-only loss teaches it nothing",
             "drop it, or set loss.text_weight above 0",
         )
+    if train.early_stopping and data.evaluation is None:
+        refuse("`train.early_stopping` has nothing to go by", "set data.evaluation to a prepared folder")
+    if list(train.stages) != sorted(train.stages, key=lambda stage: stage.until):
+        refuse("`train.stages` are not in order", "sort them by `until`")
+    for weights in (loss, *train.stages):
+        if weights.text_weight == weights.audio_weight == 0:
+            refuse("text and audio weights are both 0: nothing would be learned", "raise one of them")
     if not isinstance(loss.codebook_weights, str) and sum(loss.codebook_weights) == 0:
         refuse("`loss.codebook_weights` are all zero", "give at least one codebook a weight, or write uniform")
     for name, (low, high) in (("seconds", data.seconds), ("reference_seconds", data.reference_seconds)):

@@ -89,7 +89,7 @@ def open_engine(*, run: Path | None, model: str | None, codec: str | None, devic
     if (run is None) == (model is None):
         raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     target = pick_device(device)
-    dtype = decide("auto", target).compute
+    dtype = decide("auto", target).frozen
     if run is None:
         family = open_family(str(model), codec=codec)
         return Engine(

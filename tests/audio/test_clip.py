@@ -64,7 +64,9 @@ def test_a_span_resampled_matches_the_whole_resampled(tmp_path: Path) -> None:
     assert np.abs(part - whole[6_000:18_000])[1_000:-1_000].max() < 1e-3
 
 
-@pytest.mark.parametrize("span", [(0.5, 1.5), (1.0, None), (0.4, 0.4), (0.6, 0.2), (-0.1, 0.5), (2.0, 3.0)])
+@pytest.mark.parametrize(
+    "span", [(0.5, 1.5), (1.0, None), (0.4, 0.4), (0.6, 0.2), (-0.1, 0.5), (2.0, 3.0), (0.5, np.inf), (np.nan, None)]
+)
 def test_a_span_outside_the_recording_is_refused(tmp_path: Path, span: tuple[float, float | None]) -> None:
     path = tmp_path / "tone.wav"
     write(path, sine(1.0, 8_000), 8_000)

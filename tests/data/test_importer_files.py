@@ -46,8 +46,9 @@ def test_folder_names_what_stands_alone(tmp_path: Path, clips: list[Path]) -> No
 
 def test_ljspeech_bad_lines(tmp_path: Path, clips: list[Path]) -> None:
     (tmp_path / "wavs").mkdir()
-    shutil.copy(clips[0], tmp_path / "wavs" / "a.wav")
-    text = b'a|He said "5"|He said "five"\nb|gone\nno bars\na|1|2|3\nc|caf\xe9\n'
+    for name in ("a.wav", ".wav"):
+        shutil.copy(clips[0], tmp_path / "wavs" / name)
+    text = b'a|He said "5"|He said "five"\nb|gone\nno bars\na|1|2|3\nc|caf\xe9\n|nameless\n'
     (tmp_path / "metadata.csv").write_bytes(text)
     result = import_source(str(tmp_path), media=tmp_path)
     assert result.format == "ljspeech"
@@ -61,6 +62,7 @@ def test_ljspeech_bad_lines(tmp_path: Path, clips: list[Path]) -> None:
         (3, "malformed"),
         (4, "malformed"),
         (5, "not UTF-8"),
+        (6, "malformed"),
     ]
 
 
@@ -97,6 +99,13 @@ def test_table_spans_by_offset_and_duration(tmp_path: Path, clips: list[Path]) -
     ]
     assert [(item.line, item.reason) for item in result.rejected] == [(3, "bad span"), (5, "missing file")]
     assert {each.speaker for each in result.utterances} == {"marta"}
+
+
+def test_columns_that_mean_something_to_us_are_kept_aside_unless_they_fit(tmp_path: Path, clips: list[Path]) -> None:
+    rows = ["audio,text,scene,task,references", f"{clips[0]},hello,a quiet room,reading,b"]
+    (tmp_path / "data.csv").write_text("\n".join(rows))
+    (utterance,) = import_source(str(tmp_path), media=tmp_path).utterances
+    assert utterance.extras == {"scene": "a quiet room", "source_task": "reading", "source_references": "b"}
 
 
 def voices(folder: Path, clips: list[Path]) -> list[dict[str, Any]]:

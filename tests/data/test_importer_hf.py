@@ -93,6 +93,8 @@ def test_a_name_the_hub_does_not_know(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(DataError, match="neither a file here nor a dataset") as caught:
         import_source("nobody/nothing", media=tmp_path)
     assert "OWNER/NAME" in caught.value.hint
+    with pytest.raises(DataError, match="not named like one"):
+        import_source("gone.parquet", media=tmp_path, format="hf")
 
 
 def test_audio_by_path_by_bytes_and_under_another_name(tmp_path: Path, clips: list[Path]) -> None:

@@ -91,6 +91,33 @@ def test_chatml(clips: list[Path], written: Written, raw: bool) -> None:
 
 
 @few
+@given(sources.utterances(span=st.none() | sources.spans), sources.texts, st.booleans())
+def test_chatml_references(clips: list[Path], written: Written, words: str, together: bool) -> None:
+    """Both layouts: the reference in turns of its own, or with its text in the user's turn."""
+
+    def write(folder: Path, utterances: Written) -> Path:
+        reference = {"type": "audio", "audio_url": str(clips[-1])}
+        user = [{"type": "text", "text": words}, reference, {"type": "text", "text": "Now say this."}]
+        apart = [{"role": "user", "content": words}, {"role": "assistant", "content": reference}]
+        samples = []
+        for utterance in utterances:
+            target = [{"type": "text", "text": utterance.text}, sources.clip(utterance)]
+            before = [{"role": "user", "content": user}] if together else apart
+            misc = {"sample_id": utterance.id, "speaker": utterance.speaker}
+            messages = [*before, {"role": "assistant", "content": target}]
+            start = len(messages) - 1
+            samples.append({"messages": messages, "start_index": start, "misc": misc, "language": utterance.language})
+        return sources.write_lines(folder / "train.jsonl", samples)
+
+    with imported(write, written, clips) as result:
+        assert result.format == "chatml" and result.rejected == []
+        (reference,) = [each for each in result.utterances if not each.is_target]
+        assert reference.id == f"{written[0].id}/ref0" and reference.text == normalise_text(words)
+        asked = [replace(each, extras={"references": [reference.id]}) for each in expected(written)]
+        assert [each for each in found(result) if each.is_target] == asked
+
+
+@few
 @given(sources.utterances(text=sources.texts.filter(lambda text: "<audio>" not in text), extras=notes))
 def test_ms_swift(clips: list[Path], written: Written) -> None:
     comes_back(sources.ms_swift, written, clips, format="ms_swift")

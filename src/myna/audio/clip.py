@@ -39,7 +39,6 @@ UNKNOWN = 1 << 62
 """libsndfile counts this many frames and more where the header gives no length."""
 SLACK = 0.1
 """Seconds by which a compressed file may end before its header says so."""
-
 LEAD = 0.3
 """Seconds decoded and dropped before a span: MP3 frames lean on those before them."""
 
@@ -80,11 +79,7 @@ def check(path: Path) -> AudioInfo:
 def read(path: Path, *, sample_rate: int = 24_000, span: tuple[float, float | None] | None = None) -> Samples:
     """Mono samples of the recording, or of `span` in seconds, at `sample_rate`. Only the span is decoded."""
     with _opened(path) as file:
-        start, end = span or (0.0, None)
-        first = round(start * file.samplerate)
-        last = file.frames if end is None else round(end * file.samplerate)
-        if not 0 <= first < last <= file.frames:
-            raise ClipError(path, "bad span", f"{start} to {end} of {file.frames / file.samplerate:.3f} s")
+        first, last = _frames(path, file, span or (0.0, None))
         lead = min(first, round(LEAD * file.samplerate))
         file.seek(first - lead)
         blocks = [block.mean(axis=1) for block in _blocks(file, lead + last - first)]
@@ -120,6 +115,17 @@ def _opened(path: Path) -> Iterator[soundfile.SoundFile]:
             yield file
     except soundfile.SoundFileError as error:
         raise ClipError(path, "unreadable audio", str(error).strip(" :")) from None
+
+
+def _frames(path: Path, file: soundfile.SoundFile, span: tuple[float, float | None]) -> tuple[int, int]:
+    """The first frame of a span and the one behind its last."""
+    seconds, (start, end) = file.frames / file.samplerate, span
+    stop = seconds if end is None else end
+    if 0 <= start < stop < seconds + 1:  # so written that NaN fails too
+        first, last = round(start * file.samplerate), round(stop * file.samplerate)
+        if first < last <= file.frames:
+            return first, last
+    raise ClipError(path, "bad span", f"{start} to {end} of {seconds:.3f} s")
 
 
 def _blocks(file: soundfile.SoundFile, frames: int | None = None) -> Iterator[npt.NDArray[np.float32]]:

@@ -110,11 +110,11 @@ def full_names(family: Adaptable, model: nn.Module, short_names: Iterable[str], 
     return list(dict.fromkeys(found))
 
 
-def upcast_trainable(model: nn.Module) -> nn.Module:
-    """Trainable parameters in fp32. PEFT sees to the LoRA, but not to modules that are trained in full."""
+def cast_trainable(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Trainable parameters in one type. PEFT sees to the LoRA, but not to modules that are trained in full."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -141,7 +141,7 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     except ValueError as error:
         raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from None
     if trainable:
-        upcast_trainable(wrapped)
+        cast_trainable(wrapped)
     _check_fit(folder, tensors, get_peft_model_state_dict(wrapped, save_embedding_layers=False), config)
     set_peft_model_state_dict(wrapped, tensors)
     if trainable:

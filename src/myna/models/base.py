@@ -176,12 +176,15 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0) -> nn.Module:
-        """A module that maps a `Batch` to `StreamSums`; what DDP and FSDP wrap."""
+    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0) -> nn.Module:
+        """A module that maps a `Batch` to `StreamSums`, with the weights as its `model`; what DDP and FSDP wrap.
+
+        Every `checkpoint_every`-th layer is recomputed in the backward pass; 0 recomputes none.
+        """
 
     @abstractmethod
-    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The decoder layers: what can be checkpointed, compiled or sharded."""
+    def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
+        """The layers of an objective, as modules that are called: what can be compiled or sharded."""
 
     @abstractmethod
     def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets: ...

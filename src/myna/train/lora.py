@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
@@ -17,19 +18,21 @@ from myna.models.adapting import (
     WEIGHTS_FILE,
     Adaptable,
     ParameterCounts,
+    cast_trainable,
     count_parameters,
     load_adapter,
     merge,
-    upcast_trainable,
     wrap,
 )
 
 __all__ = ["ParameterCounts", "adapt", "count_parameters", "load_adapter", "merge", "save_adapter"]
 
 
-def adapt(model: nn.Module, family: Adaptable, settings: AdaptSettings) -> nn.Module:
-    """Make the model trainable as the settings ask: what learns is fp32, the rest is frozen in the dtype it came in."""
-    return upcast_trainable(wrap(model, family, settings))
+def adapt(
+    model: nn.Module, family: Adaptable, settings: AdaptSettings, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Make the model trainable as the settings ask: what learns is in `dtype`, the rest frozen as it came."""
+    return cast_trainable(wrap(model, family, settings), dtype)
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:

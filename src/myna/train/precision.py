@@ -26,8 +26,13 @@ class Precision:
     reason: str
 
     @property
-    def compute(self) -> torch.dtype:
+    def frozen(self) -> torch.dtype:
+        """What is not trained, and what is computed in."""
         return DTYPES[self.name]
+
+    @property
+    def trainable(self) -> torch.dtype:
+        return torch.float32
 
     @property
     def scaler(self) -> bool:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from myna.config import LossSettings
+from myna.config import LossSettings, Recipe
 from myna.errors import ConfigError
+from myna.models.base import StreamSums
+
+
+def stage_weights(streams: Sequence[str], recipe: Recipe, step: int, steps: int) -> torch.Tensor:
+    """The weights of this step: those of its stage, or the recipe's own after the last one."""
+    loss = recipe.loss
+    for stage in recipe.train.stages:
+        if step <= (stage.until * steps if stage.until <= 1 else stage.until):
+            changed = {"text_weight": stage.text_weight, "audio_weight": stage.audio_weight}
+            return stream_weights(streams, loss.model_copy(update=changed))
+    return stream_weights(streams, loss)
 
 
 def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tensor:
-    """(streams,): the text weight, and codebook weights that sum to 1: the audio loss is a mean over codebooks."""
+    """(streams,): the text weight, and codebook weights that sum to the audio weight."""
     codebooks = sum(name.startswith("code") for name in streams)
     chosen = settings.codebook_weights
     if chosen == "uniform":
@@ -26,7 +39,7 @@ def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tens
             hint="give one weight per codebook, or `uniform` or `1/k`",
         )
     left = iter(audio)
-    weights = [next(left) / sum(audio) if name.startswith("code") else settings.text_weight for name in streams]
+    weights = [settings.audio_weight * next(left) / sum(audio) if name.startswith("code") else settings.text_weight for name in streams]
     return torch.tensor(weights, dtype=torch.float64)
 
 
@@ -39,3 +52,41 @@ def weighed_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor
 def stream_means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
     """Mean per stream, None where there was nothing to learn."""
     return [s / c if c else None for s, c in zip(sums.tolist(), counts.tolist(), strict=True)]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the passes of a step or of an evaluation, on the CPU in double precision."""
+
+    sums: torch.Tensor
+    correct: torch.Tensor
+    stops: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, streams: int) -> Tally:
+        return cls(*(torch.zeros(n, dtype=torch.float64) for n in (streams, streams, 2, streams)))
+
+    def add(self, result: StreamSums) -> None:
+        """Results of one pass; counts are added apart, since they are known before it."""
+        self.sums += result.sums.detach().double().cpu()
+        self.correct += result.correct.double().cpu()
+        self.stops += result.stops.double().cpu()
+
+    def over_ranks(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Tally:
+        """The same over all processes, in one message; counts are taken to be everybody's already."""
+        whole = reduce(torch.cat([self.sums, self.correct, self.stops]))
+        sums, correct, stops = whole.split([len(self.sums), len(self.correct), 2])  # type: ignore[no-untyped-call]
+        return Tally(sums, correct, stops, self.counts)
+
+    def row(self, names: Sequence[str], weights: torch.Tensor) -> dict[str, Any]:
+        """As it is written to metrics.jsonl."""
+        losses = zip(names, stream_means(self.sums, self.counts), strict=True)
+        hits, targets = float(self.correct.sum()), float(self.counts.sum())
+        stops, ends = self.stops.tolist()
+        return {
+            "loss": float(weighed_loss(self.sums, self.counts, weights)),
+            **{name: loss for name, loss in losses if loss is not None},
+            "accuracy": hits / targets if targets else None,
+            "stop_accuracy": stops / ends if ends else None,
+        }

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from myna.data.codec import Codec
+from myna.data.codes import CodeStore, encode_corpus
+from myna.data.utterance import Utterance
 from myna.errors import AudioError, CheckpointError, ModelError
 from myna.models.higgs_v2 import codec as codec_module
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, resample
@@ -87,8 +90,20 @@ def test_a_batch_is_its_clips(codec: HiggsCodec, frames: int) -> None:
 def test_codes_ignore_a_caller_in_half_precision_or_training(codec: HiggsCodec) -> None:
     clips = noise(1, 10)
     plain = codec.encode(clips)
-    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
-        assert np.array_equal(codec.encode(clips), plain)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            assert np.array_equal(codec.encode(clips), plain)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_makes_the_codes_of_a_cpu(folder: Path, codec: HiggsCodec) -> None:
+    clips = noise(4, 50)
+    assert np.array_equal(HiggsCodec.open(folder, device="cuda").encode(clips), codec.encode(clips))
 
 
 def test_codes_tell_sounds_apart(codec: HiggsCodec) -> None:
@@ -118,6 +133,18 @@ def test_codes_it_does_not_know_are_refused(codec: HiggsCodec) -> None:
     with pytest.raises(ModelError, match="shape"):
         codec.decode(np.zeros((3, 7), np.uint16))
     assert codec.decode(np.zeros((0, 8), np.uint16)).shape == (0,)
+
+
+def test_the_store_holds_what_the_codec_says(codec: HiggsCodec, tmp_path: Path) -> None:
+    clips = [tone(200, 0.5), tone(300, 0.7), tone(400, 0.5)]
+    utterances = [Utterance(str(n), tmp_path / f"{n}.wav", "", "anna") for n in range(3)]
+    for utterance, clip in zip(utterances, clips, strict=True):
+        soundfile.write(utterance.audio, clip, 24_000, subtype="FLOAT")
+    encode_corpus(utterances, codec, tmp_path)
+    store = CodeStore.open(tmp_path, codec.revision)
+    for utterance, clip in zip(utterances, clips, strict=True):
+        whole = len(clip) // codec.hop * codec.hop
+        assert np.array_equal(store[store.key(utterance)], codec.encode(clip[None, :whole])[0])
 
 
 # Opening

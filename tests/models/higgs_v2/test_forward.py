@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from myna.data.conversation import Conversation, Turn
 from myna.models.base import IGNORED, Rendered
 from myna.models.higgs_v2.family import HiggsV2
-from myna.models.higgs_v2.forward import hidden_stream
+from myna.models.higgs_v2.forward import HiggsObjective
 
 from .conftest import cloning
 
@@ -96,7 +96,7 @@ def test_no_sequence_sees_another_nor_its_own_future(family: HiggsV2, model: Any
     rendered[1].codes[-9] = (rendered[1].codes[-9] + 1) % 64
     after = family.collate(rendered)
     with torch.no_grad():
-        a, b = (hidden_stream(model, batch)[batch.to_sequence] for batch in (before, after))
+        a, b = (HiggsObjective(model).hidden(batch)[batch.to_sequence] for batch in (before, after))
     changed = (a != b).any(dim=1).nonzero().flatten()
     end = sum(before.lengths[:2])
     frame = end - 2 - 9  # `<|audio_eos|><|eot_id|>` close the turn

@@ -8,7 +8,7 @@ import torch
 from myna.data.conversation import Clip, Reference, script
 from myna.models.base import Sampling
 from myna.models.higgs_v2.family import HiggsV2
-from myna.models.higgs_v2.forward import hidden_stream
+from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.generate import _Sampler
 from myna.models.higgs_v2.render import DelayPattern
 
@@ -29,7 +29,7 @@ def test_cached_frames_are_what_the_training_forward_predicts(family: HiggsV2, m
     )
     batch = family.collate([family.render(again)])
     with torch.no_grad():
-        hidden = model.model.norm(hidden_stream(model, batch)[batch.audio_from])
+        hidden = model.model.norm(HiggsObjective(model).hidden(batch)[batch.audio_from])
         logits = model.audio_lm_head(hidden).unflatten(-1, (8, 66))
     is_code = (batch.audio_targets >= 0) & (batch.audio_targets < 64)
     assert is_code.sum() == 15 * 8

@@ -79,13 +79,16 @@ def import_source(
 
     `language` and `speaker` stand in where the source names none. `progress` is told how many items are done.
     """
-    format = detect_format(source) if format is None else format
-    if format not in FORMATS:
-        raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
     path = Path(source)
-    if format != "hf" and not path.exists():
+    if format is not None and format not in FORMATS:
+        raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
+    if format not in (None, "hf") and not path.exists():
         raise DataError(f"there is no {source}", hint="check the path")
-    utterances, rejected = judge(FORMATS[format].read(path, Context(media, language, speaker)), progress)
+    try:
+        format = format or detect_format(source)
+        utterances, rejected = judge(FORMATS[format].read(path, Context(media, language, speaker)), progress)
+    except OSError as error:
+        raise DataError(f"{source} cannot be imported: {error}", hint="check permissions and free space") from None
     return Imported(utterances, rejected, format)
 
 

@@ -73,6 +73,8 @@ def _judged(item: Found, recording: AudioInfo | ClipError, ids: set[str]) -> Fou
 
 def _sound(utterance: Utterance, recording: AudioInfo | ClipError) -> Utterance:
     """The utterance, normalised. A reference may come without its text; a target may not."""
+    if not utterance.id:
+        raise Bad("malformed", "the id is empty")
     text = normalise_text(utterance.text)
     try:
         json.dumps(utterance.to_json(), ensure_ascii=False).encode()

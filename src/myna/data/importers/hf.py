@@ -87,8 +87,9 @@ def _hub(source: Path) -> Iterator[Record]:
     import datasets  # slow to import, and only needed here
 
     wanted = HUB.fullmatch(source.as_posix())
-    assert wanted is not None
     try:
+        if wanted is None:
+            raise ValueError("it is not named like one")
         loaded = datasets.load_dataset(wanted["name"], wanted["config"], split=wanted["split"])
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(

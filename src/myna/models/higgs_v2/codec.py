@@ -28,7 +28,7 @@ from myna.models.higgs_v2.checkpoint import resolve
 
 MODEL_TYPE = "higgs_audio_v2_tokenizer"
 CONVERTED = "eustlb/higgs-audio-v2-tokenizer"
-"""The released codec as safetensors; Boson's own repository has been a pickle."""
+"""The released codec in the transformers layout; Boson's own repository came with a pickle."""
 
 # What the codes depend on beside the tensors, whose names and shapes already tell depths and widths. A list of what
 # counts, not of what does not: a setting that a later transformers adds must not make every stored code obsolete.
@@ -114,7 +114,8 @@ class HiggsCodec:
     def _exactly(self) -> Iterator[None]:
         """Full fp32: codes are made once and kept, so neither a caller's autocast nor TF32 may blur them.
 
-        On an H200 this gives the very codes of a CPU, where TF32 changes 4 % (first codebook) to 14 % (last) of them.
+        Measured on an H200 at true size with random weights: the very codes of a CPU, where TF32 changes 4 % of the
+        first codebook to 14 % of the last.
         """
         matmul = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")

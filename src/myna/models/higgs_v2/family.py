@@ -118,11 +118,12 @@ class HiggsV2(Family):
             sequences, (config.audio_token_id, config.audio_delay_token_id), config.num_codebooks, offset=offset
         )
 
-    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0) -> nn.Module:
-        return HiggsObjective(model, label_smoothing)
+    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0) -> nn.Module:
+        return HiggsObjective(model, label_smoothing, checkpoint_every)
 
-    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
-        return list(core_of(model).model.layers)
+    def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(objective, HiggsObjective)
+        return list(objective.layers)
 
     def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets:
         return adapt.adapt_targets(core_of(model), mode, custom)

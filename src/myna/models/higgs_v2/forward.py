@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from myna.models.base import IGNORED, StreamSums
 from myna.models.higgs_v2.batch import HiggsBatch
@@ -74,34 +75,55 @@ def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tu
     return torch.cat(attended)
 
 
-def hidden_stream(core: Any, batch: HiggsBatch) -> torch.Tensor:
-    """The stream after the last layer, before the final norm."""
-    stream = embed(core, batch.text_ids, batch.codes)
+class SortedLayer(nn.Module):
+    """A decoder layer as a module of its own, so that sharding, compiling and checkpointing have something to hold."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, stream: torch.Tensor, texts: int, attend: Attend) -> torch.Tensor:
+        return run_layer(self.layer, stream, texts, attend)
+
+
+def training_attention(core: Any, batch: HiggsBatch, stream: torch.Tensor) -> Attend:
+    """Attention among the positions of each sequence, for a stream in sorted order."""
     cos, sin = rotary_tables(core, batch.position_ids, stream)
 
     def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x[batch.to_sequence] for x in (q, k, v))
-        dtype = v.dtype
-        q, k = rotate(q, cos, sin).to(dtype), rotate(k, cos, sin).to(dtype)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         return attend_within(q, k, v, batch.lengths)[batch.to_stream]
 
-    for layer in core.model.layers:
-        stream = run_layer(layer, stream, len(batch.text_ids), attend)
-    return stream
+    return attend
 
 
 class HiggsObjective(nn.Module):
     """Batch to loss sums: what the loop, DDP and FSDP hold."""
 
-    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
+    def __init__(self, model: nn.Module, label_smoothing: float = 0.0, checkpoint_every: int = 0) -> None:
         super().__init__()
         self.model = model
+        self.layers = nn.ModuleList(SortedLayer(layer) for layer in core_of(model).model.layers)
         self.label_smoothing = label_smoothing
+        self.checkpoint_every = checkpoint_every
+
+    def hidden(self, batch: HiggsBatch) -> torch.Tensor:
+        """The stream after the last layer, before the final norm."""
+        core = core_of(self.model)
+        stream, texts = embed(core, batch.text_ids, batch.codes), len(batch.text_ids)
+        attend = training_attention(core, batch, stream)
+        for number, layer in enumerate(self.layers):
+            if self.checkpoint_every and self.training and number % self.checkpoint_every == 0:
+                stream = checkpoint(layer, stream, texts, attend, use_reentrant=False)
+            else:
+                stream = layer(stream, texts, attend)
+        return stream
 
     def forward(self, batch: HiggsBatch) -> StreamSums:
         core = core_of(self.model)
         config = core.config
-        stream = hidden_stream(core, batch)
+        stream = self.hidden(batch)
 
         logits = core.audio_lm_head(core.model.norm(stream[batch.audio_from]))
         logits = logits.unflatten(-1, (config.num_codebooks, config.codebook_size))

@@ -1,0 +1,135 @@
+"""Who learns: the model in its precision, adapted, with its optimizer, on its device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from myna.config import Recipe
+from myna.errors import TrainingError
+from myna.models.base import Batch, Family
+from myna.train.ema import Ema
+from myna.train.lora import adapt
+from myna.train.optimizer import make_optimizer
+from myna.train.precision import Precision
+from myna.train.streams import Tally, weighed_loss
+
+PATIENCE_WITH_OVERFLOW = 20
+"""Steps in a row that the fp16 scaler may skip before it is clear that no scale will do."""
+
+
+@dataclass(slots=True)
+class Student:
+    recipe: Recipe
+    family: Family
+    precision: Precision
+    accelerator: Accelerator
+    objective: Any
+    """The family's objective as Accelerate wraps it."""
+    optimizer: Any
+    trainables: dict[str, nn.Parameter]
+    """By their names in the unwrapped model."""
+    ema: Ema | None
+    overflows: int = 0
+
+    @classmethod
+    def make(
+        cls, recipe: Recipe, family: Family, precision: Precision, accelerator: Accelerator, say: Callable[[str], None]
+    ) -> Student:
+        settings = recipe.train
+        # Every rank starts from the same adapter, whatever its random state was.
+        torch.manual_seed(settings.seed)
+        model = family.load_model(
+            dtype=precision.frozen, device=accelerator.device, text_head=recipe.needs_text_head
+        )
+        model = adapt(model, family, recipe.adapt, dtype=precision.trainable)
+        trainables = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        total, learns = (sum(p.numel() for p in ps) for ps in (model.parameters(), trainables.values()))
+        say(f"{learns:,} of {total:,} parameters learn ({100 * learns / total:.2f} %)")
+        every = {"none": 0, "full": 1}.get(str(settings.checkpointing), settings.checkpointing)
+        objective = family.objective(
+            model, label_smoothing=recipe.loss.label_smoothing, checkpoint_every=int(every)
+        )
+        optimizer = make_optimizer(list(trainables.values()), settings, precision)
+        ema = Ema(trainables, settings.ema) if settings.ema is not None else None
+        objective, optimizer = accelerator.prepare(objective, optimizer)
+        return cls(recipe, family, precision, accelerator, objective, optimizer, trainables, ema)
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self.accelerator.unwrap_model(self.objective).model
+        return model
+
+    def learn(self, passes: Sequence[Batch], weights: torch.Tensor, rate: float) -> tuple[Tally, float]:
+        """One optimizer step: everybody's losses, and the gradient norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # Count first, over all passes and ranks, so that every target weighs the same.
+        tally = Tally.of(len(self.family.streams))
+        tally.counts = self.reduce(torch.stack([batch.counts for batch in passes]).sum(0))
+        self.backward(passes, weights, tally)
+        norm = self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._check_finite(norm)
+        if self.ema is not None:
+            self.ema.update(self.trainables)
+        return tally.over_ranks(self.reduce), norm
+
+    def backward(self, passes: Sequence[Batch], weights: torch.Tensor, tally: Tally) -> None:
+        """Gradients of the whole step's loss; ranks exchange theirs once, in the last pass."""
+        self.objective.train()
+        for number, batch in enumerate(passes, start=1):
+            last = number == len(passes)
+            with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.objective):
+                result = self.objective(batch.to(self.accelerator.device))
+                # DDP averages over ranks what is a sum over them.
+                loss = weighed_loss(result.sums, tally.counts, weights) * self.accelerator.num_processes
+                self.accelerator.backward(loss)
+            tally.add(result)
+
+    def clip(self) -> float:
+        return float(self.accelerator.clip_grad_norm_(list(self.trainables.values()), self.recipe.train.clip))
+
+    @torch.no_grad()
+    def judge(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
+        """Losses on batches that are not learned from, this rank's share of them summed with the others'."""
+        self.objective.eval()
+        tally = Tally.of(len(self.family.streams))
+        with self.averaged(), self.accelerator.autocast():
+            # The bare objective: DDP would have every rank bring equally many batches.
+            objective = self.accelerator.unwrap_model(self.objective)
+            for batch in batches:
+                tally.add(objective(batch.to(self.accelerator.device)))
+                tally.counts += batch.counts
+        tally.counts = self.reduce(tally.counts)
+        return tally.over_ranks(self.reduce).row(self.family.streams, weights)
+
+    def averaged(self) -> Any:
+        """The averaged weights in place of the last ones, where there are such."""
+        return self.ema.in_place(self.trainables) if self.ema is not None else nullcontext()
+
+    def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A sum over ranks of something on the CPU."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        # MPS has no doubles, but neither has it ranks.
+        return self.accelerator.reduce(tensor.to(self.accelerator.device)).cpu()  # type: ignore[no-any-return]
+
+    def _check_finite(self, norm: float) -> None:
+        if math.isfinite(norm):
+            self.overflows = 0
+            return
+        self.overflows += 1
+        if not self.precision.scaler or self.overflows > PATIENCE_WITH_OVERFLOW:
+            raise TrainingError(
+                "the gradient is not finite",
+                hint="lower train.learning_rate or train.clip, or set train.precision=fp32 to look for the cause",
+            )
