@@ -396,9 +396,9 @@ def _check_sense(recipe: Recipe, where: str) -> None:
         refuse("`train.early_stopping` has nothing to go by", "set data.evaluation to a prepared folder")
     if list(train.stages) != sorted(train.stages, key=lambda stage: stage.until):
         refuse("`train.stages` are not in order", "sort them by `until`")
-    for weights in (loss, *train.stages):
-        if weights.text_weight == weights.audio_weight == 0:
-            refuse("text and audio weights are both 0: nothing would be learned", "raise one of them")
+    weights = [(part.text_weight, part.audio_weight) for part in train.stages] + [(loss.text_weight, loss.audio_weight)]
+    if any(text == audio == 0 for text, audio in weights):
+        refuse("text and audio weights are both 0: nothing would be learned", "raise one of them")
     if not isinstance(loss.codebook_weights, str) and sum(loss.codebook_weights) == 0:
         refuse("`loss.codebook_weights` are all zero", "give at least one codebook a weight, or write uniform")
     for name, (low, high) in (("seconds", data.seconds), ("reference_seconds", data.reference_seconds)):

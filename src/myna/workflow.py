@@ -84,6 +84,14 @@ def train(recipe: Path, out: Path | None = None, settings: list[str] | None = No
     return run
 
 
+def resume(folder: Path) -> Run:
+    """Go on with a run from its newest checkpoint."""
+    run = Run.open(folder)
+    with _TrainDisplay() as display:
+        run_training(run.recipe, run, display, resume=True)
+    return run
+
+
 def open_engine(*, run: Path | None, model: str | None, codec: str | None, device: str) -> Engine:
     """The engine for a run or for an untuned model."""
     if (run is None) == (model is None):
@@ -138,8 +146,8 @@ class _TrainDisplay:
     def say(self, text: str) -> None:
         self._bar.console.print(text, highlight=False)
 
-    def planned(self, steps: int) -> None:
-        self._task = self._bar.add_task("training", total=steps, state="")
+    def planned(self, steps: int, done: int) -> None:
+        self._task = self._bar.add_task("training", total=steps, completed=done, state="")
 
     def stepped(self, row: dict[str, Any]) -> None:
         if "evaluation" in row:

@@ -63,16 +63,18 @@ def script(
 ) -> Conversation:
     """The conversation that has `text` spoken, by the voices of `references` where given.
 
-    With several references their turns carry the tags `[SPEAKER0]`, `[SPEAKER1]` ... that `text` uses. Without a
-    `target` the conversation stays open, ready to be spoken.
+    Where `text` has tags for several speakers, `[SPEAKER0] ... [SPEAKER1] ...`, their references carry them too.
+    Without a `target` the conversation stays open, ready to be spoken.
     """
     turns: list[Turn] = []
     if place == "system" and references:
         turns.append(Turn("system", tuple(reference.clip for reference in references)))
     else:
         for number, reference in enumerate(references):
-            tag = f"[SPEAKER{number}] " if len(references) > 1 else ""
-            turns += [Turn("user", (tag + reference.text,)), Turn("assistant", (reference.clip,))]
+            tag = f"[SPEAKER{number}]"
+            tagged = tag in text and not reference.text.startswith(tag)
+            said = f"{tag} {reference.text}" if tagged and len(references) > 1 else reference.text
+            turns += [Turn("user", (said,)), Turn("assistant", (reference.clip,))]
     turns.append(Turn("user", (text,)))
     if target is not None:
         turns.append(Turn("assistant", (target,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,12 +39,12 @@ class Prepared:
     def read(cls, folder: Path) -> Prepared:
         try:
             return cls(**json.loads((folder / PREPARED).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DataError(
                 f"{folder} is not a prepared folder: it has no {PREPARED}",
                 hint=f"myna prepare SOURCE --out {folder} --model MODEL",
             ) from None
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise DataError(f"{folder / PREPARED} is damaged: {error}", hint="run `myna prepare` again") from None
 
 
@@ -58,6 +59,12 @@ class Corpus:
     def open(cls, folder: Path) -> Corpus:
         prepared = Prepared.read(folder)
         utterances = read_manifest(folder / "manifest.jsonl")
+        twins = [id for id, lines in Counter(utterance.id for utterance in utterances).items() if lines > 1]
+        if twins:
+            raise DataError(
+                f"{folder / 'manifest.jsonl'} has several utterances with the id {twins[0]}",
+                hint="give each a name of its own, and run `myna prepare` again",
+            )
         store = CodeStore.open(folder, prepared.codec_revision)
         return cls(folder, prepared, [u for u in utterances if store.has(u)], store)
 
@@ -66,8 +73,8 @@ class Corpus:
             return self._by_id[id]
         except KeyError:
             raise DataError(
-                f"{wanted_by} names the reference {id}, which {self.folder} does not hold",
-                hint="add it to the source and run `myna prepare` again",
+                f"{wanted_by} names the reference {id}, of which {self.folder} holds no codes",
+                hint="put it into the source, at least a frame long, and run `myna prepare` again",
             ) from None
 
     def key(self, utterance: Utterance) -> str:

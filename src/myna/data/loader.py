@@ -23,6 +23,9 @@ from myna.errors import DataError
 Sequence_ = TypeVar("Sequence_", bound=Sized)
 Batch = TypeVar("Batch")
 
+PROMPT_ROOM, CLIP_ROOM = 512, 64
+"""More tokens than any family's system prompt takes, and than it puts around a clip."""
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -49,10 +52,8 @@ class Loader(Generic[Sequence_, Batch]):
         self._render, self._collate = render, collate
 
     def steps(self, rows_per_step: int, rows_per_pass: int, share: Share, start: int = 0) -> Iterator[list[Batch]]:
-        """Each optimizer step's batches for one rank, from step `start` on, for ever.
-
-        Every rank gets as many passes as the fullest one; a pass may be empty of rows only where rows run out.
-        """
+        """Each optimizer step's batches for one rank, from step `start` on, for ever. Ranks get equally many rows."""
+        assert rows_per_step % share.world == 0, "one rank would wait for ever for passes that another does not have"
         rows = self._endless_rows()
         for _ in range(start):
             next(islice(rows, rows_per_step - 1, None))
@@ -64,11 +65,11 @@ class Loader(Generic[Sequence_, Batch]):
                 for at in range(0, len(mine), rows_per_pass)
             ]
 
-    def once(self, rows_per_pass: int) -> Iterator[Batch]:
-        """All targets, once, in order: for evaluation."""
-        window = self.settings.window
-        for at in range(0, len(self.pairing.targets), window):
-            rows = self._pack([self.sequence(t, 0) for t in self.pairing.targets[at : at + window]])
+    def once(self, rows_per_pass: int, share: Share) -> Iterator[Batch]:
+        """One rank's part of all targets, each once: for evaluation."""
+        targets = self.pairing.targets[share.rank :: share.world]
+        for at in range(0, len(targets), self.settings.window):
+            rows = self._pack([self.sequence(target, 0) for target in targets[at : at + self.settings.window]])
             for first in range(0, len(rows), rows_per_pass):
                 yield self._collate([sequence for row in rows[first : first + rows_per_pass] for sequence in row])
 
@@ -82,32 +83,42 @@ class Loader(Generic[Sequence_, Batch]):
             id=target.id,
             references=tuple(Reference(r.text, Clip(r.id, corpus.codes(r))) for r in references),
             target=Clip(target.id, corpus.codes(target), target=True),
-            scene=target.extras.get("scene", self.settings.scene),
+            scene=self._scene(target),
             place=self.settings.reference_place,
         )
 
-    def check_lengths(self) -> int:
-        """The longest sequence there can be; it must fit a row, since nothing is ever cut."""
-        corpus, targets = self.corpus, self.pairing.targets
-        longest = 0
-        # Bytes bound tokens from above, so only the few that might be longest are really rendered.
-        bounds = {}
-        for target in targets:
-            references = self.pairing.longest_references(target)
-            frames = sum(len(corpus.codes(u)) for u in (target, *references))
-            bounds[target.id] = frames + sum(len(u.text.encode()) for u in (target, *references)) + 400
-        for target in sorted(targets, key=lambda target: -bounds[target.id]):
-            if bounds[target.id] <= longest:
-                break
-            length = len(self._render(self.conversation(target, self.pairing.longest_references(target))))
-            longest = max(longest, length)
-            if self.settings.pack and length > self.settings.row_tokens:
-                raise DataError(
-                    f"{target.id} takes {length} tokens with its longest reference, a row holds "
-                    f"{self.settings.row_tokens}; cutting it would lose its end-of-stream",
-                    hint=f"--set data.row_tokens={length}, or lower data.seconds or data.reference_seconds",
-                )
-        return longest
+    def check_lengths(self) -> None:
+        """Every sequence there can be must fit a row, since nothing is ever cut."""
+        if not self.settings.pack:
+            return
+        budget = self.settings.row_tokens
+        bulkiest = self.pairing.longest(self._bulk)
+
+        def bound(target: Utterance) -> int:
+            clips = sum(self._bulk(clip) for clip in (target, *bulkiest(target)))
+            return PROMPT_ROOM + len(self._scene(target).encode()) + clips
+
+        # Where even the bound fits, nothing need be rendered.
+        risky = [target for target in self.pairing.targets if bound(target) > budget]
+        if not risky:
+            return
+        # What a reference adds to a sequence, it adds to every target's.
+        longest = self.pairing.longest(lambda clip: len(self._render(self.conversation(risky[0], (clip,)))))
+        lengths = {target.id: len(self._render(self.conversation(target, longest(target)))) for target in risky}
+        worst = max(lengths, key=lengths.__getitem__)
+        if lengths[worst] > budget:
+            raise DataError(
+                f"{worst} takes {lengths[worst]} tokens with its longest reference, a row holds {budget}; cutting it "
+                "would lose its end-of-stream",
+                hint=f"--set data.row_tokens={lengths[worst]}, or lower data.seconds or data.reference_seconds",
+            )
+
+    def _bulk(self, clip: Utterance) -> int:
+        """More tokens than a clip and its text can take: bytes bound tokens from above."""
+        return len(self.corpus.codes(clip)) + len(clip.text.encode()) + CLIP_ROOM
+
+    def _scene(self, target: Utterance) -> str:
+        return str(target.extras.get("scene") or self.settings.scene)
 
     def sequence(self, target: Utterance, epoch: int) -> Sequence_:
         return self._render(self.conversation(target, self.pairing.references(target, epoch)))

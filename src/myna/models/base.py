@@ -1,8 +1,8 @@
 """The seam: everything the rest of the house may know of a model family.
 
 A `Family` is a checkpoint opened without its weights: configuration, tokenizer and the rules of its prompt. It is
-cheap, picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain `nn.Module`, so
-that PEFT, Accelerate and the loop can wrap them. The loop knows nothing else of a model.
+cheap, picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain
+`nn.Module`, so that PEFT, Accelerate and the loop can wrap them. The loop knows nothing else of a model.
 """
 
 from __future__ import annotations

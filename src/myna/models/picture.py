@@ -12,7 +12,7 @@ SHOWN_FRAMES = 4
 
 
 def picture(rendered: Rendered, family: Family, *, all_frames: bool = False) -> Text:
-    """Green is learned, plain is context, cyan is control; `·` in a frame is a masked code."""
+    """Green is learned, plain is context, cyan is control; `·` behind a code says that it is masked."""
     art = Text()
     learned = int((rendered.labels != IGNORED).sum()), int((rendered.code_labels != IGNORED).sum())
     art.append(f"{rendered.id}: {len(rendered)} positions, {learned[0]} text and {learned[1]} code targets\n", "bold")
@@ -43,5 +43,5 @@ def _draw_frames(art: Text, rendered: Rendered, first: int, frames: int, positio
             continue
         art.append(f"{position + frame:6d}  ", "dim")
         for code, label in zip(rendered.codes[first + frame], rendered.code_labels[first + frame], strict=True):
-            art.append(f"{code:5d}", LEARNED if label != IGNORED else "dim")
+            art.append(f"{code:5d} ", LEARNED) if label != IGNORED else art.append(f"{code:5d}·", "dim")
         art.append("\n")

@@ -44,6 +44,11 @@ class Engine:
     def voice(self, recording: Path, text: str) -> Reference:
         """A reference from a recording and what is said in it."""
         samples = read(recording, sample_rate=self.codec.sample_rate)
+        if len(samples) < self.codec.hop:
+            raise SpeakError(
+                f"{recording} is shorter than one frame of {1000 / self.codec.frame_rate:g} ms",
+                hint="give a few seconds of the voice",
+            )
         return Reference(normalise_text(text), Clip(recording.stem, encode_clip(self.codec, samples)))
 
     def speak(
@@ -56,6 +61,8 @@ class Engine:
                 raise SpeakError(f"{line.id} has no text to speak", hint="give some words")
             conversation = script(text, id=line.id, references=line.references, scene=line.scene, place=self.place)
             prompts.append(self.family.render(conversation))
+        if not prompts:
+            return []
         return [
             Speech(self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32), codes, stopped)
             for codes, stopped in self.family.generate(self.model, prompts, sampling, on_frame)

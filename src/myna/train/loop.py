@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import resource
+import shutil
+import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 
 from myna.config import Recipe
 from myna.data.corpus import Corpus
@@ -22,11 +25,13 @@ from myna.data.loader import Loader, Share
 from myna.errors import DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, Rendered
-from myna.train.lora import adapt, save_adapter
-from myna.train.precision import Precision, decide, pick_device
+from myna.train.checkpoint import Progress, checkpoint_folder, restore, save, save_weights
+from myna.train.precision import decide, pick_device
+from myna.train.processes import check_same_weights, start
 from myna.train.run import Run
 from myna.train.schedule import learning_rate
-from myna.train.streams import stream_means, stream_weights, weighed_loss
+from myna.train.streams import stage_weights, stream_weights
+from myna.train.student import Student
 
 
 class Watcher(Protocol):
@@ -34,154 +39,102 @@ class Watcher(Protocol):
 
     def say(self, text: str) -> None: ...
 
-    def planned(self, steps: int) -> None: ...
+    def planned(self, steps: int, done: int) -> None: ...
 
     def stepped(self, row: dict[str, Any]) -> None: ...
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Sums over the passes of a step or of an evaluation."""
-
-    sums: torch.Tensor
-    correct: torch.Tensor
-    stops: torch.Tensor
-    counts: torch.Tensor
-
-    @classmethod
-    def of(cls, streams: int) -> _Tally:
-        zeros = [torch.zeros(n, dtype=torch.float64) for n in (streams, streams, 2, streams)]
-        return cls(*zeros)
-
-    def row(self, names: tuple[str, ...], weights: torch.Tensor) -> dict[str, Any]:
-        losses = stream_means(self.sums, self.counts)
-        hits, targets = float(self.correct.sum()), float(self.counts.sum())
-        stops, ends = self.stops.tolist()
-        return {
-            "loss": float(weighed_loss(self.sums, self.counts, weights)),
-            **{name: loss for name, loss in zip(names, losses, strict=True) if loss is not None},
-            "accuracy": hits / targets if targets else None,
-            "stop_accuracy": stops / ends if ends else None,
-        }
-
-
-def train(recipe: Recipe, run: Run, watcher: Watcher) -> None:
+def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False) -> None:
     """Everything `myna train` does after the recipe is read."""
     settings = recipe.train
+
+    # Where, and in which numbers.
     device = pick_device(settings.device)
     precision = decide(settings.precision, device)
-    accelerator = Accelerator(mixed_precision=precision.mixed_precision, cpu=device.type == "cpu")
-    torch.manual_seed(settings.seed)
+    accelerator = start(recipe, precision, device, run.folder)
+    say = _speaker(run, watcher, loud=accelerator.is_main_process)
+    share = Share(accelerator.process_index, accelerator.num_processes)
+    if settings.rows_per_step % (share.world * settings.rows_per_pass):
+        raise TrainingError(
+            f"{settings.rows_per_step} rows a step cannot be shared by {share.world} processes of "
+            f"{settings.rows_per_pass} rows a pass",
+            hint=f"--set train.rows_per_step={share.world * settings.rows_per_pass}, or a multiple of it",
+        )
+    say(f"device {accelerator.device} x {share.world}, precision {precision}")
 
-    def say(text: str) -> None:
-        run.log(text)
-        watcher.say(text)
-
-    say(f"device {accelerator.device}, precision {precision}")
-
-    # What is learned, and from what.
+    # What is learned from.
     family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
     loader = make_loader(recipe, family, recipe.data.train)
     evaluation = make_loader(recipe, family, recipe.data.evaluation) if recipe.data.evaluation else None
     _say_data(loader, say)
-    if recipe.data.evaluation:
-        say(f"evaluation: {len(evaluation.pairing.targets) if evaluation else 0} targets from {recipe.data.evaluation}")
+    if evaluation is not None:
+        say(f"evaluation: {len(evaluation.pairing.targets)} targets from {recipe.data.evaluation}")
 
     # Who learns.
-    objective, trainables = make_objective(recipe, family, precision, accelerator.device, say)
-    weights = stream_weights(family.streams, recipe.loss)
-    optimizer = torch.optim.AdamW(
-        trainables, lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
-    )
-    objective, optimizer = accelerator.prepare(objective, optimizer)
+    student = Student.make(recipe, family, precision, accelerator, say)
 
     # The plan.
     rows_in_epoch = loader.rows_in_first_epoch()
     steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.rows_per_step)
     evaluate_every = settings.evaluate_every or max(1, steps // 10)
+    save_every = settings.save_every or evaluate_every
+    final_weights = stream_weights(family.streams, recipe.loss)
     say(
         f"{steps} optimizer steps of {settings.rows_per_step} rows; an epoch is {rows_in_epoch} rows, "
         f"{rows_in_epoch / settings.rows_per_step:.1f} steps"
     )
-    watcher.planned(steps)
-    share = Share(accelerator.process_index, accelerator.num_processes)
-    stream = loader.steps(settings.rows_per_step, settings.rows_per_pass, share)
+    progress = Progress(step=0)
+    if resume:
+        progress = restore(student, run)
+        say(f"going on after step {progress.step}")
+    if accelerator.is_main_process:
+        run.forget_after(progress.step)
+    watcher.planned(steps, progress.step)
+    stream = loader.steps(settings.rows_per_step, settings.rows_per_pass, share, start=progress.step)
 
-    for step in range(1, steps + 1):
-        began = time.perf_counter()
-        rate = learning_rate(settings, step, steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+    # Step by step.
+    with _asked_to_stop() as stop:
+        for step in range(progress.step + 1, steps + 1):
+            began = time.perf_counter()
+            passes = next(stream)
+            weights = stage_weights(family.streams, recipe, step, steps)
+            rate = learning_rate(settings, step, steps)
+            tally, norm = student.learn(passes, weights, rate)
+            progress = replace(progress, step=step)
+            row = {"step": step, "epoch": step * settings.rows_per_step / rows_in_epoch}
+            row |= tally.row(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
+            _tell(student, run, watcher, row | {"speed": _speed(passes, time.perf_counter() - began, student)})
 
-        # Count first, over all passes and ranks, so that every target weighs the same.
-        passes = next(stream)
-        tally = _Tally.of(len(family.streams))
-        tally.counts += accelerator.reduce(sum(batch.counts for batch in passes).to(accelerator.device)).cpu()  # type: ignore[union-attr]
+            stopping = student.reduce(torch.tensor([float(stop.is_asked)])).item() > 0
+            last = step == steps or stopping
+            if evaluation is not None and (step % evaluate_every == 0 or last):
+                check_same_weights(student)
+                heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
+                _tell(student, run, watcher, {"step": step, "evaluation": heard})
+                progress = _rank(progress, heard["loss"])
+                if settings.early_stopping and progress.evaluations_since_best >= settings.early_stopping:
+                    say(f"no better evaluation since step {progress.best_step}: stopping early")
+                    last = True
+            if step % save_every == 0 or step == progress.best_step or last:
+                save(student, run, progress)
+            if last:
+                break
 
-        objective.train()
-        for batch in passes:
-            result = objective(batch.to(accelerator.device))
-            # DDP averages gradients over ranks; the loss is a sum over them.
-            loss = weighed_loss(result.sums, tally.counts, weights) * accelerator.num_processes
-            accelerator.backward(loss)
-            _add(tally, result)
-        norm = float(accelerator.clip_grad_norm_(trainables, settings.clip))
-        if not math.isfinite(norm) and not precision.scaler:
-            raise TrainingError(
-                f"the gradient at step {step} is not finite", hint="lower train.learning_rate, or train in fp32"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-        seconds = time.perf_counter() - began
-        row: dict[str, Any] = {"step": step, "epoch": step * settings.rows_per_step / rows_in_epoch}
-        row |= tally.row(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
-        row["speed"] = {
-            "seconds": seconds,
-            "tokens_per_second": sum(batch.tokens for batch in passes) / seconds,
-            "audio_per_second": sum(batch.target_seconds for batch in passes) / seconds,
-            "memory_gib": _memory_gib(accelerator.device),
-        }
-        run.record(row)
-        watcher.stepped(row)
-
-        if evaluation is not None and (step % evaluate_every == 0 or step == steps):
-            row = {
-                "step": step,
-                "evaluation": evaluate(objective, evaluation, family, weights, accelerator, settings.rows_per_pass),
-            }
-            run.record(row)
-            watcher.stepped(row)
-
-    model = accelerator.unwrap_model(objective).model
-    if recipe.adapt.mode == "full":
-        family.save_model(model, run.model)
-    else:
-        save_adapter(model, run.adapter)
-    say(f"saved {run.model if recipe.adapt.mode == 'full' else run.adapter}")
+    # What is left.
+    if stopping and progress.step < steps:
+        say(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
+        return
+    if accelerator.is_main_process:
+        saved = _finish(student, run, progress)
+        say(f"saved {saved}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
-@torch.no_grad()
-def evaluate(
-    objective: Any,
-    loader: Loader[Rendered, Batch],
-    family: Family,
-    weights: torch.Tensor,
-    accelerator: Accelerator,
-    rows_per_pass: int,
-) -> dict[str, Any]:
-    """Losses on data that is never trained on."""
-    objective.eval()
-    tally = _Tally.of(len(family.streams))
-    for batch in loader.once(rows_per_pass):
-        _add(tally, objective(batch.to(accelerator.device)))
-        tally.counts += batch.counts
-    return tally.row(family.streams, weights)
-
-
-def make_loader(recipe: Recipe, family: Family, folder: Any) -> Loader[Rendered, Batch]:
+def make_loader(recipe: Recipe, family: Family, folder: Path) -> Loader[Rendered, Batch]:
     corpus = Corpus.open(folder)
-    if not family.accepts(corpus.prepared.codebooks, corpus.prepared.codebook_size, corpus.prepared.frame_rate):
+    prepared = corpus.prepared
+    if not family.accepts(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
         raise DataError(
             f"{folder} was prepared with another kind of codec than {family.source} speaks",
             hint=f"myna prepare SOURCE --out {folder} --model {family.source}",
@@ -190,7 +143,7 @@ def make_loader(recipe: Recipe, family: Family, folder: Any) -> Loader[Rendered,
         corpus,
         recipe.data,
         render=lambda conversation: family.render(
-            conversation, supervise_text=recipe.loss.text_weight > 0, supervise_all_audio=recipe.loss.all_audio
+            conversation, supervise_text=recipe.needs_text_head, supervise_all_audio=recipe.loss.all_audio
         ),
         collate=family.collate,
         seed=recipe.train.seed,
@@ -199,17 +152,20 @@ def make_loader(recipe: Recipe, family: Family, folder: Any) -> Loader[Rendered,
     return loader
 
 
-def make_objective(
-    recipe: Recipe, family: Family, precision: Precision, device: torch.device, say: Callable[[str], None]
-) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
-    """The model in its precision, adapted, and its trainable parameters."""
-    model = family.load_model(dtype=precision.compute, device=device, text_head=recipe.needs_text_head)
-    model = adapt(model, family, recipe.adapt)
-    trainables = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    total = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in trainables)
-    say(f"{trainable:,} of {total:,} parameters learn ({100 * trainable / total:.2f} %)")
-    return family.objective(model, label_smoothing=recipe.loss.label_smoothing), trainables
+def _finish(student: Student, run: Run, progress: Progress) -> Path:
+    """The result: the best checkpoint's weights after early stopping, else the last ones."""
+    if student.recipe.train.early_stopping and progress.best_step is not None:
+        best = checkpoint_folder(run, progress.best_step)
+        for kept in (run.adapter, run.model):
+            if (best / kept.name).is_dir():
+                return Path(shutil.copytree(best / kept.name, kept))
+    return save_weights(student, run, run.folder)
+
+
+def _rank(progress: Progress, loss: float) -> Progress:
+    if progress.best_loss is None or loss < progress.best_loss:
+        return replace(progress, best_step=progress.step, best_loss=loss, evaluations_since_best=0)
+    return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
 
 def _say_data(loader: Loader[Rendered, Batch], say: Callable[[str], None]) -> None:
@@ -225,14 +181,67 @@ def _say_data(loader: Loader[Rendered, Batch], say: Callable[[str], None]) -> No
         say(f"{len(names)} targets lie outside data.seconds and are left out ({names[0]} first)")
 
 
-def _add(tally: _Tally, result: Any) -> None:
-    tally.sums += result.sums.detach().double().cpu()
-    tally.correct += result.correct.double().cpu()
-    tally.stops += result.stops.double().cpu()
+def _speaker(run: Run, watcher: Watcher, *, loud: bool) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if loud:
+            run.log(text)
+            watcher.say(text)
+
+    return say
 
 
-def _memory_gib(device: torch.device) -> float:
+def _tell(student: Student, run: Run, watcher: Watcher, row: dict[str, Any]) -> None:
+    """One row to the run, the trackers and whoever watches."""
+    if not student.accelerator.is_main_process:
+        return
+    run.record(row)
+    watcher.stepped(row)
+    prefix, numbers = ("evaluation/", row["evaluation"]) if "evaluation" in row else ("", row | row["speed"])
+    student.accelerator.log(
+        {prefix + key: value for key, value in numbers.items() if isinstance(value, int | float)}, step=row["step"]
+    )
+
+
+def _speed(passes: list[Batch], seconds: float, student: Student) -> dict[str, float]:
+    """What the clock and the memory say: the only part of a row that is not the same every time."""
+    world = student.accelerator.num_processes
+    return {
+        "seconds": seconds,
+        "tokens_per_second": world * sum(batch.tokens for batch in passes) / seconds,
+        "audio_per_second": world * sum(batch.target_seconds for batch in passes) / seconds,
+        "memory_gib": memory_gib(student.accelerator.device),
+    }
+
+
+def memory_gib(device: torch.device) -> float:
     """Peak memory: the device's where it has its own, else the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class _Stop:
+    is_asked = False
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[_Stop]:
+    """SIGINT and SIGTERM ask for a stop at the end of the step; a second SIGINT does not wait."""
+    stop = _Stop()
+
+    def ask(number: int, _: Any) -> None:
+        if stop.is_asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.is_asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:
+        # Not in the main thread: whoever runs us there has signals of their own.
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,7 +3,8 @@
 config.yaml      the resolved recipe, enough to train or speak again
 metrics.jsonl    one line per optimizer step and per evaluation
 log.txt          what was printed
-adapter/         the LoRA, a plain PEFT folder   (or model/ after full training)
+adapter/         the LoRA, a plain PEFT folder (or model/ after full training)
+checkpoints/     what it takes to go on, see checkpoint.py
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ class Run:
     def log(self, text: str) -> None:
         with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
             file.write(text + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics of later steps, and a last line that a kill has cut: the run goes on from `step`."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
+                break
+            kept.append(line)
+        temporary = self.metrics.with_name(".metrics.jsonl")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(self.metrics)
 
     def record(self, row: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:

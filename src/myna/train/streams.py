@@ -39,7 +39,10 @@ def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tens
             hint="give one weight per codebook, or `uniform` or `1/k`",
         )
     left = iter(audio)
-    weights = [settings.audio_weight * next(left) / sum(audio) if name.startswith("code") else settings.text_weight for name in streams]
+    weights = [
+        settings.audio_weight * next(left) / sum(audio) if name.startswith("code") else settings.text_weight
+        for name in streams
+    ]
     return torch.tensor(weights, dtype=torch.float64)
 
 

@@ -46,17 +46,13 @@ class Student:
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
-        model = family.load_model(
-            dtype=precision.frozen, device=accelerator.device, text_head=recipe.needs_text_head
-        )
+        model = family.load_model(dtype=precision.frozen, device=accelerator.device, text_head=recipe.needs_text_head)
         model = adapt(model, family, recipe.adapt, dtype=precision.trainable)
         trainables = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         total, learns = (sum(p.numel() for p in ps) for ps in (model.parameters(), trainables.values()))
         say(f"{learns:,} of {total:,} parameters learn ({100 * learns / total:.2f} %)")
         every = {"none": 0, "full": 1}.get(str(settings.checkpointing), settings.checkpointing)
-        objective = family.objective(
-            model, label_smoothing=recipe.loss.label_smoothing, checkpoint_every=int(every)
-        )
+        objective = family.objective(model, label_smoothing=recipe.loss.label_smoothing, checkpoint_every=int(every))
         optimizer = make_optimizer(list(trainables.values()), settings, precision)
         ema = Ema(trainables, settings.ema) if settings.ema is not None else None
         objective, optimizer = accelerator.prepare(objective, optimizer)

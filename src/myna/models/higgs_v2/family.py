@@ -24,7 +24,8 @@ from myna.models.higgs_v2.forward import HiggsObjective, core_of
 from myna.models.higgs_v2.generate import generate
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
 
-DEFAULT_CODEC = "bosonai/higgs-audio-v2-tokenizer"
+DEFAULT_CODEC = "eustlb/higgs-audio-v2-tokenizer"
+"""The released codec as safetensors."""
 
 
 class HiggsV2(Family):

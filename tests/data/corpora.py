@@ -1,0 +1,48 @@
+"""Small prepared folders, made with a codec that needs no weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+from myna.data.codes import encode_corpus
+from myna.data.corpus import Corpus, Prepared
+from myna.data.manifest import write_manifest
+from myna.data.utterance import Span, Utterance
+from tests.data.kill_helper import FakeCodec
+
+
+def said(
+    folder: Path,
+    id: str,
+    speaker: str = "anna",
+    *,
+    seconds: float = 1.0,
+    sound: str | None = None,
+    text: str | None = None,
+    recording: str | None = None,
+    span: Span | None = None,
+    **extras: Any,
+) -> Utterance:
+    """An utterance and its recording: noise that follows from `sound`, which is the id unless said otherwise."""
+    path = folder / "recordings" / f"{recording or id}.wav"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        seed = int.from_bytes(hashlib.blake2b((sound or id).encode(), digest_size=8).digest(), "big")
+        noise = np.random.default_rng(seed).uniform(-0.9, 0.9, round(seconds * FakeCodec.sample_rate))
+        soundfile.write(path, noise, FakeCodec.sample_rate)
+    return Utterance(id, path, text if text is not None else f"text of {id}", speaker, span=span, extras=extras)
+
+
+def prepared(folder: Path, utterances: Sequence[Utterance]) -> Corpus:
+    """What `myna prepare` leaves, opened."""
+    codec = FakeCodec()
+    write_manifest(folder / "manifest.jsonl", utterances)
+    encode_corpus(utterances, codec, folder)
+    Prepared.of(codec).write(folder)
+    return Corpus.open(folder)

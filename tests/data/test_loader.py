@@ -1,0 +1,249 @@
+"""The stream of rows: the same for everyone who has the same seed, however it is shared out or taken up again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myna.config import DataSettings
+from myna.data.conversation import Clip, Conversation
+from myna.data.corpus import Corpus
+from myna.data.loader import Loader, Share
+from myna.data.utterance import Utterance
+from myna.errors import DataError
+from tests.data.corpora import prepared, said
+
+ROW = 1000
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sequence as a family might render it: a token a frame and a token a character."""
+
+    id: str
+    references: tuple[str, ...]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def render(conversation: Conversation) -> Line:
+    parts = [part for turn in conversation.turns for part in turn.parts]
+    clips = [part for part in parts if isinstance(part, Clip)]
+    length = len(conversation.scene) + sum(len(part.codes) if isinstance(part, Clip) else len(part) for part in parts)
+    return Line(conversation.id, tuple(clip.id for clip in clips if not clip.target), length)
+
+
+Step = list[list[Line]]
+
+
+def load(corpus: Corpus, seed: int = 0, **settings: Any) -> Loader[Line, list[Line]]:
+    chosen = DataSettings(train=corpus.folder, **({"row_tokens": ROW, "window": 16} | settings))
+    return Loader(corpus, chosen, render=render, collate=list, seed=seed)
+
+
+def first(steps: Iterator[Step], count: int) -> list[Step]:
+    return list(islice(steps, count))
+
+
+def rows_of(loader: Loader[Line, list[Line]], count: int) -> list[list[Line]]:
+    """The stream, a row a step."""
+    return [passes[0] for passes in first(loader.steps(1, 1, Share()), count)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Fifty clips of two speakers, between half a second and three."""
+    folder, dice = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    clips = [said(folder, f"{n}", "anna" if n % 3 else "bert", seconds=dice.uniform(0.5, 3)) for n in range(50)]
+    return prepared(folder, clips)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"window": 7}, {"window": 500}, {"row_tokens": 700}])
+def test_every_target_comes_once_an_epoch(corpus: Corpus, settings: dict[str, Any]) -> None:
+    loader = load(corpus, **settings)
+    rows = loader.rows_in_first_epoch()
+    ids = sorted(line.id for row in rows_of(loader, rows) for line in row)
+    assert ids == sorted(u.id for u in corpus.utterances)
+    twice = Counter(line.id for row in rows_of(load(corpus, pack=False), 100) for line in row)
+    assert set(twice.values()) == {2}
+
+
+def test_rows_hold_several_and_never_too_much(corpus: Corpus) -> None:
+    rows = rows_of(load(corpus), 60)
+    assert max(sum(map(len, row)) for row in rows) <= ROW
+    assert max(len(row) for row in rows) > 1
+    assert all(rows)
+
+
+def test_without_packing_every_utterance_has_a_row_of_its_own(corpus: Corpus) -> None:
+    loader = load(corpus, pack=False, row_tokens=1)
+    loader.check_lengths()
+    assert loader.rows_in_first_epoch() == 50
+    assert all(len(row) == 1 for row in rows_of(loader, 60))
+
+
+def test_epochs_and_seeds_differ_in_order_company_and_reference(corpus: Corpus) -> None:
+    loader = load(corpus, pack=False)
+    rows = [row[0] for row in rows_of(loader, 100)]
+    one, two = rows[:50], rows[50:]
+    assert [line.id for line in one] != [line.id for line in two]
+    assert {(line.id, line.references) for line in one} != {(line.id, line.references) for line in two}
+    assert rows_of(loader, 50) == rows_of(load(corpus, pack=False), 50)
+    assert rows_of(loader, 50) != rows_of(load(corpus, pack=False, seed=1), 50)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+@pytest.mark.parametrize("rows_per_pass", [1, 2, 4])
+def test_a_step_is_the_same_rows_for_any_number_of_processes(corpus: Corpus, world: int, rows_per_pass: int) -> None:
+    loader = load(corpus)
+    stream = rows_of(loader, 30)
+    expected = [stream[at : at + 6] for at in range(0, 30, 6)]
+    ranks = [first(loader.steps(6, rows_per_pass, Share(rank, world)), 5) for rank in range(world)]
+    for step, rows in enumerate(expected):
+        shares = [ranks[rank][step] for rank in range(world)]
+        assert len({len(passes) for passes in shares}) == 1, "as many passes on every rank, or one would wait for ever"
+        lines = [line for passes in shares for batch in passes for line in batch]
+        assert sorted(lines, key=str) == sorted((line for row in rows for line in row), key=str), "each on one rank"
+        for passes in shares:
+            for batch in passes:
+                assert batch in [sum(some, []) for some in _runs(rows, world, rows_per_pass)], "rows stay whole"
+
+
+def _runs(rows: list[list[Line]], world: int, most: int) -> list[list[list[Line]]]:
+    """All the passes there may be."""
+    shares = [rows[rank::world] for rank in range(world)]
+    return [share[at : at + most] for share in shares for at in range(0, len(share), most)]
+
+
+def test_shares_that_do_not_come_out_even_are_refused(corpus: Corpus) -> None:
+    with pytest.raises(AssertionError, match="wait for ever"):
+        next(load(corpus).steps(3, 1, Share(0, 2)))
+
+
+@pytest.mark.parametrize("start", [1, 4, 23])
+def test_starting_at_a_step_is_skipping_those_before(corpus: Corpus, start: int) -> None:
+    share = Share(1, 2)
+    whole = first(load(corpus).steps(4, 1, share), start + 3)
+    assert first(load(corpus).steps(4, 1, share, start=start), 3) == whole[start:]
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"window": 7}])
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_evaluation_hears_everything_once(corpus: Corpus, settings: dict[str, Any], world: int) -> None:
+    loader = load(corpus, **settings)
+    batches = [batch for rank in range(world) for batch in loader.once(2, Share(rank, world))]
+    assert sorted(line.id for batch in batches for line in batch) == sorted(u.id for u in corpus.utterances)
+    assert max(sum(map(len, batch)) for batch in batches) <= 2 * ROW
+    again = [batch for rank in range(world) for batch in load(corpus, **settings).once(2, Share(rank, world))]
+    assert again == batches
+
+
+def test_an_evaluation_has_the_same_references_for_any_number_of_processes(corpus: Corpus) -> None:
+    loader = load(corpus)
+    heard = [{line for rank in range(n) for batch in loader.once(1, Share(rank, n)) for line in batch} for n in (1, 2, 7)]
+    assert heard[0] == heard[1] == heard[2]
+
+
+def test_more_processes_than_targets_leave_some_with_nothing(tmp_path: Path) -> None:
+    loader = load(prepared(tmp_path, [said(tmp_path, "a"), said(tmp_path, "b")]))
+    assert [len(list(loader.once(1, Share(rank, 3)))) for rank in range(3)] == [1, 1, 0]
+
+
+# What a conversation holds
+
+
+def test_a_conversation_holds_the_corpus_own_codes_texts_and_scene(tmp_path: Path) -> None:
+    clips = [said(tmp_path, "a", text="hello", scene="A cave."), said(tmp_path, "b", text="as I said")]
+    corpus = prepared(tmp_path, clips)
+    loader = load(corpus, scene="A room.")
+    a, b = corpus.utterances
+    made = loader.conversation(a, (b,))
+    assert (made.id, made.scene) == ("a", "A cave.")
+    assert [(turn.role, [part.id if isinstance(part, Clip) else part for part in turn.parts]) for turn in made.turns] == [
+        ("user", ["as I said"]),
+        ("assistant", ["b"]),
+        ("user", ["hello"]),
+        ("assistant", ["a"]),
+    ]
+    clips_of = [part for turn in made.turns for part in turn.parts if isinstance(part, Clip)]
+    assert [clip.target for clip in clips_of] == [False, True]
+    assert all((clip.codes == corpus.codes(u)).all() for clip, u in zip(clips_of, (b, a), strict=True))
+    assert loader.conversation(b, ()).scene == "A room."
+    in_system = load(corpus, reference_place="system").conversation(a, (b,))
+    assert [turn.role for turn in in_system.turns] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize("scene", [None, ""])
+def test_a_scene_the_data_leaves_empty_is_the_recipes(tmp_path: Path, scene: str | None) -> None:
+    corpus = prepared(tmp_path, [said(tmp_path, "a", scene=scene)])
+    assert load(corpus, scene="A room.").conversation(corpus.utterances[0], ()).scene == "A room."
+    assert load(corpus).conversation(corpus.utterances[0], ()).scene == ""
+
+
+# Nothing is ever cut
+
+
+def longest_of(loader: Loader[Line, list[Line]], pairs: Sequence[tuple[Utterance, tuple[Utterance, ...]]]) -> int:
+    return max(len(render(loader.conversation(target, references))) for target, references in pairs)
+
+
+def test_a_sequence_longer_than_a_row_is_refused_with_its_name(corpus: Corpus) -> None:
+    by_id = {u.id: u for u in corpus.utterances}
+    pairs = [
+        (target, (other,)) for target in by_id.values() for other in by_id.values()
+        if target.speaker == other.speaker and target.id != other.id and 1 <= corpus.seconds(other) <= 15
+    ]  # fmt: skip
+    longest = longest_of(load(corpus), pairs)
+    load(corpus, row_tokens=longest).check_lengths()
+    with pytest.raises(DataError, match=rf"takes {longest} tokens .* a row holds {longest - 1}") as caught:
+        load(corpus, row_tokens=longest - 1).check_lengths()
+    assert f"data.row_tokens={longest}" in caught.value.hint
+    worst = caught.value.what.split()[0]
+    assert longest_of(load(corpus), [(t, r) for t, r in pairs if t.id == worst]) == longest
+
+
+def test_a_reference_short_of_sound_but_long_of_text_counts(tmp_path: Path) -> None:
+    """The longest reference is the one that takes most tokens, not the one that lasts longest."""
+    clips = [
+        said(tmp_path, "target", text="x"),
+        said(tmp_path, "lasts", seconds=2, text="x", reference_only=True),
+        said(tmp_path, "talks", seconds=1, text="x" * 500, reference_only=True),
+    ]
+    loader = load(prepared(tmp_path, clips), row_tokens=400)
+    with pytest.raises(DataError, match="target takes 701 tokens with its longest reference"):
+        loader.check_lengths()
+
+
+def test_a_reference_of_many_bytes_and_few_tokens_hides_no_other(tmp_path: Path) -> None:
+    """Bytes only bound tokens: here the clip with the most bytes is not the one with the most tokens."""
+    clips = [
+        said(tmp_path, "target", text="x"),
+        said(tmp_path, "bytes", text="ệ" * 200, reference_only=True),
+        said(tmp_path, "tokens", text="x" * 300, reference_only=True),
+    ]
+    loader = load(prepared(tmp_path, clips), row_tokens=500)
+    with pytest.raises(DataError, match="target takes 501 tokens"):
+        loader.check_lengths()
+
+
+def test_a_long_scene_and_many_references_count(tmp_path: Path) -> None:
+    clips = [said(tmp_path, f"{n}", text="x") for n in range(4)]
+    many = said(tmp_path, "many", text="x", references=[f"{n}" for n in range(4)])
+    loader = load(prepared(tmp_path, [*clips, many]), row_tokens=504)
+    with pytest.raises(DataError, match="many takes 505 tokens"):
+        loader.check_lengths()
+    scenic = load(prepared(tmp_path, [*clips, said(tmp_path, "scenic", text="x", scene="s" * 4000)]), row_tokens=4000)
+    with pytest.raises(DataError, match="scenic takes 4202 tokens"):
+        scenic.check_lengths()

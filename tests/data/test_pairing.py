@@ -1,0 +1,214 @@
+"""Which clip sets the voice of which target: never its own sound, and always the same one for the same seed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myna.config import DataSettings
+from myna.data.pairing import Pairing
+from myna.data.utterance import Span, Utterance
+from myna.errors import DataError
+from tests.data.corpora import prepared, said
+
+
+def pair(folder: Path, utterances: list[Utterance], seed: int = 0, **settings: Any) -> Pairing:
+    return Pairing(prepared(folder, utterances), DataSettings(train=folder, **settings), seed)
+
+
+def drawn(pairing: Pairing, id: str, epochs: int = 60) -> set[str]:
+    """Every reference a target gets in many epochs."""
+    target = next(target for target in pairing.targets if target.id == id)
+    return {reference.id for epoch in range(epochs) for reference in pairing.references(target, epoch)}
+
+
+# Another clip of the speaker
+
+
+def test_a_reference_is_another_clip_of_the_same_speaker(tmp_path: Path) -> None:
+    clips = [said(tmp_path, f"{name}{n}", name) for name in ("anna", "bert") for n in range(4)]
+    pairing = pair(tmp_path, clips)
+    for target in pairing.targets:
+        expected = {clip.id for clip in clips if clip.speaker == target.speaker and clip.id != target.id}
+        assert drawn(pairing, target.id) == expected, "each of them, some time"
+        assert all(len(pairing.references(target, epoch)) == 1 for epoch in range(3))
+    assert pairing.unpaired.without_reference == ()
+
+
+def test_never_the_targets_own_sound_under_another_id(tmp_path: Path) -> None:
+    twins = [said(tmp_path, id, sound="the same") for id in ("a", "again", "and again")]
+    pairing = pair(tmp_path, [*twins, said(tmp_path, "other")])
+    for twin in twins:
+        assert drawn(pairing, twin.id) == {"other"}
+    assert drawn(pairing, "other") == {"a", "again", "and again"}
+
+
+def test_twins_alone_have_no_reference(tmp_path: Path) -> None:
+    pairing = pair(tmp_path, [said(tmp_path, "a", sound="x"), said(tmp_path, "b", sound="x")])
+    assert pairing.unpaired.without_reference == ("a", "b")
+    assert drawn(pairing, "a") == set()
+    assert pairing.longest(lambda _: 1)(pairing.targets[0]) == ()
+
+
+def test_spans_of_one_recording_serve_each_other_unless_they_overlap(tmp_path: Path) -> None:
+    def span(id: str, start: float, end: float | None) -> Utterance:
+        return said(tmp_path, id, seconds=9, recording="long", span=Span(start, end))
+
+    clips = [span("0-3", 0, 3), span("2-5", 2, 5), span("3-6", 3, 6), span("6-", 6, None)]
+    pairing = pair(tmp_path, clips)
+    assert drawn(pairing, "0-3") == {"3-6", "6-"}
+    assert drawn(pairing, "2-5") == {"6-"}
+    assert drawn(pairing, "3-6") == {"0-3", "6-"}
+    assert drawn(pairing, "6-") == {"0-3", "2-5", "3-6"}
+
+
+def test_a_whole_recording_holds_all_of_its_spans(tmp_path: Path) -> None:
+    whole = said(tmp_path, "whole", seconds=6, recording="long")
+    part = said(tmp_path, "part", recording="long", span=Span(1, 3))
+    assert pair(tmp_path, [whole, part]).unpaired.without_reference == ("whole", "part")
+
+
+def test_clips_of_unknown_speakers_are_not_one_speakers(tmp_path: Path) -> None:
+    pairing = pair(tmp_path, [said(tmp_path, "a", ""), said(tmp_path, "b", ""), said(tmp_path, "c"), said(tmp_path, "d")])
+    assert pairing.unpaired.without_reference == ("a", "b")
+    assert drawn(pairing, "c") == {"d"}
+
+
+def test_a_clip_that_is_only_a_reference_is_never_a_target(tmp_path: Path) -> None:
+    pairing = pair(tmp_path, [said(tmp_path, "a"), said(tmp_path, "voice", reference_only=True)])
+    assert [target.id for target in pairing.targets] == ["a"]
+    assert drawn(pairing, "a") == {"voice"}
+
+
+def test_our_references_keep_to_reference_seconds(tmp_path: Path) -> None:
+    lengths = {"short": 0.5, "good": 2.0, "long": 9.0}
+    clips = [said(tmp_path, id, seconds=seconds) for id, seconds in lengths.items()]
+    pairing = pair(tmp_path, clips, reference_seconds=(1, 5))
+    assert drawn(pairing, "short") == drawn(pairing, "long") == {"good"}
+    assert pairing.unpaired.without_reference == ("good",)
+    limits = pair(tmp_path, clips, reference_seconds=(0.5, 9))
+    assert drawn(limits, "good") == {"short", "long"}, "the limits themselves are inside"
+
+
+# What the data names
+
+
+def test_what_the_data_names_wins(tmp_path: Path) -> None:
+    others = [said(tmp_path, f"{n}") for n in range(5)]
+    asked = said(tmp_path, "asked", references=["3", "b"])
+    of_another = said(tmp_path, "b", "bert", seconds=0.3)
+    pairing = pair(tmp_path, [*others, asked, of_another], reference_seconds=(1, 5))
+    for epoch in range(5):
+        assert [reference.id for reference in pairing.references(asked, epoch)] == ["3", "b"], "in the order given"
+    assert [reference.id for reference in pairing.longest(lambda _: 1)(asked)] == ["3", "b"]
+
+
+def test_an_empty_list_asks_for_none(tmp_path: Path) -> None:
+    pairing = pair(tmp_path, [said(tmp_path, "a", references=[]), said(tmp_path, "b")])
+    assert drawn(pairing, "a") == set() and drawn(pairing, "b") == {"a"}
+    assert pairing.longest(lambda _: 1)(pairing.targets[0]) == ()
+
+
+def test_given_draws_nothing_of_its_own(tmp_path: Path) -> None:
+    clips = [said(tmp_path, "a", references=["b"]), said(tmp_path, "b")]
+    pairing = pair(tmp_path, clips, reference="given")
+    assert drawn(pairing, "a") == {"b"} and drawn(pairing, "b") == set()
+    assert pairing.unpaired.without_reference == ("b",)
+
+
+def test_none_has_no_references_at_all(tmp_path: Path) -> None:
+    clips = [said(tmp_path, "a", references=["b"]), said(tmp_path, "b")]
+    pairing = pair(tmp_path, clips, reference="none")
+    assert drawn(pairing, "a") == drawn(pairing, "b") == set()
+    assert len(pairing.targets) == 2
+
+
+@pytest.mark.parametrize("reference", ["a", "a again", "part of a"])
+def test_a_target_that_names_itself_is_refused(tmp_path: Path, reference: str) -> None:
+    clips = [
+        said(tmp_path, "a", seconds=3, sound="x", references=["fine", reference]),
+        said(tmp_path, "a again", seconds=3, sound="x"),
+        said(tmp_path, "part of a", recording="a", span=Span(1, 2)),
+        said(tmp_path, "fine"),
+    ]
+    with pytest.raises(DataError, match="a has itself for a reference") as caught:
+        pair(tmp_path, clips)
+    assert "references" in caught.value.hint
+
+
+def test_a_reference_that_is_not_there_is_refused_with_both_names(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a names the reference gone, of which .* holds no codes"):
+        pair(tmp_path, [said(tmp_path, "a", references=["gone"])])
+
+
+# What is left out, and what is required
+
+
+def test_targets_outside_the_limits_are_left_out_and_counted(tmp_path: Path) -> None:
+    lengths = {"blip": 0.1, "shortest": 0.2, "fine": 2.0, "longest": 4.0, "speech": 5.0}
+    clips = [said(tmp_path, id, seconds=seconds) for id, seconds in lengths.items()]
+    pairing = pair(tmp_path, clips, seconds=(0.2, 4))
+    assert [target.id for target in pairing.targets] == ["shortest", "fine", "longest"]
+    assert pairing.unpaired.outside_seconds == ("blip", "speech")
+    assert "speech" in drawn(pairing, "fine"), "it still lends its voice"
+
+
+def test_no_target_at_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no target between 0\.2 and 30\.0 seconds"):
+        pair(tmp_path, [said(tmp_path, "a", reference_only=True)])
+
+
+def test_a_target_without_reference_is_counted_or_refused(tmp_path: Path) -> None:
+    clips = [said(tmp_path, "a"), said(tmp_path, "b"), said(tmp_path, "alone", "bert")]
+    assert pair(tmp_path, clips).unpaired.without_reference == ("alone",)
+    with pytest.raises(DataError, match="1 targets find no reference, alone first") as caught:
+        pair(tmp_path, clips, require_reference=True)
+    assert "a second clip" in caught.value.hint
+    with pytest.raises(DataError, match="3 targets find no reference, a first") as caught:
+        pair(tmp_path, clips, require_reference=True, reference="given")
+    assert "`references`" in caught.value.hint
+    assert len(pair(tmp_path, clips[:2], require_reference=True).targets) == 2
+
+
+# Always the same
+
+
+def test_a_choice_depends_on_seed_epoch_and_target_alone(tmp_path: Path) -> None:
+    clips = [said(tmp_path, f"{n}") for n in range(12)]
+
+    def choices(pairing: Pairing, epoch: int) -> list[str]:
+        return [pairing.references(target, epoch)[0].id for target in sorted(pairing.targets, key=lambda t: t.id)]
+
+    first, again = pair(tmp_path, clips), pair(tmp_path, clips)
+    later = choices(first, 7)
+    assert choices(first, 0) == choices(again, 0), "whatever was asked before"
+    assert later == choices(again, 7)
+    assert choices(first, 0) != choices(first, 1)
+    assert choices(first, 0) != choices(pair(tmp_path, clips, seed=1), 0)
+
+    fewer_targets = [said(tmp_path, f"{n}", reference_only=n > 5) for n in range(12)]
+    assert choices(pair(tmp_path, fewer_targets), 0) == [
+        id for target, id in zip(sorted(str(n) for n in range(12)), choices(first, 0), strict=True) if int(target) <= 5
+    ]
+
+
+def test_longest_picks_by_the_measure_it_is_given(tmp_path: Path) -> None:
+    clips = [said(tmp_path, f"{n}", seconds=1 + n) for n in range(4)]
+    pairing = pair(tmp_path, clips)
+    by_seconds = pairing.longest(lambda clip: len(pairing.corpus.codes(clip)))
+    assert [by_seconds(target)[0].id for target in pairing.targets] == ["3", "3", "3", "2"]
+    backwards = pairing.longest(lambda clip: -len(pairing.corpus.codes(clip)))
+    assert [backwards(target)[0].id for target in pairing.targets] == ["1", "0", "0", "0"]
+
+
+def test_one_speaker_with_many_clips_does_not_take_quadratic_time(tmp_path: Path) -> None:
+    clips = [said(tmp_path, f"{n}", recording=f"{n % 8}", seconds=30, span=Span(n / 100, n / 100 + 1)) for n in range(2000)]
+    corpus = prepared(tmp_path, clips)
+    began = time.process_time()
+    pairing = Pairing(corpus, DataSettings(train=tmp_path), seed=0)
+    longest = pairing.longest(lambda clip: len(clip.text))
+    assert all(pairing.references(target, 1) and longest(target) for target in pairing.targets)
+    assert time.process_time() - began < 3, "four million comparisons take half a minute"
