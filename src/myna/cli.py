@@ -50,7 +50,9 @@ def main() -> None:
         app()
     except MynaError as error:
         complaints.print(
-            f"[bold red]error[/] {_escape(error.what)}\n[bold]  → [/]{_escape(error.hint)}", highlight=False
+            f"[bold red]error[/] {_escape(error.what)}\n[bold]  → [/]{_escape(error.hint)}",
+            highlight=False,
+            soft_wrap=True,
         )
         sys.exit(1)
 
@@ -124,11 +126,19 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe; recipes/ has some to start from.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/NAME by default.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Cards of this machine to use, a process each.")] = 1,
 ) -> None:
     """Train what a recipe says, into a run folder. Every setting can be changed with --set train.steps=100."""
+    from myna.train.processes import Place
     from myna.workflow import train as run_training
+    from myna.workflow import train_with_processes
 
+    if gpus > 1:
+        train_with_processes(gpus, recipe, out, settings)
+        return
     run = run_training(recipe, out, settings)
+    if not Place.find().leads:
+        return
     console.print(
         f'\nHear it:  myna speak "your words" --run {run.folder} --voice REF.wav --voice-text "..." -o out.wav'
     )
@@ -149,22 +159,23 @@ def speak(
     codec: CodecOption = None,
     scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0)] = 50,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0)] = 0.95,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Choose among the likeliest k codes; 0: all.")] = 50,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Choose within this probability.")] = 0.95,
     max_seconds: Annotated[float, typer.Option("--max-seconds", min=0.1, help="Where a runaway is cut.")] = 60.0,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed, same speech.")] = 0,
     device: DeviceOption = "auto",
     codes: Annotated[Path | None, typer.Option("--codes", help="Also write the codes, as .npy.")] = None,
 ) -> None:
     """Say something, in the voice of a recording, with a model as it is or as a run has tuned it."""
     import numpy as np
 
-    from myna.audio.clip import write
+    from myna.audio.clip import check_suffix, write
     from myna.errors import SpeakError
     from myna.models.base import Sampling
     from myna.speak.engine import Line
     from myna.workflow import open_engine, progress
 
+    check_suffix(out)
     voices, voice_texts = voice or [], voice_text or []
     if len(voices) != len(voice_texts):
         raise SpeakError(
@@ -177,6 +188,8 @@ def speak(
         task = bar.add_task("speaking", total=None, heard="")
         rate = engine.codec.frame_rate
         speech = engine.speak([line], sampling, lambda n: bar.update(task, completed=n, heard=f"{n / rate:.1f} s"))[0]
+    if not len(speech.samples):
+        raise SpeakError("the model ended at once: there is nothing to hear", hint="try another --seed, or train more")
     write(out, speech.samples, engine.codec.sample_rate)
     if codes is not None:
         np.save(codes, speech.codes)
@@ -198,7 +211,7 @@ def stats(
     lora: Annotated[
         str, typer.Option("--lora", help="comprehensive, audio_focused, attention_only or custom.")
     ] = "comprehensive",
-    rank: Annotated[int, typer.Option("--rank", min=1)] = 16,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the LoRA.")] = 16,
     targets: Annotated[str, typer.Option("--targets", help="With custom: ends of module names, by commas.")] = "",
     train_modules: Annotated[
         str, typer.Option("--train-modules", help="Trained in full: text_head,audio_head,audio_embedding.")
@@ -208,12 +221,14 @@ def stats(
     """Count what a LoRA would train, on the meta device, without weights."""
     from rich.table import Table
 
-    from myna.config import AdaptSettings
+    from myna.config import AdaptSettings, parse_settings
     from myna.models import open_family
     from myna.models.stats import stats as count
 
-    settings = AdaptSettings.model_validate(
-        {"mode": lora, "rank": rank, "targets": _commas(targets), "train_modules": _commas(train_modules)}
+    settings = parse_settings(
+        AdaptSettings,
+        {"mode": lora, "rank": rank, "targets": _commas(targets), "train_modules": _commas(train_modules)},
+        where="--lora",
     )
     numbers = count(open_family(model), settings)
     if as_json:
@@ -241,12 +256,28 @@ def convert(
 
 
 @model_app.command()
-def tiny(out: OutOption, seed: Annotated[int, typer.Option("--seed")] = 0) -> None:
+def tiny(out: OutOption, seed: Annotated[int, typer.Option("--seed", help="Of the weights.")] = 0) -> None:
     """Write a tiny random checkpoint of the real classes, to try everything on."""
     from myna.models import save_tiny
 
     save_tiny(out, seed=seed)
     console.print(f"{out}: a tiny random model with its codec; it has to be trained before it can speak")
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of a model to check.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine, and a model if one is named. Says what to type where something is wrong."""
+    from dataclasses import asdict
+
+    from myna.doctor import examine, show
+
+    checks = list(examine(model)) if as_json else show(examine(model), console)
+    if as_json:
+        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    raise typer.Exit(1 if any(check.status == "failed" for check in checks) else 0)
 
 
 @app.command()

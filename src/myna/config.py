@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,6 +20,9 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 class Settings(BaseModel):
@@ -217,12 +220,17 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 def parse_recipe(tree: dict[str, Any], *, where: str) -> Recipe:
     """Check a tree of plain values; `where` names it in errors."""
-    try:
-        recipe = Recipe.model_validate(tree)
-    except ValidationError as error:
-        raise _explained(error, where) from None
+    recipe = parse_settings(Recipe, tree, where=where)
     _check_sense(recipe, where)
     return recipe
+
+
+def parse_settings(branch: type[AnySettings], tree: dict[str, Any], *, where: str) -> AnySettings:
+    """One branch of the tree, or all of it, by types alone."""
+    try:
+        return branch.model_validate(tree)
+    except ValidationError as error:
+        raise _explained(error, where) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -72,7 +72,9 @@ def test_a_whole_recording_holds_all_of_its_spans(tmp_path: Path) -> None:
 
 
 def test_clips_of_unknown_speakers_are_not_one_speakers(tmp_path: Path) -> None:
-    pairing = pair(tmp_path, [said(tmp_path, "a", ""), said(tmp_path, "b", ""), said(tmp_path, "c"), said(tmp_path, "d")])
+    pairing = pair(
+        tmp_path, [said(tmp_path, "a", ""), said(tmp_path, "b", ""), said(tmp_path, "c"), said(tmp_path, "d")]
+    )
     assert pairing.unpaired.without_reference == ("a", "b")
     assert drawn(pairing, "c") == {"d"}
 
@@ -140,7 +142,7 @@ def test_a_target_that_names_itself_is_refused(tmp_path: Path, reference: str) -
 
 
 def test_a_reference_that_is_not_there_is_refused_with_both_names(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a names the reference gone, of which .* holds no codes"):
+    with pytest.raises(DataError, match=r"a names the reference gone, of which .* holds no codes"):
         pair(tmp_path, [said(tmp_path, "a", references=["gone"])])
 
 
@@ -205,7 +207,9 @@ def test_longest_picks_by_the_measure_it_is_given(tmp_path: Path) -> None:
 
 
 def test_one_speaker_with_many_clips_does_not_take_quadratic_time(tmp_path: Path) -> None:
-    clips = [said(tmp_path, f"{n}", recording=f"{n % 8}", seconds=30, span=Span(n / 100, n / 100 + 1)) for n in range(2000)]
+    clips = [
+        said(tmp_path, f"{n}", recording=f"{n % 8}", seconds=30, span=Span(n / 100, n / 100 + 1)) for n in range(2000)
+    ]
     corpus = prepared(tmp_path, clips)
     began = time.process_time()
     pairing = Pairing(corpus, DataSettings(train=tmp_path), seed=0)

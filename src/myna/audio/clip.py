@@ -90,10 +90,15 @@ def read(path: Path, *, sample_rate: int = 24_000, span: tuple[float, float | No
         return np.ascontiguousarray(resampled, dtype=np.float32)
 
 
-def write(path: Path, samples: Samples, sample_rate: int) -> None:
-    """Write mono (or frames x channels) samples in the format of the suffix; the file appears whole or not at all."""
+def check_suffix(path: Path) -> None:
+    """Refuse a name that says no format we write, before any work is done for it."""
     if path.suffix.lower() not in FORMATS:
         raise AudioError(f"{path}: cannot write `{path.suffix}`", hint=f"use one of {', '.join(FORMATS)}")
+
+
+def write(path: Path, samples: Samples, sample_rate: int) -> None:
+    """Write mono (or frames x channels) samples in the format of the suffix; the file appears whole or not at all."""
+    check_suffix(path)
     _refuse_nan(path, samples)
     kind, subtype = FORMATS[path.suffix.lower()]
     with replacing(path) as temporary:

@@ -12,11 +12,14 @@ def warmup_steps(settings: TrainSettings, steps: int) -> int:
 
 
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
-    """The rate of step 1 to `steps`: linear warm-up to the full rate, then the schedule down to its end."""
+    """The rate of step 1 to `steps`: linear warm-up to the full rate, then the schedule towards its end.
+
+    The end itself lies one step past the last, which would otherwise be a step of rate 0.
+    """
     warmup = warmup_steps(settings, steps)
     if step <= warmup:
         return settings.learning_rate * step / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
+    progress = (step - 1 - warmup) / max(1, steps - warmup)
     factor = {
         "constant": 1.0,
         "linear": 1.0 - progress,

@@ -1,0 +1,185 @@
+"""The engine, on a tiny real model with its real codec: it says what the renderer and the model say, and no more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from myna.audio.clip import read, write
+from myna.data.conversation import Clip, Reference, ReferencePlace, script
+from myna.errors import AudioError, MynaError, SpeakError
+from myna.models import open_family, save_tiny
+from myna.models.base import Sampling
+from myna.speak.engine import Engine, Line, encode_clip
+
+GREEDY = Sampling(temperature=0, max_seconds=0.4)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    family = open_family(str(save_tiny(tmp_path_factory.mktemp("tiny") / "model")))
+    model = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
+    return Engine(family, model.train(), family.load_codec())
+
+
+@pytest.fixture(scope="module")
+def voices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two recordings, one of them at another rate and no whole number of frames long."""
+    folder = tmp_path_factory.mktemp("voices")
+    for name, rate, seconds, pitch in (("robin", 24_000, 0.4, 320), ("heron", 16_000, 0.51, 110)):
+        time = np.arange(round(seconds * rate)) / rate
+        write(folder / f"{name}.wav", (0.4 * np.sin(2 * np.pi * pitch * time)).astype(np.float32), rate)
+    return [folder / "robin.wav", folder / "heron.wav"]
+
+
+# Voices
+
+
+def test_a_voice_is_the_recordings_codes_and_words(engine: Engine, voices: list[Path]) -> None:
+    robin, heron = engine.voice(voices[0], "  good\nmorning "), engine.voice(voices[1], "cafe\u0301")
+    assert (robin.text, robin.clip.id) == ("good morning", "robin")
+    assert heron.text == "caf\u00e9", "as a manifest would have it"
+    assert not robin.clip.target
+    samples = read(voices[0], sample_rate=24_000)
+    assert np.array_equal(robin.clip.codes, engine.codec.encode(samples[None])[0])
+    assert robin.clip.codes.shape == (10, 8)
+    assert heron.clip.codes.shape == (12, 8), "0.51 seconds hold twelve whole frames"
+
+
+def test_a_clip_is_trimmed_to_whole_frames(engine: Engine) -> None:
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 5 * engine.codec.hop + 7).astype(np.float32)
+    assert np.array_equal(encode_clip(engine.codec, noise), encode_clip(engine.codec, noise[: 5 * engine.codec.hop]))
+
+
+def test_a_recording_of_less_than_a_frame_is_refused(engine: Engine, tmp_path: Path) -> None:
+    write(tmp_path / "click.wav", np.full(engine.codec.hop - 1, 0.1, np.float32), engine.codec.sample_rate)
+    with pytest.raises(SpeakError, match=r"click\.wav is shorter than one frame of 40 ms"):
+        engine.voice(tmp_path / "click.wav", "click")
+
+
+def test_a_recording_that_is_not_there_is_named(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(AudioError, match=r"nobody\.wav"):
+        engine.voice(tmp_path / "nobody.wav", "hello")
+
+
+# Lines
+
+
+@pytest.mark.parametrize("text", ["", "  \n\t"])
+def test_a_line_without_words_is_refused_by_name(engine: Engine, text: str) -> None:
+    frames: list[int] = []
+    with pytest.raises(SpeakError, match="greeting has no text to speak") as caught:
+        engine.speak([Line("fine"), Line(text, id="greeting")], GREEDY, frames.append)
+    assert caught.value.hint and frames == [], "before anything is spoken"
+
+
+def test_a_control_token_in_a_line_is_refused(engine: Engine) -> None:
+    with pytest.raises(MynaError, match="control token"):
+        engine.speak([Line("hello <|eot_id|>")], GREEDY)
+
+
+def test_nothing_to_say_is_nothing_said(engine: Engine) -> None:
+    assert engine.speak([], GREEDY) == []
+
+
+@pytest.mark.parametrize("place", ["turn", "system"])
+def test_it_speaks_what_the_training_renderer_leaves_open(
+    engine: Engine, voices: list[Path], place: ReferencePlace
+) -> None:
+    reference = engine.voice(voices[0], "good morning")
+    placed = Engine(engine.family, engine.model, engine.codec, place)
+    speech = placed.speak([Line(" hello  there ", (reference,), scene="A room.")], GREEDY)[0]
+    prompt = engine.family.render(
+        script("hello there", id="line", references=(reference,), scene="A room.", place=place)
+    )
+    spoken = engine.family.generate(engine.model, [prompt], GREEDY)[0]
+    assert np.array_equal(speech.codes, spoken.codes) and len(speech.codes)
+    assert np.array_equal(speech.samples, engine.codec.decode(spoken.codes))
+    assert speech.samples.dtype == np.float32 and len(speech.samples) == len(speech.codes) * engine.codec.hop
+    assert not speech.stopped, "a random model does not find its end"
+
+
+def test_frames_are_told_as_they_come(engine: Engine) -> None:
+    frames: list[int] = []
+    speech = engine.speak([Line("hello")], GREEDY, frames.append)[0]
+    assert frames == list(range(1, len(speech.codes) + 1 + 8 + 1)), "the codes, their begin and their end"
+
+
+def test_dropout_is_off(engine: Engine) -> None:
+    assert not engine.model.training
+
+
+# The end
+
+
+@contextmanager
+def determined(engine: Engine, code: int, from_frame: int = 0) -> Iterator[None]:
+    """A model whose codebook 0 says `code` from a certain frame on."""
+    config: Any = engine.family.config  # type: ignore[attr-defined]
+    bias = torch.zeros(config.num_codebooks * config.codebook_size)
+    bias[code] = 1e6
+    calls = iter(range(10_000))
+    head: Any = engine.model.audio_lm_head
+    hook = head.register_forward_hook(lambda _module, _inputs, out: out + bias * (next(calls) >= from_frame))
+    yield
+    hook.remove()
+
+
+def test_a_model_that_ends_at_once_gives_silence_of_no_length(engine: Engine) -> None:
+    with determined(engine, code=65):
+        speech = engine.speak([Line("hello")], GREEDY)[0]
+    assert speech.stopped and speech.codes.shape == (0, 8)
+    assert speech.samples.shape == (0,) and speech.samples.dtype == np.float32
+
+
+def test_a_model_that_ends_says_so(engine: Engine) -> None:
+    with determined(engine, code=65, from_frame=6):
+        speech = engine.speak([Line("hello")], GREEDY)[0]
+    assert speech.stopped and len(speech.codes) == 5
+    assert len(speech.samples) == 5 * engine.codec.hop
+
+
+# Several speakers
+
+
+def thoughts(engine: Engine, line: Line) -> torch.Tensor:
+    """The model's logits for the first frame; a random model's choice alone hardly depends on what it has heard."""
+    seen: list[torch.Tensor] = []
+    head: Any = engine.model.audio_lm_head
+    hook = head.register_forward_hook(lambda _module, _inputs, out: seen.append(out))
+    engine.speak([line], Sampling(temperature=0, max_seconds=0.04))
+    hook.remove()
+    return seen[0]
+
+
+def test_several_speakers_are_heard_in_their_order(engine: Engine, voices: list[Path]) -> None:
+    robin, heron = engine.voice(voices[0], "good morning"), engine.voice(voices[1], "good evening")
+    text = "[SPEAKER0] hello [SPEAKER1] well hello"
+    ways: list[tuple[Reference, ...]] = [(robin, heron), (heron, robin), (robin,), ()]
+    lines = [Line(text, references, id=f"{number}") for number, references in enumerate(ways)]
+    heard = [thoughts(engine, line) for line in lines]
+    for one, other in itertools.combinations(heard, 2):
+        assert not torch.allclose(one, other, atol=1e-4)
+    for line, speech in zip(lines, engine.speak(lines, GREEDY), strict=True):
+        assert np.array_equal(speech.codes, engine.speak([line], GREEDY)[0].codes), "company changes nothing"
+
+
+def test_lines_with_the_same_words_sound_alike_only_under_the_same_seed_and_id(engine: Engine) -> None:
+    def codes(id: str, seed: int) -> bytes:
+        return engine.speak([Line("hello", id=id)], Sampling(max_seconds=0.4, seed=seed))[0].codes.tobytes()
+
+    assert codes("a", 1) == codes("a", 1)
+    assert len({codes("a", 1), codes("a", 2), codes("b", 1)}) == 3
+
+
+def test_codes_of_another_codec_are_refused_by_the_clips_name(engine: Engine) -> None:
+    foreign = Reference("hello", Clip("foreign", np.full((4, 8), 1000, np.uint16)))
+    with pytest.raises(MynaError, match="clip foreign has code 1000"):
+        engine.speak([Line("hello", (foreign,))], GREEDY)

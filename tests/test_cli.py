@@ -1,0 +1,187 @@
+"""The door: every command explains itself, and every error a person can act on says how, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from myna import __version__
+from myna.cli import app, main
+
+Complain = Callable[..., str]
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.fixture
+def complain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Complain:
+    """How a command that must fail complains, as one line; it runs in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["myna", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr().err
+        assert left.value.code == 1, said
+        complaint = re.search(r"^error .+\n  → .+", said, re.MULTILINE | re.DOTALL)
+        assert complaint and "Traceback" not in said, said
+        return " ".join(complaint[0].split())
+
+    return run
+
+
+# Help
+
+
+def test_the_commands_are_those_of_the_way() -> None:
+    names = {" ".join(path) for path in COMMANDS}
+    assert {"import", "prepare", "render", "train", "speak", "demo", "version"} <= names
+    assert {"model stats", "model convert", "model tiny"} <= names
+
+
+@pytest.mark.parametrize("path", [(), *COMMANDS], ids=lambda path: " ".join(path) or "myna")
+def test_help_teaches(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    assert "Usage: " in result.output
+    if path:
+        command = COMMANDS[path]
+        words = (command.help or "").split()
+        assert len(words) >= 3 and words[0] in result.output, "a sentence says what it does"
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                assert getattr(parameter, "help", None), f"{parameter.name} is explained"
+    else:
+        assert all(word in result.output for word in ("prepare", "train", "speak", "myna demo"))
+
+
+def test_no_command_at_all_shows_the_way() -> None:
+    assert "recordings in, speech out" in CliRunner().invoke(app, []).output
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["version"]).output == f"{__version__}\n"
+
+
+# Errors, as a shell sees them
+
+
+def shell(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from myna.cli import main; main()", *words]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_an_error_is_two_lines_on_stderr_and_exit_1(tmp_path: Path) -> None:
+    result = shell("train", "nowhere.yaml", folder=tmp_path)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == "error there is no recipe nowhere.yaml\n  → ls recipes/ shows the ones that ship\n"
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_wrong_word_is_a_usage_error_and_exit_2(tmp_path: Path) -> None:
+    result = shell("train", "--no-such-option", folder=tmp_path)
+    assert result.returncode == 2 and "no-such-option" in result.stderr.lower()
+
+
+def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
+    probe = "import sys, myna.cli; sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+    assert subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, timeout=120, check=False).returncode == 0
+
+
+# Recipes
+
+RECIPE: dict[str, dict[str, Any]] = {"model": {"source": "m"}, "data": {"train": "d"}, "train": {"steps": 1}}
+
+
+def write_recipe(**changes: dict[str, Any]) -> None:
+    Path("recipe.yaml").write_text(yaml.safe_dump({key: RECIPE[key] | changes.get(key, {}) for key in RECIPE}))
+
+
+@pytest.mark.parametrize(("key", "nearest"), [("train.stpes", "train.steps"), ("data.sene", "data.scene")])
+def test_an_unknown_key_is_refused_with_the_nearest(complain: Complain, key: str, nearest: str) -> None:
+    write_recipe()
+    said = complain("train", "recipe.yaml", "--set", f"{key}=1")
+    assert f"there is no setting `{key}`" in said and f"→ did you mean `{nearest}`" in said
+    group, leaf = key.split(".")
+    write_recipe(**{group: {leaf: 1}})
+    said = complain("train", "recipe.yaml")
+    assert f"recipe.yaml: there is no setting `{key}` → did you mean `{nearest}`" in said
+    assert not Path("runs").exists(), "before anything is made"
+
+
+def test_a_setting_without_a_value_is_refused(complain: Complain) -> None:
+    write_recipe()
+    assert "is not KEY=VALUE" in complain("train", "recipe.yaml", "--set", "train.steps")
+    assert "steps" in complain("train", "recipe.yaml", "--set", "train.steps=none of them")
+
+
+# What is not there
+
+
+def test_a_missing_folder_is_named_with_the_command_that_makes_it(complain: Complain, tiny: Path) -> None:
+    assert "→ myna prepare SOURCE --out nowhere" in complain("render", "nowhere", "-m", tiny)
+    write_recipe(model={"source": str(tiny)}, data={"train": "nowhere"}, train={"device": "cpu"})
+    assert "nowhere is not a prepared folder" in complain("train", "recipe.yaml")
+
+
+def test_a_missing_model_is_named(complain: Complain) -> None:
+    assert "there is no model folder nomodel" in complain("render", "nowhere", "-m", "nomodel")
+
+
+def test_a_missing_source_lists_the_layouts(complain: Complain, tiny: Path) -> None:
+    said = complain("prepare", "nowhere", "-o", "out", "-m", tiny)
+    assert "nowhere" in said and "ljspeech" in said and "--format" in said
+
+
+def test_a_folder_that_is_no_run_is_named(complain: Complain, tiny: Path) -> None:
+    Path("empty").mkdir()
+    assert "empty is not a run" in complain("speak", "hi", "-o", "x.wav", "--run", "empty")
+    assert "--run or --model" in complain("speak", "hi", "-o", "x.wav")
+    assert "--run or --model" in complain("speak", "hi", "-o", "x.wav", "--run", "empty", "-m", tiny)
+    voice = ["--voice", "a.wav", "--voice-text", "a", "--voice", "b.wav"]
+    assert "2 --voice but 1 --voice-text" in complain("speak", "hi", "-o", "x.wav", "-m", tiny, *voice)
+
+
+def test_a_missing_voice_is_named(complain: Complain, tiny: Path) -> None:
+    words = ["speak", "hi", "-o", "x.wav", "-m", tiny, "--device", "cpu"]
+    assert "nobody.wav: missing file" in complain(*words, "--voice", "nobody.wav", "--voice-text", "hi")
+    assert "has no text to speak" in complain("speak", " ", *words[2:])
+
+
+def test_an_unknown_layout_is_refused(complain: Complain) -> None:
+    Path("model").mkdir()
+    assert "no layout onnx" in complain("model", "convert", "model", "-o", "out", "--layout", "onnx")
+
+
+def test_brackets_are_printed_as_they_are(complain: Complain) -> None:
+    assert "[red]run[/red] is not a run" in complain("speak", "hi", "-o", "x.wav", "--run", "[red]run[/red]")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from myna.models import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
