@@ -1,30 +1,71 @@
+"""One decision about numbers: what each device gets, what is refused, and that the reason says so."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 
+from myna.config import TrainSettings
 from myna.errors import ConfigError
-from myna.train.precision import decide, pick_device
+from myna.train import precision as precision_module
+from myna.train.precision import Asked, Name, Precision, decide, multiplies_bf16, pick_device
 
 CUDA, CPU, MPS = torch.device("cuda"), torch.device("cpu"), torch.device("mps")
+NAMES = get_args(Name)
+
+
+def never(_: torch.device) -> bool:
+    return False
+
+
+def always(_: torch.device) -> bool:
+    return True
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "name", "scaler"),
+    ("device", "capability", "probe", "name", "scaler"),
     [
-        (CUDA, (7, 5), "fp16", True),
-        (CUDA, (8, 0), "bf16", False),
-        (CUDA, (9, 0), "bf16", False),
-        (CPU, None, "fp32", False),
-        (MPS, None, "fp32", False),
+        (CUDA, (7, 5), never, "fp16", True),
+        (CUDA, (8, 0), never, "bf16", False),
+        (CUDA, (9, 0), never, "bf16", False),
+        (CUDA, (12, 0), never, "bf16", False),
+        (CPU, None, always, "fp32", False),
+        (MPS, None, always, "bf16", False),
+        (MPS, None, never, "fp32", False),
     ],
 )
-def test_auto_follows_the_card(
-    device: torch.device, capability: tuple[int, int] | None, name: str, scaler: bool
+def test_auto_follows_the_device(
+    device: torch.device,
+    capability: tuple[int, int] | None,
+    probe: Callable[[torch.device], bool],
+    name: str,
+    scaler: bool,
 ) -> None:
-    precision = decide("auto", device, capability)
+    precision = decide("auto", device, capability, probe)
     assert (precision.name, precision.scaler) == (name, scaler)
-    assert name in str(precision)
+    assert str(precision).startswith(f"{name}: ")
+
+
+def test_every_setting_can_be_decided() -> None:
+    setting = TrainSettings.model_fields["precision"].annotation
+    assert set(get_args(setting)) == {"auto", *NAMES}
+    for asked in get_args(setting):
+        assert decide(asked, CUDA, (9, 0)).name == ("bf16" if asked == "auto" else asked)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trainable_weights_are_fp32_unless_all_is_fp16(name: Name) -> None:
+    precision = Precision(name, "a test")
+    pure = name == "pure-fp16"
+    assert precision.frozen == {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)
+    assert precision.trainable == (torch.float16 if pure else torch.float32)
+    assert precision.mixed_precision == (name if name in ("bf16", "fp16") else "no")
+    assert precision.scaler == (name == "fp16")
+    assert precision.may_overflow == (name in ("fp16", "pure-fp16"))
+    assert ("WARNING" in str(precision)) == pure
 
 
 def test_bf16_on_turing_is_refused_with_what_to_use() -> None:
@@ -32,10 +73,32 @@ def test_bf16_on_turing_is_refused_with_what_to_use() -> None:
         decide("bf16", CUDA, (7, 5))
 
 
-def test_fp16_off_cuda_is_refused() -> None:
-    for device in (CPU, MPS):
-        with pytest.raises(ConfigError, match=r"train\.precision=fp32"):
-            decide("fp16", device)
+@pytest.mark.parametrize("asked", ["fp16", "pure-fp16"])
+@pytest.mark.parametrize("device", [CPU, MPS])
+def test_fp16_off_cuda_is_refused(asked: Asked, device: torch.device) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)CUDA card.*train\.precision=fp32"):
+        decide(asked, device, probe=always)
+
+
+def test_bf16_on_mps_goes_by_the_probe() -> None:
+    assert decide("bf16", MPS, probe=always).name == "bf16"
+    with pytest.raises(ConfigError, match=r"train\.precision=fp32"):
+        decide("bf16", MPS, probe=never)
+    assert decide("fp32", MPS, probe=always).name == "fp32"
+
+
+@pytest.mark.parametrize(("has", "said"), [(True, "has bf16 instructions"), (False, "will be slow")])
+def test_bf16_on_a_cpu_says_what_to_expect(monkeypatch: pytest.MonkeyPatch, has: bool, said: str) -> None:
+    monkeypatch.setattr(precision_module, "has_bf16_instructions", lambda: has)
+    assert said in str(decide("bf16", CPU))
+
+
+def test_the_probe_believes_results_and_not_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert multiplies_bf16(CPU)
+    assert not multiplies_bf16(torch.device("meta"))  # no numbers come out
+    wrong = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: wrong(a, b) * (2 if a.dtype == torch.bfloat16 else 1))
+    assert not multiplies_bf16(CPU)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -72,9 +72,10 @@ class Tally:
 
     def add(self, result: StreamSums) -> None:
         """Results of one pass; counts are added apart, since they are known before it."""
-        self.sums += result.sums.detach().double().cpu()
-        self.correct += result.correct.double().cpu()
-        self.stops += result.stops.double().cpu()
+        # To the CPU first: not every device has doubles.
+        self.sums += result.sums.detach().cpu().double()
+        self.correct += result.correct.cpu().double()
+        self.stops += result.stops.cpu().double()
 
     def over_ranks(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Tally:
         """The same over all processes, in one message; counts are taken to be everybody's already."""

@@ -17,12 +17,13 @@ from myna.errors import TrainingError
 from myna.models.base import Batch, Family
 from myna.train.ema import Ema
 from myna.train.lora import adapt
-from myna.train.optimizer import make_optimizer
+from myna.train.optimizer import KahanAdamW, make_optimizer
 from myna.train.precision import Precision
+from myna.train.processes import gather, in_step, shard, shards, whole
 from myna.train.streams import Tally, weighed_loss
 
 PATIENCE_WITH_OVERFLOW = 20
-"""Steps in a row that the fp16 scaler may skip before it is clear that no scale will do."""
+"""Steps in a row that may overflow in fp16 before it is clear that no scale will do."""
 
 
 @dataclass(slots=True)
@@ -46,22 +47,52 @@ class Student:
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
-        model = family.load_model(dtype=precision.frozen, device=accelerator.device, text_head=recipe.needs_text_head)
+        sharded = shards(recipe, accelerator)
+        # A whole model may not fit the device that is to hold a part of it; sharding moves it there.
+        at_first = torch.device("cpu") if sharded else accelerator.device
+        model = family.load_model(dtype=precision.frozen, device=at_first, text_head=recipe.needs_text_head)
         model = adapt(model, family, recipe.adapt, dtype=precision.trainable)
+        every = {"none": 0, "full": 1}.get(str(settings.checkpointing), settings.checkpointing)
+        objective = family.objective(model, label_smoothing=recipe.loss.label_smoothing, checkpoint_every=int(every))
+        if sharded:
+            shard(objective, family.layers(objective), precision, accelerator)
         trainables = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         total, learns = (sum(p.numel() for p in ps) for ps in (model.parameters(), trainables.values()))
         say(f"{learns:,} of {total:,} parameters learn ({100 * learns / total:.2f} %)")
-        every = {"none": 0, "full": 1}.get(str(settings.checkpointing), settings.checkpointing)
-        objective = family.objective(model, label_smoothing=recipe.loss.label_smoothing, checkpoint_every=int(every))
-        optimizer = make_optimizer(list(trainables.values()), settings, precision)
+        optimizer = accelerator.prepare(make_optimizer(list(trainables.values()), settings, precision))
         ema = Ema(trainables, settings.ema) if settings.ema is not None else None
-        objective, optimizer = accelerator.prepare(objective, optimizer)
+        if not sharded:
+            objective = accelerator.prepare(objective)
         return cls(recipe, family, precision, accelerator, objective, optimizer, trainables, ema)
 
     @property
     def model(self) -> nn.Module:
         model: nn.Module = self.accelerator.unwrap_model(self.objective).model
         return model
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds only a part of each weight."""
+        return shards(self.recipe, self.accelerator)
+
+    def whole_model(self) -> nn.Module | None:
+        """The model with all its weights, for rank 0. Every rank must ask."""
+        if not self.sharded:
+            return self.model if self.accelerator.is_main_process else None
+        weights = gather(self.model.state_dict(), keep=self.accelerator.is_main_process)
+        if not weights:
+            return None
+        model = self.family.load_model(
+            dtype=self.precision.trainable, device="meta", text_head=self.recipe.needs_text_head
+        )
+        model.load_state_dict(weights, assign=True)
+        return model
+
+    @property
+    def kahan(self) -> KahanAdamW | None:
+        """The optimizer of pure fp16, which scales the loss and clips by itself."""
+        inner = self.optimizer.optimizer
+        return inner if isinstance(inner, KahanAdamW) else None
 
     def learn(self, passes: Sequence[Batch], weights: torch.Tensor, rate: float) -> tuple[Tally, float]:
         """One optimizer step: everybody's losses, and the gradient norm before clipping."""
@@ -80,19 +111,23 @@ class Student:
         return tally.over_ranks(self.reduce), norm
 
     def backward(self, passes: Sequence[Batch], weights: torch.Tensor, tally: Tally) -> None:
-        """Gradients of the whole step's loss; ranks exchange theirs once, in the last pass."""
+        """Gradients of the whole step's loss. Ranks exchange theirs once, in the last pass; sharded ones in every pass,
+        or each rank would have to hold a whole model's in between."""
         self.objective.train()
         for number, batch in enumerate(passes, start=1):
             last = number == len(passes)
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.objective):
                 result = self.objective(batch.to(self.accelerator.device))
-                # DDP averages over ranks what is a sum over them.
+                # DDP and FSDP average over ranks what is a sum over them.
                 loss = weighed_loss(result.sums, tally.counts, weights) * self.accelerator.num_processes
-                self.accelerator.backward(loss)
+                self.accelerator.backward(self.kahan.scale_loss(loss) if self.kahan is not None else loss)
             tally.add(result)
 
     def clip(self) -> float:
-        return float(self.accelerator.clip_grad_norm_(list(self.trainables.values()), self.recipe.train.clip))
+        if self.kahan is not None:
+            return self.kahan.clip(self.recipe.train.clip)
+        norm = self.accelerator.clip_grad_norm_(list(self.trainables.values()), self.recipe.train.clip)
+        return float(whole(norm))
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
@@ -102,9 +137,15 @@ class Student:
         with self.averaged(), self.accelerator.autocast():
             # The bare objective: DDP would have every rank bring equally many batches.
             objective = self.accelerator.unwrap_model(self.objective)
-            for batch in batches:
-                tally.add(objective(batch.to(self.accelerator.device)))
-                tally.counts += batch.counts
+            shared = in_step(batches, self.accelerator) if self.sharded else ((batch, True) for batch in batches)
+            for batch, counts in shared:
+                result = objective(batch.to(self.accelerator.device))
+                if counts:
+                    tally.add(result)
+                    tally.counts += batch.counts
+            if self.sharded:
+                # After a pass without a backward, the outermost weights stay together and would not see the next step.
+                objective.reshard()
         tally.counts = self.reduce(tally.counts)
         return tally.over_ranks(self.reduce).row(self.family.streams, weights)
 
@@ -124,7 +165,7 @@ class Student:
             self.overflows = 0
             return
         self.overflows += 1
-        if not self.precision.scaler or self.overflows > PATIENCE_WITH_OVERFLOW:
+        if not self.precision.may_overflow or self.overflows > PATIENCE_WITH_OVERFLOW:
             raise TrainingError(
                 "the gradient is not finite",
                 hint="lower train.learning_rate or train.clip, or set train.precision=fp32 to look for the cause",

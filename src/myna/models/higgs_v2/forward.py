@@ -131,7 +131,7 @@ class HiggsObjective(nn.Module):
         with torch.no_grad():
             hits = logits.argmax(-1) == batch.audio_targets
             ends = batch.audio_targets == config.audio_stream_eos_id
-            stops = torch.stack([(hits & ends).sum(), ends.sum()]).double()
+            stops = torch.stack([(hits & ends).sum(), ends.sum()])
 
         text_sum = audio_sums.new_zeros(1)
         text_hits = torch.zeros(1, device=stream.device, dtype=torch.long)
@@ -141,7 +141,7 @@ class HiggsObjective(nn.Module):
             text_hits = (text_logits.argmax(-1) == batch.text_targets).sum().view(1)
         return StreamSums(
             sums=torch.cat([text_sum, audio_sums]),
-            correct=torch.cat([text_hits, hits.sum(0)]).double(),
+            correct=torch.cat([text_hits, hits.sum(0)]),
             stops=stops,
         )
 
