@@ -1,10 +1,11 @@
-"""Adapters on any family: put one on, count it, open a saved one, merge it.
+"""Adapters on any family: put one on, count it, save it, open a saved one, merge it.
 
 Training, speaking and `myna model stats` all come here, so that there is one way a model is wrapped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +18,11 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_mod
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError, ModelError
+from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.models.base import AdaptTargets
 
 CONFIG_FILE = "adapter_config.json"
@@ -127,6 +128,38 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     return ParameterCounts(total, trainable, lora)
 
 
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What an adapter is made of, by the names PEFT saves it under."""
+    # Not "auto", which would look the base model up on the hub to see whether its vocabulary has grown.
+    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return tensors
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, each under a temporary name first.
+
+    Any PEFT program reads them. The configuration goes last, so a folder that has one has its weights too.
+    """
+    if not isinstance(model, PeftModel):
+        raise TrainingError("the model carries no adapter to save", hint="with adapt.mode: full save the whole model")
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{WEIGHTS_FILE}.partial"
+    tensors = {name: tensor.contiguous() for name, tensor in adapter_tensors(model).items()}
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(folder / WEIGHTS_FILE)
+
+    base = model.get_base_model()
+    config = dataclasses.replace(
+        model.peft_config[_ADAPTER],
+        inference_mode=True,
+        auto_mapping={"base_model_class": type(base).__name__, "parent_library": type(base).__module__},
+    ).to_dict()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    partial = folder / f"{CONFIG_FILE}.partial"
+    partial.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(folder / CONFIG_FILE)
+
+
 def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
     """Put a saved adapter on a model, every key accounted for.
 
@@ -142,7 +175,7 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
         raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from None
     if trainable:
         cast_trainable(wrapped)
-    _check_fit(folder, tensors, get_peft_model_state_dict(wrapped, save_embedding_layers=False), config)
+    _check_fit(folder, tensors, adapter_tensors(wrapped), config)
     set_peft_model_state_dict(wrapped, tensors)
     if trainable:
         return wrapped

@@ -147,6 +147,20 @@ class Family(ABC):
     def prompt_revision(self) -> str:
         """Changes whenever the same conversation would render to other ids."""
 
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The checkpoint's own, as transformers loads it."""
+
+    @property
+    @abstractmethod
+    def has_weights(self) -> bool:
+        """False for a built-in configuration."""
+
+    @abstractmethod
+    def check_weights(self) -> str:
+        """See that every tensor has its place without reading one; what was found, in words."""
+
     @abstractmethod
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
         """The weights, checked key by key. Device `meta` gives shapes without weights."""

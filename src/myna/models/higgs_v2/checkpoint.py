@@ -249,6 +249,15 @@ def load_weights(
     return model
 
 
+def check_weights(folder: Path, config: HiggsAudioV2Config) -> str:
+    """See that every tensor has its place, from headers alone; what was found, in words."""
+    stored = _stored_tensors(folder)
+    text_head = TEXT_HEAD in stored
+    model = meta_model(config, text_head=text_head)
+    _check_fit({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, stored, folder)
+    return f"all {len(stored)} tensors have their place, {'with' if text_head else 'without'} a text head"
+
+
 def save_transformers(
     model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

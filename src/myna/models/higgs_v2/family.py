@@ -82,6 +82,13 @@ class HiggsV2(Family):
     def prompt_revision(self) -> str:
         return self.renderer.revision
 
+    @property
+    def has_weights(self) -> bool:
+        return self.folder is not None
+
+    def check_weights(self) -> str:
+        return checkpoint.check_weights(self._checkpoint(), self.config)
+
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
         folder = Path() if torch.device(device).type == "meta" else self._checkpoint()
         model: nn.Module = checkpoint.load_weights(folder, self.config, dtype=dtype, device=device, text_head=text_head)
