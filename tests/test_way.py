@@ -96,3 +96,29 @@ def test_speak_wants_a_text_for_every_voice(way: Path) -> None:
     voice = way / "recordings" / "robin" / "robin-0.wav"
     with pytest.raises(MynaError, match="1 --voice but 0 --voice-text"):
         myna("speak", "hello", "--run", way / "run", "--voice", voice, "-o", way / "x.wav")
+
+
+def test_a_run_opens_from_anywhere(way: Path) -> None:
+    settings = yaml.safe_load((way / "run" / "config.yaml").read_text())
+    assert Path(settings["data"]["train"]).is_absolute() and Path(settings["model"]["source"]).is_absolute()
+
+
+def test_a_dry_run_checks_everything_and_trains_nothing(way: Path) -> None:
+    output = myna("train", way / "recipe.yaml", "-o", way / "dry", "--dry-run")
+    assert "nothing was trained" in output and "preflight passed" in output
+    assert not (way / "dry" / "metrics.jsonl").exists() and not (way / "dry" / "checkpoints").exists()
+    assert "g│o│o│d" in (way / "dry" / "preflight.txt").read_text()
+    myna("train", way / "recipe.yaml", "-o", way / "dry", "--set", "train.steps=1")
+    assert (way / "dry" / "adapter").is_dir(), "the folder of a dry run is free to use"
+
+
+def test_a_finished_run_is_not_trained_again(way: Path) -> None:
+    before = (way / "run" / "metrics.jsonl").read_bytes()
+    assert "is finished" in myna("train", "--resume", way / "run")
+    assert (way / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_train_wants_a_recipe_or_a_run(way: Path) -> None:
+    for words in ([], [way / "recipe.yaml", "--resume", way / "run"]):
+        with pytest.raises(MynaError, match="give a recipe, or --resume"):
+            myna("train", *words)

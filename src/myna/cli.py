@@ -123,21 +123,26 @@ def render(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe; recipes/ has some to start from.")],
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe; recipes/ has some to start from.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/NAME by default.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE.")] = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Cards of this machine to use, a process each.")] = 1,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run instead of a recipe.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, plan the memory, train nothing.")] = False,
 ) -> None:
     """Train what a recipe says, into a run folder. Every setting can be changed with --set train.steps=100."""
-    from myna.train.processes import Place
+    from myna.errors import ConfigError
+    from myna.workflow import resume as go_on
     from myna.workflow import train as run_training
-    from myna.workflow import train_with_processes
 
-    if gpus > 1:
-        train_with_processes(gpus, recipe, out, settings)
-        return
-    run = run_training(recipe, out, settings)
-    if not Place.find().leads:
+    if (recipe is None) == (resume is None) or (resume is not None and (out is not None or dry_run)):
+        raise ConfigError(
+            "give a recipe, or --resume with a run and nothing else that says where or what",
+            hint="myna train recipes/NAME.yaml, or myna train --resume runs/NAME",
+        )
+    run = go_on(resume, settings, gpus) if resume is not None else None
+    run = run_training(recipe, out, settings, gpus, dry_run) if recipe is not None else run
+    if run is None or dry_run:
         return
     console.print(
         f'\nHear it:  myna speak "your words" --run {run.folder} --voice REF.wav --voice-text "..." -o out.wav'
@@ -253,6 +258,21 @@ def convert(
 
     convert_checkpoint(source, out, layout)
     console.print(f"{out}: {layout} layout")
+
+
+@model_app.command()
+def extract(
+    base: Annotated[str, typer.Argument(help="Hub name or folder of the model that was tuned.")],
+    tuned: Annotated[str, typer.Argument(help="Hub name or folder of the fully trained model.")],
+    out: OutOption,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the LoRA.")] = 16,
+    mode: Annotated[str, typer.Option("--lora", help="Which projections get one.")] = "comprehensive",
+) -> None:
+    """Turn a fully trained model into a LoRA of its base, by truncated SVD, and say what is lost."""
+    from myna.models.extract import extract as extract_adapter
+
+    report = extract_adapter(base, tuned, out, rank, mode=mode)
+    console.print(f"{out}: rank {rank}, relative error {report['error']:.2%}")
 
 
 @model_app.command()

@@ -40,6 +40,9 @@ class ModelSettings(Settings):
     """Hub revision: a branch, a tag or a commit."""
     codec: str | None = None
     """Hub name or folder of the codec; by default the one that belongs to the model."""
+    pretrained: bool = True
+    """The model can speak: training stops before the first step if its loss is that of a guess, or if it would rather
+    predict labels from another position. False for random weights."""
 
 
 class DataSettings(Settings):
@@ -183,6 +186,15 @@ class Recipe(Settings):
     adapt: AdaptSettings = AdaptSettings()
     loss: LossSettings = LossSettings()
     train: TrainSettings = TrainSettings()
+
+    def absolute(self) -> Recipe:
+        """The same with full paths, so that a run opens from anywhere."""
+        data = {"train": self.data.train.absolute()}
+        data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
+        named = {"source": self.model.source, "codec": self.model.codec}
+        folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
+        changed = {"data": self.data.model_copy(update=data), "model": self.model.model_copy(update=folders)}
+        return self.model_copy(update=changed)
 
     @property
     def needs_text_head(self) -> bool:

@@ -73,7 +73,7 @@ def record(folder: Path) -> None:
 def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
     return {
         "name": "birds",
-        "model": {"source": str(out / "model")},
+        "model": {"source": str(out / "model"), "pretrained": False},
         "data": {"train": str(out / "prepared"), "row_tokens": 1024, "reference_seconds": [0.2, 10]},
         "adapt": {"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
         "train": {"steps": steps, "rows_per_step": 4, "learning_rate": 5e-3, "warmup": 10, "device": "cpu"},

@@ -21,6 +21,7 @@ from myna.models.adapting import load_adapter, merge
 from myna.speak.engine import Engine
 from myna.train.loop import train as run_training
 from myna.train.precision import decide, pick_device
+from myna.train.processes import Place, launch, reporting
 from myna.train.run import Run
 
 console = Console()
@@ -75,21 +76,36 @@ def prepare(
     console.print(f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now")
 
 
-def train(recipe: Path, out: Path | None = None, settings: list[str] | None = None) -> Run:
-    """Train a recipe into a run folder."""
-    loaded = load_recipe(recipe, settings)
-    run = Run.create(out or Path("runs") / loaded.name, loaded)
-    with _TrainDisplay() as display:
-        run_training(loaded, run, display)
-    return run
+def train(
+    recipe: Path, out: Path | None = None, settings: list[str] | None = None, gpus: int = 1, dry_run: bool = False
+) -> Run | None:
+    """Train a recipe into a run folder. None where another process has the last word."""
+    loaded, place = load_recipe(recipe, settings).absolute(), Place.find()
+    folder = out or Path("runs") / loaded.name
+    if gpus > 1:
+        words = ["train", recipe, "--out", folder, *_set(settings), *(["--dry-run"] if dry_run else [])]
+        launch(gpus, words, loaded.train.device)
+        return None
+    with reporting(), _TrainDisplay(shown=place.leads) as display:
+        # Rank 0 makes the folder; the others never write to it.
+        run = Run.create(folder, loaded) if place.leads else Run(folder, loaded)
+        run_training(loaded, run, display, dry_run=dry_run)
+    return run if place.leads else None
 
 
-def resume(folder: Path) -> Run:
-    """Go on with a run from its newest checkpoint."""
-    run = Run.open(folder)
-    with _TrainDisplay() as display:
+def resume(folder: Path, settings: list[str] | None = None, gpus: int = 1) -> Run | None:
+    """Go on with a run from its newest checkpoint. `settings` may say how it is trained, not what it learns."""
+    run, place = Run.open(folder, settings), Place.find()
+    if gpus > 1:
+        launch(gpus, ["train", "--resume", folder, *_set(settings)], run.recipe.train.device)
+        return None
+    with reporting(), _TrainDisplay(shown=place.leads) as display:
         run_training(run.recipe, run, display, resume=True)
-    return run
+    return run if place.leads else None
+
+
+def _set(settings: list[str] | None) -> list[str]:
+    return [f"--set={setting}" for setting in settings or []]
 
 
 def open_engine(*, run: Path | None, model: str | None, codec: str | None, device: str) -> Engine:
@@ -115,7 +131,7 @@ def open_engine(*, run: Path | None, model: str | None, codec: str | None, devic
 
 
 @contextmanager
-def progress(title: str, *columns: Any) -> Iterator[Progress]:
+def progress(title: str, *columns: Any, shown: bool = True) -> Iterator[Progress]:
     """A bar with counts and the time left, on standard error."""
     with Progress(
         TextColumn(f"[bold]{title}"),
@@ -125,6 +141,7 @@ def progress(title: str, *columns: Any) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=notices,
+        disable=not shown,
     ) as bar:
         yield bar
 
@@ -132,8 +149,9 @@ def progress(title: str, *columns: Any) -> Iterator[Progress]:
 class _TrainDisplay:
     """A live line with the loss and the time left."""
 
-    def __init__(self) -> None:
-        self._stack = progress("training", TextColumn("{task.fields[state]}"))
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown
+        self._stack = progress("training", TextColumn("{task.fields[state]}"), shown=shown)
         self._last: dict[str, Any] = {}
 
     def __enter__(self) -> _TrainDisplay:
@@ -144,7 +162,8 @@ class _TrainDisplay:
         self._stack.__exit__(*error)
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False)
+        if self._shown:
+            self._bar.console.print(text, highlight=False)
 
     def planned(self, steps: int, done: int) -> None:
         self._task = self._bar.add_task("training", total=steps, completed=done, state="")

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import math
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from myna.config import Recipe
+from myna.config import Recipe, TrainSettings
 from myna.data.corpus import Corpus
 from myna.data.loader import Loader, Share
 from myna.errors import DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, Rendered
-from myna.train.checkpoint import Progress, checkpoint_folder, restore, save, save_weights
-from myna.train.precision import decide, pick_device
-from myna.train.processes import check_same_weights, start
+from myna.train.checkpoint import Checkpoints, Progress
+from myna.train.memory import check_room, longest_pass, plan
+from myna.train.precision import decide
+from myna.train.preflight import preflight
+from myna.train.processes import Place, check_same_weights, leave, start
 from myna.train.run import Run
 from myna.train.schedule import learning_rate
 from myna.train.streams import stage_weights, stream_weights
@@ -44,12 +45,15 @@ class Watcher(Protocol):
     def stepped(self, row: dict[str, Any]) -> None: ...
 
 
-def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False) -> None:
-    """Everything `myna train` does after the recipe is read."""
+def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, dry_run: bool = False) -> None:
+    """Everything `myna train` does after the recipe is read. A dry run ends before the first step."""
     settings = recipe.train
+    if resume and run.is_finished:
+        watcher.say(f"{run.folder} is finished: its result is {run.result}")
+        return
 
     # Where, and in which numbers.
-    device = pick_device(settings.device)
+    device = Place.find().device(settings.device)
     precision = decide(settings.precision, device)
     accelerator = start(recipe, precision, device, run.folder)
     say = _speaker(run, watcher, loud=accelerator.is_main_process)
@@ -70,8 +74,16 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False) -
     if evaluation is not None:
         say(f"evaluation: {len(evaluation.pairing.targets)} targets from {recipe.data.evaluation}")
 
+    # What it will take.
+    memory = plan(family, recipe, precision, accelerator.device, longest_pass(loader, recipe, share), share.world)
+    say(memory.table())
+    check_room(memory)
+
     # Who learns.
     student = Student.make(recipe, family, precision, accelerator, say)
+
+    checkpoints = Checkpoints(student, run, loader, evaluation)
+    progress = checkpoints.restore() if resume else Progress(step=0)
 
     # The plan.
     rows_in_epoch = loader.rows_in_first_epoch()
@@ -83,18 +95,26 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False) -
         f"{steps} optimizer steps of {settings.rows_per_step} rows; an epoch is {rows_in_epoch} rows, "
         f"{rows_in_epoch / settings.rows_per_step:.1f} steps"
     )
-    progress = Progress(step=0)
     if resume:
-        progress = restore(student, run)
         say(f"going on after step {progress.step}")
     if accelerator.is_main_process:
         run.forget_after(progress.step)
     watcher.planned(steps, progress.step)
     stream = loader.steps(settings.rows_per_step, settings.rows_per_pass, share, start=progress.step)
+    stopping, enough = False, _is_enough(settings, progress)
+
+    # Is this what we mean to train?
+    preflight(student, loader, evaluation, recipe, say, memory=memory, folder=run.folder, resumed=resume)
+    if dry_run:
+        say(f"dry run: everything is ready for {steps} steps, and nothing was trained")
+        leave(student)
+        return
 
     # Step by step.
-    with _asked_to_stop() as stop:
+    with _asked_to_stop() as stop, closing(stream):
         for step in range(progress.step + 1, steps + 1):
+            if stopping or enough:
+                break
             began = time.perf_counter()
             passes = next(stream)
             weights = stage_weights(family.streams, recipe, step, steps)
@@ -106,29 +126,23 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False) -
             _tell(student, run, watcher, row | {"speed": _speed(passes, time.perf_counter() - began, student)})
 
             stopping = student.reduce(torch.tensor([float(stop.is_asked)])).item() > 0
-            last = step == steps or stopping
-            if evaluation is not None and (step % evaluate_every == 0 or last):
+            if evaluation is not None and (step % evaluate_every == 0 or step == steps):
                 check_same_weights(student)
                 heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
                 _tell(student, run, watcher, {"step": step, "evaluation": heard})
                 progress = _rank(progress, heard["loss"])
-                if settings.early_stopping and progress.evaluations_since_best >= settings.early_stopping:
+                enough = _is_enough(settings, progress)
+                if enough:
                     say(f"no better evaluation since step {progress.best_step}: stopping early")
-                    last = True
-            if step % save_every == 0 or step == progress.best_step or last:
-                save(student, run, progress)
-            if last:
-                break
+            if step % save_every == 0 or step == progress.best_step or step == steps or stopping or enough:
+                checkpoints.save(progress)
 
     # What is left.
-    if stopping and progress.step < steps:
+    if stopping and progress.step < steps and not enough:
         say(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
-        return
-    if accelerator.is_main_process:
-        saved = _finish(student, run, progress)
-        say(f"saved {saved}")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    else:
+        say(f"saved {checkpoints.publish(progress)}")
+    leave(student)
 
 
 def make_loader(recipe: Recipe, family: Family, folder: Path) -> Loader[Rendered, Batch]:
@@ -152,14 +166,9 @@ def make_loader(recipe: Recipe, family: Family, folder: Path) -> Loader[Rendered
     return loader
 
 
-def _finish(student: Student, run: Run, progress: Progress) -> Path:
-    """The result: the best checkpoint's weights after early stopping, else the last ones."""
-    if student.recipe.train.early_stopping and progress.best_step is not None:
-        best = checkpoint_folder(run, progress.best_step)
-        for kept in (run.adapter, run.model):
-            if (best / kept.name).is_dir():
-                return Path(shutil.copytree(best / kept.name, kept))
-    return save_weights(student, run, run.folder)
+def _is_enough(settings: TrainSettings, progress: Progress) -> bool:
+    """Whether early stopping has seen enough evaluations that were no better."""
+    return bool(settings.early_stopping) and progress.evaluations_since_best >= (settings.early_stopping or 0)
 
 
 def _rank(progress: Progress, loss: float) -> Progress:

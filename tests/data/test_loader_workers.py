@@ -1,0 +1,182 @@
+"""Threads that render ahead: they change nothing but the time it takes, and they go when they are no longer needed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myna.config import DataSettings
+from myna.data.conversation import Conversation
+from myna.data.corpus import Corpus
+from myna.data.loader import STEPS_AHEAD, Loader, Share
+from myna.errors import DataError
+from tests.data.corpora import prepared, said
+from tests.data.test_loader import Line, render
+
+Lines = list[Line]
+
+
+class Kitchen:
+    """A family that counts, and fails or idles when told to."""
+
+    def __init__(self) -> None:
+        self.rendered: list[str] = []
+        self.collated = 0
+        self.bad: set[str] = set()
+        self.threads: set[str] = set()
+        self.idle = 0.0
+
+    def render(self, conversation: Conversation) -> Line:
+        if conversation.id in self.bad:
+            raise DataError(f"{conversation.id} is bad", hint="remove it")
+        if self.idle:
+            time.sleep(random.random() * self.idle)
+        self.rendered.append(conversation.id)
+        self.threads.add(threading.current_thread().name.split("_")[0])
+        return render(conversation)
+
+    def collate(self, sequences: Sequence[Line]) -> Lines:
+        self.collated += 1
+        return list(sequences)
+
+    def loader(self, corpus: Corpus, **settings: Any) -> Loader[Line, Lines]:
+        chosen = DataSettings(train=corpus.folder, **({"row_tokens": 1000, "window": 16} | settings))
+        return Loader(corpus, chosen, render=self.render, collate=self.collate, seed=0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder, dice = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    return prepared(folder, [said(folder, f"{n}", seconds=dice.uniform(0.5, 3)) for n in range(50)])
+
+
+def ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("myna-")]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize("start", [0, 9])
+def test_any_number_of_workers_gives_the_same_batches(corpus: Corpus, workers: int, start: int) -> None:
+    inline, kitchen = Kitchen(), Kitchen()
+    kitchen.idle = 0.002  # so that threads overtake one another
+    expected = list(islice(inline.loader(corpus, workers=0).steps(4, 2, Share(), start=start), 12))
+    loader = kitchen.loader(corpus, workers=workers)
+    assert list(islice(loader.steps(4, 2, Share(), start=start), 12)) == expected
+    assert list(loader.once(3, Share())) == list(inline.loader(corpus, workers=0).once(3, Share()))
+    assert inline.threads == {"MainThread"} and kitchen.threads == {"myna-render"}
+
+
+def test_steps_are_ready_before_they_are_asked_for(corpus: Corpus) -> None:
+    kitchen = Kitchen()
+    steps = kitchen.loader(corpus).steps(2, 1, Share())
+    next(steps)
+    deadline = time.monotonic() + 10
+    while kitchen.collated < 2 * (1 + STEPS_AHEAD) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert kitchen.collated == 2 * (1 + STEPS_AHEAD), "and no more than that"
+    steps.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int) -> None:
+    """A window is rendered as a whole, so its first row is where an error of any of its utterances shows."""
+    kitchen = Kitchen()
+    order = [batch[0].id for [batch] in islice(kitchen.loader(corpus, workers=0, pack=False).steps(1, 1, Share()), 50)]
+    kitchen.bad = {order[20], order[30]}  # both in the second window
+    steps, seen = kitchen.loader(corpus, workers=workers, pack=False).steps(1, 1, Share()), []
+    with pytest.raises(DataError, match=r"^\d+ is bad"):
+        for [batch] in steps:
+            seen.append(batch[0].id)
+    assert seen == order[:16]
+    assert ours() == []
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
+@pytest.mark.parametrize("end", ["close", "forget", "exhaust"])
+def test_no_thread_is_left(corpus: Corpus, end: str) -> None:
+    loader = Kitchen().loader(corpus, workers=3)
+    iterator = loader.once(1, Share()) if end == "exhaust" else loader.steps(1, 1, Share())
+    assert ours() == [], "none before the first batch"
+    next(iterator)
+    assert len(ours()) > 1
+    if end == "close":
+        iterator.close()
+    elif end == "forget":
+        del iterator
+    else:
+        list(iterator)
+    assert ours() == []
+
+
+def test_rows_are_counted_once(corpus: Corpus) -> None:
+    kitchen = Kitchen()
+    loader = kitchen.loader(corpus)
+    rows = loader.rows_in_first_epoch()
+    assert len(kitchen.rendered) == 50
+    assert loader.rows_in_first_epoch() == rows and len(kitchen.rendered) == 50
+    assert len(loader.counted) == 4, "windows of the first epoch"
+
+
+def test_what_was_counted_is_skipped_without_rendering(corpus: Corpus) -> None:
+    """Three epochs on, only the window in which the step lies is rendered; nothing before it is ever collated."""
+    kitchen = Kitchen()
+    whole = kitchen.loader(corpus, workers=0)
+    rows = sum(rows for (epoch, _), rows in _counted(whole, epochs=3).items() if epoch < 3)
+    expected = list(islice(whole.steps(2, 1, Share()), rows // 2 + 3))
+
+    fresh = Kitchen()
+    resumed = fresh.loader(corpus, workers=0)
+    resumed.recall(whole.counted)
+    assert list(islice(resumed.steps(2, 1, Share(), start=rows // 2), 3)) == expected[-3:]
+    assert len(fresh.rendered) <= 2 * 16 and fresh.collated == 3 * 2
+
+    slow = Kitchen()
+    assert list(islice(slow.loader(corpus, workers=0).steps(2, 1, Share(), start=rows // 2), 3)) == expected[-3:]
+    assert slow.collated == 3 * 2 and len(slow.rendered) >= 150, "without the counts it renders, but does not collate"
+
+
+def _counted(loader: Loader[Line, Lines], epochs: int) -> dict[tuple[int, int], int]:
+    steps = loader.steps(1, 1, Share())
+    while max((epoch for epoch, _ in loader.counted), default=0) < epochs:
+        next(steps)
+    return loader.counted
+
+
+def test_rows_of_their_own_are_skipped_without_counts(corpus: Corpus) -> None:
+    kitchen = Kitchen()
+    expected = list(islice(kitchen.loader(corpus, workers=0, pack=False).steps(5, 1, Share()), 33))
+    fresh = Kitchen()
+    assert list(islice(fresh.loader(corpus, workers=0, pack=False).steps(5, 1, Share(), start=30), 3)) == expected[-3:]
+    assert len(fresh.rendered) <= 2 * 16
+
+
+# Whether it is the same data
+
+
+def test_the_identity_follows_what_is_learned_and_not_where_it_lies(tmp_path: Path) -> None:
+    def identity(folder: Path, **changes: Any) -> str:
+        clips = [said(folder, f"{n}", **(changes if n == 1 else {})) for n in range(3)]
+        return Kitchen().loader(prepared(folder, clips)).identity
+
+    first = identity(tmp_path / "a")
+    assert first.startswith("3 utterances ")
+    assert identity(tmp_path / "elsewhere") == first
+    changes: list[dict[str, Any]] = [
+        {"text": "other"},
+        {"sound": "other"},
+        {"speaker": "bert"},
+        {"scene": "A cave."},
+        {"references": ["0"]},
+        {"reference_only": True},
+    ]
+    for number, change in enumerate(changes):
+        assert identity(tmp_path / f"{number}", **change) != first, change

@@ -1,0 +1,250 @@
+"""What is learned from and judged by: rows 14, 23, 31 and 35."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from myna.audio.clip import read, write
+from myna.data.conversation import Clip
+from myna.data.corpus import Corpus
+from myna.data.importers import import_source, write_import
+from myna.demo import BIRDS, SAMPLE_RATE, whistle
+from myna.errors import ConfigError, DataError, TrainingError
+from myna.models import open_family
+from myna.models.base import Batch, Family
+from myna.models.higgs_v2.family import HiggsV2
+from myna.train.loop import make_loader
+from myna.train.student import Student
+from myna.workflow import prepare
+
+from .conftest import Learn
+from .house import LINES, VOICE, learn, make_recipe, record
+
+Patch = pytest.MonkeyPatch
+
+
+def prepared(house: Path, source: Path, **how: Any) -> Path:
+    out = source.with_name(f"{source.name}-prepared")
+    prepare(str(source), out, model=str(house / "model"), device="cpu", **how)
+    return out
+
+
+def speak(folder: Path, bird: str, name: str, text: str, samples: Any) -> None:
+    write(folder / bird / f"{name}.wav", samples, SAMPLE_RATE)
+    (folder / bird / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+# Row 14: a reference that is the target
+
+
+def chatml(house: Path, file: Path, references: Sequence[dict[str, Any]]) -> Path:
+    """Boson's layout: a sample for every way to name the reference of the same target."""
+    target = {"type": "audio", "audio_url": str(house / "recordings/robin/hi.wav")}
+    samples = [
+        {
+            "messages": [
+                {"role": "user", "content": VOICE},
+                {"role": "assistant", "content": reference},
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": target},
+            ],
+            "start_index": 3,
+            "speaker": "robin",
+            "misc": {"sample_id": f"sample-{number}"},
+        }
+        for number, reference in enumerate(references)
+    ]
+    file.write_text(json.dumps(samples))
+    return file
+
+
+def test_row_14_a_placeholder_without_a_clip_is_never_filled_with_another(house: Path, tmp_path: Path) -> None:
+    voice = {"type": "audio", "audio_url": str(house / "recordings/robin/who.wav")}
+    itself = {"type": "audio", "audio_url": str(house / "recordings/robin/hi.wav")}
+    source = chatml(house, tmp_path / "data.json", [{"type": "audio", "audio_url": "placeholder"}, itself, voice])
+    imported = import_source(str(source), media=tmp_path / "media")
+    assert [(item.id, item.reason) for item in imported.rejected] == [
+        ("sample-0", "placeholder without clip"),
+        ("sample-1", "reference equals target"),
+    ]
+    [target] = [utterance for utterance in imported.utterances if utterance.is_target]
+    assert target.id == "sample-2"
+    with pytest.raises(DataError, match=r"2 of \d items cannot be used .*1 placeholder without clip"):
+        write_import(imported, tmp_path / "out")
+
+    write_import(imported, tmp_path / "out", max_bad=0.9)
+    corpus_of = prepared(house, tmp_path / "out")
+    recipe = make_recipe(house, data={"train": str(corpus_of), "reference": "given", "require_reference": True})
+    loader = make_loader(recipe, open_family(str(house / "model")), corpus_of)
+    [conversation] = [loader.conversation(one, loader.pairing.references(one, 0)) for one in loader.pairing.targets]
+    assert [clip.id for turn in conversation.turns for clip in turn.parts if isinstance(clip, Clip)] == [
+        "sample-2/ref0",
+        "sample-2",
+    ]
+
+
+def test_row_14_no_target_ever_stands_in_its_own_reference(house: Path, family: Family) -> None:
+    recipe = make_recipe(house)
+    loader = make_loader(recipe, family, recipe.data.train)
+    for target in loader.pairing.targets:
+        for epoch in range(5):
+            sequence = loader.sequence(target, epoch)
+            own = loader.corpus.codes(target)
+            places = len(sequence.codes)
+            assert places == int(np.isin(sequence.ids, audio_ids(family)).sum()), "a frame for every placeholder"
+            context = sequence.codes[: places - len(own) - 9]
+            assert len(context) > 9, "there is a reference"
+            assert all(context[k : k + len(own)].tolist() != delayed(family, own) for k in range(len(context)))
+
+
+def audio_ids(family: Family) -> tuple[int, ...]:
+    assert isinstance(family, HiggsV2)
+    return family.config.audio_token_id, family.config.audio_delay_token_id
+
+
+def delayed(family: Family, codes: Any) -> Any:
+    assert isinstance(family, HiggsV2)
+    return family.delay.apply(codes)[: len(codes)].tolist()
+
+
+def test_row_14_a_target_that_names_itself_is_refused(house: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(house / "prepared", tmp_path / "prepared"))
+    lines = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
+    lines[0]["extras"] = {"references": [lines[0]["id"]]}
+    (out / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match="has itself for a reference: it would learn to copy"):
+        learn(make_recipe(house, data={"train": str(out)}), tmp_path / "run")
+
+
+def test_row_14_the_targets_own_sound_in_another_file_is_found(house: Path, tmp_path: Path) -> None:
+    """A little silence behind it makes another file of it: only the codes can tell."""
+    source = record(tmp_path / "source", {"robin": BIRDS["robin"]}, ("hi",))
+    sound = read(source / "robin" / "hi.wav", sample_rate=SAMPLE_RATE)
+    speak(source, "robin", "once-more", "once more", np.append(sound, np.zeros(10, np.float32)))
+    recipe = make_recipe(house, data={"train": str(prepared(house, source)), "reference_seconds": [0.04, 10]})
+    with pytest.raises(TrainingError, match=r"2 targets have their own sound for a reference, .*robin/hi and its ref"):
+        learn(recipe, tmp_path / "run")
+
+
+# Row 23: errors that are swallowed
+
+
+def test_row_23_bad_samples_are_counted_named_and_too_many_stop_the_import(house: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(house / "recordings", tmp_path / "source"))
+    (source / "robin" / "hi.wav").write_bytes(b"RIFF, and then nothing")
+    soundfile.write(source / "heron" / "hum.wav", np.full(9600, np.nan), SAMPLE_RATE, subtype="FLOAT")
+    (source / "heron" / "hum.txt").write_text("hum")
+    speak(source, "heron", "empty", "", whistle("hi", 110.0))
+    with pytest.raises(DataError, match=r"3 of 8 items cannot be used \(37\.5%") as caught:
+        prepare(str(source), tmp_path / "out", model=str(house / "model"), device="cpu")
+    for item in ("robin/hi", "heron/hum", "heron/empty"):
+        assert item in caught.value.what
+    assert "--max-bad 0.38" in caught.value.hint
+    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert {item["reason"] for item in rejected} == {"unreadable audio", "NaN samples", "empty text"}
+    assert not (tmp_path / "out" / "manifest.jsonl").exists()
+
+    prepare(str(source), tmp_path / "out", model=str(house / "model"), device="cpu", max_bad=0.38)
+    assert len(Corpus.open(tmp_path / "out").utterances) == 5
+
+
+def test_row_23_a_bad_sample_in_prepared_data_stops_the_run_by_name(house: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(house / "prepared", tmp_path / "prepared"))
+    manifest = out / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace('"text": "you"', '"text": "you <|eot_id|>"', 1))
+    with pytest.raises(DataError, match=r"the text of heron/you contains the control token <\|eot_id\|>"):
+        learn(make_recipe(house, data={"train": str(out), "reference": "none"}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_row_23_a_step_that_fails_is_the_last_one(
+    teach: Learn, monkeypatch: Patch, tmp_path: Path, workers: int
+) -> None:
+    whole, calls = Student.learn, []
+
+    def fails_at_the_second(self: Student, passes: Sequence[Batch], *given: Any) -> Any:
+        calls.append(passes)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return whole(self, passes, *given)
+
+    monkeypatch.setattr(Student, "learn", fails_at_the_second)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        teach(train={"steps": 5}, data={"workers": workers})
+    assert len(calls) == 2, "nothing went on"
+    run = tmp_path / "run0"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1] and not (run / "adapter").exists()
+
+
+# Row 31: when to stop
+
+
+def test_row_31_the_training_data_is_no_evaluation_under_any_name(house: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(house / "prepared")
+    for same in (house / "prepared", house / "others" / ".." / "prepared", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"`data\.evaluation` is the training data"):
+            make_recipe(house, data={"evaluation": str(same)})
+    copy = shutil.copytree(house / "prepared", tmp_path / "copy")
+    with pytest.raises(TrainingError, match="6 of 6 evaluation utterances are trained on too"):
+        learn(make_recipe(house, data={"evaluation": str(copy)}), tmp_path / "run")
+
+
+def test_row_31_early_stopping_without_evaluation_is_refused(house: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to go by"):
+        make_recipe(house, train={"early_stopping": 2})
+
+
+def test_row_31_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(house: Path, teach: Learn) -> None:
+    """The training loss falls to the end, the held-out one turns; whoever watches the former never stops."""
+    run, notes = teach(
+        data={"evaluation": str(house / "evaluation")},
+        adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
+        train={"steps": 60, "learning_rate": 1e-2, "evaluate_every": 5, "early_stopping": 2},
+    )
+    heard = {row["step"]: row["evaluation"]["loss"] for row in notes.evaluations}
+    best = min(heard, key=lambda step: heard[step])
+    assert notes.steps[-1]["loss"] < notes.steps[best - 1]["loss"], "the cause: training goes on to look better"
+    assert max(heard) == best + 2 * 5 == len(notes.steps) < 60
+    assert any(f"no better evaluation since step {best}" in line for line in notes.said)
+    kept = run.folder / "checkpoints" / f"step-{best:06d}" / "adapter" / "adapter_model.safetensors"
+    assert (run.adapter / "adapter_model.safetensors").read_bytes() == kept.read_bytes()
+
+
+# Row 35: evaluation clips in training
+
+
+def test_row_35_the_same_recording_under_another_name_is_a_leak(house: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(house / "others", tmp_path / "source"))
+    os.link(house / "recordings/robin/hi.wav", source / "wren" / "new.wav")
+    (source / "wren" / "new.txt").write_text("something else entirely")
+    recipe = make_recipe(house, data={"evaluation": str(prepared(house, source))})
+    with pytest.raises(
+        TrainingError, match=r"1 of 5 evaluation .*1 with the same audio, 0 with .*: wren/new"
+    ) as caught:
+        learn(recipe, tmp_path / "run")
+    assert "myna prepare" in caught.value.hint
+
+
+def test_row_35_the_same_words_of_the_same_speaker_are_a_leak(house: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(house / "others", tmp_path / "source"))
+    speak(source, "robin", "take-two", f"{LINES[0].upper()}!", whistle(LINES[0], 333.0))
+    recipe = make_recipe(house, data={"evaluation": str(prepared(house, source))})
+    with pytest.raises(
+        TrainingError, match=r"1 of 5 .*0 with the same audio, 1 with the same words .*: robin/take-two"
+    ):
+        learn(recipe, tmp_path / "run")
+
+
+def test_row_35_other_speakers_with_other_words_are_none(house: Path, teach: Learn) -> None:
+    _, notes = teach(data={"evaluation": str(house / "evaluation")}, train={"steps": 1})
+    assert len(notes.evaluations) == 1

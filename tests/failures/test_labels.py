@@ -1,0 +1,330 @@
+"""What is learned at which position: rows 3 to 7, 9, 29 and 33. Curves look healthy while the wrong thing is taught."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from myna.errors import DataError, ModelError, TrainingError
+from myna.models import convert, open_family
+from myna.models.base import IGNORED, Family, Rendered
+from myna.models.higgs_v2 import forward
+from myna.models.higgs_v2.batch import HiggsBatch
+from myna.models.higgs_v2.family import HiggsV2
+from myna.models.higgs_v2.forward import HiggsObjective
+from myna.models.higgs_v2.render import DelayPattern
+from myna.train.student import Student
+
+from .conftest import Learn
+from .house import cloning, code_loss, load, make_recipe, overfit, sequences_of, stock_code_sums, stock_inputs
+
+Patch = pytest.MonkeyPatch
+
+
+def shift_labels(patch: Patch, by: int) -> None:
+    """A collator whose labels lie somewhere else than it says."""
+    collate = HiggsV2.collate
+
+    def wrong(self: HiggsV2, sequences: Any, *, offset: int = 1) -> HiggsBatch:
+        return collate(self, sequences, offset=offset + by)
+
+    patch.setattr(HiggsV2, "collate", wrong)
+
+
+# Row 3: loss 0 on empty logits
+
+
+def test_row_03_a_batch_cannot_lose_an_input_by_name(family: Family) -> None:
+    batch = family.collate([family.render(cloning())])
+    assert isinstance(batch, HiggsBatch)
+    given = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    for name in given:
+        with pytest.raises(TypeError, match=name):
+            HiggsBatch(**{key: value for key, value in given.items() if key != name})
+    with pytest.raises(TypeError, match="label_ids"):
+        HiggsBatch(**given | {"label_ids": given["audio_targets"]})
+
+
+def test_row_03_samples_without_labels_are_refused_and_not_learned_at_a_loss_of_zero(
+    teach: Learn, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(DelayPattern, "labels", lambda self, codes: np.full_like(self.apply(codes), IGNORED))
+    with pytest.raises(TrainingError, match=r"6 of 6 samples have no label: all is masked in \w+/\w+") as caught:
+        teach()
+    assert "myna render" in caught.value.hint
+
+
+def test_row_03_labels_that_the_batch_loses_are_missed(teach: Learn, monkeypatch: Patch) -> None:
+    collate = HiggsV2.collate
+
+    def forgetful(self: HiggsV2, sequences: list[Rendered], *, offset: int = 1) -> HiggsBatch:
+        batch = collate(self, sequences, offset=offset)
+        targets = batch.audio_targets[:0]
+        return replace(batch, audio_from=batch.audio_from[:0], audio_targets=targets, target_counts=torch.zeros(9))
+
+    monkeypatch.setattr(HiggsV2, "collate", forgetful)
+    with pytest.raises(TrainingError, match=r"has \d+ labels, of which 0 reach the batch"):
+        teach()
+
+
+# Row 4: labels cut to fit
+
+
+@pytest.mark.parametrize("part", ["codes", "code_labels", "labels"])
+@pytest.mark.parametrize("change", ["short", "long"])
+def test_row_04_lengths_that_disagree_are_an_error(family: Family, part: str, change: str) -> None:
+    sound = family.render(cloning(), supervise_text=True)
+    whole = getattr(sound, part)
+    other: Any = whole[:-1] if change == "short" else np.concatenate([whole, whole[-1:]])
+    changed: Any = {part: other}
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        family.collate([replace(sound, **changed)])
+
+
+def test_row_04_a_frame_too_many_here_and_one_too_few_there_do_not_make_up_for_each_other(family: Family) -> None:
+    one, two = (family.render(cloning(text)) for text in ("one", "two"))
+    longer = replace(
+        one, codes=one.codes[[*range(len(one.codes)), -1]], code_labels=one.code_labels[[*range(len(one.codes)), -1]]
+    )
+    shorter = replace(two, codes=two.codes[:-1], code_labels=two.code_labels[:-1])
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        family.collate([longer, shorter])
+
+
+def test_row_04_what_does_not_fit_a_row_is_refused_and_not_cut(teach: Learn) -> None:
+    with pytest.raises(
+        DataError, match=r"takes \d+ tokens .* a row holds 120; cutting it would lose its end"
+    ) as caught:
+        teach(data={"row_tokens": 120})
+    needed = int(caught.value.hint.split("data.row_tokens=")[1].split(",")[0])
+    with pytest.raises(DataError, match=f"a row holds {needed - 1}"):
+        teach(data={"row_tokens": needed - 1})
+    teach(data={"row_tokens": needed}, train={"steps": 1})
+
+
+# Row 5: a copy task
+
+
+def test_row_05_labels_without_their_shift_are_told_from_what_the_model_reads(teach: Learn, monkeypatch: Patch) -> None:
+    """Even where nothing is known of the model: what it reads must not be what it is to predict."""
+    shift_labels(monkeypatch, by=-1)
+    with pytest.raises(TrainingError, match=r"changes its own loss: .* would learn to copy"):
+        teach()
+
+
+def test_row_05_a_loss_too_good_to_be_true_is_an_alarm(
+    house: Path, family: Family, teach: Learn, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The seed systems' story: a loss of 0.001 that was celebrated, and silence when it spoke."""
+    copyist, sequences = load(family), sequences_of(family, make_recipe(house))
+    copied = overfit(family, copyist, family.collate(sequences, offset=0), steps=40)
+    assert copied[-1] < 0.05, "the cause: a copy task is learned at once"
+    assert code_loss(family, copyist, family.collate(sequences)) > math.log(66), "and it cannot speak"
+    family.save_model(copyist, tmp_path / "copyist")
+
+    shift_labels(monkeypatch, by=-1)
+    with pytest.raises(
+        TrainingError, match=r"before the first step (9\d|100)\.\d% of the targets are right.* a copy task"
+    ):
+        teach(model={"source": str(tmp_path / "copyist"), "pretrained": False})
+
+
+def test_row_05_the_shift_is_made_in_one_place(family: Family, model: Any) -> None:
+    """What the objective predicts at a position is the label of the next one, and of no other, as in transformers."""
+    rendered = family.render(cloning())
+    batch = family.collate([rendered])
+    with torch.no_grad():
+        ours = family.objective(model)(batch).sums[1:]
+        logits = model(**stock_inputs(rendered)).logits[0]
+    assert torch.allclose(ours, stock_code_sums(model, rendered, logits), atol=1e-3)
+    assert isinstance(batch, HiggsBatch)
+    predicted_from = batch.to_stream[batch.audio_from]
+    audio = np.flatnonzero(np.isin(rendered.ids, (model.config.audio_token_id, model.config.audio_delay_token_id)))
+    labelled = audio[(rendered.code_labels != IGNORED).any(axis=1)]
+    assert predicted_from.tolist() == (labelled - 1).tolist()
+
+
+# Row 6: the delay pattern switched off
+
+
+def test_row_06_the_delay_pattern_comes_from_the_models_configuration(house: Path, tmp_path: Path) -> None:
+    convert(house / "model", tmp_path / "original", "original")
+    config = tmp_path / "original" / "config.json"
+    stored = json.loads(config.read_text())
+    family = open_family(str(tmp_path / "original"))
+    assert isinstance(family, HiggsV2) and family.delay == DelayPattern(8, 64, 65)
+    assert stored["use_delay_pattern"] is True
+    config.write_text(json.dumps(stored | {"use_delay_pattern": False}))
+    with pytest.raises(ModelError, match="use_delay_pattern is False"):
+        open_family(str(tmp_path / "original"))
+
+
+def test_row_06_codes_without_the_delay_are_what_a_base_with_it_does_not_know(
+    house: Path, schooled: Path, monkeypatch: Patch
+) -> None:
+    family = open_family(str(schooled))
+    model, recipe = load(family), make_recipe(house)
+    with_delay = code_loss(family, model, family.collate(sequences_of(family, recipe)))
+    together = DelayPattern.apply
+
+    def undelayed(self: DelayPattern, codes: Any) -> Any:
+        """All codebooks at once, and the rest of the turn filled with ends."""
+        out = np.full_like(together(self, codes), self.end)
+        out[0], out[1 : 1 + len(codes)] = self.begin, codes
+        return out
+
+    monkeypatch.setattr(DelayPattern, "apply", undelayed)
+    without = code_loss(family, model, family.collate(sequences_of(family, recipe)))
+    assert without > with_delay + 0.5, "worse from the start, which is what people heard"
+
+
+def test_row_06_only_codes_and_one_end_per_codebook_are_learned(family: Family) -> None:
+    labels = family.render(cloning(reference=5, target=7)).code_labels
+    assert (labels[: 5 + 9] == IGNORED).all(), "nothing of the reference"
+    assert not (labels == 64).any(), "no begin of stream"
+    assert ((labels == 65).sum(axis=0) == 1).all()
+    assert ((labels != IGNORED).sum(axis=0) == 7 + 1).all()
+
+
+# Row 7: chance
+
+
+def test_row_07_chance_is_known_for_every_stream() -> None:
+    family = open_family("higgs-v2")
+    assert family.chance[0] == pytest.approx(11.76, abs=0.01) and family.streams[0] == "text"
+    assert family.chance[1:] == pytest.approx([6.93] * 8, abs=0.01)
+
+
+def test_row_07_a_base_at_chance_is_refused_and_the_numbers_are_told(teach: Learn) -> None:
+    with pytest.raises(
+        TrainingError, match=r"no better than chance on this data: 4\.2\d, where .* guess has 4\.19"
+    ) as caught:
+        teach(model={"pretrained": True})
+    assert "model.pretrained=false" in caught.value.hint and "myna prepare" in caught.value.hint
+
+
+def test_row_07_the_bases_loss_is_printed_beside_chance(teach: Learn, schooled: Path) -> None:
+    _, notes = teach(model={"source": str(schooled), "pretrained": True}, train={"steps": 1})
+    told = next(line for line in notes.said if line.startswith("before training: loss "))
+    loss = float(told.split("loss ")[1].split(",")[0])
+    assert loss < 0.6 * math.log(66) and "where chance is 4.19" in told and "code7" in told
+    assert notes.steps[0]["loss"] == pytest.approx(loss, abs=0.4), "and the first step begins there"
+
+
+# Row 9: gradients that never come
+
+
+def test_row_09_a_dummy_loss_is_found_by_its_gradients(teach: Learn, monkeypatch: Patch) -> None:
+    """It has the value that people expect of a loss, and is connected to everything."""
+    honest = HiggsObjective._loss
+
+    def dummy(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return honest(self, logits.detach(), targets) + 0 * logits.sum()
+
+    monkeypatch.setattr(HiggsObjective, "_loss", dummy)
+    with pytest.raises(TrainingError, match=r"all \d+ gradients are zero: nothing would be learned"):
+        teach()
+
+
+def test_row_09_weights_that_the_loss_does_not_reach_are_named(teach: Learn, monkeypatch: Patch) -> None:
+    whole = forward.run_layer
+
+    def cut_off(layer: Any, stream: torch.Tensor, texts: int, attend: Any) -> torch.Tensor:
+        return whole(layer, stream.detach(), texts, attend)
+
+    monkeypatch.setattr(forward, "run_layer", cut_off)
+    with pytest.raises(TrainingError, match=r"20 of 40 trainable weights get no gradient: .*layers\.0"):
+        teach()
+
+
+def test_row_09_an_optimizer_made_too_early_is_found(teach: Learn, monkeypatch: Patch) -> None:
+    make = Student.make
+
+    def stale(*given: Any) -> Student:
+        student = make(*given)
+        group = student.optimizer.param_groups[0]
+        group["params"] = [torch.nn.Parameter(parameter.detach().clone()) for parameter in group["params"]]
+        return student
+
+    monkeypatch.setattr(Student, "make", stale)
+    with pytest.raises(TrainingError, match=r"the optimizer does not hold 40 of 40 trainable weights"):
+        teach()
+
+
+def test_row_09_a_gradient_that_is_not_finite_stops_the_run(teach: Learn, monkeypatch: Patch) -> None:
+    honest = HiggsObjective._loss
+    monkeypatch.setattr(HiggsObjective, "_loss", lambda self, logits, targets: honest(self, logits, targets) * math.inf)
+    with pytest.raises(TrainingError, match="is not finite"):
+        teach()
+
+
+# Row 29: the wrong frame
+
+
+@pytest.mark.parametrize(("by", "best"), [(1, r"\+0"), (-1, r"\+2")])
+def test_row_29_labels_at_the_wrong_frame_are_found_by_the_base(
+    teach: Learn, schooled: Path, monkeypatch: Patch, by: int, best: str
+) -> None:
+    shift_labels(monkeypatch, by)
+    with pytest.raises(TrainingError, match=rf"(?s)predicts them best at offset {best} instead of \+1\n.*code7"):
+        teach(model={"source": str(schooled), "pretrained": True})
+
+
+def test_row_29_the_right_frame_passes(teach: Learn, schooled: Path) -> None:
+    _, notes = teach(model={"source": str(schooled), "pretrained": True}, train={"steps": 1})
+    assert any(line.startswith("preflight passed") for line in notes.said)
+
+
+# Row 33: clips that hear one another
+
+
+def hidden_logits(model: Any, *sequences: Rendered, mask: bool) -> torch.Tensor:
+    """transformers' own logits of a packed row, with positions that start over."""
+    inputs = stock_inputs(*sequences)
+    inputs["position_ids"] = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
+    if mask:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with torch.no_grad():
+        logits: torch.Tensor = model(**inputs).logits[0]
+    return logits
+
+
+def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
+    sequences = [family.render(cloning(text, seed=seed)) for seed, text in enumerate(("one", "another", "a third"))]
+    leaking = hidden_logits(model, *sequences, mask=True)[-len(sequences[-1]) :]
+    alone = hidden_logits(model, sequences[-1], mask=True)
+    assert (leaking - alone).abs().max() > 0.01, "the cause: an all-ones mask lets the third hear the others"
+
+    objective = family.objective(model).eval()
+    batches = [family.collate([sequence]) for sequence in sequences]
+    with torch.no_grad():
+        packed, separate = objective(family.collate(sequences)).sums, sum(objective(batch).sums for batch in batches)
+    assert torch.allclose(packed, separate, atol=1e-4, rtol=0)
+
+
+def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
+    teach: Learn, monkeypatch: Patch
+) -> None:
+    within: Callable[..., torch.Tensor] = forward.attend_within
+    monkeypatch.setattr(forward, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
+    with pytest.raises(TrainingError, match="packed sequences see one another"):
+        teach()
+
+
+def test_row_33_attention_to_the_future_is_found_too(teach: Learn, monkeypatch: Patch) -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *given, **how: attention(*given, **how | {"is_causal": False}),
+    )
+    with pytest.raises(TrainingError, match="sees its own future"):
+        teach()

@@ -1,0 +1,440 @@
+"""Types, devices and memory: rows 10 to 13, 19 and 20. The parts that need a card are marked `gpu`."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from myna.config import AdaptSettings, Recipe, dump_recipe, load_recipe
+from myna.data.loader import Share
+from myna.errors import ConfigError, TrainingError
+from myna.models import open_family
+from myna.models.base import Batch, Family, Rendered
+from myna.models.higgs_v2 import forward
+from myna.models.higgs_v2.codec import HiggsCodec
+from myna.models.higgs_v2.forward import HiggsObjective, core_of
+from myna.models.higgs_v2.tiny import save_tiny
+from myna.train import memory
+from myna.train.loop import make_loader
+from myna.train.lora import adapt
+from myna.train.memory import Pass, plan
+from myna.train.precision import Name, Precision, decide
+from myna.train.processes import start
+from myna.train.streams import stream_weights
+from myna.train.student import Student
+
+from .conftest import Learn
+from .house import cloning, learn, load, make_recipe, stock_inputs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+Patch = pytest.MonkeyPatch
+HEADS = ("audio_head", "audio_embedding")
+WITH_HEADS = AdaptSettings(rank=4, train_modules=HEADS)
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def card() -> Iterator[torch.device]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    yield torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+
+
+def student_for(recipe: Recipe, name: Name, device: torch.device, folder: Path) -> Student:
+    precision = Precision(name, "a test")
+    family = open_family(recipe.model.source)
+    return Student.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
+
+
+def first_steps(student: Student, count: int = 3) -> list[float]:
+    """Losses of the first optimizer steps."""
+    recipe = student.recipe
+    loader = make_loader(recipe, student.family, recipe.data.train)
+    weights = stream_weights(student.family.streams, recipe.loss)
+    stream = loader.steps(recipe.train.rows_per_step, recipe.train.rows_per_pass, Share())
+    tallies = [student.learn(next(stream), weights, recipe.train.learning_rate)[0] for _ in range(count)]
+    return [tally.row(student.family.streams, weights)["loss"] for tally in tallies]
+
+
+# Row 10: fp16 gradients
+
+
+def test_row_10_whatever_is_trained_is_fp32_and_can_be_unscaled(family: Family) -> None:
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["audio_lm_head"])
+    by_peft = get_peft_model(load(family, torch.float16), config)
+    left = {name: p for name, p in by_peft.named_parameters() if p.requires_grad and p.dtype == torch.float16}
+    assert [name.split(".")[2] for name in left] == ["audio_lm_head"], "the cause: PEFT leaves these in fp16"
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        _scaled_step(list(left.values()), lambda: sum(p.float().sum() for p in left.values()))
+
+    model = adapt(load(family, torch.float16), family, WITH_HEADS)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.float16}
+    batch, before = family.collate([family.render(cloning())]), [parameter.detach().clone() for parameter in trained]
+    with torch.autocast("cpu", torch.float16):
+        _scaled_step(trained, lambda: family.objective(model)(batch).sums.sum())
+    assert any(not torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+
+
+def _scaled_step(parameters: list[nn.Parameter], loss: Callable[[], Any]) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=256.0), torch.optim.AdamW(parameters)
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+@gpu
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(house: Path, tmp_path: Path, checkpointing: str) -> None:
+    recipe = make_recipe(
+        house,
+        adapt={"train_modules": list(HEADS)},
+        train={"device": "cuda", "precision": "fp16", "steps": 4, "checkpointing": checkpointing},
+    )
+    _, notes = learn(recipe, tmp_path / "fp16")
+    _, exact = learn(make_recipe(house, adapt={"train_modules": list(HEADS)}, train={"steps": 4}), tmp_path / "fp32")
+    losses = [[row["loss"] for row in told.steps] for told in (notes, exact)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert all(math.isfinite(row["gradient_norm"]) for row in notes.steps)
+    assert any("with gradient scaler" in line for line in notes.said)
+
+
+# Row 11: one decision
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_row_11_one_decision_says_the_type_and_whether_there_is_a_scaler(capability: tuple[int, int]) -> None:
+    for asked in ("auto", "fp32", "fp16", "pure-fp16"):
+        precision = decide(asked, CUDA, capability)
+        assert precision.scaler == (precision.mixed_precision == "fp16")
+        assert not (precision.scaler and precision.trainable != torch.float32)
+        assert precision.frozen != torch.bfloat16 or not precision.scaler
+    assert decide("auto", CUDA, capability).name == ("bf16" if capability >= (8, 0) else "fp16")
+
+
+def test_row_11_a_card_without_bf16_is_told_so_instead_of_mixing() -> None:
+    with pytest.raises(ConfigError, match=r"bf16 begins at 8\.0"):
+        decide("bf16", CUDA, (7, 5))
+    with pytest.raises(ConfigError, match="needs a CUDA card"):
+        decide("fp16", CPU)
+
+
+def test_row_11_loader_and_loop_read_the_same_decision(house: Path, tmp_path: Path) -> None:
+    student = student_for(make_recipe(house, adapt={"train_modules": list(HEADS)}), "bf16", CPU, tmp_path)
+    assert student.accelerator.scaler is None
+    assert student.accelerator.mixed_precision == "bf16"
+    types = {True: set[torch.dtype](), False: set[torch.dtype]()}
+    for parameter in student.model.parameters():
+        types[parameter.requires_grad].add(parameter.dtype)
+    assert types == {True: {torch.float32}, False: {torch.bfloat16}}
+    assert all(math.isfinite(loss) for loss in first_steps(student, 1))
+
+
+@gpu
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_row_11_a_scaler_is_there_for_fp16_alone_and_never_over_half_precision(
+    card: torch.device, house: Path, tmp_path: Path, name: Name
+) -> None:
+    student = student_for(make_recipe(house, adapt={"train_modules": list(HEADS)}), name, card, tmp_path)
+    assert (student.accelerator.scaler is not None) == (name == "fp16")
+    losses = first_steps(student)
+    assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
+    state = student.optimizer.state
+    assert {state[parameter]["exp_avg"].dtype for parameter in student.trainables.values()} == {torch.float32}
+
+
+# Row 12: fp32 written into bf16
+
+
+def provoke_row_12(family: Family, trained: tuple[str, ...], device: torch.device) -> None:
+    model = adapt(load(family, torch.bfloat16).to(device), family, AdaptSettings(rank=4, train_modules=trained))
+    rendered = family.render(cloning())
+    inputs = {name: tensor.to(device) for name, tensor in stock_inputs(rendered).items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        with pytest.raises(RuntimeError, match=r"masked_scatter|Index put|same dtype"):
+            core_of(model)(**inputs)  # the cause, in transformers' own forward
+        sums = family.objective(model)(family.collate([rendered]).to(device)).sums
+    sums.sum().backward()
+    exact = family.objective(load(family))(family.collate([rendered])).sums
+    assert torch.allclose(sums.cpu(), exact, rtol=0.02)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("trained", [("audio_embedding",), ("norms",), ("norms", *HEADS)])
+def test_row_12_fp32_norms_and_embeddings_are_cast_where_they_meet_bf16(
+    family: Family, trained: tuple[str, ...]
+) -> None:
+    provoke_row_12(family, trained, CPU)
+
+
+@gpu
+@pytest.mark.parametrize("trained", [("audio_embedding",), ("norms", *HEADS)])
+def test_row_12_on_a_card_too(card: torch.device, family: Family, trained: tuple[str, ...]) -> None:
+    provoke_row_12(family, trained, card)
+
+
+def test_row_12_such_a_run_trains_in_bf16(teach: Learn) -> None:
+    changes = {"adapt": {"train_modules": ["norms", *HEADS]}}
+    (_, half), (_, exact) = (teach(**changes, train={"precision": name}) for name in ("bf16", "fp32"))
+    for one, other in zip(half.steps, exact.steps, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
+
+
+# Row 13: two devices
+
+
+def test_row_13_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
+    teach: Learn, monkeypatch: Patch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a codec inside the training")
+
+    monkeypatch.setattr(HiggsCodec, "open", refuse)
+    monkeypatch.setattr(HiggsCodec, "encode", refuse)
+    learned: list[Batch] = []
+    whole = Student.learn
+
+    def watched(self: Student, passes: Sequence[Batch], *given: Any) -> Any:
+        learned.extend(passes)
+        return whole(self, passes, *given)
+
+    monkeypatch.setattr(Student, "learn", watched)
+    teach(train={"steps": 2}, data={"workers": 2})
+    assert learned and all(tensor.device == CPU for batch in learned for tensor in tensors_of(batch).values())
+
+
+def test_row_13_one_move_takes_all_of_a_batch_along(family: Family) -> None:
+    batch = family.collate([family.render(cloning(), supervise_text=True)])
+    moved = tensors_of(batch.to(torch.device("meta")))
+    assert len(moved) >= 10
+    stayed = [name for name, tensor in moved.items() if tensor.device.type != "meta"]
+    assert stayed == ["target_counts"], "which are counted on the CPU"
+
+
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    return {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), torch.Tensor)}
+
+
+@gpu
+def test_row_13_the_loop_moves_what_a_model_on_a_card_would_stumble_over(
+    card: torch.device, house: Path, family: Family, tmp_path: Path
+) -> None:
+    model = load(family).to(card)
+    with pytest.raises(RuntimeError, match="same device"):
+        family.objective(model)(family.collate([family.render(cloning())]))  # the cause
+    recipe = make_recipe(house, data={"workers": 2, "evaluation": str(house / "evaluation")}, train={"device": "cuda"})
+    _, notes = learn(recipe, tmp_path / "run")
+    assert len(notes.steps) == 3 and notes.evaluations
+
+
+# Row 19: recomputed layers
+
+
+def gradients(family: Family, every: int, device: torch.device = CPU) -> tuple[int, list[torch.Tensor]]:
+    """How often a layer was run, and every gradient."""
+    torch.manual_seed(0)
+    model = adapt(load(family).to(device), family, WITH_HEADS.model_copy(update={"dropout": 0.3})).train()
+    objective, calls = family.objective(model, checkpoint_every=every).train(), 0
+    whole = forward.run_layer
+
+    def counted(*given: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return whole(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "run_layer", counted)
+        torch.manual_seed(1)
+        objective(family.collate([family.render(cloning())]).to(device)).sums.sum().backward()
+    return calls, [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def check_row_19(family: Family, device: torch.device) -> None:
+    calls, exact = gradients(family, 0, device)
+    assert calls == 2, "two layers, each once"
+    for every, expected in ((1, 4), (2, 3)):
+        calls, recomputed = gradients(family, every, device)
+        assert calls == expected
+        assert len(recomputed) == len(exact) >= 2 * 20
+        for one, other in zip(recomputed, exact, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), "dropout too"
+
+
+def test_row_19_decoder_layers_are_recomputed_with_the_same_gradients(family: Family) -> None:
+    check_row_19(family, CPU)
+
+
+def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> None:
+    batch = family.collate([family.render(cloning(target=60))])
+
+    def kept(every: int) -> int:
+        size = 0
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal size
+            size += tensor.numel() * tensor.element_size()
+            return tensor
+
+        objective = family.objective(adapt(load(family), family, WITH_HEADS), checkpoint_every=every).train()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            objective(batch)
+        return size
+
+    assert kept(1) < 0.5 * kept(0)
+
+
+def test_row_19_the_recipe_switches_it_on(teach: Learn, monkeypatch: Patch) -> None:
+    seen = []
+    made = HiggsObjective.__init__
+
+    def note(self: HiggsObjective, model: nn.Module, smoothing: float = 0.0, every: int = 0) -> None:
+        seen.append(every)
+        made(self, model, smoothing, every)
+
+    monkeypatch.setattr(HiggsObjective, "__init__", note)
+    (_, plain), (_, full) = (teach(train={"checkpointing": how}) for how in ("none", "full"))
+    assert 1 in seen
+    assert [row["loss"] for row in plain.steps] == pytest.approx([row["loss"] for row in full.steps], abs=1e-6)
+
+
+@gpu
+def test_row_19_on_a_card_it_saves_memory(card: torch.device, family: Family, tmp_path: Path) -> None:
+    check_row_19(family, card)
+    wide = open_family(str(save_tiny(tmp_path / "wide", hidden=256, layers=8)))
+    batch = wide.collate([wide.render(cloning(target=1500))]).to(card)
+
+    def most(every: int) -> int:
+        model = adapt(load(wide, torch.bfloat16).to(card), wide, WITH_HEADS)
+        objective = wide.objective(model, checkpoint_every=every).train()
+        torch.cuda.reset_peak_memory_stats(card)
+        before = torch.cuda.memory_allocated(card)
+        with torch.autocast("cuda", torch.bfloat16):
+            objective(batch).sums.sum().backward()
+        return torch.cuda.max_memory_allocated(card) - before
+
+    assert most(1) < 0.6 * most(0)
+
+
+# Row 20: out of memory
+
+
+def true_size(tiny: Family, rendered: Rendered) -> Rendered:
+    """The same sequence in the ids of the released model."""
+    ours, theirs = (getattr(family, "config") for family in (tiny, open_family("higgs-v2")))  # noqa: B009
+    ids = np.where(rendered.ids == ours.audio_token_id, theirs.audio_token_id, rendered.ids)
+    return replace(rendered, ids=np.where(ids == ours.audio_delay_token_id, theirs.audio_delay_token_id, ids))
+
+
+def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(house: Path, family: Family) -> None:
+    """The base alone took 23 GB where it was in fp32."""
+    sequences = (true_size(family, family.render(cloning(target=500))),)
+    recipe = make_recipe(house, model={"source": "higgs-v2"}, adapt={"rank": 16, "alpha": 32})
+    precision = decide("auto", CUDA, (9, 0))
+    planned = plan(open_family("higgs-v2"), recipe, precision, CPU, Pass(sequences, len(sequences[0])))
+    assert planned.frozen == pytest.approx(2 * 5_377_281_024, rel=0.001), "bytes, in bf16"
+    assert planned.trained == 4 * 39_452_672
+    assert planned.total < 14 * 2**30
+    assert all(part in planned.table() for part in ("frozen weights", "optimizer", "activations", "in all"))
+
+
+def test_row_20_the_plan_is_told_before_anything_is_loaded_and_measured_after(teach: Learn, monkeypatch: Patch) -> None:
+    _, notes = teach(train={"steps": 1})
+    order = [
+        next(n for n, line in enumerate(notes.said) if sign in line)
+        for sign in ("memory plan: fp32", "parameters learn", "measured in two")
+    ]
+    assert order == sorted(order)
+
+    monkeypatch.setattr(memory, "room", lambda _: 100_000)
+    monkeypatch.setattr(Student, "make", lambda *_: pytest.fail("it was loaded all the same"))
+    with pytest.raises(TrainingError, match=r"the weights alone take \d"):
+        teach()
+
+
+def follow(error: TrainingError, settings: dict[str, str]) -> dict[str, str]:
+    """The settings after doing what an error says."""
+    words = error.hint.split("   ")[0].split()
+    said = [word for word in words if "=" in word]
+    assert said, error.hint
+    return settings | dict(word.split("=", 1) for word in said)
+
+
+@contextmanager
+def memory_for(tokens: int) -> Iterator[None]:
+    """A device on which a longer pass than this runs out."""
+    whole = HiggsObjective.forward
+
+    def tight(self: HiggsObjective, batch: Any) -> Any:
+        if torch.is_grad_enabled() and batch.tokens > tokens and not batch.codes.is_meta:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return whole(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HiggsObjective, "forward", tight)
+        yield
+
+
+def typed(recipe: Recipe, settings: dict[str, str], folder: Path) -> Recipe:
+    """A recipe with what was typed after --set."""
+    path = folder / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    return load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
+
+
+def test_row_20_running_out_of_memory_ends_with_what_to_type_and_that_helps(house: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(house, data={"row_tokens": 300}, train={"rows_per_pass": 4, "rows_per_step": 4, "steps": 1})
+    with memory_for(tokens=700):
+        with pytest.raises(
+            TrainingError, match=r"out of memory in the longest pass, [\d,]+ tokens\nmemory plan"
+        ) as caught:
+            learn(recipe, tmp_path / "first")
+        settings = follow(caught.value, {})
+        assert settings == {"train.rows_per_pass": "2"}
+        _, notes = learn(typed(recipe, settings, tmp_path), tmp_path / "second")
+    assert len(notes.steps) == 1
+
+
+@gpu
+def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, house: Path, tmp_path: Path) -> None:
+    """The allocator is held to a part of the card; advice is followed until it fits."""
+    wide = save_tiny(tmp_path / "wide", hidden=256, layers=8)
+    recipe = make_recipe(
+        house,
+        model={"source": str(wide), "pretrained": False},
+        train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda"},
+    )
+    _, notes = learn(recipe, tmp_path / "free")
+    peak = torch.cuda.max_memory_allocated(card)
+    assert any("measured in two" in line for line in notes.said)
+    total = torch.cuda.get_device_properties(card).total_memory
+    settings: dict[str, str] = {}
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.6 * peak / total, card)
+        for attempt in range(6):
+            gc.collect()
+            torch.cuda.empty_cache()
+            try:
+                _, notes = learn(typed(recipe, settings, tmp_path), tmp_path / f"tight{attempt}")
+                break
+            except TrainingError as error:
+                assert "out of memory in the longest pass" in error.what
+                settings = follow(error, settings)
+        else:
+            pytest.fail(f"never fitted with {settings}")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, card)
+    assert settings and len(notes.steps) == 2

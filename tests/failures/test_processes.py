@@ -1,0 +1,164 @@
+"""One process or several: rows 16, 17 and 22, and the part of 18 that takes two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from myna.data.loader import Share
+from myna.doctor import processes
+from myna.errors import ConfigError, TrainingError
+from myna.train import loop
+from myna.train.processes import Place
+from myna.train.schedule import learning_rate
+
+from .conftest import Learn
+from .house import learn, make_recipe
+from .two_ranks import SCHEDULE
+
+Patch = pytest.MonkeyPatch
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def together(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes left what they met; see `two_ranks`."""
+    out = tmp_path_factory.mktemp("together")
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, *words, "-m", "tests.failures.two_ranks", str(house), str(out)]
+    bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=bare | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def met(together: Path, scenario: str) -> list[dict[str, Any]]:
+    """By each rank."""
+    return [json.loads((together / f"{scenario}.{rank}.json").read_text()) for rank in range(2)]
+
+
+# Row 16: cuda:-1
+
+
+def test_row_16_a_local_rank_of_minus_one_is_a_single_process(teach: Learn, monkeypatch: Patch) -> None:
+    for name in ("LOCAL_RANK", "RANK"):
+        monkeypatch.setenv(name, "-1")
+    assert Place.find() == Place(rank=0, local_rank=0, world=1)
+    _, notes = teach(train={"steps": 1})
+    assert any(line.startswith("device cpu x 1") for line in notes.said)
+    assert os.environ["LOCAL_RANK"] == "-1", "the environment is left as it was"
+    monkeypatch.delenv("RANK")
+    (check,) = processes()
+    assert check.status == "ok" and "LOCAL_RANK=-1 means a single process" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("said", "index"),
+    [
+        ({"LOCAL_RANK": "-1"}, 0),
+        ({"LOCAL_RANK": "-1", "WORLD_SIZE": "-1", "RANK": "-1"}, 0),
+        ({"LOCAL_RANK": "3", "WORLD_SIZE": "8", "RANK": "11"}, 3),
+        ({"LOCAL_RANK": "-1", "WORLD_SIZE": "8", "RANK": "5"}, 5),
+    ],
+)
+def test_row_16_a_device_has_the_number_of_its_process(monkeypatch: Patch, said: dict[str, str], index: int) -> None:
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for asked in ("auto", "cuda"):
+        assert Place.find().device(asked) == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: index)
+    with pytest.raises(ConfigError, match=f"wants card {index}, and there are {index}"):
+        Place(local_rank=index).device("cuda")
+
+
+def test_row_16_a_process_that_does_not_know_which_it_is_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    with pytest.raises(TrainingError, match="RANK does not say which"):
+        Place.find()
+
+
+# Row 17: ranks that part
+
+
+def test_row_17_ranks_that_do_not_share_gradients_are_found_by_their_weights(together: Path) -> None:
+    for told in met(together, "bypassed"):
+        assert "the weights of rank 1 have parted from rank 0's" in told["error"]
+    assert not (together / "bypassed" / "adapter").exists()
+
+
+def test_row_17_ranks_that_do_are_one_training(together: Path, house: Path, tmp_path: Path) -> None:
+    leader, other = met(together, "honest")
+    assert leader["error"] == other["error"] == ""
+    assert other["rows"] == [], "only one process writes and speaks"
+    recipe = make_recipe(house, data={"evaluation": str(house / "evaluation")}, train=SCHEDULE)
+    _, alone = learn(recipe, tmp_path / "alone")
+    steps = [row for row in leader["rows"] if "evaluation" not in row]
+    for one, two in zip(alone.steps, steps, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
+
+
+# Row 18, of two: one that cannot save
+
+
+def test_row_18_ranks_do_not_wait_for_one_that_cannot_save(together: Path) -> None:
+    leader, other = met(together, "full_disk")
+    assert "the checkpoint of step 2 could not be written" in leader["error"]
+    assert "No space left on device" in leader["error"] and "--resume" in leader["error"]
+    assert "the checkpoint of step 2 could not be written" in other["error"]
+    assert "see what rank 0 says" in other["error"]
+    assert list((together / "full_disk" / "checkpoints").iterdir()) == [], "nothing that looks like a checkpoint"
+
+
+# Row 22: who counts the steps
+
+
+def test_row_22_the_learning_rate_knows_neither_passes_nor_processes(
+    together: Path, house: Path, tmp_path: Path
+) -> None:
+    rates = {"two processes": [row["learning_rate"] for row in met(together, "honest")[0]["rows"] if "loss" in row]}
+    for rows in (4, 1):
+        recipe = make_recipe(house, train=SCHEDULE | {"rows_per_pass": rows})
+        _, notes = learn(recipe, tmp_path / str(rows))
+        assert notes.plan == 4, "optimizer steps"
+        rates[f"{4 // rows} passes"] = [row["learning_rate"] for row in notes.steps]
+    assert rates["1 passes"] == [learning_rate(recipe.train, step, 4) for step in (1, 2, 3, 4)]
+    assert rates["4 passes"] == rates["1 passes"] == rates["two processes"]
+    assert rates["1 passes"][0] == 2e-3 > 2.5 * rates["1 passes"][-1], "and it has come down in the end"
+
+
+def test_row_22_epochs_become_optimizer_steps(house: Path, tmp_path: Path) -> None:
+    """Six rows, two a step: three steps an epoch, however many passes a step takes."""
+    for rows in (2, 1):
+        changes = {"steps": None, "epochs": 2, "rows_per_step": 2, "rows_per_pass": rows, "schedule": "linear"}
+        recipe = make_recipe(house, data={"pack": False}, train=changes)
+        _, notes = learn(recipe, tmp_path / str(rows))
+        assert notes.plan == len(notes.steps) == 6
+        assert notes.steps[-1]["epoch"] == 2.0
+        assert notes.steps[0]["learning_rate"] == 2e-3 > 5 * notes.steps[-1]["learning_rate"]
+
+
+def test_row_22_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, teach: Learn) -> None:
+    monkeypatch.setattr(loop, "Share", lambda *_: Share(rank=0, world=2))
+    with pytest.raises(TrainingError, match="3 rows a step cannot be shared by 2 processes of 1 rows a pass") as caught:
+        teach(train={"rows_per_step": 3})
+    assert "train.rows_per_step=2" in caught.value.hint

@@ -1,0 +1,56 @@
+"""Stages: a first part of the run with other loss weights, and what is learned then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myna.train import loop
+from myna.train.loop import train
+from myna.train.run import Run
+from tests.train.resume_helper import Notes, make_birds, recipe_for
+
+CODES = [f"code{k}" for k in range(8)]
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_birds(tmp_path_factory.mktemp("birds"))
+
+
+def rows(birds: Path, folder: Path, stages: list[dict[str, float]], **loss: float) -> list[dict[str, Any]]:
+    how = {"steps": 12, "learning_rate": 1e-2, "schedule": "constant", "stages": stages}
+    recipe, notes = recipe_for(birds, adapt={"train_modules": ["audio_head"]}, loss=loss, train=how), Notes()
+    train(recipe, Run.create(folder, recipe), notes)
+    return notes.rows
+
+
+def audio(row: dict[str, Any]) -> float:
+    return float(sum(row[code] for code in CODES)) / 8
+
+
+def test_text_first_and_then_all(birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
+    stages = [{"until": 0.5, "text_weight": 1.0, "audio_weight": 0.0}]
+    taught = rows(birds, tmp_path / "run", stages, text_weight=0.5, audio_weight=2.0)
+    for row in taught[:6]:
+        assert row["loss"] == pytest.approx(row["text"], abs=1e-6)
+    for row in taught[6:]:
+        assert row["loss"] == pytest.approx(0.5 * row["text"] + 2 * audio(row), abs=1e-6)
+    assert taught[6]["text"] < taught[0]["text"] - 0.1, "the text is learned"
+    assert abs(audio(taught[6]) - audio(taught[0])) < 0.05, "and nothing else"
+    assert audio(taught[-1]) < audio(taught[6]) - 0.05, "then the audio is"
+
+
+def test_stages_end_at_a_share_or_at_a_step_and_the_text_head_is_there_from_the_first(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe's own loss has no text: it is the stage that needs the head."""
+    monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
+    stages = [{"until": 0.25, "text_weight": 1.0, "audio_weight": 0.0}, {"until": 8, "text_weight": 1.0}]
+    taught = rows(birds, tmp_path / "run", stages)
+    for row in taught:
+        text, sound = (1, 0) if row["step"] <= 3 else (1, 1) if row["step"] <= 8 else (0, 1)
+        assert row["loss"] == pytest.approx(text * row["text"] + sound * audio(row), abs=1e-6), row["step"]

@@ -1,0 +1,68 @@
+"""Asked to stop, a training saves where it stands, and goes on as if nobody had asked."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from myna.train.checkpoint import checkpoint_steps
+from myna.train.loop import _asked_to_stop
+from myna.train.run import Run
+from tests.train.resume_helper import (
+    Nursery,
+    contents,
+    count_rows,
+    kill,
+    make_birds,
+    metrics,
+    recipe_for,
+    wait_for_rows,
+)
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_birds(tmp_path_factory.mktemp("birds"))
+
+
+def test_a_stopped_run_goes_on_to_the_same_result(birds: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        birds,
+        data={"evaluation": str(birds / "evaluation")},
+        adapt={"dropout": 0.1},
+        train={"steps": 60, "save_every": 50, "evaluate_every": 7, "early_stopping": 50},
+    ).model_dump(mode="json")
+    whole, stopped, dice = tmp_path / "whole", tmp_path / "stopped", random.Random(0)
+    with Nursery(birds, tmp_path / "log") as nursery:
+        assert nursery.train(whole, recipe=recipe) == 0
+        pid = nursery.start(stopped, recipe=recipe)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            wait_for_rows(stopped, count_rows(stopped) + 4)
+            kill(pid, number, dice)
+            assert nursery.wait() == 0
+            step = checkpoint_steps(Run.open(stopped))[-1]
+            said = (stopped / "log.txt").read_text().splitlines()[-1]
+            assert said.startswith(f"stopped after step {step} as asked") and f"--resume {stopped}" in said
+            assert f'"step": {step},' in metrics(stopped)[-1], "every step that was taken is kept"
+            assert not (stopped / "adapter").exists()
+            pid = nursery.start(stopped)
+        assert nursery.wait() == 0
+    assert metrics(stopped) == metrics(whole)
+    assert contents(stopped / "adapter") == contents(whole / "adapter")
+
+
+def test_the_second_interrupt_does_not_wait_and_handlers_come_back() -> None:
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    before, asked = handlers(), []
+    with pytest.raises(KeyboardInterrupt), _asked_to_stop() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            asked.append(stop.is_asked)
+    assert asked == [True, True], "asking twice to end is asking to end"
+    assert handlers() == before
