@@ -156,6 +156,9 @@ class TrainSettings(Settings):
     """Compute type of the frozen part; trainable weights are fp32, except with `pure-fp16`, which is a last resort."""
     checkpointing: Literal["none", "full"] | Count = "none"
     """Recompute layers in the backward pass to save memory: all of them, or every n-th."""
+    fast: bool = False
+    """Fold a plain LoRA into its frozen weights and, on a card, compile the layers: the same training, sooner. Still
+    young: the first step waits a minute or two for the compiler."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto` takes the best there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -16,7 +16,7 @@ import torch
 from myna.errors import DataError, ModelError, TrainingError
 from myna.models import convert, open_family
 from myna.models.base import IGNORED, Family, Rendered
-from myna.models.higgs_v2 import forward
+from myna.models.higgs_v2 import forward, route
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
@@ -313,8 +313,8 @@ def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
 def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
     teach: Learn, monkeypatch: Patch
 ) -> None:
-    within: Callable[..., torch.Tensor] = forward.attend_within
-    monkeypatch.setattr(forward, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
+    within: Callable[..., torch.Tensor] = route.attend_within
+    monkeypatch.setattr(route, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
     with pytest.raises(TrainingError, match="packed sequences see one another"):
         teach()
 

@@ -167,7 +167,9 @@ def provoke_row_12(family: Family, trained: tuple[str, ...], device: torch.devic
     with torch.autocast(device.type, torch.bfloat16):
         with pytest.raises(RuntimeError, match=r"masked_scatter|Index put|same dtype"):
             core_of(model)(**inputs)  # the cause, in transformers' own forward
-        sums = family.objective(model)(family.collate([rendered]).to(device)).sums
+        batch = family.collate([rendered]).to(device)
+        assert HiggsObjective(model).hidden(batch).dtype == torch.bfloat16, "and fp32 does not spread"  # type: ignore[arg-type]
+        sums = family.objective(model)(batch).sums
     sums.sum().backward()
     exact = family.objective(load(family))(family.collate([rendered])).sums
     assert torch.allclose(sums.cpu(), exact, rtol=0.02)

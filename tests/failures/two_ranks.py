@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.failures.two_ranks HOUSE OUT
 
-trains once as it should be, once around the wrapper that shares gradients, and once with a disk that is full for rank 0
-alone. Each rank leaves what it met in OUT/SCENARIO.RANK.json.
+trains once around the wrapper that shares gradients, once with a disk that is full for rank 0 alone, and once as it
+should be, after which the processes part. Each rank leaves what it met in OUT/SCENARIO.RANK.json.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def attempt(house: Path, out: Path, scenario: Callable[[Patch], None]) -> None:
 
 def main(house: str, out: str) -> None:
     torch.set_num_threads(1)
-    for scenario in (honest, bypassed, full_disk):
+    for scenario in (bypassed, full_disk, honest):
         attempt(Path(house), Path(out), scenario)
 
 

@@ -115,7 +115,12 @@ def look_at_fsdp(folder: Path) -> dict[str, Any]:
     student = make_student(load_recipe(folder / "full.yaml"))
     weights = [weight for weight in student.trainables.values() if isinstance(weight, DTensor)]
     whole = gather(student.trainables, keep=True)
+    # Only one rank has something to judge by, and afterwards nobody keeps a weight that was put together for it.
+    batches = first_rows(student, 1) if Place.find().leads else []
+    heard = student.judge(batches, stream_weights(student.family.streams, student.recipe.loss))
     seen = {
+        "judged": heard["loss"],
+        "taken apart again": all(isinstance(weight, DTensor) for weight in student.model.parameters()),
         "all are shared out": len(weights) == len(student.trainables),
         "share": sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights),
         "whole": all(whole[name].shape == weight.shape for name, weight in student.trainables.items()),

@@ -70,7 +70,7 @@ def test_losses_come_out_of_accelerate_as_fp32_sums(name: Name, make: Make) -> N
     with student.accelerator.autocast():
         result = student.objective(batch.to(CUDA))
     assert isinstance(result, StreamSums)
-    assert (result.sums.dtype, result.correct.dtype, result.stops.dtype) == (torch.float32, *[torch.float64] * 2)
+    assert (result.sums.dtype, result.correct.dtype, result.stops.dtype) == (torch.float32, *[torch.int64] * 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,7 @@ from myna.demo import BIRDS, SAMPLE_RATE, record, whistle
 from myna.errors import DataError, TrainingError
 from myna.models import save_tiny
 from myna.models.base import IGNORED, Rendered
-from myna.models.higgs_v2 import forward
+from myna.models.higgs_v2 import forward, route
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.train import loop, preflight
@@ -348,14 +348,14 @@ def everything(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple
 
 
 def test_a_model_that_sees_its_own_future_is_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "attend_within", everything)
+    monkeypatch.setattr(route, "attend_within", everything)
     assert "sees its own future" in flight("model").refused()
 
 
 def test_packed_sequences_that_see_one_another_are_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an all-ones mask: causal, but over the whole row."""
-    apart = forward.attend_within
-    monkeypatch.setattr(forward, "attend_within", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
+    apart = route.attend_within
+    monkeypatch.setattr(route, "attend_within", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
     told = flight("model").refused()
     assert "packed sequences see one another" in told and "--set data.pack=false" in told
 

@@ -187,7 +187,8 @@ def test_the_wrapper_goes_before_the_connections(two: Path) -> None:
 
 def test_full_training_shares_every_weight_out(two: Path) -> None:
     for fsdp in seen(two, "fsdp"):
-        assert fsdp["all are shared out"] and fsdp["whole"]
+        assert fsdp["all are shared out"] and fsdp["whole"] and fsdp["taken apart again"]
+        assert fsdp["judged"] == seen(two, "fsdp")[0]["judged"] > 0
         assert fsdp["share"] == pytest.approx(0.5, abs=0.05)
 
 
@@ -362,7 +363,7 @@ def test_processes_asked_to_stop_save_and_end_well(birds: Path) -> None:
     with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
         ranks_of(launcher, run)
         launcher.terminate()
-        said = launcher.communicate(timeout=60)[0]
+        said = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 0 and "as asked; go on with" in said, said
     resume(run)
     same_course(birds / "straight", run)

@@ -190,10 +190,13 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0) -> nn.Module:
+    def objective(
+        self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0, fast: bool = False
+    ) -> nn.Module:
         """A module that maps a `Batch` to `StreamSums`, with the weights as its `model`; what DDP and FSDP wrap.
 
-        Every `checkpoint_every`-th layer is recomputed in the backward pass; 0 recomputes none.
+        Every `checkpoint_every`-th layer is recomputed in the backward pass; 0 recomputes none. `fast` may rearrange
+        frozen weights and compile the layers; what is computed stays the same.
         """
 
     @abstractmethod

@@ -7,7 +7,6 @@ divided once by the targets counted over all passes and processes.
 from __future__ import annotations
 
 import math
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from myna.errors import DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, Rendered
 from myna.train.checkpoint import Checkpoints, Progress
-from myna.train.memory import check_room, longest_pass, plan
+from myna.train.memory import check_room, longest_pass, peak, plan
 from myna.train.precision import decide
 from myna.train.preflight import preflight
 from myna.train.processes import Place, check_same_weights, leave, start
@@ -76,7 +75,8 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
 
     # What it will take.
     memory = plan(family, recipe, precision, accelerator.device, longest_pass(loader, recipe, share), share.world)
-    say(memory.table())
+    for line in memory.table().splitlines():
+        say(line)
     check_room(memory)
 
     # Who learns.
@@ -218,15 +218,8 @@ def _speed(passes: list[Batch], seconds: float, student: Student) -> dict[str, f
         "seconds": seconds,
         "tokens_per_second": world * sum(batch.tokens for batch in passes) / seconds,
         "audio_per_second": world * sum(batch.target_seconds for batch in passes) / seconds,
-        "memory_gib": memory_gib(student.accelerator.device),
+        "memory_gib": peak(student.accelerator.device) / 2**30,
     }
-
-
-def memory_gib(device: torch.device) -> float:
-    """Peak memory: the device's where it has its own, else the process's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class _Stop:

@@ -53,7 +53,12 @@ class Student:
         model = family.load_model(dtype=precision.frozen, device=at_first, text_head=recipe.needs_text_head)
         model = adapt(model, family, recipe.adapt, dtype=precision.trainable)
         every = {"none": 0, "full": 1}.get(str(settings.checkpointing), settings.checkpointing)
-        objective = family.objective(model, label_smoothing=recipe.loss.label_smoothing, checkpoint_every=int(every))
+        objective = family.objective(
+            model,
+            label_smoothing=recipe.loss.label_smoothing,
+            checkpoint_every=int(every),
+            fast=settings.fast,
+        )
         if sharded:
             shard(objective, family.layers(objective), precision, accelerator)
         trainables = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

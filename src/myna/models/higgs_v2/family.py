@@ -126,8 +126,10 @@ class HiggsV2(Family):
             sequences, (config.audio_token_id, config.audio_delay_token_id), config.num_codebooks, offset=offset
         )
 
-    def objective(self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0) -> nn.Module:
-        return HiggsObjective(model, label_smoothing, checkpoint_every)
+    def objective(
+        self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0, fast: bool = False
+    ) -> nn.Module:
+        return HiggsObjective(model, label_smoothing, checkpoint_every, fast)
 
     def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(objective, HiggsObjective)

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from myna.models.base import IGNORED, StreamSums
 from myna.models.higgs_v2.batch import HiggsBatch
+from myna.models.higgs_v2.fast import FoldedLayer, can_fold, refresh
+from myna.models.higgs_v2.route import Route
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
@@ -50,31 +52,6 @@ def run_layer(layer: Any, stream: torch.Tensor, texts: int, attend: Attend) -> t
     return stream + torch.cat([text, audio]).to(stream.dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions; cos and sin are (positions, 1, head size)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def rotary_tables(core: Any, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = core.model.rotary_emb(like, position_ids[None])
-    return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-
-
-def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Causal attention inside each sequence; (positions, heads, head size) in sequence order.
-
-    One call per sequence: exact on every device, and no mask that grows with the square of a row.
-    """
-    attended = []
-    for parts in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
-        one_q, one_k, one_v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
-        grouped = one_q.shape[1] != one_k.shape[1]
-        out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, enable_gqa=grouped)
-        attended.append(out[0].transpose(0, 1))
-    return torch.cat(attended)
-
-
 class SortedLayer(nn.Module):
     """A decoder layer as a module of its own, so that sharding, compiling and checkpointing have something to hold."""
 
@@ -82,42 +59,43 @@ class SortedLayer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, stream: torch.Tensor, texts: int, attend: Attend) -> torch.Tensor:
+    def forward(self, stream: torch.Tensor, texts: int, route: Route) -> torch.Tensor:
+        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return route.attend(*(x[route.to_sequence] for x in (q, k, v)))[route.to_stream]
+
         return run_layer(self.layer, stream, texts, attend)
-
-
-def training_attention(core: Any, batch: HiggsBatch, stream: torch.Tensor) -> Attend:
-    """Attention among the positions of each sequence, for a stream in sorted order."""
-    cos, sin = rotary_tables(core, batch.position_ids, stream)
-
-    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x[batch.to_sequence] for x in (q, k, v))
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        return attend_within(q, k, v, batch.lengths)[batch.to_stream]
-
-    return attend
 
 
 class HiggsObjective(nn.Module):
     """Batch to loss sums: what the loop, DDP and FSDP hold."""
 
-    def __init__(self, model: nn.Module, label_smoothing: float = 0.0, checkpoint_every: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, label_smoothing: float = 0.0, checkpoint_every: int = 0, fast: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
-        self.layers = nn.ModuleList(SortedLayer(layer) for layer in core_of(model).model.layers)
+        layers = core_of(model).model.layers
+        kind = FoldedLayer if fast and all(can_fold(layer) for layer in layers) else SortedLayer
+        self.layers = nn.ModuleList(kind(layer) for layer in layers)
+        self._groups = [group for layer in self.layers if isinstance(layer, FoldedLayer) for group in layer.groups]
+        if fast and next(model.parameters()).is_cuda:
+            for layer in self.layers:
+                layer.compile(dynamic=True)
         self.label_smoothing = label_smoothing
         self.checkpoint_every = checkpoint_every
 
     def hidden(self, batch: HiggsBatch) -> torch.Tensor:
         """The stream after the last layer, before the final norm."""
         core = core_of(self.model)
+        if self._groups:
+            refresh(self._groups)
         stream, texts = embed(core, batch.text_ids, batch.codes), len(batch.text_ids)
-        attend = training_attention(core, batch, stream)
+        route = Route.of(core, batch, stream)
         for number, layer in enumerate(self.layers):
             if self.checkpoint_every and self.training and number % self.checkpoint_every == 0:
-                stream = checkpoint(layer, stream, texts, attend, use_reentrant=False)
+                stream = checkpoint(layer, stream, texts, route, use_reentrant=False)
             else:
-                stream = layer(stream, texts, attend)
+                stream = layer(stream, texts, route)
         return stream
 
     def forward(self, batch: HiggsBatch) -> StreamSums:

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from myna.models.base import Sampling, Spoken
 from myna.models.higgs_v2.batch import HiggsBatch
-from myna.models.higgs_v2.forward import attend_within, embed, rotary_tables, rotate, run_layer
+from myna.models.higgs_v2.forward import embed, run_layer
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern
+from myna.models.higgs_v2.route import attend_within, rotary_tables, rotate
 
 
 class _Cache:
