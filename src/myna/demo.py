@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -86,6 +87,7 @@ def run_demo(out: Path, console: Console) -> list[Taught]:
         if not (out / "report.html").exists() and not (out / "recordings").exists():
             raise MynaError(f"{out} holds something else than a demo", hint="choose another folder with --out")
         raise MynaError(f"{out} holds a demo already", hint=f"rm -r {out}, or choose another folder with --out")
+    torch.set_num_threads(1)  # so small a model only loses by sharing its work
     console.rule("1  recordings: two birds, three lines each")
     record(out / "recordings")
     save_tiny(out / "model")

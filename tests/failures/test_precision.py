@@ -303,9 +303,9 @@ def test_row_19_the_recipe_switches_it_on(teach: Learn, monkeypatch: Patch) -> N
     seen = []
     made = HiggsObjective.__init__
 
-    def note(self: HiggsObjective, model: nn.Module, smoothing: float = 0.0, every: int = 0) -> None:
-        seen.append(every)
-        made(self, model, smoothing, every)
+    def note(self: HiggsObjective, *given: Any, **how: Any) -> None:
+        made(self, *given, **how)
+        seen.append(self.checkpoint_every)
 
     monkeypatch.setattr(HiggsObjective, "__init__", note)
     (_, plain), (_, full) = (teach(train={"checkpointing": how}) for how in ("none", "full"))
