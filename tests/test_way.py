@@ -17,6 +17,7 @@ from myna.data.codec import Codes
 from myna.data.corpus import Corpus
 from myna.demo import BIRDS, LINES, REFERENCE, match, recipe, record
 from myna.errors import MynaError
+from myna.models.higgs_v2.tiny import save_tiny_codec
 
 
 def myna(*words: object) -> str:
@@ -122,3 +123,9 @@ def test_train_wants_a_recipe_or_a_run(way: Path) -> None:
     for words in ([], [way / "recipe.yaml", "--resume", way / "run"]):
         with pytest.raises(MynaError, match="give a recipe, or --resume"):
             myna("train", *words)
+
+
+def test_a_run_does_not_speak_through_another_codec(way: Path) -> None:
+    save_tiny_codec(way / "other-codec", seed=7)
+    with pytest.raises(MynaError, match="trained with another codec"):
+        speak(way, "robin", LINES[0], "--codec", way / "other-codec")

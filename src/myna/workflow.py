@@ -19,6 +19,7 @@ from myna.errors import SpeakError
 from myna.models import open_family
 from myna.models.adapting import load_adapter, merge
 from myna.speak.engine import Engine
+from myna.train.checkpoint import learned_with
 from myna.train.loop import train as run_training
 from myna.train.precision import decide, pick_device
 from myna.train.processes import Place, launch, reporting
@@ -126,8 +127,14 @@ def open_engine(*, run: Path | None, model: str | None, codec: str | None, devic
     weights = family.load_model(dtype=dtype, device=target, text_head=tuned.recipe.needs_text_head)
     if not tuned.model.is_dir():
         weights = merge(load_adapter(weights, tuned.adapter))
-    place = tuned.recipe.data.reference_place
-    return Engine(family, weights, family.load_codec(device=target), place)
+    coder, known = family.load_codec(device=target), learned_with(tuned)
+    for what, now in (("codec", coder.revision), ("prompt", family.prompt_revision)):
+        if known.get(what, now) != now:
+            raise SpeakError(
+                f"{run} was trained with another {what} than would speak now",
+                hint=f"use the {what} it was trained with",
+            )
+    return Engine(family, weights, coder, tuned.recipe.data.reference_place)
 
 
 @contextmanager
@@ -170,7 +177,9 @@ class _TrainDisplay:
 
     def stepped(self, row: dict[str, Any]) -> None:
         if "evaluation" in row:
-            self.say(f"step {row['step']}: evaluation loss {row['evaluation']['loss']:.4f}")
+            heard = row["evaluation"]
+            gain = f", {heard['against_base']:+.4f} against the untuned model" if "against_base" in heard else ""
+            self.say(f"step {row['step']}: evaluation loss {heard['loss']:.4f}{gain}")
             return
         speed = row["speed"]
         pace = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['audio_per_second']:.1f} audio-s/s"

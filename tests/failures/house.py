@@ -53,7 +53,8 @@ class Notes:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if "evaluation" in row]
+        """Of what was trained; the untuned model's is step 0."""
+        return [row for row in self.rows if "evaluation" in row and row["step"] > 0]
 
 
 def record(folder: Path, birds: dict[str, float], lines: Sequence[str]) -> Path:

@@ -1,4 +1,4 @@
-"""What is learned from and judged by: rows 14, 23, 31 and 35."""
+"""What is learned from and judged by: rows 14, 23, 30, 31 and 35."""
 
 from __future__ import annotations
 
@@ -197,6 +197,25 @@ def test_row_31_the_training_data_is_no_evaluation_under_any_name(house: Path, t
     copy = shutil.copytree(house / "prepared", tmp_path / "copy")
     with pytest.raises(TrainingError, match="6 of 6 evaluation utterances are trained on too"):
         learn(make_recipe(house, data={"evaluation": str(copy)}), tmp_path / "run")
+
+
+def test_row_30_the_base_is_measured_first_and_every_evaluation_is_told_against_it(
+    house: Path, schooled: Path, teach: Learn
+) -> None:
+    """A rate that ruins what the model knew: the losses are worse than the untuned one's, and the run says so."""
+    run, notes = teach(
+        model={"source": str(schooled)},
+        data={"evaluation": str(house / "evaluation")},
+        train={"steps": 4, "learning_rate": 0.3, "evaluate_every": 2},
+    )
+    base = notes.rows[0]
+    assert base["step"] == 0 and "evaluation" in base, "before the first step"
+    assert [row["step"] for row in notes.evaluations] == [2, 4]
+    for row in notes.evaluations:
+        heard = row["evaluation"]
+        assert heard["against_base"] == heard["loss"] - base["evaluation"]["loss"] > 0
+    assert any("no evaluation was better than the untuned model's" in line for line in notes.said)
+    assert json.loads(run.metrics.read_text().splitlines()[0]) == base
 
 
 def test_row_31_early_stopping_without_evaluation_is_refused(house: Path) -> None:

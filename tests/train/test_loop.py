@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from myna.audio.clip import write
 from myna.config import Recipe, parse_recipe
 from myna.data.loader import Share
 from myna.demo import BIRDS, SAMPLE_RATE, record, whistle
-from myna.errors import DataError
+from myna.errors import ConfigError, DataError
 from myna.models import open_family, save_tiny
 from myna.train.loop import make_loader, train
 from myna.train.run import Run
@@ -146,10 +147,10 @@ def test_evaluations_come_when_due_and_at_the_end(learn: Learn, birds: Path) -> 
     changes = {"evaluate_every": 2, "steps": 5}
     run, notes = learn(data={"evaluation": str(birds / "evaluation")}, train=changes)
     heard = [row for row in notes.rows if "evaluation" in row]
-    assert [row["step"] for row in heard] == [2, 4, 5]
+    assert [row["step"] for row in heard] == [0, 2, 4, 5], "the untuned model's first"
     assert {"loss", *CODES, "accuracy", "stop_accuracy"} <= heard[0]["evaluation"].keys()
     assert heard == [row for row in map(json.loads, run.metrics.read_text().splitlines()) if "evaluation" in row]
-    assert len({row["evaluation"]["loss"] for row in heard}) == 3, "the model has changed in between"
+    assert len({row["evaluation"]["loss"] for row in heard}) == 4, "the model has changed in between"
     assert any("evaluation: 4 targets" in line for line in notes.said)
 
     _, cut = learn(data={"evaluation": str(birds / "evaluation")}, train=changes | {"rows_per_pass": 4})
@@ -300,3 +301,12 @@ def test_codes_of_another_kind_of_codec_are_refused(birds: Path, tmp_path: Path)
     finally:
         note.write_text(before)
     assert "myna prepare" in caught.value.hint
+
+
+def test_a_tracker_gets_the_metrics_or_says_what_to_install(learn: Learn) -> None:
+    if find_spec("tensorboard") is None:
+        with pytest.raises(ConfigError, match="pip install tensorboard"):
+            learn(train={"trackers": ["tensorboard"]})
+        return
+    run, _ = learn(train={"trackers": ["tensorboard"]})
+    assert list(run.folder.rglob("events.out.tfevents.*"))

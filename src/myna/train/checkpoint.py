@@ -45,6 +45,8 @@ class Progress:
     """Where a run stands, beside its weights."""
 
     step: int
+    base_loss: float | None = None
+    """Of the untuned model, on the evaluation set."""
     best_step: int | None = None
     best_loss: float | None = None
     evaluations_since_best: int = 0
@@ -263,6 +265,15 @@ class Checkpoints:
             f"{what} could not be written to {self.run.folder}: {why}",
             hint=f"make room there, then go on from {there}: myna train --resume {self.run.folder}",
         ) from failure
+
+
+def learned_with(run: Run) -> dict[str, Any]:
+    """What a run was made of, as its newest checkpoint has it; nothing where none was kept."""
+    steps = checkpoint_steps(run)
+    if not steps:
+        return {}
+    known: dict[str, Any] = json.loads((checkpoint_folder(run, steps[-1]) / "state.json").read_text("utf-8"))["made_of"]
+    return known
 
 
 def made_of(

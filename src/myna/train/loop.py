@@ -33,6 +33,9 @@ from myna.train.schedule import learning_rate
 from myna.train.streams import stage_weights, stream_weights
 from myna.train.student import Student
 
+BEFORE_ALL = -1
+"""A step before the untuned model's evaluation, which is step 0."""
+
 
 class Watcher(Protocol):
     """Whoever looks on: the command line draws, a test collects."""
@@ -71,6 +74,11 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
     evaluation = make_loader(recipe, family, recipe.data.evaluation) if recipe.data.evaluation else None
     _say_data(loader, say)
     if evaluation is not None:
+        if evaluation.corpus.prepared.codec_revision != loader.corpus.prepared.codec_revision:
+            raise DataError(
+                f"{recipe.data.evaluation} was encoded with another codec than {recipe.data.train}",
+                hint=f"myna prepare SOURCE --out {recipe.data.evaluation} --model {recipe.model.source}",
+            )
         say(f"evaluation: {len(evaluation.pairing.targets)} targets from {recipe.data.evaluation}")
 
     # What it will take.
@@ -98,7 +106,7 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
     if resume:
         say(f"going on after step {progress.step}")
     if accelerator.is_main_process:
-        run.forget_after(progress.step)
+        run.forget_after(progress.step or BEFORE_ALL)
     watcher.planned(steps, progress.step)
     stream = loader.steps(settings.rows_per_step, settings.rows_per_pass, share, start=progress.step)
     stopping, enough = False, _is_enough(settings, progress)
@@ -109,6 +117,12 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
         say(f"dry run: everything is ready for {steps} steps, and nothing was trained")
         leave(student)
         return
+
+    # The base first, so that every later evaluation can be told as a difference from it.
+    if evaluation is not None and progress.base_loss is None:
+        heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
+        _tell(student, run, watcher, {"step": 0, "evaluation": heard})
+        progress = replace(progress, base_loss=heard["loss"])
 
     # Step by step.
     with _asked_to_stop() as stop, closing(stream):
@@ -129,12 +143,14 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
             if evaluation is not None and (step % evaluate_every == 0 or step == steps):
                 check_same_weights(student)
                 heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
+                heard["against_base"] = heard["loss"] - (progress.base_loss or 0.0)
                 _tell(student, run, watcher, {"step": step, "evaluation": heard})
                 progress = _rank(progress, heard["loss"])
                 enough = _is_enough(settings, progress)
                 if enough:
                     say(f"no better evaluation since step {progress.best_step}: stopping early")
             if step % save_every == 0 or step == progress.best_step or step == steps or stopping or enough:
+                check_same_weights(student)
                 checkpoints.save(progress)
 
     # What is left.
@@ -142,6 +158,7 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
         say(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
     else:
         say(f"saved {checkpoints.publish(progress)}")
+        _say_gain(progress, say)
     leave(student)
 
 
@@ -175,6 +192,22 @@ def _rank(progress: Progress, loss: float) -> Progress:
     if progress.best_loss is None or loss < progress.best_loss:
         return replace(progress, best_step=progress.step, best_loss=loss, evaluations_since_best=0)
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
+
+
+def _say_gain(progress: Progress, say: Callable[[str], None]) -> None:
+    """Whether the training was worth it, as far as a loss can tell."""
+    if progress.base_loss is None or progress.best_loss is None:
+        return
+    if progress.best_loss >= progress.base_loss:
+        say(
+            f"no evaluation was better than the untuned model's {progress.base_loss:.4f}; the best was "
+            f"{progress.best_loss:.4f} at step {progress.best_step}. The data may not fit the model, or the rate is off"
+        )
+    else:
+        say(
+            f"evaluation loss {progress.best_loss:.4f} at step {progress.best_step}, "
+            f"{progress.base_loss - progress.best_loss:.4f} below the untuned model's"
+        )
 
 
 def _say_data(loader: Loader[Rendered, Batch], say: Callable[[str], None]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others. Rank 0 may write and read back the checkpoint of a fully trained model, some
@@ -150,22 +150,22 @@ def start(recipe: Recipe, precision: Precision, device: torch.device, folder: Pa
     if device.type == "cuda":
         torch.cuda.set_device(device)
     trackers = list(recipe.train.trackers)
+    # Accelerate only warns of a tracker that is not there, and goes on without it.
+    absent = [name for name in trackers if find_spec(name) is None]
+    if absent:
+        raise ConfigError(
+            f"`train.trackers`: {' and '.join(absent)} is not installed", hint=f"pip install {' '.join(absent)}"
+        )
     # Accelerate remembers the device and the precision of an earlier training in this process, which are not ours.
     AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        with _environment(_for_accelerate(place, device)):
-            accelerator = Accelerator(
-                mixed_precision=precision.mixed_precision,
-                cpu=device.type == "cpu",
-                log_with=trackers or None,
-                project_dir=folder,
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-            )
-    except ValueError as error:
-        if not trackers:
-            raise
-        packages = " ".join(TRACKER_PACKAGES[name] for name in trackers)
-        raise ConfigError(f"`train.trackers`: {error}", hint=f"pip install {packages}") from None
+    with _environment(_for_accelerate(place, device)):
+        accelerator = Accelerator(
+            mixed_precision=precision.mixed_precision,
+            cpu=device.type == "cpu",
+            log_with=trackers or None,
+            project_dir=folder,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
     assert (accelerator.device, accelerator.process_index) == (device, place.rank)
     if trackers:
         accelerator.init_trackers(recipe.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,3 +131,14 @@ def test_label_smoothing_raises_the_loss_of_a_sure_model(family: HiggsV2, model:
 def test_stops_count_one_end_per_codebook(family: HiggsV2, model: Any) -> None:
     result = family.objective(model)(family.collate(conversations(family)))
     assert result.stops[1] == 4 * 8
+
+
+def test_frames_that_only_add_up_in_total_are_refused(family: HiggsV2) -> None:
+    """One frame too many in one sequence and one too few in the next would be misaligned in silence."""
+    one, other = conversations(family)[:2]
+    swapped = [
+        replace(one, codes=np.concatenate([one.codes, other.codes[:1]])),
+        replace(other, codes=other.codes[1:]),
+    ]
+    with pytest.raises(AssertionError, match="placeholders for"):
+        family.collate(swapped)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -106,8 +108,9 @@ def test_any_script_survives_the_tokens(family: HiggsV2, text: str) -> None:
 
 
 def test_control_tokens_in_a_text_are_refused(family: HiggsV2) -> None:
-    with pytest.raises(DataError, match=r"control token <\|eot_id\|>"):
-        family.render(cloning("hello <|eot_id|> there"))
+    for token in ("<|eot_id|>", "<|start_header_id|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>"):
+        with pytest.raises(DataError, match=f"control token {re.escape(token)}"):
+            family.render(cloning(f"hello {token} there"))
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class HiggsV2(Family):
             codes_per_book=_codes(config),
             audio_id=config.audio_token_id,
             delay_id=config.audio_delay_token_id,
+            control_tokens=tuple(self.tokenizer.get_added_vocab()),
         )
 
     @property

@@ -76,6 +76,7 @@ class Renderer:
     codes_per_book: int
     audio_id: int
     delay_id: int
+    control_tokens: tuple[str, ...]
 
     @property
     def revision(self) -> str:
@@ -137,7 +138,7 @@ class Renderer:
 
     def _plain(self, text: str, id: str) -> str:
         """Text of the user's, which must not smuggle control tokens into the prompt."""
-        for token in self.tokenizer.all_special_tokens:
+        for token in self.control_tokens:
             if token in text:
                 raise DataError(f"the text of {id} contains the control token {token}", hint="remove it from the text")
         return text
