@@ -36,7 +36,7 @@ MEMORY = 8e9
 PATIENCE = 3.0
 """Seconds to wait for the hub; a name server that does not answer may take much longer to give up."""
 CUDA_TORCH = "pip install --force-reinstall torch, in the build that https://pytorch.org/get-started names for the GPU"
-CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
+CPU_TORCH = "install the CPU build of torch: pytorch.org/get-started has the line for this machine"
 FETCH_AGAIN = "hf download OWNER/NAME --force-download, and give --model that name"
 SENTENCES = ("صباح الخير، كيف حالك اليوم؟", "Chào buổi sáng, hôm nay bạn có khỏe không?")
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
