@@ -191,7 +191,7 @@ def test_a_cuda_build_without_a_driver_is_a_warning(cuda: Callable[..., None], m
     check = only(doctor.torch_)
     assert check.status == "warning"
     assert "CUDA 13.0 build without a working driver (CUDA initialization: the driver is too old)" in check.detail
-    assert "nvidia-smi" in check.hint and "whl/cpu" in check.hint
+    assert "nvidia-smi" in check.hint and "CPU build of torch" in check.hint
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert only(doctor.torch_).hint == "unset CUDA_VISIBLE_DEVICES"
 
