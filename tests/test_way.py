@@ -129,3 +129,24 @@ def test_a_run_does_not_speak_through_another_codec(way: Path) -> None:
     save_tiny_codec(way / "other-codec", seed=7)
     with pytest.raises(MynaError, match="trained with another codec"):
         speak(way, "robin", LINES[0], "--codec", way / "other-codec")
+
+
+def test_a_fully_trained_model_speaks_through_the_codec_of_its_base(way: Path) -> None:
+    settings = ("adapt.mode=full", "adapt.train_modules=[]", "train.steps=2", "train.learning_rate=1e-4")
+    myna("train", way / "recipe.yaml", "-o", way / "full", *(word for s in settings for word in ("--set", s)))
+    words = ["speak", "hi", "--run", way / "full", "--max-seconds", 0.4, "--temperature", 0, "--device", "cpu"]
+    assert "spoken-full.wav" in myna(*words, "-o", way / "spoken-full.wav")
+
+
+def test_nothing_is_written_over_what_is_there(way: Path) -> None:
+    with pytest.raises(MynaError, match="exists and is not empty"):
+        myna("model", "tiny", "-o", way / "model")
+    before = (way / "prepared" / "manifest.jsonl").read_bytes()
+    with pytest.raises(MynaError, match="imported over itself"):
+        myna("import", way / "prepared", "-o", way / "prepared")
+    assert (way / "prepared" / "manifest.jsonl").read_bytes() == before
+
+
+def test_a_device_that_does_not_exist_is_named(way: Path) -> None:
+    with pytest.raises(MynaError, match="device `gpu` is not to be had"):
+        myna("speak", "hi", "--model", way / "model", "--device", "gpu", "-o", way / "x.wav")

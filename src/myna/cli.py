@@ -142,7 +142,7 @@ def train(
         )
     run = go_on(resume, settings, gpus) if resume is not None else None
     run = run_training(recipe, out, settings, gpus, dry_run) if recipe is not None else run
-    if run is None or dry_run:
+    if run is None or not run.is_finished:
         return
     console.print(
         f'\nHear it:  myna speak "your words" --run {run.folder} --voice REF.wav --voice-text "..." -o out.wav'

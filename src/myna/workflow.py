@@ -15,7 +15,7 @@ from myna.data.codes import encode_corpus
 from myna.data.corpus import Prepared
 from myna.data.importers import import_source, write_import
 from myna.data.utterance import Utterance
-from myna.errors import SpeakError
+from myna.errors import DataError, SpeakError
 from myna.models import open_family
 from myna.models.adapting import load_adapter, merge
 from myna.speak.engine import Engine
@@ -33,6 +33,8 @@ def import_into(
     source: str, out: Path, format: str | None, max_bad: float, language: str, speaker: str
 ) -> list[Utterance]:
     """The manifest of a source, written to `out`."""
+    if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
+        raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
     with progress("importing") as bar:
         task = bar.add_task("importing", total=None)
         imported = import_source(
@@ -122,8 +124,10 @@ def open_engine(*, run: Path | None, model: str | None, codec: str | None, devic
         )
     tuned = Run.open(run)
     settings = tuned.recipe.model
-    source = str(tuned.model) if tuned.model.is_dir() else settings.source
-    family = open_family(source, revision=settings.revision, codec=codec or settings.codec)
+    family = open_family(settings.source, revision=settings.revision, codec=codec or settings.codec)
+    if tuned.model.is_dir():
+        # Full training saves the model and not its codec, which is the base's still.
+        family = open_family(str(tuned.model), codec=family.codec_source)
     weights = family.load_model(dtype=dtype, device=target, text_head=tuned.recipe.needs_text_head)
     if not tuned.model.is_dir():
         weights = merge(load_adapter(weights, tuned.adapter))

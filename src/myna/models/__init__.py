@@ -41,6 +41,8 @@ def save_tiny(out: Path, *, seed: int = 0) -> Path:
     """A tiny random checkpoint of the real classes."""
     from myna.models.higgs_v2.tiny import save_tiny
 
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"{out} exists and is not empty", hint="choose another folder with --out")
     return save_tiny(out, seed=seed)
 
 

@@ -169,6 +169,11 @@ class Family(ABC):
     def accepts(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
         """Whether codes of this shape are what the model speaks."""
 
+    @property
+    @abstractmethod
+    def codec_source(self) -> str:
+        """Hub name or folder the codec comes from."""
+
     @abstractmethod
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...
 

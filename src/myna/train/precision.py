@@ -71,11 +71,13 @@ def pick_device(asked: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    device = torch.device(asked)
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if not there.get(device.type, False):
-        raise ConfigError(f"`train.device: {asked}` is not to be had here", hint="--set train.device=auto")
-    return device
+    if not there.get(asked.partition(":")[0], False):
+        raise ConfigError(
+            f"the device `{asked}` is not to be had here",
+            hint="use `auto`, or one of: " + ", ".join(name for name, is_there in there.items() if is_there),
+        )
+    return torch.device(asked)
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -36,7 +36,7 @@ class HiggsV2(Family):
         self.source = source
         self.config = config
         self.folder = folder
-        self.codec_source = codec
+        self._codec = codec
 
     @classmethod
     def open(cls, source: str, folder: Path, codec: str | None = None) -> HiggsV2:
@@ -99,14 +99,18 @@ class HiggsV2(Family):
         config = self.config
         return (codebooks, codebook_size, frame_rate) == (config.num_codebooks, _codes(config), FRAME_RATE)
 
-    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:
+    @property
+    def codec_source(self) -> str:
         beside = self.folder / "codec" if self.folder is not None else None
-        source = self.codec_source or (str(beside) if beside is not None and beside.is_dir() else DEFAULT_CODEC)
-        codec = HiggsCodec.open(source, device=device)
+        return self._codec or (str(beside) if beside is not None and beside.is_dir() else DEFAULT_CODEC)
+
+    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:
+        codec = HiggsCodec.open(self.codec_source, device=device)
         if not self.accepts(codec.codebooks, codec.codebook_size, codec.frame_rate):
+            wanted = f"{self.config.num_codebooks} x {_codes(self.config)} at {FRAME_RATE:g}"
             raise ModelError(
-                f"the codec {source} makes {codec.codebooks} x {codec.codebook_size} codes at {codec.frame_rate:g} "
-                f"frames/s; {self.source} wants {self.config.num_codebooks} x {_codes(self.config)} at {FRAME_RATE:g}",
+                f"the codec {self.codec_source} makes {codec.codebooks} x {codec.codebook_size} codes at "
+                f"{codec.frame_rate:g} frames/s; {self.source} wants {wanted}",
                 hint="name the model's own codec with --codec",
             )
         return codec
