@@ -229,7 +229,3 @@ class Family(ABC):
     @abstractmethod
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Weights, configuration and tokenizer in the transformers layout."""
-
-    def stats_config(self) -> dict[str, Any]:
-        """The numbers of the configuration worth printing."""
-        return {}
