@@ -9,18 +9,30 @@ import pytest
 import torch
 from torch import nn
 
-from myna.config import AdaptSettings
-from myna.models.adapting import load_adapter, save_adapter, wrap
+from myna.config import AdaptSettings, Base
+from myna.models.adapting import cast_trainable, load_adapter, save_adapter, wrap
+from myna.models.frozen import freeze
+from myna.models.higgs_v2 import passes
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.fast import FoldedLayer
+from myna.models.higgs_v2.fold import Fp8Group, make_group
 from myna.models.higgs_v2.forward import SortedLayer, core_of
+from myna.models.higgs_v2.passes import Copies, Copy, Norms, Wide
 
 from .conftest import cloning
 
 
-def adapted(family: HiggsV2, **settings: Any) -> nn.Module:
+def adapted(
+    family: HiggsV2,
+    base: Base = "compute",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> nn.Module:
     """A tiny model with an adapter that does something."""
-    model = family.load_model(dtype=torch.float32, device="cpu", text_head=True)
+    model = family.load_model(dtype=dtype, device="cpu", text_head=True)
+    names = family.adapt_targets(model, "comprehensive").adapted
+    model = freeze(model.to(device), base, names, device)
     torch.manual_seed(1)
     wrapped = wrap(model, family, AdaptSettings.model_validate({"rank": 4, **settings}))
     for name, parameter in wrapped.named_parameters():
@@ -29,8 +41,10 @@ def adapted(family: HiggsV2, **settings: Any) -> nn.Module:
     return wrapped
 
 
-def losses_and_gradients(family: HiggsV2, model: nn.Module, fast: bool) -> tuple[Any, dict[str, torch.Tensor]]:
-    objective = family.objective(model, fast=fast)
+def losses_and_gradients(
+    family: HiggsV2, model: nn.Module, fast: bool, recompute: int = 0
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    objective = family.objective(model, fast=fast, recompute=recompute).train()
     kind = FoldedLayer if fast else SortedLayer
     assert all(isinstance(layer, kind) for layer in family.layers(objective))
     batch = family.collate([family.render(cloning("one")), family.render(cloning("two", target=11, seed=5))])
@@ -40,15 +54,20 @@ def losses_and_gradients(family: HiggsV2, model: nn.Module, fast: bool) -> tuple
     return sums.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Relative to the other, where that is not zero."""
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9))
+
+
 @pytest.mark.parametrize("mode", ["comprehensive", "audio_focused", "attention_only"])
 def test_folded_equals_plain(family: HiggsV2, mode: str) -> None:
     model = adapted(family, mode=mode, rslora=mode == "attention_only")
     plain, plain_gradients = losses_and_gradients(family, model, fast=False)
     fast, fast_gradients = losses_and_gradients(family, model, fast=True)
-    assert torch.allclose(plain, fast, atol=1e-4, rtol=1e-5)
+    assert torch.allclose(plain, fast, atol=0, rtol=1e-5)
     assert plain_gradients.keys() == fast_gradients.keys()
     for name, gradient in plain_gradients.items():
-        assert torch.allclose(gradient, fast_gradients[name], atol=1e-4, rtol=1e-4), name
+        assert distance(fast_gradients[name], gradient) < 1e-5, name
 
 
 def test_folding_follows_the_adapters(family: HiggsV2) -> None:
@@ -88,21 +107,127 @@ def test_what_cannot_be_folded_is_left_as_it_is(family: HiggsV2, settings: dict[
     assert all(isinstance(layer, SortedLayer) for layer in family.layers(objective))
 
 
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+def test_recomputed_layers_are_the_same(family: HiggsV2, recompute: int) -> None:
+    model = adapted(family)
+    losses, gradients = losses_and_gradients(family, model, fast=True)
+    again, again_gradients = losses_and_gradients(family, model, fast=True, recompute=recompute)
+    assert torch.equal(losses, again)
+    assert all(torch.equal(gradient, again_gradients[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_base_in_fewer_bits_is_folded_too(family: HiggsV2, kind: Base) -> None:
+    plain, plain_gradients = losses_and_gradients(family, adapted(family, base=kind), fast=False)
+    fast, fast_gradients = losses_and_gradients(family, adapted(family, base=kind), fast=True)
+    assert torch.allclose(plain, fast, atol=0, rtol=1e-5)
+    for name, gradient in plain_gradients.items():
+        assert distance(fast_gradients[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("spread", [0.0001, 0.005, 0.1])
+def test_an_fp8_group_is_as_near_as_eight_bits_go(family: HiggsV2, spread: float) -> None:
+    """Products with W and with adapters from weak to far stronger than W, against the same in fp32."""
+    model = adapted(family, base="fp8")
+    attention = core_of(model).model.layers[0].self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    for linear in linears:
+        nn.init.normal_(linear.lora_B["default"].weight, std=spread)
+    plain = [linear.base_layer.plain().clone() for linear in linears]
+    weight = torch.cat([w + linear.get_delta_weight("default") for w, linear in zip(plain, linears, strict=True)])
+    group = make_group(linears)
+    assert isinstance(group, Fp8Group)
+    for before, linear in zip(plain, linears, strict=True):
+        assert distance(linear.base_layer.plain(), before) < 1e-3, "put together, and hardly rounded again"
+    Copies(list(group.copies())).refresh()
+    x, dy = torch.randn(50, group.inputs), torch.randn(50, group.outputs)
+    y, dx = torch.empty(50, group.outputs), torch.empty(50, group.inputs)
+    group.project(group.around(x), y)
+    group.back(group.around(dy), dx)
+    assert distance(y, x @ weight.T) < 0.045
+    assert distance(dx, dy @ weight) < 0.045
+
+
+def test_text_and_audio_without_targets_are_not_in_the_way(family: HiggsV2) -> None:
+    """Rows that predict nothing end at the last attention; what is left of either modality may be nothing."""
+    model = adapted(family)
+    batch = family.collate([family.render(cloning("one"))])
+    assert batch.needed_texts == 0 and len(batch.needed) < batch.tokens
+    both = family.collate([family.render(cloning("one"), supervise_text=True)])
+    assert 0 < both.needed_texts < len(both.needed)
+    for fast in (False, True):
+        first, second = (family.objective(model, fast=fast)(one).sums for one in (batch, both))
+        assert torch.allclose(first[1:], second[1:], rtol=1e-5) and second[0] > 0
+
+
 @pytest.mark.gpu
-def test_compiled_folded_layers_equal_plain_ones_on_a_card(family: HiggsV2) -> None:
-    plain_model, fast_model = (adapted(family).to("cuda", torch.bfloat16) for _ in range(2))
-    for model in (plain_model, fast_model):
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-    batch = family.collate([family.render(cloning("one")), family.render(cloning("two", target=11, seed=5))])
-    batch = batch.to(torch.device("cuda"))
-    results = []
-    for model, fast in ((plain_model, False), (fast_model, True)):
-        with torch.autocast("cuda", torch.bfloat16):
-            sums = family.objective(model, fast=fast)(batch).sums
+def test_every_kernel_does_what_the_torch_it_stands_for_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, texts, width, size, queries, keys = 301, 77, 3072, 128, 3, 1
+    heads = queries + 2 * keys
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device="cuda").bfloat16()
+
+    order = torch.randperm(rows, device="cuda")
+    norms = Norms(drawn(width), drawn(width), 1e-5)
+    angles = torch.rand(rows, 1, size // 2, device="cuda").repeat(1, 1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    stream, update, d_normed, d_stream = (drawn(rows, width) for _ in range(4))
+    qkv, both, d = drawn(rows, heads * size), drawn(rows, 2 * width), drawn(rows, width)
+    dq, dk, dv = drawn(rows, queries, size), drawn(rows, keys, size), drawn(rows, keys, size)
+    trained = torch.randn(16, width, generator=draw, device="cuda")
+    scale = torch.rand(width, generator=draw, device="cuda") + 0.5
+
+    def everything() -> list[torch.Tensor]:
+        written: list[Wide] = []
+
+        def room(columns: int) -> Wide:
+            """One with all there can be; what is not written must stay zero."""
+            x = torch.zeros(rows, columns + 48, device="cuda", dtype=torch.bfloat16)
+            codes = torch.zeros(rows, columns + 16, device="cuda", dtype=torch.float8_e4m3fn)
+            low = d[:, :16] * torch.tensor([0.1, 100.0], device="cuda").repeat(rows)[:rows, None]
+            written.append(Wide(x[:, :columns], low.bfloat16(), x, codes, torch.zeros(rows, 1, device="cuda")))
+            return written[-1]
+
+        added, factor = passes.add_norm(stream, update, order, norms, texts, room(width))
+        d_added = passes.norm_back(d_normed, added, factor, norms, texts, d_stream, order, room(width))
+        rotated = passes.rotate(qkv, order, cos, sin, size, queries + keys)
+        passes.rotate_back(dq, dk, dv, order, cos, sin, room(heads * size))
+        passes.gate(both, room(width))
+        passes.gate_back(d, both, room(2 * width))
+        passes.copy(d, room(width))
+        for wide in written:
+            passes.fold_in(wide)
+        kept, copied = torch.zeros(width, 40, device="cuda"), torch.zeros(20, width, device="cuda").bfloat16()
+        Copies([Copy(trained, copied[2:18], 2.0), Copy(trained, kept[:, 8:24].t(), 1.0, scale, along=1)]).refresh()
+        coded = [torch.mul(wide.codes.float(), wide.scale) for wide in written]  # type: ignore[union-attr,arg-type]
+        numbers = [added, factor, d_added, rotated, kept, copied, *(wide.whole for wide in written)]
+        return [part for part in (*numbers, *coded) if part is not None]
+
+    fused = everything()
+    monkeypatch.setattr(passes, "fused", lambda _: False)
+    for number, (one, other) in enumerate(zip(fused, everything(), strict=True)):
+        # Rounding differs in the last bit: of bf16, or of fp8 for the codes, which come last.
+        assert distance(one, other) < (3e-3 if number < 12 else 1e-2), number
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["compute", "fp8", "int8", "nf4"])
+def test_folded_layers_equal_plain_ones_on_a_card(family: HiggsV2, kind: Base) -> None:
+    """In bf16 two right ways differ by their rounding: the fast one may be no farther from fp32 than the plain one."""
+
+    def found(dtype: torch.dtype, fast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = cast_trainable(adapted(family, base=kind, device="cuda", dtype=dtype), torch.float32)
+        batch = family.collate([family.render(cloning("one")), family.render(cloning("two", target=11, seed=5))])
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            sums = family.objective(model, fast=fast)(batch.to(torch.device("cuda"))).sums
         sums.sum().backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-        results.append((sums.detach(), norm))
-    assert torch.allclose(results[0][0], results[1][0], rtol=1e-2)
-    assert torch.allclose(results[0][1], results[1][1], rtol=2e-2)
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return sums.detach(), torch.cat(gradients)
+
+    exact, plain, fast = found(torch.float32, False), found(torch.bfloat16, False), found(torch.bfloat16, True)
+    assert torch.allclose(plain[0], fast[0], rtol=1e-2)
+    # A tiny model shakes more than a large one: what 8 bits leave of its gradient differs from way to way.
+    assert float(fast[1].norm() / plain[1].norm()) == pytest.approx(1, abs=0.25 if kind == "fp8" else 3e-2)
+    assert distance(fast[1], exact[1]) < 2 * distance(plain[1], exact[1])

@@ -1,156 +1,151 @@
 """Layers with a frozen base and a LoRA, near the speed limit of the card.
 
-Each group of linear layers that read the same input becomes one matrix product with its adapters folded in. For an
-input x, frozen weights W and adapters A and B,
-
-    y = [x, x A'] [W, B]'        and backwards        dx = [dy, dy B] [W; A]
-
-W, A and B lie in one buffer, W at its top left, B to the right of it and A below, of which transformers' own weight is
-then a view: nothing is held twice, and checkpoints stay what they are. No gradient of W is ever formed.
+Matrix products have the adapters folded in, see `fold.py`; what lies between them is one pass over memory each, see
+`passes.py`. Forward and backward are written out, so that only what the gradients of A and B need is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from myna.models.higgs_v2.route import Route
+from myna.models.higgs_v2 import passes
+from myna.models.higgs_v2.fold import Group, make_group
+from myna.models.higgs_v2.passes import Norms, Wide
+from myna.models.higgs_v2.route import Needed, Route
 
-ALIGNMENT = 16
-"""Columns of the folded part come in multiples of this, or the product leaves the card's fast path."""
 
-
-class _Fold(torch.autograd.Function):
-    """The product and its gradients; A and B are passed for their gradients alone, their values stand in `folded`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, folded: torch.Tensor) -> torch.Tensor:
-        outputs, inputs = b.shape[0], a.shape[1]
-        wide = torch.cat([x, x @ folded[outputs:, :inputs].t()], dim=1)
-        ctx.save_for_backward(wide, folded)
-        ctx.shape = (outputs, inputs)
-        return wide @ folded[:outputs].t()
+class _Before(torch.autograd.Function):
+    """A layer up to its attention: (stream, update) -> (stream with the update, q, k, v in sequence order)."""
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        wide, folded = ctx.saved_tensors
-        outputs, inputs = ctx.shape
-        d_low = dy @ folded[:outputs, inputs:]
-        dx = torch.cat([dy, d_low], dim=1) @ folded[:, :inputs]
-        return dx, d_low.t() @ wide[:, :inputs], dy.t() @ wide[:, inputs:], None
-
-
-class Reorder(torch.autograd.Function):
-    """Rows in another order. A permutation's gradient is a gather too, where indexing would scatter into zeros."""
+    def forward(
+        ctx: Any,
+        layer: FoldedLayer,
+        texts: int,
+        route: Route,
+        stream: torch.Tensor,
+        update: torch.Tensor | None,
+        *_: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        group = layer.qkv
+        wide = group.room(stream, group.inputs)
+        stream, factor = passes.add_norm(stream, update, None, layer.first_norms, texts, wide)
+        qkv = stream.new_empty(len(stream), group.outputs)
+        group.project(wide, qkv)
+        turned = passes.rotate(
+            qkv, route.to_sequence, route.cos, route.sin, layer.head_size, layer.queries + layer.keys
+        )
+        ctx.layer, ctx.texts = layer, texts
+        ctx.save_for_backward(stream, factor, wide.x, wide.low, route.to_sequence, route.cos, route.sin)
+        heads = turned.view(len(turned), layer.queries + 2 * layer.keys, layer.head_size)
+        keys = layer.queries + layer.keys
+        return stream, heads[:, : layer.queries], heads[:, layer.queries : keys], heads[:, keys:]
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
+    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_stream, dq, dk, dv = d_outputs
+        stream, factor, x, low, order, cos, sin = ctx.saved_tensors
+        layer, group = ctx.layer, ctx.layer.qkv
+        d_qkv = group.room(stream, group.outputs)
+        passes.rotate_back(dq, dk, dv, order, cos, sin, d_qkv)
+        _, _, _, wants_stream, wants_update, *_ = ctx.needs_input_grad
+        d = None
+        if wants_stream or wants_update:
+            d_normed = torch.empty_like(stream)
+            group.back(d_qkv, d_normed)
+            d = passes.norm_back(d_normed, stream, factor, layer.first_norms, ctx.texts, d_stream)
+        else:
+            # Below the first layer nothing learns.
+            group.project_back(d_qkv)
+        inputs = (d if wants_stream else None, d if wants_update else None)
+        return None, None, None, *inputs, *group.gradients(Wide(x, low), d_qkv)
+
+
+class _After(torch.autograd.Function):
+    """A layer from its attention on: (stream, attended) -> (stream, what the FFNs would add to it).
+
+    `order` is from rows of the stream to rows of what was attended to; None where they are the same.
+    """
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return dy[inverse], None, None
+    def forward(
+        ctx: Any,
+        layer: FoldedLayer,
+        texts: int,
+        order: torch.Tensor | None,
+        stream: torch.Tensor,
+        attended: torch.Tensor,
+        *_: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        out, enter, leave = layer.out, layer.text_in, layer.text_out
+        # Detached, or what is kept would be a view of an input, which autograd does not like to unpack.
+        seen = out.around(attended.detach().flatten(1))
+        update = torch.empty_like(stream)
+        out.project(seen, update)
+
+        wide = enter.room(stream, enter.inputs)
+        stream, factor = passes.add_norm(stream, update, order, layer.second_norms, texts, wide)
+        both = stream.new_empty(len(stream), enter.outputs)
+        for ffn, rows in layer.ffns(texts):
+            ffn.enter.project(wide.part(rows), both[rows])
+        opened = leave.room(stream, leave.inputs)
+        passes.gate(both, opened)
+        update = torch.empty_like(stream)
+        for ffn, rows in layer.ffns(texts):
+            ffn.leave.project(opened.part(rows), update[rows])
+        ctx.layer, ctx.texts, ctx.has_order = layer, texts, order is not None
+        kept = [part for one in (seen, wide, opened) for part in (one.x, one.low)]
+        ctx.save_for_backward(stream, factor, both, *kept, *([] if order is None else [order]))
+        return stream, update
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_stream, d_update = d_outputs
+        stream, factor, both, *kept = ctx.saved_tensors
+        seen, wide, opened = (Wide(*kept[at : at + 2]) for at in (0, 2, 4))
+        layer, texts, out, enter, leave = ctx.layer, ctx.texts, ctx.layer.out, ctx.layer.text_in, ctx.layer.text_out
+
+        d_leave = leave.around(d_update)
+        d_opened = stream.new_empty(len(stream), leave.inputs)
+        for ffn, rows in layer.ffns(texts):
+            ffn.leave.back(d_leave.part(rows), d_opened[rows])
+        d_both = enter.room(stream, enter.outputs)
+        passes.gate_back(d_opened, both, d_both)
+        d_normed = torch.empty_like(stream)
+        found: list[torch.Tensor] = []
+        for ffn, rows in layer.ffns(texts):
+            ffn.enter.back(d_both.part(rows), d_normed[rows])
+            found += ffn.enter.gradients(wide.part(rows), d_both.part(rows))
+            found += ffn.leave.gradients(opened.part(rows), d_leave.part(rows))
+
+        norms = layer.second_norms
+        if ctx.has_order:
+            d_seen = out.room(stream, out.outputs)
+            d = passes.norm_back(d_normed, stream, factor, norms, texts, d_stream, kept[6], d_seen)
+        else:
+            d = passes.norm_back(d_normed, stream, factor, norms, texts, d_stream)
+            d_seen = out.around(d)
+        d_attended = stream.new_empty(len(stream), out.inputs)
+        out.back(d_seen, d_attended)
+        heads = d_attended.view(len(d_attended), layer.queries, layer.head_size)
+        return None, None, None, d, heads, *out.gradients(seen, d_seen), *found
 
 
-class Group(nn.Module):
-    """Linear layers of one input, as PEFT has adapted them, computed together."""
-
-    folded: torch.Tensor
-
-    def __init__(self, linears: Sequence[Any]) -> None:
-        super().__init__()
-        bases = [linear.get_base_layer() if isinstance(linear, LoraLayer) else linear for linear in linears]
-        self.inputs = bases[0].in_features
-        self.outputs = [base.out_features for base in bases]
-        adapters = [_Adapter.of(linear) for linear in linears]
-        self.ranks = [adapter.rank for adapter in adapters]
-        self.padding = -sum(self.ranks) % ALIGNMENT
-        # Plain lists: the parameters belong to PEFT's modules, which the model already holds.
-        self._adapters = adapters
-        fold = sum(self.ranks) + self.padding
-        folded = bases[0].weight.new_zeros(sum(self.outputs) + fold, self.inputs + fold)
-        self.slots: list[torch.Tensor] = []
-        row, low = 0, 0
-        for base, adapter in zip(bases, adapters, strict=True):
-            rows = folded[row : row + base.out_features]
-            rows[:, : self.inputs] = base.weight.data
-            base.weight.data = rows[:, : self.inputs]
-            if adapter.rank:
-                self.slots.append(rows[:, self.inputs + low : self.inputs + low + adapter.rank])
-                first = sum(self.outputs) + low
-                self.slots.append(folded[first : first + adapter.rank, : self.inputs])
-            row, low = row + base.out_features, low + adapter.rank
-        self.register_buffer("folded", folded, persistent=False)
-
-    def sources(self) -> list[torch.Tensor]:
-        """What belongs into `slots` after every change of the adapters; the scale goes with A."""
-        return [
-            part
-            for adapter in self._adapters
-            if adapter.a is not None and adapter.b is not None
-            for part in (adapter.b, adapter.a * adapter.scale)
-        ]
-
-    def low(self) -> torch.Tensor:
-        """All A, scaled and stacked: (ranks, inputs). The scale stands here so that B can be copied as it is."""
-        parts = [adapter.a * adapter.scale for adapter in self._adapters if adapter.a is not None]
-        return F.pad(torch.cat(parts).to(self.folded.dtype), (0, 0, 0, self.padding))
-
-    def high(self) -> torch.Tensor:
-        """All B, each in its own rows and columns: (outputs, ranks)."""
-        total, column, parts = sum(self.ranks) + self.padding, 0, []
-        for adapter, outputs in zip(self._adapters, self.outputs, strict=True):
-            if adapter.b is None:
-                parts.append(self.folded.new_zeros(outputs, total))
-            else:
-                parts.append(F.pad(adapter.b.to(self.folded.dtype), (column, total - column - adapter.rank)))
-            column += adapter.rank
-        return torch.cat(parts)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if not any(self.ranks):
-            return torch.split(F.linear(x, self.folded), self.outputs, dim=1)
-        y: torch.Tensor = _Fold.apply(x, self.low(), self.high(), self.folded)  # type: ignore[no-untyped-call]
-        return torch.split(y, self.outputs, dim=1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    """PEFT's LoRA of one linear layer; rank 0 where it has none."""
-
-    rank: int
-    scale: float
-    a: torch.Tensor | None
-    b: torch.Tensor | None
-
-    @classmethod
-    def of(cls, linear: Any) -> _Adapter:
-        if not isinstance(linear, LoraLayer):
-            return cls(0, 1.0, None, None)
-        name = linear.active_adapters[0]
-        return cls(linear.r[name], linear.scaling[name], linear.lora_A[name].weight, linear.lora_B[name].weight)
-
-
-@torch.no_grad()
-def refresh(groups: Sequence[Group]) -> None:
-    """Write every A and B into its slot; needed after every change of the adapters."""
-    torch._foreach_copy_(
-        [slot for group in groups for slot in group.slots], [part for group in groups for part in group.sources()]
-    )
+class Ffn(NamedTuple):
+    enter: Group
+    leave: Group
 
 
 def can_fold(layer: Any) -> bool:
-    """Whether a decoder layer is one to fold: plain LoRA over frozen weights, and something to gain by it."""
+    """Whether a decoder layer is one to fold: plain LoRA, all the rest frozen, and something to gain by it."""
     linears = [module for module in layer.modules() if isinstance(module, LoraLayer)]
-    frozen = all(not linear.get_base_layer().weight.requires_grad for linear in linears)
+    adapters = {id(part) for linear in linears for kind in (linear.lora_A, linear.lora_B) for part in kind.parameters()}
+    frozen = not any(parameter.requires_grad and id(parameter) not in adapters for parameter in layer.parameters())
     return bool(linears) and frozen and all(_is_plain(linear) for linear in linears)
 
 
@@ -165,31 +160,57 @@ class FoldedLayer(nn.Module):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         attention = layer.self_attn
+        self.head_size: int = attention.head_dim
+        self.qkv = make_group([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = make_group([attention.o_proj])
+        text, audio = ([ffn.gate_proj, ffn.up_proj] for ffn in (layer.mlp, layer.audio_mlp))
+        self.text_in, self.audio_in = make_group(text, audio), make_group(audio, text)
+        text, audio = [layer.mlp.down_proj], [layer.audio_mlp.down_proj]
+        self.text_out, self.audio_out = make_group(text, audio), make_group(audio, text)
+        self.queries = self.out.inputs // self.head_size
+        self.keys = (self.qkv.outputs // self.head_size - self.queries) // 2
         # Kept in a list, out of sight of `parameters()`: it is the model's, and the model holds it already.
         self._layer = [layer]
-        self.head_size = attention.head_dim
-        self.qkv = Group([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = Group([attention.o_proj])
-        self.text_in = Group([layer.mlp.gate_proj, layer.mlp.up_proj])
-        self.text_out = Group([layer.mlp.down_proj])
-        self.audio_in = Group([layer.audio_mlp.gate_proj, layer.audio_mlp.up_proj])
-        self.audio_out = Group([layer.audio_mlp.down_proj])
 
     @property
     def groups(self) -> list[Group]:
         return [self.qkv, self.out, self.text_in, self.text_out, self.audio_in, self.audio_out]
 
-    def forward(self, stream: torch.Tensor, texts: int, route: Route) -> torch.Tensor:
-        layer = self._layer[0]
-        text, audio = stream[:texts], stream[texts:]
-        x = torch.cat([layer.input_layernorm(text), layer.audio_input_layernorm(audio)])
-        q, k, v = (Reorder.apply(y, route.to_sequence, route.to_stream) for y in self.qkv(x))  # type: ignore[no-untyped-call]
-        attended = route.attend(*(y.unflatten(1, (-1, self.head_size)) for y in (q, k, v))).flatten(1)
-        (y,) = self.out(Reorder.apply(attended, route.to_stream, route.to_sequence))  # type: ignore[no-untyped-call]
-        stream = stream + y
-        text, audio = stream[:texts], stream[texts:]
-        gate, up = self.text_in(layer.post_attention_layernorm(text))
-        (text,) = self.text_out(layer.mlp.act_fn(gate) * up)
-        gate, up = self.audio_in(layer.audio_post_attention_layernorm(audio))
-        (audio,) = self.audio_out(layer.audio_mlp.act_fn(gate) * up)
-        return stream + torch.cat([text, audio])
+    @property
+    def first_norms(self) -> Norms:
+        return _norms(self._layer[0].input_layernorm, self._layer[0].audio_input_layernorm)
+
+    @property
+    def second_norms(self) -> Norms:
+        return _norms(self._layer[0].post_attention_layernorm, self._layer[0].audio_post_attention_layernorm)
+
+    def ffns(self, texts: int) -> Iterator[tuple[Ffn, slice]]:
+        """The FFN of each modality with its rows of the stream."""
+        yield Ffn(self.text_in, self.text_out), slice(None, texts)
+        yield Ffn(self.audio_in, self.audio_out), slice(texts, None)
+
+    def forward(
+        self,
+        stream: torch.Tensor,
+        update: torch.Tensor | None,
+        texts: int,
+        route: Route,
+        needed: Needed | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream, and what is still to be added to it: the next layer does that in passing.
+
+        With `needed`, only those rows go further than the attention.
+        """
+        before, after = self.qkv.trained, [part for group in self.groups[1:] for part in group.trained]
+        stream, q, k, v = _Before.apply(self, texts, route, stream, update, *before)  # type: ignore[no-untyped-call]
+        attended = route.look(q, k, v)
+        order: torch.Tensor | None = route.to_stream
+        if needed is not None:
+            attended, order = attended[route.to_stream[needed.rows]], None
+            stream, texts = stream[needed.rows], needed.texts
+        return _After.apply(self, texts, order, stream, attended, *after)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _norms(text: Any, audio: Any) -> Norms:
+    assert text.variance_epsilon == audio.variance_epsilon
+    return Norms(text.weight, audio.weight, text.variance_epsilon)

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from myna.models.base import IGNORED, StreamSums
+from myna.models.base import StreamSums
+from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
-from myna.models.higgs_v2.fast import FoldedLayer, can_fold, refresh
-from myna.models.higgs_v2.route import Route
+from myna.models.higgs_v2.fast import FoldedLayer, can_fold
+from myna.models.higgs_v2.passes import Copies
+from myna.models.higgs_v2.route import Needed, Route
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
@@ -59,77 +60,90 @@ class SortedLayer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, stream: torch.Tensor, texts: int, route: Route) -> torch.Tensor:
+    def forward(
+        self,
+        stream: torch.Tensor,
+        update: torch.Tensor | None,
+        texts: int,
+        route: Route,
+        needed: Needed | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same as of `FoldedLayer`; here nothing is left to be added."""
+        assert update is None
+
         def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return route.attend(*(x[route.to_sequence] for x in (q, k, v)))[route.to_stream]
 
-        return run_layer(self.layer, stream, texts, attend)
+        stream = run_layer(self.layer, stream, texts, attend)
+        return (stream if needed is None else stream[needed.rows]), None
 
 
 class HiggsObjective(nn.Module):
     """Batch to loss sums: what the loop, DDP and FSDP hold."""
 
     def __init__(
-        self, model: nn.Module, label_smoothing: float = 0.0, checkpoint_every: int = 0, fast: bool = False
+        self,
+        model: nn.Module,
+        label_smoothing: float = 0.0,
+        recompute: int = 0,
+        fast: bool = False,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        layers = core_of(model).model.layers
-        kind = FoldedLayer if fast and all(can_fold(layer) for layer in layers) else SortedLayer
-        self.layers = nn.ModuleList(kind(layer) for layer in layers)
-        self._groups = [group for layer in self.layers if isinstance(layer, FoldedLayer) for group in layer.groups]
-        if fast and next(model.parameters()).is_cuda:
+        layers, device = core_of(model).model.layers, next(model.parameters()).device
+        # Nobody has tried the folded products on Apple's devices yet.
+        folded = fast and device.type != "mps" and all(can_fold(layer) for layer in layers)
+        self.layers = nn.ModuleList((FoldedLayer if folded else SortedLayer)(layer) for layer in layers)
+        groups = [group for layer in self.layers if isinstance(layer, FoldedLayer) for group in layer.groups]
+        self._copies = Copies([copy for group in groups for copy in group.copies()])
+        if compiled and not folded and device.type == "cuda":
             for layer in self.layers:
                 layer.compile(dynamic=True)
         self.label_smoothing = label_smoothing
-        self.checkpoint_every = checkpoint_every
+        self.recompute, self.folded = recompute, folded
 
-    def hidden(self, batch: HiggsBatch) -> torch.Tensor:
-        """The stream after the last layer, before the final norm."""
+    def hidden(self, batch: HiggsBatch, *, needed: Needed | None = None) -> torch.Tensor:
+        """The stream after the last layer, before the final norm: all of it, or the rows that are needed."""
         core = core_of(self.model)
-        if self._groups:
-            refresh(self._groups)
-        stream, texts = embed(core, batch.text_ids, batch.codes), len(batch.text_ids)
+        self._copies.refresh()
+        stream, update, texts = embed(core, batch.text_ids, batch.codes), None, len(batch.text_ids)
         route = Route.of(core, batch, stream)
-        for number, layer in enumerate(self.layers):
-            if self.checkpoint_every and self.training and number % self.checkpoint_every == 0:
-                stream = checkpoint(layer, stream, texts, route, use_reentrant=False)
+        for number, layer in enumerate(self.layers, start=1):
+            # The first ones: when the backward pass comes to them, all that the whole ones kept is gone.
+            again = number <= self.recompute and self.training
+            if again and update is not None:
+                # The layer would add it in passing, but then both would be kept to recompute it from.
+                stream, update = stream + update, None
+            arguments = (stream, update, texts, route, needed if number == len(self.layers) else None)
+            if again:
+                stream, update = checkpoint(layer, *arguments, use_reentrant=False)
             else:
-                stream = layer(stream, texts, route)
-        return stream
+                stream, update = layer(*arguments)
+        return stream if update is None else stream + update
 
     def forward(self, batch: HiggsBatch) -> StreamSums:
         core = core_of(self.model)
         config = core.config
-        stream = self.hidden(batch)
+        stream = self.hidden(batch, needed=Needed(batch.needed, batch.needed_texts))
 
-        logits = core.audio_lm_head(core.model.norm(stream[batch.audio_from]))
+        logits = core.audio_lm_head(core.model.norm(stream[batch.audio_place]))
         logits = logits.unflatten(-1, (config.num_codebooks, config.codebook_size))
-        audio_sums = self._loss(logits, batch.audio_targets)
-        with torch.no_grad():
-            hits = logits.argmax(-1) == batch.audio_targets
-            ends = batch.audio_targets == config.audio_stream_eos_id
-            stops = torch.stack([(hits & ends).sum(), ends.sum()])
+        sums, hits = self._losses(logits, batch.audio_targets)
+        ends = batch.audio_targets == config.audio_stream_eos_id
+        stops = torch.stack([(hits & ends).sum(), ends.sum()])
 
-        text_sum = audio_sums.new_zeros(1)
-        text_hits = torch.zeros(1, device=stream.device, dtype=torch.long)
+        text_sum, text_hits = sums.new_zeros(1), hits.new_zeros((1, 1))
         if core.text_lm_head is not None:
-            text_logits = core.text_lm_head(core.model.norm(stream[batch.text_from]))
-            text_sum = self._loss(text_logits.unsqueeze(1), batch.text_targets.unsqueeze(1))
-            text_hits = (text_logits.argmax(-1) == batch.text_targets).sum().view(1)
+            text_logits = core.text_lm_head(core.model.norm(stream[batch.text_place]))
+            text_sum, text_hits = self._losses(text_logits.unsqueeze(1), batch.text_targets.unsqueeze(1))
         return StreamSums(
-            sums=torch.cat([text_sum, audio_sums]),
-            correct=torch.cat([text_hits, hits.sum(0)]),
+            sums=torch.cat([text_sum, sums]),
+            correct=torch.cat([text_hits.sum(0), hits.sum(0)]),
             stops=stops,
         )
 
-    def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(targets, streams, classes) -> (streams,)."""
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            reduction="none",
-            label_smoothing=self.label_smoothing,
-        )
-        return losses.view(targets.shape).sum(0)
+    def _losses(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(targets, streams, classes) -> summed losses (streams,), and hits (targets, streams)."""
+        losses, hits = cross_entropy(logits.flatten(0, 1), targets.flatten(), self.label_smoothing)
+        return losses.view(targets.shape).sum(0), hits.view(targets.shape)

@@ -18,6 +18,14 @@ VARLEN_CAPABILITY = (8, 0)
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
+class Needed(NamedTuple):
+    """The rows of a stream that somebody still looks at."""
+
+    rows: torch.Tensor
+    texts: int
+    """How many of them are text; they come first, as ever."""
+
+
 class Route(NamedTuple):
     to_sequence: torch.Tensor
     """(positions,): `stream[to_sequence]` is in sequence order."""
@@ -43,8 +51,11 @@ class Route(NamedTuple):
         return cls(batch.to_sequence, batch.to_stream, cos, sin, batch.bounds, lengths, longest)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`look` for queries and keys that were not rotated yet."""
+        return self.look(rotate(q, self.cos, self.sin).to(v.dtype), rotate(k, self.cos, self.sin).to(v.dtype), v)
+
+    def look(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention inside each sequence; (positions, heads, head size) in sequence order."""
-        q, k = rotate(q, self.cos, self.sin).to(v.dtype), rotate(k, self.cos, self.sin).to(v.dtype)
         if not self.lengths:
             ends = (self.bounds, self.bounds, self.longest, self.longest)
             attended = varlen_attn(q, k, v, *ends, window_size=(-1, 0), **_GROUPED)
@@ -78,6 +89,9 @@ def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tu
 
     One call per sequence: exact on every device, and no mask that grows with the square of a row.
     """
+    if q.is_cuda and q.dtype != torch.float32:
+        # An older card has a kernel for such numbers, but not where heads share keys: there it would compute all pairs.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     attended = []
     for parts in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
         one_q, one_k, one_v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
