@@ -24,6 +24,7 @@ from torch import nn
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.models.base import AdaptTargets
+from myna.models.frozen import frozen_linears
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -93,6 +94,13 @@ def wrap(model: nn.Module, family: Adaptable, settings: AdaptSettings) -> nn.Mod
     return wrapped
 
 
+def frozen_names(model: nn.Module, family: Adaptable, settings: AdaptSettings) -> list[str]:
+    """The linear layers that only carry a LoRA or nothing at all, by full name; heads are none of them."""
+    trained = full_names(family, model, settings.train_modules, "adapt.train_modules")
+    layers = family.adapt_targets(model, "comprehensive").adapted
+    return [name for name in layers if not any(name == one or name.startswith(f"{one}.") for one in trained)]
+
+
 def full_names(family: Adaptable, model: nn.Module, short_names: Iterable[str], setting: str) -> list[str]:
     """Short names (`audio_head`) to full module names; `setting` is what to blame for a wrong one."""
     known = family.module_names(model)
@@ -120,7 +128,9 @@ def cast_trainable(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.M
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
-    total = trainable = lora = 0
+    """Weights as the model has them, however many of them share a byte."""
+    total = sum(layer.in_features * layer.out_features for layer in frozen_linears(model))
+    trainable = lora = 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()
         trainable += parameter.numel() if parameter.requires_grad else 0
