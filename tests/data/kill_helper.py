@@ -13,6 +13,7 @@ import os
 import signal
 import stat
 import sys
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.data.codec import Codes, Samples
+from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
 from myna.data.codes import encode_corpus
 from myna.data.utterance import Utterance
 
@@ -42,6 +43,9 @@ class FakeCodec:
         self.batches.append((clips.shape[0], clips.shape[1] // self.hop))
         frames = np.abs(clips.reshape(len(clips), -1, self.hop))
         return np.stack([1023 * frames.max(-1), 1023 * frames.mean(-1)], axis=-1).astype(np.uint16)
+
+    def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:  # noqa: ARG002
+        return by_equal_lengths(self, clips, batch_seconds)
 
     def decode(self, codes: Codes) -> Samples:
         return np.repeat(codes[:, 0], self.hop).astype(np.float32) / np.float32(1023)

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myna.audio.clip import read
 from myna.data.codes import Clip, CodeStore, Progress, clip_key, cut, encode_corpus, utterance_key
 from myna.data.utterance import Span, Utterance
 from myna.errors import AudioError, DataError
@@ -53,6 +55,24 @@ def encode(utterances: list[Utterance], folder: Path, codec: FakeCodec | None = 
 def expected(utterance: Utterance) -> Any:
     samples = soundfile.read(utterance.audio, dtype="float32")[0]
     return FakeCodec().encode(samples[None, : len(samples) // 8 * 8])[0]
+
+
+class Stored(NamedTuple):
+    key: str
+    codes: Any
+
+
+def stored(folder: Path, store: CodeStore | None = None) -> dict[str, Stored]:
+    """What the store holds of each utterance that is long enough to have codes."""
+    store = store or CodeStore.open(folder, REVISION)
+    index = store.index().to_pydict()
+    places = store.places(pa.array(index["key"], pa.string()))
+    found = {}
+    for id, key, frames, shard, offset in zip(index["id"], index["key"], index["frames"], *places, strict=True):
+        if frames:
+            assert shard >= 0, id
+            found[id] = Stored(key, store.codes(int(shard), int(offset), (frames, FakeCodec.codebooks)))
+    return found
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -84,16 +104,14 @@ def test_codes_come_back_as_they_were(source: Path, folder: Path) -> None:
     assert (report.utterances, report.encoded, report.too_short) == (12, 12, ())
     assert report.seconds == sum(len(expected(u)) for u in utterances) / 100
 
-    store = CodeStore.open(folder, REVISION)
-    assert len(store) == len(store.keys) == 12
+    kept = stored(folder)
+    assert list(kept) == [utterance.id for utterance in utterances]
     for utterance in utterances:
-        key = store.key(utterance)
-        assert store.has(utterance) and key in store and key == utterance_key(utterance, REVISION)
-        assert np.array_equal(store[key], expected(utterance)) and store[key].dtype == np.uint16
-        assert store.frames(key) == len(store[key])
-    assert "0" * 32 not in store
-    with pytest.raises(KeyError):
-        store["0" * 32]
+        codes = kept[utterance.id].codes
+        assert kept[utterance.id].key == utterance_key(utterance, REVISION)
+        assert np.array_equal(codes, expected(utterance)) and codes.dtype == np.uint16
+    nowhere = CodeStore.open(folder, REVISION).places(pa.array(["0" * 32, kept["003"].key]))
+    assert nowhere.shard[0] < 0 <= nowhere.shard[1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -102,12 +120,12 @@ def test_any_lengths_come_back_as_they_were(lengths: list[int], shard: float, ba
     with tempfile.TemporaryDirectory() as name:
         utterances, folder = make(Path(name) / "source", lengths), Path(name) / "prepared"
         report = encode(utterances, folder, shard_seconds=shard, batch_seconds=batch)
-        store = CodeStore.open(folder, REVISION)
         long_enough = [u for u, samples in zip(utterances, lengths, strict=True) if samples >= 8]
-        assert [u for u in utterances if store.has(u)] == long_enough
         assert report.too_short == tuple(u.id for u in utterances if u not in long_enough)
+        kept = stored(folder)
+        assert list(kept) == [u.id for u in long_enough]
         for utterance in long_enough:
-            assert np.array_equal(store[store.key(utterance)], expected(utterance))
+            assert np.array_equal(kept[utterance.id].codes, expected(utterance))
 
 
 def test_codes_are_views_of_the_file(source: Path, folder: Path) -> None:
@@ -115,7 +133,7 @@ def test_codes_are_views_of_the_file(source: Path, folder: Path) -> None:
     encode(utterances, folder)
     held = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None  # noqa: PTH208
     store = CodeStore.open(folder, REVISION)
-    codes = store[store.key(utterances[3])]
+    codes = stored(folder, store)["003"].codes
     assert not codes.flags.owndata and not codes.flags.writeable
     assert pa.total_allocated_bytes() < 1 << 20
     if held is not None:
@@ -142,7 +160,26 @@ def test_a_store_travels_to_workers(source: Path, folder: Path) -> None:
     store = CodeStore.open(folder, REVISION)
     sent = pickle.dumps(store)
     assert len(sent) < 1000
-    assert pickle.loads(sent).keys == store.keys
+    there, here = stored(folder, pickle.loads(sent)), stored(folder, store)
+    assert all(np.array_equal(there[id].codes, here[id].codes) for id in here)
+
+
+def test_only_so_many_shards_are_mapped_at_a_time(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myna.data.codes.SHARDS_MAPPED", 2)
+    encode(corpus(source), folder)
+    assert len(shards(folder)) > 4
+    opened: list[str] = []
+
+    def read_whole(path: Path) -> Any:
+        opened.append(path.stem)
+        return pa.py_buffer(path.read_bytes())
+
+    monkeypatch.setattr("myna.data.codes._map", read_whole)
+    store = CodeStore.open(folder, REVISION)
+    [first, second, third] = [(number, 0, (1, 1)) for number in range(3)]
+    for place in (first, second, first, second, third, first):
+        store.codes(*place)
+    assert opened == ["00000", "00001", "00002", "00000"]
 
 
 # Keys
@@ -170,9 +207,9 @@ def test_spans_of_one_recording_and_equal_clips(tmp_path: Path, folder: Path) ->
     utterances = [Utterance(str(n), audio, "", "", span=span) for n, span in enumerate(spans)]
     report = encode(utterances, folder)
     assert (report.utterances, report.encoded, report.seconds) == (4, 3, 1.0)
-    store, whole = CodeStore.open(folder, REVISION), expected(Utterance("", audio, "", ""))
+    kept, whole = stored(folder), expected(Utterance("", audio, "", ""))
     for utterance, part in zip(utterances, [whole[:25], whole[25:50], whole[:25], whole[50:]], strict=True):
-        assert np.array_equal(store[store.key(utterance)], part)
+        assert np.array_equal(kept[utterance.id].codes, part)
 
 
 # Cutting and batching
@@ -199,6 +236,34 @@ def test_equal_lengths_go_together_and_nothing_is_padded(source: Path, folder: P
     encode(corpus(source), folder, codec, shard_seconds=100, batch_seconds=0.65)
     # 160, 160, 163, 167 and 160 samples are five clips of 20 frames; 65 frames hold three of them.
     assert codec.batches == [(1, 60), (1, 50), (1, 40), (2, 30), (3, 20), (2, 20), (1, 11), (1, 1)]
+
+
+def test_the_next_shard_is_read_while_one_is_encoded(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myna.data.codes.READERS", 1)
+    lock, began = threading.Condition(), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal began
+        with lock:
+            began += 1
+            lock.notify_all()
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr("myna.data.codes.read", counted)
+    seen: list[int] = []
+
+    class Slow(FakeCodec):
+        def encode(self, clips: Any) -> Any:
+            with lock:
+                lock.wait_for(lambda: began >= min(30, len(seen) * 5 + 10), timeout=30)
+                seen.append(began)
+            return super().encode(clips)
+
+    encode(make(tmp_path / "source", [80] * 30), folder, Slow(), shard_seconds=0.5)
+    # Five clips are a shard. While one is encoded, the next five are read and few more.
+    assert len(seen) == 6 and all(min(30, 5 * n + 10) <= count <= 5 * n + 12 for n, count in enumerate(seen))
 
 
 def test_progress_ends_where_it_should(tmp_path: Path, folder: Path) -> None:
@@ -228,7 +293,7 @@ def test_a_rerun_encodes_only_what_is_new(source: Path, folder: Path) -> None:
     assert {path: after[path] for path in before if "index" not in path} == {
         path: digest for path, digest in before.items() if "index" not in path
     }
-    assert CodeStore.open(folder, REVISION).has(corpus(source)[-1])
+    assert corpus(source)[-1].id in stored(folder)
 
 
 def test_another_codec_misses_cleanly(source: Path, folder: Path) -> None:
@@ -239,13 +304,17 @@ def test_another_codec_misses_cleanly(source: Path, folder: Path) -> None:
     before = digests(folder)
     assert encode(utterances, folder, other).encoded == 12
     assert digests(folder).items() >= before.items()
-    assert CodeStore.open(folder, REVISION).keys.isdisjoint(CodeStore.open(folder, other.revision).keys)
+    ours, theirs = (
+        {each.key for each in stored(folder, CodeStore.open(folder, revision)).values()}
+        for revision in (REVISION, other.revision)
+    )
+    assert len(ours) == len(theirs) == 12 and ours.isdisjoint(theirs)
 
 
 def test_codecs_that_share_eight_characters_are_not_mixed_up(source: Path, folder: Path) -> None:
     encode(corpus(source), folder)
     with pytest.raises(DataError, match="codec 0123456789abcdef"):
-        CodeStore.open(folder, REVISION[:8] + "00000000")
+        CodeStore.open(folder, REVISION[:8] + "00000000").index()
 
 
 def test_a_deleted_shard_is_made_again(source: Path, folder: Path) -> None:
@@ -253,10 +322,8 @@ def test_a_deleted_shard_is_made_again(source: Path, folder: Path) -> None:
     encode(utterances, folder)
     before = digests(folder)
     shards(folder)[1].unlink()
-    store = CodeStore.open(folder, REVISION)
-    with pytest.raises(DataError, match=r"holds no codes of 00\d") as caught:
-        [store.key(utterance) for utterance in utterances]
-    assert "myna prepare" in caught.value.hint
+    with pytest.raises(AssertionError, match="00"):
+        stored(folder)
     encode(utterances, folder)
     assert digests(folder) == before
 
@@ -363,7 +430,7 @@ def test_a_file_that_cannot_grow_is_a_data_error(source: Path, folder: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "finished shards stay" in caught.value.hint
     assert digests(folder) == before
-    assert CodeStore.open(folder, REVISION).has(utterances[0])
+    assert utterances[0].id in stored(folder)
     encode(utterances, folder)
 
 
@@ -380,7 +447,7 @@ def test_a_shard_cut_short_is_named(source: Path, folder: Path, part: float) -> 
     path, before = shards(folder)[1], digests(folder)
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(DataError, match=str(path)) as caught:
-        CodeStore.open(folder, REVISION)
+        stored(folder)
     assert f"rm {path}" in caught.value.hint and "myna prepare" in caught.value.hint
     with pytest.raises(DataError, match=str(path)):
         encode(utterances, folder)
@@ -395,7 +462,7 @@ def test_an_index_cut_short_is_named_and_made_anew(source: Path, folder: Path, p
     path, before = shards(folder)[0].with_name("index.arrow"), digests(folder)
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
     with pytest.raises(DataError, match=str(path)):
-        CodeStore.open(folder, REVISION)
+        stored(folder)
     encode(corpus(source), folder)
     assert digests(folder) == before
 
@@ -405,22 +472,23 @@ def test_a_damaged_shard_is_named_or_harmless(source: Path, folder: Path) -> Non
     utterances = corpus(source)
     encode(utterances, folder)
     path = shards(folder)[0]
-    sound, store = path.read_bytes(), CodeStore.open(folder, REVISION)
-    frames = {key: store.frames(key) for key in store.keys}
-    del store
+    sound, frames = path.read_bytes(), {id: len(each.codes) for id, each in stored(folder).items()}
+    keys = pa.array([each.key for each in stored(folder).values()])
     refused = 0
     for place in range(0, len(sound), 11):
         path.unlink()  # never change a file that is mapped
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 0xFF]) + sound[place + 1 :])
+        store = CodeStore.open(folder, REVISION)
         try:
-            store = CodeStore.open(folder, REVISION)
-            [store[key].sum() for key in store.keys]
+            places = store.places(keys)
         except DataError as error:
             assert str(path) in error.what
             refused += 1
         else:
-            lost = frames.keys() - store.keys
-            assert len(lost) <= 1 and all(store.frames(key) == frames[key] for key in frames.keys() - lost)
+            lost = places.shard < 0
+            assert lost.sum() <= 1
+            for shard, offset, count in zip(*places, frames.values(), strict=True):
+                assert shard < 0 or store.codes(int(shard), int(offset), (count, 2)).sum() >= 0
     assert refused > 20
 
 
@@ -432,32 +500,3 @@ def test_what_was_never_prepared_says_so(source: Path, folder: Path) -> None:
     (folder / "codes" / REVISION[:8] / "index.arrow").unlink()
     with pytest.raises(DataError, match="not encoded to the end"):
         CodeStore.open(folder, REVISION)
-
-
-def test_a_changed_manifest_is_noticed_without_reading_audio(source: Path, folder: Path) -> None:
-    utterances = corpus(source)
-    encode(utterances, folder)
-    for utterance in utterances:
-        utterance.audio.unlink()
-    store, first = CodeStore.open(folder, REVISION), utterances[0]
-    assert store.has(first) and store[store.key(first)].shape == (20, 2)
-    assert store.has(dataclasses.replace(first, text="corrected", speaker="berta"))
-    for stale in (
-        dataclasses.replace(first, id="new"),
-        dataclasses.replace(first, audio=utterances[1].audio),
-        dataclasses.replace(first, span=Span(0.0, 0.1)),
-    ):
-        for ask in (store.has, store.key):
-            with pytest.raises(DataError, match=f"utterance {stale.id} (is new|has other audio)") as caught:
-                ask(stale)
-            assert "myna prepare" in caught.value.hint
-
-
-def test_the_folder_may_move_with_its_audio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode(make(tmp_path / "one" / "audio", [160, 240]), tmp_path / "one")
-    (tmp_path / "one").rename(tmp_path / "two")
-    monkeypatch.chdir(tmp_path / "two" / "audio")
-    for name in (str(tmp_path / "two"), "..", "../../two"):
-        utterances = corpus(Path(name) / "audio")
-        store = CodeStore.open(Path(name), REVISION)
-        assert [store.frames(store.key(utterance)) for utterance in utterances] == [20, 30]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from myna.audio.clip import read
 from myna.data.codec import Codes
-from myna.data.codes import encode_corpus
+from myna.data.codes import encode_corpus, utterance_key
 from myna.data.corpus import PREPARED, Corpus, Prepared
 from myna.data.manifest import write_manifest
+from myna.data.table import TABLE
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
@@ -39,7 +41,7 @@ def codes_of(utterance: Utterance) -> Codes:
 
 def test_it_opens_as_it_was_prepared(folder: Path) -> None:
     corpus = Corpus.open(folder)
-    assert corpus.utterances == clips(folder)
+    assert list(corpus.utterances) == clips(folder)
     assert corpus.prepared == Prepared("0123456789abcdef", 800, 100.0, 2, 1024)
     assert [corpus.seconds(utterance) for utterance in corpus.utterances] == [1.0, 2.0, 0.25]
     for utterance in corpus.utterances:
@@ -53,10 +55,41 @@ def test_equal_sound_has_equal_keys(tmp_path: Path) -> None:
     assert a == copy != b
 
 
-def test_it_moves_as_a_whole(folder: Path, tmp_path: Path) -> None:
+def test_it_moves_as_a_whole(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.move(folder, tmp_path / "elsewhere")
-    corpus = Corpus.open(tmp_path / "elsewhere")
-    assert [len(corpus.codes(utterance)) for utterance in corpus.utterances] == [100, 200, 25]
+    monkeypatch.chdir(tmp_path / "elsewhere" / "recordings")
+    for name in (tmp_path / "elsewhere", Path(".."), Path("../../elsewhere")):
+        for _ in range(2):
+            corpus = Corpus.open(name)
+            assert [len(corpus.codes(utterance)) for utterance in corpus.utterances] == [100, 200, 25]
+            assert [utterance.audio.exists() for utterance in corpus.utterances] == [True] * 3
+
+
+def test_nothing_is_lost_on_the_way_into_columns(tmp_path: Path) -> None:
+    said(tmp_path, "plain", seconds=3)
+    made = [
+        Utterance("plain", tmp_path / "recordings" / "plain.wav", "", ""),
+        said(tmp_path, "whole", recording="plain", span=Span(0.0, None)),
+        said(tmp_path, "from", recording="plain", span=Span(0.5, None), text="الكلام بـ\u200fالعربية"),
+        said(tmp_path, "part", recording="plain", span=Span(0.5, 1.25), references=["whole", "from"], scene="A cave."),
+        replace(said(tmp_path, "voice", "bert", reference_only=True, nested={"a": [1, None]}), language="vi"),
+    ]
+    for corpus in (prepared(tmp_path, made), Corpus.open(tmp_path)):
+        assert list(corpus.utterances) == made
+        assert [utterance.id for utterance in corpus.utterances[1:4:2]] == ["whole", "part"]
+        assert corpus.utterances[-1].id == "voice" and len(corpus.utterances) == 5
+        with pytest.raises(IndexError):
+            corpus.utterances[5]
+
+
+def test_utterances_are_found_by_id_speaker_and_sound(tmp_path: Path) -> None:
+    clips = [said(tmp_path, "a"), said(tmp_path, "copy", "bert", sound="a"), said(tmp_path, "b", "bert")]
+    every = prepared(tmp_path, clips).utterances
+    assert [u.id for u in every.named("b")] == ["b"] and not every.named("c") and not every[:2].named("b")
+    assert [u.id for u in every.spoken_by(["bert", "nobody"])] == ["copy", "b"]
+    keys = [utterance_key(clip, FakeCodec().revision) for clip in clips]
+    assert every.keys_among([*keys, "0" * 32]) == set(keys) and len(set(keys)) == 2
+    assert every[2:].keys_among(keys) == {keys[2]}
 
 
 def test_clips_shorter_than_a_frame_are_left_out(tmp_path: Path) -> None:
@@ -136,6 +169,102 @@ def test_an_id_that_comes_twice_is_refused(folder: Path) -> None:
     changed(folder, a, b, c, replace(b, text="said otherwise"))
     with pytest.raises(DataError, match=r"manifest\.jsonl has several utterances with the id b"):
         Corpus.open(folder)
+
+
+def test_the_lines_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise AssertionError(f"{path} was read line by line")
+
+    monkeypatch.setattr("myna.data.table.iterate_manifest", refuse)
+    corpus = Corpus.open(folder)
+    assert list(corpus.utterances) == clips(folder) and corpus.notes == ()
+    changed(folder, *clips(folder)[:1])
+    with pytest.raises(AssertionError, match="line by line"):
+        Corpus.open(folder)
+
+
+def test_a_change_of_one_letter_is_noticed_whatever_the_clock_says(folder: Path) -> None:
+    path = folder / "manifest.jsonl"
+    before = path.stat()
+    path.write_text(path.read_text().replace("text of b", "text OF b"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    corpus = Corpus.open(folder)
+    assert [utterance.text for utterance in corpus.utterances] == ["text of a", "text OF b", "text of c"]
+    assert corpus.notes == (f"{path} or its codes have changed, and were read anew",)
+    assert Corpus.open(folder).notes == (), "once is enough"
+
+
+def test_a_folder_of_an_earlier_version_opens(folder: Path) -> None:
+    (table_of(folder)).unlink()
+    assert list(Corpus.open(folder).utterances) == clips(folder)
+    assert table_of(folder).is_file()
+
+
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.9, 0.999])
+def test_a_table_cut_short_is_made_anew(folder: Path, part: float) -> None:
+    path = table_of(folder)
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[: int(part * len(whole))])
+    assert list(Corpus.open(folder).utterances) == clips(folder)
+    assert path.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_opens_and_says_what_that_costs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DataError("cannot write codes into there: read-only", hint="make room")
+
+    table_of(folder).unlink()
+    monkeypatch.setattr("myna.data.table.publish", refuse)
+    corpus = Corpus.open(folder)
+    assert list(corpus.utterances) == clips(folder) and not table_of(folder).exists()
+    [note] = corpus.notes
+    assert "line by line every time" in note and "read-only" in note
+
+
+def test_audio_is_not_needed_and_codes_that_changed_are_noticed(folder: Path) -> None:
+    shutil.rmtree(folder / "recordings")
+    shards = sorted((folder / "codes" / "01234567").glob("0*.arrow"))
+    assert len(Corpus.open(folder).utterances) == 3
+    shards[0].unlink()
+    with pytest.raises(DataError, match=r"holds no codes of a") as caught:
+        Corpus.open(folder)
+    assert f"myna prepare SOURCE --out {folder}" in caught.value.hint
+
+
+def test_a_shard_cut_short_is_named_before_anything_is_learned(folder: Path) -> None:
+    [shard] = (folder / "codes" / "01234567").glob("0*.arrow")
+    whole = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(whole[:-100])
+    with pytest.raises(DataError, match=str(shard)) as caught:
+        Corpus.open(folder)
+    assert f"rm {shard}" in caught.value.hint
+
+
+def test_a_sound_recorded_again_is_another_after_the_next_preparation(folder: Path) -> None:
+    before = Corpus.open(folder)
+    (folder / "recordings" / "b.wav").unlink()
+    again = [said(folder, "a"), said(folder, "b", seconds=2, sound="new"), clips(folder)[2]]
+    encode_corpus(again, FakeCodec(), folder)
+    after = Corpus.open(folder)
+    assert after.key(again[1]) != before.key(again[1]) and after.key(again[0]) == before.key(again[0])
+    assert np.array_equal(after.codes(again[1]), codes_of(again[1]))
+    assert after.table.identity != before.table.identity
+
+
+def test_half_a_character_is_named(folder: Path) -> None:
+    lines = (folder / "manifest.jsonl").read_text().replace("text of b", "\\ud800 b")
+    (folder / "manifest.jsonl").write_text(lines)
+    with pytest.raises(DataError, match="'b' holds half a character"):
+        Corpus.open(folder)
+
+
+def table_of(folder: Path) -> Path:
+    return folder / "codes" / "01234567" / TABLE
 
 
 # Another codec

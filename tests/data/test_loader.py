@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,9 @@ import pytest
 from myna.config import DataSettings
 from myna.data.conversation import Clip, Conversation
 from myna.data.corpus import Corpus
+from myna.data.lengths import Ruler
 from myna.data.loader import Loader, Share
+from myna.data.pack import first_fit_decreasing
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
@@ -42,14 +44,30 @@ def render(conversation: Conversation) -> Line:
     return Line(conversation.id, tuple(clip.id for clip in clips if not clip.target), length)
 
 
+class Characters:
+    """The lengths of such a family."""
+
+    text_revision = "characters"
+
+    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
+        return [len(text) for text in texts.values()]
+
+    def length(self, conversation: Conversation) -> int:
+        return len(render(conversation))
+
+
 Step = list[list[Line]]
 
 
 def load(
-    corpus: Corpus, seed: int = 0, render: Callable[[Conversation], Line] = render, **settings: Any
+    corpus: Corpus,
+    seed: int = 0,
+    render: Callable[[Conversation], Line] = render,
+    ruler: Ruler = Characters(),  # noqa: B008 - it holds nothing
+    **settings: Any,
 ) -> Loader[Line, list[Line]]:
     chosen = DataSettings(train=corpus.folder, **({"row_tokens": ROW, "window": 16} | settings))
-    return Loader(corpus, chosen, render=render, collate=list, seed=seed)
+    return Loader(corpus, chosen, render=render, collate=list, ruler=ruler, seed=seed)
 
 
 def first(steps: Iterator[Step], count: int) -> list[Step]:
@@ -169,29 +187,65 @@ def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int
         return render(conversation)
 
     steps = load(corpus, render=refuse, **settings).steps(1, 1, Share())
-    assert [passes[0] for passes in first(steps, 10)] == rows[:10], "two whole windows before the bad one"
+    assert [passes[0] for passes in first(steps, 12)] == rows[:12], "everything before the bad one"
     with pytest.raises(DataError, match=f"{bad} is bad"):
         next(steps)
     assert threads() == []
 
 
-def test_what_was_counted_once_is_not_rendered_to_be_skipped(corpus: Corpus) -> None:
+def test_nothing_is_rendered_to_be_counted_or_skipped(corpus: Corpus) -> None:
+    whole = first(load(corpus).steps(2, 1, Share()), 25)
+    seen: list[str] = []
+
+    def note(conversation: Conversation) -> Line:
+        seen.append(conversation.id)
+        return render(conversation)
+
+    loader = load(corpus, render=note, workers=0)
+    loader.check_lengths()
+    assert loader.rows_in_first_epoch() and seen == []
+    assert first(loader.steps(2, 1, Share(), start=20), 5) == whole[20:]
+    assert len(seen) == sum(len(batch) for step in whole[20:] for batch in step)
+    seen.clear()
+    [step] = first(loader.steps(2, 1, Share(1, 2), start=20), 1)
+    assert seen == [line.id for batch in step for line in batch], "nor the rows of other ranks"
+
+
+def test_what_was_counted_once_is_not_packed_to_be_skipped(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     before = load(corpus)
     whole = first(before.steps(2, 1, Share()), 25)
+    windows = 0
 
-    def rendered(counted: dict[tuple[int, int], int]) -> int:
-        seen: list[str] = []
+    def note(lengths: Sequence[int], budget: int) -> list[list[int]]:
+        nonlocal windows
+        windows += 1
+        return first_fit_decreasing(lengths, budget)
 
-        def note(conversation: Conversation) -> Line:
-            seen.append(conversation.id)
-            return render(conversation)
-
-        loader = load(corpus, render=note, workers=0)
+    def packed(counted: dict[tuple[int, int], int]) -> int:
+        nonlocal windows
+        windows = 0
+        loader = load(corpus, workers=0)
         loader.recall(counted)
         assert first(loader.steps(2, 1, Share(), start=20), 5) == whole[20:]
-        return len(seen)
+        return windows
 
-    assert rendered(before.counted) < rendered({}) / 2
+    monkeypatch.setattr("myna.data.loader.first_fit_decreasing", note)
+    assert packed(before.counted) < packed({}) / 2
+
+
+def test_a_length_that_was_miscounted_stops_the_training(corpus: Corpus) -> None:
+    """Counts of another tokenizer, say, that found their way into the folder."""
+
+    class Wrong(Characters):
+        text_revision = "wrong"
+
+        def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
+            return [len(text) + (id == "7") for id, text in texts.items()]
+
+    loader = load(corpus, ruler=Wrong(), reference="none")
+    with pytest.raises(DataError, match=r"7 was counted as (\d+) tokens and takes (\d+)") as caught:
+        rows_of(loader, loader.rows_in_first_epoch())
+    assert "tokens-*.arrow" in caught.value.hint
 
 
 def test_its_identity_is_what_it_is_made_of(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from myna.data.corpus import Corpus
 from myna.data.loader import STEPS_AHEAD, Loader, Share
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
-from tests.data.test_loader import Line, render
+from tests.data.test_loader import Characters, Line, render
 
 Lines = list[Line]
 
@@ -48,7 +48,7 @@ class Kitchen:
 
     def loader(self, corpus: Corpus, **settings: Any) -> Loader[Line, Lines]:
         chosen = DataSettings(train=corpus.folder, **({"row_tokens": 1000, "window": 16} | settings))
-        return Loader(corpus, chosen, render=self.render, collate=self.collate, seed=0)
+        return Loader(corpus, chosen, render=self.render, collate=self.collate, ruler=Characters(), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +87,14 @@ def test_steps_are_ready_before_they_are_asked_for(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int) -> None:
-    """A window is rendered as a whole, so its first row is where an error of any of its utterances shows."""
     kitchen = Kitchen()
     order = [batch[0].id for [batch] in islice(kitchen.loader(corpus, workers=0, pack=False).steps(1, 1, Share()), 50)]
-    kitchen.bad = {order[20], order[30]}  # both in the second window
+    kitchen.bad = {order[20], order[22]}
     steps, seen = kitchen.loader(corpus, workers=workers, pack=False).steps(1, 1, Share()), []
     with pytest.raises(DataError, match=r"^\d+ is bad"):
         for [batch] in steps:
             seen.append(batch[0].id)
-    assert seen == order[:16]
+    assert seen == order[:20]
     assert ours() == []
     with pytest.raises(StopIteration):
         next(steps)
@@ -117,17 +116,17 @@ def test_no_thread_is_left(corpus: Corpus, end: str) -> None:
     assert ours() == []
 
 
-def test_rows_are_counted_once(corpus: Corpus) -> None:
+def test_rows_are_counted_without_rendering(corpus: Corpus) -> None:
     kitchen = Kitchen()
-    loader = kitchen.loader(corpus)
+    loader = kitchen.loader(corpus, workers=0)
     rows = loader.rows_in_first_epoch()
-    assert len(kitchen.rendered) == 50
-    assert loader.rows_in_first_epoch() == rows and len(kitchen.rendered) == 50
-    assert len(loader.counted) == 4, "windows of the first epoch"
+    assert kitchen.rendered == [] and len(loader.counted) == 4, "windows of the first epoch"
+    list(islice(loader.steps(1, 1, Share()), rows))
+    assert sorted(kitchen.rendered) == sorted(u.id for u in corpus.utterances), "and all of it is in those rows"
 
 
-def test_what_was_counted_is_skipped_without_rendering(corpus: Corpus) -> None:
-    """Three epochs on, only the window in which the step lies is rendered; nothing before it is ever collated."""
+def test_what_is_skipped_is_not_rendered(corpus: Corpus) -> None:
+    """Three epochs on, only what is asked for is rendered, whether the rows before it were counted or not."""
     kitchen = Kitchen()
     whole = kitchen.loader(corpus, workers=0)
     rows = sum(rows for (epoch, _), rows in _counted(whole, epochs=3).items() if epoch < 3)
@@ -137,11 +136,12 @@ def test_what_was_counted_is_skipped_without_rendering(corpus: Corpus) -> None:
     resumed = fresh.loader(corpus, workers=0)
     resumed.recall(whole.counted)
     assert list(islice(resumed.steps(2, 1, Share(), start=rows // 2), 3)) == expected[-3:]
-    assert len(fresh.rendered) <= 2 * 16 and fresh.collated == 3 * 2
+    assert fresh.rendered == [line.id for step in expected[-3:] for batch in step for line in batch]
+    assert fresh.collated == 3 * 2
 
     slow = Kitchen()
     assert list(islice(slow.loader(corpus, workers=0).steps(2, 1, Share(), start=rows // 2), 3)) == expected[-3:]
-    assert slow.collated == 3 * 2 and len(slow.rendered) >= 150, "without the counts it renders, but does not collate"
+    assert slow.rendered == fresh.rendered and slow.collated == 3 * 2
 
 
 def _counted(loader: Loader[Line, Lines], epochs: int) -> dict[tuple[int, int], int]:

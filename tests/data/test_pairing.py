@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from myna.config import DataSettings
-from myna.data.pairing import Pairing
+from myna.data import pairing as pairing_module
+from myna.data.pairing import Mask, Pairing
+from myna.data.table import Rows, Table
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
@@ -25,6 +29,20 @@ def drawn(pairing: Pairing, id: str, epochs: int = 60) -> set[str]:
     return {reference.id for epoch in range(epochs) for reference in pairing.references(target, epoch)}
 
 
+def alone(pairing: Pairing) -> tuple[str, ...]:
+    return tuple(target.id for target in pairing.unpaired.without_reference)
+
+
+def longest(pairing: Pairing, length: Callable[[Utterance], int] = lambda _: 1) -> dict[str, list[str]]:
+    """The references that make the longest sequence, by the target's id."""
+    utterances = pairing.corpus.utterances
+    found = pairing.longest(np.array([length(utterance) for utterance in utterances]))
+    return {
+        target.id: [utterances[row].id for row in rows]
+        for target, rows in zip(pairing.targets, found.each(), strict=True)
+    }
+
+
 # Another clip of the speaker
 
 
@@ -35,7 +53,7 @@ def test_a_reference_is_another_clip_of_the_same_speaker(tmp_path: Path) -> None
         expected = {clip.id for clip in clips if clip.speaker == target.speaker and clip.id != target.id}
         assert drawn(pairing, target.id) == expected, "each of them, some time"
         assert all(len(pairing.references(target, epoch)) == 1 for epoch in range(3))
-    assert pairing.unpaired.without_reference == ()
+    assert alone(pairing) == ()
 
 
 def test_never_the_targets_own_sound_under_another_id(tmp_path: Path) -> None:
@@ -48,9 +66,9 @@ def test_never_the_targets_own_sound_under_another_id(tmp_path: Path) -> None:
 
 def test_twins_alone_have_no_reference(tmp_path: Path) -> None:
     pairing = pair(tmp_path, [said(tmp_path, "a", sound="x"), said(tmp_path, "b", sound="x")])
-    assert pairing.unpaired.without_reference == ("a", "b")
+    assert alone(pairing) == ("a", "b")
     assert drawn(pairing, "a") == set()
-    assert pairing.longest(lambda _: 1)(pairing.targets[0]) == ()
+    assert longest(pairing)["a"] == []
 
 
 def test_spans_of_one_recording_serve_each_other_unless_they_overlap(tmp_path: Path) -> None:
@@ -68,14 +86,14 @@ def test_spans_of_one_recording_serve_each_other_unless_they_overlap(tmp_path: P
 def test_a_whole_recording_holds_all_of_its_spans(tmp_path: Path) -> None:
     whole = said(tmp_path, "whole", seconds=6, recording="long")
     part = said(tmp_path, "part", recording="long", span=Span(1, 3))
-    assert pair(tmp_path, [whole, part]).unpaired.without_reference == ("whole", "part")
+    assert alone(pair(tmp_path, [whole, part])) == ("whole", "part")
 
 
 def test_clips_of_unknown_speakers_are_not_one_speakers(tmp_path: Path) -> None:
     pairing = pair(
         tmp_path, [said(tmp_path, "a", ""), said(tmp_path, "b", ""), said(tmp_path, "c"), said(tmp_path, "d")]
     )
-    assert pairing.unpaired.without_reference == ("a", "b")
+    assert alone(pairing) == ("a", "b")
     assert drawn(pairing, "c") == {"d"}
 
 
@@ -90,7 +108,7 @@ def test_our_references_keep_to_reference_seconds(tmp_path: Path) -> None:
     clips = [said(tmp_path, id, seconds=seconds) for id, seconds in lengths.items()]
     pairing = pair(tmp_path, clips, reference_seconds=(1, 5))
     assert drawn(pairing, "short") == drawn(pairing, "long") == {"good"}
-    assert pairing.unpaired.without_reference == ("good",)
+    assert alone(pairing) == ("good",)
     limits = pair(tmp_path, clips, reference_seconds=(0.5, 9))
     assert drawn(limits, "good") == {"short", "long"}, "the limits themselves are inside"
 
@@ -105,20 +123,20 @@ def test_what_the_data_names_wins(tmp_path: Path) -> None:
     pairing = pair(tmp_path, [*others, asked, of_another], reference_seconds=(1, 5))
     for epoch in range(5):
         assert [reference.id for reference in pairing.references(asked, epoch)] == ["3", "b"], "in the order given"
-    assert [reference.id for reference in pairing.longest(lambda _: 1)(asked)] == ["3", "b"]
+    assert longest(pairing)["asked"] == ["3", "b"]
 
 
 def test_an_empty_list_asks_for_none(tmp_path: Path) -> None:
     pairing = pair(tmp_path, [said(tmp_path, "a", references=[]), said(tmp_path, "b")])
     assert drawn(pairing, "a") == set() and drawn(pairing, "b") == {"a"}
-    assert pairing.longest(lambda _: 1)(pairing.targets[0]) == ()
+    assert longest(pairing)["a"] == []
 
 
 def test_given_draws_nothing_of_its_own(tmp_path: Path) -> None:
     clips = [said(tmp_path, "a", references=["b"]), said(tmp_path, "b")]
     pairing = pair(tmp_path, clips, reference="given")
     assert drawn(pairing, "a") == {"b"} and drawn(pairing, "b") == set()
-    assert pairing.unpaired.without_reference == ("b",)
+    assert alone(pairing) == ("b",)
 
 
 def test_none_has_no_references_at_all(tmp_path: Path) -> None:
@@ -154,7 +172,7 @@ def test_targets_outside_the_limits_are_left_out_and_counted(tmp_path: Path) -> 
     clips = [said(tmp_path, id, seconds=seconds) for id, seconds in lengths.items()]
     pairing = pair(tmp_path, clips, seconds=(0.2, 4))
     assert [target.id for target in pairing.targets] == ["shortest", "fine", "longest"]
-    assert pairing.unpaired.outside_seconds == ("blip", "speech")
+    assert tuple(target.id for target in pairing.unpaired.outside_seconds) == ("blip", "speech")
     assert "speech" in drawn(pairing, "fine"), "it still lends its voice"
 
 
@@ -165,7 +183,7 @@ def test_no_target_at_all_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_without_reference_is_counted_or_refused(tmp_path: Path) -> None:
     clips = [said(tmp_path, "a"), said(tmp_path, "b"), said(tmp_path, "alone", "bert")]
-    assert pair(tmp_path, clips).unpaired.without_reference == ("alone",)
+    assert alone(pair(tmp_path, clips)) == ("alone",)
     with pytest.raises(DataError, match="1 targets find no reference, alone first") as caught:
         pair(tmp_path, clips, require_reference=True)
     assert "a second clip" in caught.value.hint
@@ -200,19 +218,62 @@ def test_a_choice_depends_on_seed_epoch_and_target_alone(tmp_path: Path) -> None
 def test_longest_picks_by_the_measure_it_is_given(tmp_path: Path) -> None:
     clips = [said(tmp_path, f"{n}", seconds=1 + n) for n in range(4)]
     pairing = pair(tmp_path, clips)
-    by_seconds = pairing.longest(lambda clip: len(pairing.corpus.codes(clip)))
-    assert [by_seconds(target)[0].id for target in pairing.targets] == ["3", "3", "3", "2"]
-    backwards = pairing.longest(lambda clip: -len(pairing.corpus.codes(clip)))
-    assert [backwards(target)[0].id for target in pairing.targets] == ["1", "0", "0", "0"]
+    by_seconds = longest(pairing, lambda clip: len(pairing.corpus.codes(clip)))
+    assert by_seconds == {"0": ["3"], "1": ["3"], "2": ["3"], "3": ["2"]}
+    backwards = longest(pairing, lambda clip: 1000 - len(pairing.corpus.codes(clip)))
+    assert backwards == {"0": ["1"], "1": ["0"], "2": ["0"], "3": ["0"]}
+    without = longest(pairing, lambda clip: -1 if clip.id == "3" else int(clip.id))
+    assert without == {"0": ["2"], "1": ["2"], "2": ["1"], "3": ["2"]}, "below zero is not considered"
 
 
-def test_one_speaker_with_many_clips_does_not_take_quadratic_time(tmp_path: Path) -> None:
+def test_many_at_once_are_what_each_is_alone(tmp_path: Path) -> None:
+    """Speakers of all sizes, twins, spans of one recording, given references and none: an array and its parts agree."""
+    clips = [said(tmp_path, f"{n}", f"speaker{n % 7}", sound=f"{n % 20}") for n in range(40)]
+    clips += [said(tmp_path, f"s{n}", "spans", seconds=9, recording="long", span=Span(n, n + 2)) for n in range(7)]
+    clips += [said(tmp_path, "asks", "speaker1", references=["3", "s0"]), said(tmp_path, "asks none", references=[])]
+    pairing = pair(tmp_path, clips)
+    rows = pairing.targets.rows
+    for epoch in range(3):
+        every = list(pairing.draw(rows, epoch).each())
+        backwards = list(pairing.draw(rows[::-1], epoch).each())
+        assert backwards[::-1] == every
+        for target, drawn in zip(pairing.targets, every, strict=True):
+            references = pairing.references(target, epoch)
+            assert tuple(pairing.corpus.row(reference.id) for reference in references) == drawn
+            for reference in references:
+                assert target.id == "asks" or reference.speaker == target.speaker
+                assert pairing.corpus.key(reference) != pairing.corpus.key(target)
+                if reference.span and target.span:
+                    assert abs(reference.span.start - target.span.start) >= 2, "each lasts two seconds"
+
+
+def test_every_clip_that_would_do_is_as_likely_as_the_next(tmp_path: Path) -> None:
+    """Also where most are the target's own sound, and a draw fails again and again."""
+    twins = [said(tmp_path, f"twin{n}", sound="x") for n in range(30)]
+    pairing = pair(tmp_path, [*twins, said(tmp_path, "one"), said(tmp_path, "two")])
+    target = pairing.targets.named("twin7")[0]
+    times = Counter(pairing.references(target, epoch)[0].id for epoch in range(400))
+    assert set(times) == {"one", "two"} and abs(times["one"] - 200) < 60
+    calm = Counter(pairing.references(pairing.targets.named("one")[0], epoch)[0].id for epoch in range(3100))
+    assert len(calm) == 31 and max(calm.values()) < 2 * min(calm.values()) + 60
+
+
+def test_one_speaker_with_many_clips_is_not_compared_pair_by_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clips = [
         said(tmp_path, f"{n}", recording=f"{n % 8}", seconds=30, span=Span(n / 100, n / 100 + 1)) for n in range(2000)
     ]
     corpus = prepared(tmp_path, clips)
-    began = time.process_time()
+    compared, share_sound = 0, pairing_module._share_sound
+
+    def count(table: Table, ones: Rows, others: Rows) -> Mask:
+        nonlocal compared
+        compared += len(others)
+        return share_sound(table, ones, others)
+
+    monkeypatch.setattr(pairing_module, "_share_sound", count)
     pairing = Pairing(corpus, DataSettings(train=tmp_path), seed=0)
-    longest = pairing.longest(lambda clip: len(clip.text))
-    assert all(pairing.references(target, 1) and longest(target) for target in pairing.targets)
-    assert time.process_time() - began < 3, "four million comparisons take half a minute"
+    assert (pairing.draw(pairing.targets.rows, 1).counts == 1).all()
+    assert (pairing.longest(np.arange(2000)).counts == 1).all()
+    assert compared < 20 * 2000, "not four million"

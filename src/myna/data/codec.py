@@ -1,5 +1,9 @@
 """What the code store needs of a codec. The codecs themselves live with the model families that use them."""
 
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +14,12 @@ Samples = npt.NDArray[np.float32]
 
 Codes = npt.NDArray[np.uint16]
 """Codec tokens of one clip, shape (frames, codebooks)."""
+
+Encoded = tuple[list[int], list[Codes]]
+"""The codes of some clips, and their places among all that were given."""
+
+Say = Callable[[str], None]
+"""Told what a person should know."""
 
 
 class Codec(Protocol):
@@ -43,5 +53,26 @@ class Codec(Protocol):
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """(clips, samples) -> (clips, frames, codebooks)."""
 
+    def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:
+        """Clips of any lengths, in whole frames, a batch of about so many seconds at a time, in any order.
+
+        The batches follow from the clips alone, so that the same clips always give the same codes. Where a codec has
+        no faster way, this is `by_equal_lengths`.
+        """
+
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,)."""
+
+
+def by_equal_lengths(codec: Codec, clips: Sequence[Samples], batch_seconds: float) -> Iterator[Encoded]:
+    """Equal lengths together, longest first, through `encode`."""
+    of_length: defaultdict[int, list[int]] = defaultdict(list)
+    for place, clip in enumerate(clips):
+        of_length[len(clip) // codec.hop].append(place)
+    for frames, places in sorted(of_length.items(), reverse=True):
+        size = max(1, int(batch_seconds * codec.frame_rate / frames))
+        for start in range(0, len(places), size):
+            batch = places[start : start + size]
+            codes = codec.encode(np.stack([clips[place] for place in batch]))
+            assert codes.shape == (len(batch), frames, codec.codebooks) and codes.dtype == np.uint16
+            yield batch, list(codes)

@@ -15,30 +15,33 @@ import hashlib
 import json
 import os
 import time
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, count
+from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from myna.audio.clip import probe, read
-from myna.audio.files import file_hash, replacing
-from myna.data.codec import Codec, Codes, Samples
+from myna.audio.files import bytes_hash, file_hash, replacing
+from myna.data.codec import Codec, Codes, Samples, Say
 from myna.data.utterance import Span, Utterance
 from myna.errors import AudioError, DataError
 
 FORMAT = "1"
 INDEX = "index.arrow"
 READERS = min(8, os.cpu_count() or 1)
+SHARDS_MAPPED = 1024
+"""Shards that are mapped at a time: a process may have only so many maps, and what it reads in them counts as its
+own memory."""
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -93,7 +96,7 @@ def utterance_key(utterance: Utterance, revision: str) -> str:
 
 
 def clip_key(audio_hash: str, span: Span | None, revision: str) -> str:
-    described = json.dumps([audio_hash, *_edges(span), revision])
+    described = json.dumps([audio_hash, *edges(span), revision])
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 
@@ -105,42 +108,51 @@ def encode_corpus(
     shard_seconds: float = 600.0,
     batch_seconds: float = 60.0,
     on_progress: Callable[[Progress], None] | None = None,
+    on_notice: Say = print,
 ) -> Report:
     """Bring the store up to date: encode what is new, then write the index of `utterances`.
 
-    Longer shards find more clips of one length to encode together; shorter ones lose less to a kill.
+    Longer shards find more clips of similar length to encode together; shorter ones lose less to a kill. A shard is
+    always encoded as a whole, so that it does not matter to any clip where a run was stopped.
     """
     utterances = list(utterances)
     _refuse_twins(utterances)
     home = _home(folder, codec.revision)
     with _locked(folder), ThreadPoolExecutor(READERS) as pool:
         _tidy(home)
-        shards = _read_shards(home, codec.revision)
-        frames = {key: n for shard in shards.values() for key, n in zip(shard.keys, shard.frames.tolist(), strict=True)}
+        shards = {number: _read_shard(path, codec.revision) for number, path in _shard_paths(home).items()}
+        frames = {
+            key: count
+            for shard in shards.values()
+            for key, count in zip(shard.keys.to_pylist(), shard.frames.tolist(), strict=True)
+        }
         owners = {utterance.audio: utterance for utterance in utterances}
         recordings = dict(zip(owners, _ahead(pool, _recording, owners.values()), strict=True))
         keys = [clip_key(recordings[u.audio].hash, u.span, codec.revision) for u in utterances]
         fresh = {key: u for key, u in zip(keys, utterances, strict=True) if key not in frames}
-        total_seconds = sum(_seconds(u.span, recordings[u.audio].seconds) for u in fresh.values())
+        seconds_of = {key: _seconds(u.span, recordings[u.audio].seconds) for key, u in fresh.items()}
+        total_seconds = sum(seconds_of.values())
 
         began, done, encoded, encoded_frames = time.monotonic(), 0, 0, 0
         free = (number for number in count() if number not in shards)
-        for clips in cut(_ahead(pool, partial(_load, codec), fresh.items()), shard_seconds * codec.frame_rate):
+        # The next shard is read while one is encoded.
+        ahead = _ahead(pool, partial(_load, codec), fresh.items(), lambda item: seconds_of[item[0]], shard_seconds)
+        for clips in cut(ahead, shard_seconds * codec.frame_rate):
             shard = [clip for clip in clips if clip.frames]
             done += len(clips) - len(shard)
             codes: dict[int, Codes] = {}
-            for places, batch in _encoded(shard, codec, batch_seconds):
+            for places, batch in codec.encode_all([clip.samples for clip in shard], batch_seconds, on_notice):
                 codes |= zip(places, batch, strict=True)
-                done, encoded_frames = done + len(batch), encoded_frames + batch.shape[0] * batch.shape[1]
+                done, encoded_frames = done + len(batch), encoded_frames + sum(map(len, batch))
                 if on_progress is not None:
                     seconds, elapsed = encoded_frames / codec.frame_rate, time.monotonic() - began
                     on_progress(Progress(done, len(fresh), seconds, total_seconds, elapsed))
             if shard:
                 table = _shard_table(shard, [codes[place] for place in range(len(shard))], codec)
-                _publish(folder, home / f"{next(free):05d}.arrow", table)
+                publish(folder, home / f"{next(free):05d}.arrow", table)
                 frames |= {clip.key: clip.frames for clip in shard}
                 encoded += len(shard)
-        _publish(folder, home / INDEX, _index_table(utterances, keys, frames, codec, folder))
+        publish(folder, home / INDEX, _index_table(utterances, keys, frames, codec, folder))
 
     covered = [key in frames for key in keys]
     return Report(
@@ -169,88 +181,74 @@ def cut(clips: Iterable[Clip], limit: float) -> Iterator[list[Clip]]:
         yield shard
 
 
-class CodeStore:
-    """All codes of one codec in a prepared folder. Opening reads keys; codes stay on disk until they are looked at."""
+class Place(NamedTuple):
+    """Where codes lie, for many clips."""
 
-    def __init__(self, folder: Path, revision: str, shards: Sequence[_Shard], lines: dict[str, _Line]) -> None:
-        self._folder, self._revision, self._shards, self._lines = folder, revision, shards, lines
-        self._starts = [0, *accumulate(len(shard.keys) for shard in shards)]
-        self._frames = np.concatenate([np.empty(0, np.int32), *(shard.frames for shard in shards)])
-        self._rows = dict(zip((key for shard in shards for key in shard.keys), count(), strict=False))
+    shard: npt.NDArray[np.int32]
+    """Below zero for a clip that is nowhere."""
+    offset: npt.NDArray[np.int64]
+    """In bytes, from the beginning of the file."""
+
+
+class CodeStore:
+    """All codes of one codec in a prepared folder. Opening lists the shards; one is mapped when it is looked at."""
+
+    def __init__(self, folder: Path, revision: str, shards: dict[int, Path]) -> None:
+        self.folder, self.revision, self._shards = folder, revision, shards
+        # Those that were not looked at for long are let go.
+        self._map = lru_cache(SHARDS_MAPPED)(lambda number: _map(shards[number]))
 
     @classmethod
     def open(cls, folder: Path, revision: str) -> CodeStore:
         home = _home(folder, revision)
         if not (home / INDEX).is_file():
             finished = "holds no codes of" if not home.is_dir() else "was not encoded to the end with"
-            raise DataError(f"{folder} {finished} the codec {revision[:8]}", hint=_prepare(folder))
-        return cls(folder, revision, list(_read_shards(home, revision).values()), _read_index(home / INDEX, revision))
+            raise DataError(f"{folder} {finished} the codec {revision[:8]}", hint=prepare_again(folder))
+        return cls(folder, revision, _shard_paths(home))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker maps the files itself, rather than being sent what they hold.
-        return CodeStore.open, (self._folder, self._revision)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._rows
-
-    def __getitem__(self, key: str) -> Codes:
-        """(frames, codebooks), a read-only view of the file."""
-        row = self._rows[key]
-        number = bisect_right(self._starts, row) - 1
-        return self._shards[number].codes(row - self._starts[number])
+        return CodeStore.open, (self.folder, self.revision)
 
     @property
-    def keys(self) -> KeysView[str]:
-        return self._rows.keys()
+    def home(self) -> Path:
+        return _home(self.folder, self.revision)
 
-    def frames(self, key: str) -> int:
-        return int(self._frames[self._rows[key]])
+    def codes(self, shard: int, offset: int, shape: tuple[int, int]) -> Codes:
+        """(frames, codebooks), a read-only view of the file."""
+        with _intact(self._shards[shard]):
+            return np.frombuffer(self._map(shard), np.uint16, shape[0] * shape[1], offset).reshape(shape)
 
-    def has(self, utterance: Utterance) -> bool:
-        """False for an utterance too short for a single frame; one that was never prepared is a `DataError`."""
-        return self._line(utterance).frames > 0
+    def index(self) -> Any:
+        """What was encoded, one row for each utterance: `id`, `audio`, `start`, `end`, `key` and `frames`."""
+        return read_arrow(self.home / INDEX, self.revision)
 
-    def key(self, utterance: Utterance) -> str:
-        """The key of its codes. No audio is read: that a file was changed in place is for `prepare` to find."""
-        key = self._line(utterance).key
-        if key not in self._rows:
-            raise DataError(f"{self._folder} holds no codes of {utterance.id}", hint=_prepare(self._folder))
-        return key
+    def places(self, keys: Any) -> Place:
+        """Where the codes of each key lie. Reads every shard's keys, and checks every shard."""
+        held, shards, offsets = [pa.array([], pa.string())], [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        for number, path in self._shards.items():
+            shard = _read_shard(path, self.revision)
+            with _intact(path):
+                held.append(pa.array(shard.keys.to_pylist(), pa.string()))  # copied, or every shard would stay mapped
+            shards.append(np.full(len(shard.keys), number, np.int32))
+            offsets.append(shard.starts)
+        found = pc.fill_null(pc.index_in(keys, value_set=pa.concat_arrays(held)), -1).to_numpy(zero_copy_only=False)
+        # What was not found is the last of all, which is nowhere.
+        return Place(
+            np.append(np.concatenate(shards), np.int32(-1))[found], np.append(np.concatenate(offsets), 0)[found]
+        )
 
-    def _line(self, utterance: Utterance) -> _Line:
-        line = self._lines.get(utterance.id)
-        now = (_place(utterance.audio, self._folder), *_edges(utterance.span))
-        if line is None or now != (line.audio, line.start, line.end):
-            change = "is new" if line is None else "has other audio"
-            raise DataError(
-                f"the utterance {utterance.id} {change} since {self._folder} was encoded", hint=_prepare(self._folder)
-            )
-        return line
-
-
-class _Line(NamedTuple):
-    """What the index says of an utterance."""
-
-    audio: str
-    start: float
-    end: float | None
-    key: str
-    frames: int
+    def fingerprint(self) -> str:
+        """Changes whenever another utterance, sound or shard may lie behind a place."""
+        sizes = [(path.name, path.stat().st_size) for path in self._shards.values()]
+        return f"{file_hash(self.home / INDEX)}-{bytes_hash(json.dumps(sizes).encode())}"
 
 
 class _Shard(NamedTuple):
-    keys: list[str]
+    keys: Any
     frames: npt.NDArray[np.int32]
-    codebooks: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.int64]
-    values: npt.NDArray[np.uint16]
-
-    def codes(self, row: int) -> Codes:
-        flat = self.values[self.offsets[row] : self.offsets[row + 1]]
-        return flat.reshape(self.frames[row], self.codebooks[row])
+    starts: npt.NDArray[np.int64]
+    """Where codes begin, in bytes from the beginning of the file."""
 
 
 class _Recording(NamedTuple):
@@ -266,28 +264,13 @@ def _recording(utterance: Utterance) -> _Recording:
 def _load(codec: Codec, item: tuple[str, Utterance]) -> Clip:
     key, utterance = item
     with _named(utterance):
-        samples = read(utterance.audio, sample_rate=codec.sample_rate, span=_edges(utterance.span))
+        samples = read(utterance.audio, sample_rate=codec.sample_rate, span=edges(utterance.span))
     frames = len(samples) // codec.hop
     return Clip(key, utterance.text, frames, samples[: frames * codec.hop])
 
 
-def _encoded(
-    shard: Sequence[Clip], codec: Codec, batch_seconds: float
-) -> Iterator[tuple[list[int], npt.NDArray[np.uint16]]]:
-    """Codes of a shard's clips with their places in it: equal lengths together, longest first."""
-    of_length: defaultdict[int, list[int]] = defaultdict(list)
-    for place, clip in enumerate(shard):
-        of_length[clip.frames].append(place)
-    for frames, places in sorted(of_length.items(), reverse=True):
-        size = max(1, int(batch_seconds * codec.frame_rate / frames))
-        for start in range(0, len(places), size):
-            batch = places[start : start + size]
-            codes = codec.encode(np.stack([shard[place].samples for place in batch]))
-            assert codes.shape == (len(batch), frames, codec.codebooks) and codes.dtype == np.uint16
-            yield batch, codes
-
-
 def _shard_table(shard: Sequence[Clip], codes: Sequence[Codes], codec: Codec) -> Any:
+    assert all(one.shape == (clip.frames, codec.codebooks) for clip, one in zip(shard, codes, strict=True))
     offsets = np.cumsum([0, *(one.size for one in codes)], dtype=np.int64)
     values = np.concatenate([one.reshape(-1) for one in codes])
     columns = {
@@ -305,12 +288,12 @@ def _shard_table(shard: Sequence[Clip], codes: Sequence[Codes], codec: Codec) ->
 def _index_table(
     utterances: Sequence[Utterance], keys: Sequence[str], frames: dict[str, int], codec: Codec, folder: Path
 ) -> Any:
-    edges = [_edges(utterance.span) for utterance in utterances]
+    spans = [edges(utterance.span) for utterance in utterances]
     columns = {
         "id": pa.array([utterance.id for utterance in utterances], pa.string()),
-        "audio": pa.array([_place(utterance.audio, folder) for utterance in utterances], pa.string()),
-        "start": pa.array([start for start, _ in edges], pa.float64()),
-        "end": pa.array([end for _, end in edges], pa.float64()),
+        "audio": pa.array([place_of(utterance.audio, folder) for utterance in utterances], pa.string()),
+        "start": pa.array([start for start, _ in spans], pa.float64()),
+        "end": pa.array([end for _, end in spans], pa.float64()),
         "key": pa.array(keys, pa.string()),
         "frames": pa.array([frames.get(key, 0) for key in keys], pa.int32()),
     }
@@ -321,57 +304,66 @@ def _label(codec: Codec) -> dict[str, str]:
     return {"format": FORMAT, "codec": codec.revision, "sample_rate": str(codec.sample_rate)}
 
 
-def _publish(folder: Path, path: Path, table: Any) -> None:
+def publish(folder: Path, path: Path, table: Any) -> None:
     """Write a file that survives a kill or a power cut whole, or does not appear."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_batch(table)
     with _writing(folder):
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            file.write(sink.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(path) as temporary:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_batch(table)
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())
         _sync(path.parent)
 
 
-def _read_shards(home: Path, revision: str) -> dict[int, _Shard]:
-    return {int(path.stem): _read_shard(path, revision) for path in sorted(home.glob("[0-9]*.arrow"))}
+def _shard_paths(home: Path) -> dict[int, Path]:
+    return {int(path.stem): path for path in sorted(home.glob("[0-9]*.arrow"))}
 
 
 def _read_shard(path: Path, revision: str) -> _Shard:
-    table = _read(path, revision)
     with _intact(path):
-        codes = table["codes"]
-        shard = _Shard(
-            keys=table["key"].to_pylist(),
-            frames=table["frames"].to_numpy(zero_copy_only=True),
-            codebooks=table["codebooks"].to_numpy(zero_copy_only=True),
-            offsets=codes.offsets.to_numpy(zero_copy_only=True),
-            values=codes.values.to_numpy(zero_copy_only=True),
-        )
-        if (np.diff(shard.offsets) != shard.frames * shard.codebooks).any():
+        whole = _map(path)
+        table = _checked(whole, revision)
+        codes, frames = table["codes"], table["frames"].to_numpy(zero_copy_only=True)
+        offsets = codes.offsets.to_numpy(zero_copy_only=True)
+        if (np.diff(offsets) != frames * table["codebooks"].to_numpy(zero_copy_only=True)).any():
             raise ValueError("frames and codes do not agree")
-    return shard
+        values = codes.values.buffers()[1].address - whole.address if len(frames) else 0
+        return _Shard(table["key"], frames, values + offsets[:-1] * np.dtype(np.uint16).itemsize)
 
 
-def _read_index(path: Path, revision: str) -> dict[str, _Line]:
-    table = _read(path, revision)
+def read_arrow(path: Path, revision: str, *, strings: bool = True) -> Any:
+    """A file's one record batch, still on disk.
+
+    Everything in it is checked to lie within its bounds, so that no damage can crash us. To check that `strings` are
+    UTF-8 as well, all of them are read.
+    """
     with _intact(path):
-        columns = (table[name].to_pylist() for name in _Line._fields)
-        return dict(zip(table["id"].to_pylist(), map(_Line._make, zip(*columns, strict=True)), strict=True))
+        return _checked(_map(path), revision, strings=strings)
 
 
-def _read(path: Path, revision: str) -> Any:
-    """A file's one record batch, still on disk. The mapping outlives the closed file, so shards cost no descriptors."""
-    with _intact(path):
-        with pa.memory_map(str(path)) as file:
-            table = pa.ipc.open_file(file).get_batch(0)
-        label = {name.decode(): value.decode() for name, value in table.schema.metadata.items()}
-        if (label["format"], label["codec"]) != (FORMAT, revision):
-            raise ValueError(f"it is of format {label['format']} and codec {label['codec']}")
-        for column in table.columns:
-            column.validate(full=True)
+def _map(path: Path) -> Any:
+    """A whole file's bytes, read when they are looked at. The mapping outlives the closed file, so that it costs no
+    descriptor."""
+    with pa.memory_map(str(path)) as file:
+        return file.read_buffer()
+
+
+def _checked(whole: Any, revision: str, *, strings: bool = True) -> Any:
+    table = pa.ipc.open_file(pa.BufferReader(whole)).get_batch(0)
+    label = {name.decode(): value.decode() for name, value in table.schema.metadata.items()}
+    if (label["format"], label["codec"]) != (FORMAT, revision):
+        raise ValueError(f"it is of format {label['format']} and codec {label['codec']}")
+    for column in table.columns:
+        (column if strings else _without_strings(column)).validate(full=True)
     return table
+
+
+def _without_strings(column: Any) -> Any:
+    """The same column, with bytes that need not be UTF-8."""
+    if pa.types.is_dictionary(column.type):
+        return pa.DictionaryArray.from_arrays(column.indices, _without_strings(column.dictionary), safe=True)
+    as_bytes = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    return column.view(as_bytes[column.type]) if column.type in as_bytes else column
 
 
 @contextmanager
@@ -430,15 +422,28 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-    """Results in order, a few worked out in advance: readers need not wait for the codec, and memory stays bounded."""
-    waiting: deque[Future[B]] = deque()
+def _ahead(
+    pool: ThreadPoolExecutor,
+    work: Callable[[A], B],
+    items: Iterable[A],
+    size: Callable[[A], float] = lambda _item: 0.0,
+    room: float = 0.0,
+) -> Iterator[B]:
+    """Results in order, worked out in advance: readers need not wait for the codec, and memory stays bounded.
+
+    In advance are a few items, and more of them up to `room` by their `size`.
+    """
+    waiting: deque[tuple[float, Future[B]]] = deque()
+    filled = 0.0
     for item in items:
-        waiting.append(pool.submit(work, item))
-        if len(waiting) > 2 * READERS:
-            yield waiting.popleft().result()
+        waiting.append((size(item), pool.submit(work, item)))
+        filled += waiting[-1][0]
+        while len(waiting) > 2 * READERS and filled > room:
+            one, result = waiting.popleft()
+            filled -= one
+            yield result.result()
     while waiting:
-        yield waiting.popleft().result()
+        yield waiting.popleft()[1].result()
 
 
 @contextmanager
@@ -466,22 +471,22 @@ def _home(folder: Path, revision: str) -> Path:
     return folder / "codes" / revision[:8]
 
 
-def _place(audio: Path, folder: Path) -> str:
+def place_of(audio: Path, folder: Path) -> str:
     """Relative inside the folder, so that it can be moved or copied as a whole; absolute outside."""
     # By spelling alone: following links would tell two names of one folder apart.
     return os.path.normpath(audio.absolute()).removeprefix(f"{os.path.normpath(folder.absolute())}/")
 
 
-def _edges(span: Span | None) -> tuple[float, float | None]:
+def edges(span: Span | None) -> tuple[float, float | None]:
     if span is None:
         return 0.0, None
     return float(span.start), None if span.end is None else float(span.end)
 
 
 def _seconds(span: Span | None, of_file: float) -> float:
-    start, end = _edges(span)
+    start, end = edges(span)
     return (of_file if end is None else end) - start
 
 
-def _prepare(folder: Path) -> str:
+def prepare_again(folder: Path) -> str:
     return f"myna prepare SOURCE --out {folder} --model MODEL"

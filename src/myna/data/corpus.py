@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import overload
+
+import numpy as np
 
 from myna.data.codec import Codec, Codes
 from myna.data.codes import CodeStore
-from myna.data.manifest import read_manifest
+from myna.data.dice import name_of
+from myna.data.table import Rows, Table, open_table
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 
@@ -49,40 +54,107 @@ class Prepared:
 
 
 class Corpus:
-    """Utterances with their codes. Cheap to open: codes stay on disk until they are asked for."""
+    """Utterances with their codes, each known by its row in the table.
 
-    def __init__(self, folder: Path, prepared: Prepared, utterances: list[Utterance], store: CodeStore) -> None:
-        self.folder, self.prepared, self.utterances, self._store = folder, prepared, utterances, store
-        self._by_id = {utterance.id: utterance for utterance in utterances}
+    Cheap to open and to keep, however many there are: columns and codes stay on disk until they are asked for, and an
+    `Utterance` exists only while someone looks at it.
+    """
+
+    def __init__(
+        self, folder: Path, prepared: Prepared, table: Table, store: CodeStore, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.folder, self.prepared, self.table, self.store = folder, prepared, table, store
+        self.notes = notes
+        """What whoever opens the folder should be told."""
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
         prepared = Prepared.read(folder)
-        utterances = read_manifest(folder / "manifest.jsonl")
-        twins = [id for id, lines in Counter(utterance.id for utterance in utterances).items() if lines > 1]
-        if twins:
-            raise DataError(
-                f"{folder / 'manifest.jsonl'} has several utterances with the id {twins[0]}",
-                hint="give each a name of its own, and run `myna prepare` again",
-            )
         store = CodeStore.open(folder, prepared.codec_revision)
-        return cls(folder, prepared, [u for u in utterances if store.has(u)], store)
+        table, notes = open_table(folder, store)
+        return cls(folder, prepared, table, store, notes)
+
+    @property
+    def utterances(self) -> Utterances:
+        return Utterances(self.table, np.arange(len(self.table)))
 
     def by_id(self, id: str, *, wanted_by: str) -> Utterance:
-        try:
-            return self._by_id[id]
-        except KeyError:
+        row = self.row(id)
+        if row is None:
             raise DataError(
                 f"{wanted_by} names the reference {id}, of which {self.folder} holds no codes",
                 hint="put it into the source, at least a frame long, and run `myna prepare` again",
-            ) from None
+            )
+        return self.table.utterance(row)
+
+    def row(self, id: str) -> int | None:
+        names, rows = self._by_name
+        name = np.uint64(name_of(id))
+        place = int(np.searchsorted(names, name))
+        while place < len(names) and names[place] == name:
+            if self.table.id[int(rows[place])].as_py() == id:
+                return int(rows[place])
+            place += 1
+        return None
+
+    def row_of(self, utterance: Utterance) -> int:
+        row = self.row(utterance.id)
+        if row is None:
+            raise KeyError(utterance.id)
+        return row
 
     def key(self, utterance: Utterance) -> str:
         """Equal keys are equal sound."""
-        return self._store.key(utterance)
+        return self.table.key.at(self.row_of(utterance))
 
     def codes(self, utterance: Utterance) -> Codes:
-        return self._store[self.key(utterance)]
+        return self.codes_at(self.row_of(utterance))
+
+    def codes_at(self, row: int) -> Codes:
+        table = self.table
+        shape = (int(table.frames[row]), self.prepared.codebooks)
+        return self.store.codes(int(table.shard[row]), int(table.offset[row]), shape)
 
     def seconds(self, utterance: Utterance) -> float:
-        return self._store.frames(self.key(utterance)) / self.prepared.frame_rate
+        return float(self.table.frames[self.row_of(utterance)] / self.prepared.frame_rate)
+
+    @cached_property
+    def _by_name(self) -> tuple[Rows, Rows]:
+        order = np.argsort(self.table.name, kind="stable")
+        return self.table.name[order], order  # type: ignore[return-value]
+
+
+class Utterances(Sequence[Utterance]):
+    """Some of a table's rows, each made an `Utterance` when it is asked for."""
+
+    def __init__(self, table: Table, rows: Rows) -> None:
+        self.table, self.rows = table, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Utterance: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Utterances: ...
+
+    def __getitem__(self, place: int | slice) -> Utterance | Utterances:
+        if isinstance(place, slice):
+            return Utterances(self.table, self.rows[place])
+        return self.table.utterance(int(self.rows[place]))
+
+    def named(self, id: str) -> Utterances:
+        rows = self.rows[self.table.name[self.rows] == np.uint64(name_of(id))]
+        return Utterances(self.table, rows[[self.table.id[int(row)].as_py() == id for row in rows]])
+
+    def spoken_by(self, speakers: Iterable[str]) -> Utterances:
+        speaker = self.table.speaker
+        wanted = speaker.numbers_of(list(speakers))
+        return Utterances(self.table, self.rows[np.isin(speaker.numbers[self.rows], wanted)])
+
+    def keys_among(self, keys: Sequence[str]) -> set[str]:
+        """Those of the keys that one of these utterances has."""
+        numbers = self.table.key.numbers_of(keys)
+        there = np.isin(numbers, self.table.key.numbers[self.rows])
+        return {key for key, is_there in zip(keys, there.tolist(), strict=True) if is_there}

@@ -1,41 +1,46 @@
 """From a corpus to the batches of every optimizer step, the same on every machine that has the same seed.
 
 The stream of rows is endless and knows nothing of processes: step n is always the same rows, which the ranks share out
-and cut into passes. Splitting the work otherwise, or resuming at a step, changes nothing that is learned. Nor do the
-threads: one works steps out in advance, and asks `data.workers` others to render what it needs.
+and cut into passes. Splitting the work otherwise, or resuming at a step, changes nothing that is learned. Rows are
+planned from lengths alone; only what a rank will learn from is rendered. Nor do the threads change anything: one plans
+ahead, and `data.workers` others render and collate what it has planned.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from itertools import count, islice
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+
+from myna.audio.files import bytes_hash
 from myna.config import DataSettings
 from myna.data.conversation import Clip, Conversation, Reference, script
 from myna.data.corpus import Corpus
+from myna.data.dice import shuffled
+from myna.data.lengths import Lengths, Ruler
 from myna.data.pack import first_fit_decreasing
-from myna.data.pairing import Pairing
+from myna.data.pairing import Pairing, References
+from myna.data.table import Rows
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 
 Sequence_ = TypeVar("Sequence_", bound=Sized)
 Batch = TypeVar("Batch")
-Item = TypeVar("Item")
 
 STEPS_AHEAD = 2
 """Steps that are ready before they are asked for."""
-PROMPT_ROOM, CLIP_ROOM = 512, 64
-"""More tokens than any family's system prompt takes, and than it puts around a clip."""
+STREAM = 2
+"""Another number whenever the same data, settings and seed come to other rows: no run goes on with another stream than
+it began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,36 @@ class Share:
     world: int = 1
 
 
-_RenderAll: TypeAlias = Callable[[Sequence[Utterance], int], list[Sequence_]]
-"""(targets, epoch) -> their sequences."""
+class Planned(NamedTuple):
+    """A sequence that is still to be rendered, its utterances as rows of the table."""
+
+    target: int
+    references: tuple[int, ...]
+    length: int | None
+    """None where nothing is packed, and so nothing need be known."""
+
+
+_Pass: TypeAlias = list[Planned]
+
+
+class _Packed(NamedTuple):
+    """A window of targets in rows."""
+
+    targets: Rows
+    references: References
+    lengths: list[int] | None
+    rows: list[list[int]]
+    """Places in the window."""
+
+    def planned(self) -> Iterator[list[Planned]]:
+        lengths: Sequence[int | None] = self.lengths or [None] * len(self.targets)
+        every = list(map(Planned, self.targets.tolist(), self.references.each(), lengths))
+        for row in self.rows:
+            yield [every[place] for place in row]
 
 
 class Loader(Generic[Sequence_, Batch]):
-    """`render` and `collate` are the family's; the loader only decides what travels together."""
+    """`render`, `collate` and `ruler` are the family's; the loader only decides what travels together."""
 
     def __init__(
         self,
@@ -60,11 +89,12 @@ class Loader(Generic[Sequence_, Batch]):
         *,
         render: Callable[[Conversation], Sequence_],
         collate: Callable[[Sequence[Sequence_]], Batch],
+        ruler: Ruler,
         seed: int,
     ) -> None:
         self.corpus, self.settings, self.seed = corpus, settings, seed
         self.pairing = Pairing(corpus, settings, seed)
-        self._render, self._collate = render, collate
+        self._render, self._collate, self._ruler = render, collate, ruler
         self._counted: dict[tuple[int, int], int] = {}
 
     def steps(
@@ -75,20 +105,21 @@ class Loader(Generic[Sequence_, Batch]):
         An error comes with the step it belongs to. Closing the iterator ends its threads.
         """
         assert rows_per_step % share.world == 0, "one rank would wait for ever for passes that another does not have"
-        return self._ahead(self._steps(rows_per_step, rows_per_pass, share, start))
+        return self._made(self._plan_steps(rows_per_step, rows_per_pass, share, start))
 
     def once(self, rows_per_pass: int, share: Share) -> Generator[Batch, None, None]:
         """One rank's part of all targets, each once: for evaluation."""
-        return self._ahead(self._once(rows_per_pass, share))
+        with closing(self._made([each] for each in self._plan_once(rows_per_pass, share))) as passes:
+            for [batch] in passes:
+                yield batch
 
     def rows_in_first_epoch(self) -> int:
-        with self._renderers() as render_all:
-            assert not list(self._rows(render_all, skip=sys.maxsize, epochs=[0]))
+        assert not list(self._rows(skip=sys.maxsize, epochs=[0]))
         return sum(rows for (epoch, _), rows in self.counted.items() if epoch == 0)
 
     @property
     def counted(self) -> dict[tuple[int, int], int]:
-        """The rows of every (epoch, window) that was packed so far. What is counted need not be rendered to skip it."""
+        """The rows of every (epoch, window) that was packed so far. What is counted need not be packed to skip it."""
         return dict(self._counted)
 
     def recall(self, counted: Mapping[tuple[int, int], int]) -> None:
@@ -97,87 +128,58 @@ class Loader(Generic[Sequence_, Batch]):
 
     @property
     def identity(self) -> str:
-        """Changes with anything but the settings that conversations are made of; where files lie does not count."""
-        whole = hashlib.blake2b(digest_size=8)
-        for utterance in self.corpus.utterances:
-            told = (utterance.id, utterance.text, utterance.speaker, utterance.extras, self.corpus.key(utterance))
-            whole.update(json.dumps(told, sort_keys=True, default=str).encode() + b"\n")
-        return f"{len(self.corpus.utterances)} utterances {whole.hexdigest()}"
+        """Changes with anything but the settings that rows are made of; where files lie does not count."""
+        made_of = bytes_hash(f"{self.corpus.table.identity} in stream {STREAM}".encode())
+        return f"{len(self.corpus.table)} utterances {made_of[:16]}"
 
-    def conversation(self, target: Utterance, references: tuple[Utterance, ...]) -> Conversation:
-        corpus = self.corpus
-        return script(
-            target.text,
-            id=target.id,
-            references=tuple(Reference(r.text, Clip(r.id, corpus.codes(r))) for r in references),
-            target=Clip(target.id, corpus.codes(target), target=True),
-            scene=self._scene(target),
-            place=self.settings.reference_place,
-        )
+    def conversation(self, target: Utterance, references: Sequence[Utterance]) -> Conversation:
+        return self._conversation(self.corpus.row_of(target), [self.corpus.row_of(each) for each in references])
+
+    def sequence(self, target: Utterance, epoch: int) -> Sequence_:
+        return self._render(self.conversation(target, self.pairing.references(target, epoch)))
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        return Lengths(self.corpus, self.settings, self._ruler, self._conversation)
 
     def check_lengths(self) -> None:
         """Every sequence there can be must fit a row, since nothing is ever cut."""
         if not self.settings.pack:
             return
-        budget = self.settings.row_tokens
-        bulkiest = self.pairing.longest(self._bulk)
-
-        def bound(target: Utterance) -> int:
-            clips = sum(self._bulk(clip) for clip in (target, *bulkiest(target)))
-            return PROMPT_ROOM + len(self._scene(target).encode()) + clips
-
-        # Where even the bound fits, nothing need be rendered.
-        risky = [target for target in self.pairing.targets if bound(target) > budget]
-        if not risky:
-            return
-        # What a reference adds to a sequence, it adds to every target's.
-        longest = self.pairing.longest(lambda clip: len(self._render(self.conversation(risky[0], (clip,)))))
-        lengths = {target.id: len(self._render(self.conversation(target, longest(target)))) for target in risky}
-        worst = max(lengths, key=lengths.__getitem__)
-        if lengths[worst] > budget:
+        budget, targets, kinds = self.settings.row_tokens, self.pairing.targets, self.lengths.kinds()
+        longest = np.zeros(len(targets), np.int64)
+        for kind in np.unique(kinds):
+            clips = np.where(kinds == kind, self.lengths.as_reference, -1)
+            longest = np.maximum(longest, self.lengths.of(targets.rows, self.pairing.longest(clips)))
+        worst = int(longest.argmax())
+        if longest[worst] > budget:
             raise DataError(
-                f"{worst} takes {lengths[worst]} tokens with its longest reference, a row holds {budget}; cutting it "
-                "would lose its end-of-stream",
-                hint=f"--set data.row_tokens={lengths[worst]}, or lower data.seconds or data.reference_seconds",
+                f"{targets[worst].id} takes {longest[worst]} tokens with its longest reference, a row holds {budget}; "
+                "cutting it would lose its end-of-stream",
+                hint=f"--set data.row_tokens={longest[worst]}, or lower data.seconds or data.reference_seconds",
             )
 
-    def _bulk(self, clip: Utterance) -> int:
-        """More tokens than a clip and its text can take: bytes bound tokens from above."""
-        return len(self.corpus.codes(clip)) + len(clip.text.encode()) + CLIP_ROOM
+    # What will travel together
 
-    def _scene(self, target: Utterance) -> str:
-        return str(target.extras.get("scene") or self.settings.scene)
-
-    def sequence(self, target: Utterance, epoch: int) -> Sequence_:
-        return self._render(self.conversation(target, self.pairing.references(target, epoch)))
-
-    def _steps(
+    def _plan_steps(
         self, rows_per_step: int, rows_per_pass: int, share: Share, start: int
-    ) -> Generator[list[Batch], None, None]:
-        with self._renderers() as render_all:
-            rows = self._rows(render_all, skip=start * rows_per_step)
-            while True:
-                step = list(islice(rows, rows_per_step))
-                yield list(self._passes(step[share.rank :: share.world], rows_per_pass))
+    ) -> Generator[list[_Pass], None, None]:
+        rows = self._rows(skip=start * rows_per_step)
+        while True:
+            step = list(islice(rows, rows_per_step))
+            yield list(_passes(step[share.rank :: share.world], rows_per_pass))
 
-    def _once(self, rows_per_pass: int, share: Share) -> Generator[Batch, None, None]:
-        targets, window = self.pairing.targets[share.rank :: share.world], self.settings.window
-        with self._renderers() as render_all:
-            for at in range(0, len(targets), window):
-                yield from self._passes(self._pack(render_all(targets[at : at + window], 0)), rows_per_pass)
+    def _plan_once(self, rows_per_pass: int, share: Share) -> Generator[_Pass, None, None]:
+        targets, window = self.pairing.targets.rows[share.rank :: share.world], self.settings.window
+        for at in range(0, len(targets), window):
+            yield from _passes(list(self._pack(targets[at : at + window], epoch=0).planned()), rows_per_pass)
 
-    def _passes(self, rows: Sequence[Sequence[Sequence_]], rows_per_pass: int) -> Iterator[Batch]:
-        for at in range(0, len(rows), rows_per_pass):
-            yield self._collate([sequence for row in rows[at : at + rows_per_pass] for sequence in row])
-
-    def _rows(
-        self, render_all: _RenderAll[Sequence_], skip: int, epochs: Iterable[int] | None = None
-    ) -> Iterator[list[Sequence_]]:
+    def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[list[Planned]]:
         """The stream without its first `skip` rows, endless unless `epochs` are given."""
-        window = self.settings.window
+        window, names = self.settings.window, self.corpus.table.name
         for epoch in count() if epochs is None else epochs:
-            targets = list(self.pairing.targets)
-            random.Random(f"{self.seed}/{epoch}").shuffle(targets)
+            targets = self.pairing.targets.rows
+            targets = targets[shuffled(names[targets], f"{self.seed}/{epoch}/order")]
             for at in range(0, len(targets), window):
                 part, place = targets[at : at + window], (epoch, at // window)
                 if not self.settings.pack:
@@ -185,39 +187,77 @@ class Loader(Generic[Sequence_, Batch]):
                 if place in self._counted and self._counted[place] <= skip:
                     skip -= self._counted[place]
                     continue
-                rows = self._pack(render_all(part, epoch))
-                self._counted[place] = len(rows)
-                random.Random(f"{self.seed}/{epoch}/{at}").shuffle(rows)
-                yield from rows[skip:]
-                skip = max(0, skip - len(rows))
+                packed = self._pack(part, epoch)
+                self._counted[place] = len(packed.rows)
+                if len(packed.rows) > skip:
+                    rows = list(packed.planned())
+                    random.Random(f"{self.seed}/{epoch}/{at}").shuffle(rows)
+                    yield from rows[skip:]
+                skip = max(0, skip - len(packed.rows))
 
-    def _pack(self, sequences: list[Sequence_]) -> list[list[Sequence_]]:
+    def _pack(self, targets: Rows, epoch: int) -> _Packed:
+        references = self.pairing.draw(targets, epoch)
         if not self.settings.pack:
-            return [[sequence] for sequence in sequences]
-        rows = first_fit_decreasing([len(s) for s in sequences], self.settings.row_tokens)
-        return [[sequences[i] for i in row] for row in rows]
+            return _Packed(targets, references, None, [[place] for place in range(len(targets))])
+        lengths: list[int] = self.lengths.of(targets, references).tolist()
+        return _Packed(targets, references, lengths, first_fit_decreasing(lengths, self.settings.row_tokens))
 
-    @contextmanager
-    def _renderers(self) -> Iterator[_RenderAll[Sequence_]]:
-        """Renders many targets at once, in their order, with as many threads as the settings say."""
-        if not self.settings.workers:
-            yield lambda targets, epoch: [self.sequence(target, epoch) for target in targets]
-            return
-        with ThreadPoolExecutor(self.settings.workers, "myna-render") as pool:
-            yield lambda targets, epoch: list(pool.map(partial(self.sequence, epoch=epoch), targets))
+    # What has been planned is made
 
-    def _ahead(self, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
-        """The same items, worked out in a thread while the last ones are learned from; inline without workers."""
+    def _make(self, planned: _Pass) -> Batch:
+        return self._collate([self._sequence_of(one) for one in planned])
+
+    def _sequence_of(self, planned: Planned) -> Sequence_:
+        sequence = self._render(self._conversation(planned.target, planned.references))
+        if planned.length not in (None, len(sequence)):
+            id = self.corpus.table.id[planned.target]
+            raise DataError(
+                f"{id} was counted as {planned.length} tokens and takes {len(sequence)}",
+                hint=f"rm {self.corpus.store.home}/tokens-*.arrow, and begin again: they are counted anew",
+            )
+        return sequence
+
+    def _conversation(self, target: int, references: Sequence[int]) -> Conversation:
+        table, codes = self.corpus.table, self.corpus.codes_at
+
+        def id(row: int) -> str:
+            return str(table.id[row].as_py())
+
+        return script(
+            table.text[target].as_py(),
+            id=id(target),
+            references=tuple(Reference(table.text[row].as_py(), Clip(id(row), codes(row))) for row in references),
+            target=Clip(id(target), codes(target), target=True),
+            scene=table.scene.at(target) or self.settings.scene,
+            place=self.settings.reference_place,
+        )
+
+    def _made(self, plans: Generator[list[_Pass], None, None]) -> Generator[list[Batch], None, None]:
+        """The batches of every plan, in order, some of them made while the last ones are learned from."""
         if not self.settings.workers:
-            yield from items
+            for plan in plans:
+                yield [self._make(each) for each in plan]
             return
-        end = object()
-        with ThreadPoolExecutor(1, "myna-ahead") as pool:
-            waiting: deque[Future[Item | object]] = deque(pool.submit(next, items, end) for _ in range(STEPS_AHEAD))
+        with (
+            ThreadPoolExecutor(self.settings.workers, "myna-render") as workers,
+            ThreadPoolExecutor(1, "myna-ahead") as planner,
+        ):
+
+            def begin() -> list[Future[Batch]] | None:
+                plan = next(plans, None)
+                return None if plan is None else [workers.submit(self._make, each) for each in plan]
+
+            waiting = deque(planner.submit(begin) for _ in range(STEPS_AHEAD))
             try:
-                while (item := waiting.popleft().result()) is not end:
-                    waiting.append(pool.submit(next, items, end))
-                    yield item  # type: ignore[misc]
+                while (begun := waiting.popleft().result()) is not None:
+                    waiting.append(planner.submit(begin))
+                    yield [batch.result() for batch in begun]
             finally:
-                pool.shutdown(cancel_futures=True)
-                items.close()
+                planner.shutdown(cancel_futures=True)
+                workers.shutdown(cancel_futures=True)
+                plans.close()
+
+
+def _passes(rows: Sequence[list[Planned]], rows_per_pass: int) -> Iterator[_Pass]:
+    for at in range(0, len(rows), rows_per_pass):
+        yield [planned for row in rows[at : at + rows_per_pass] for planned in row]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,28 @@ def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
 
 def read_manifest(path: Path) -> list[Utterance]:
     """Every utterance, or a `DataError` that names the first bad line."""
+    return list(iterate_manifest(path))
+
+
+def iterate_manifest(path: Path) -> Iterator[Utterance]:
+    """The same, one by one: a manifest may be longer than memory."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):
-        raise DataError(f"there is no manifest {path}", hint="myna prepare SOURCE --out FOLDER makes one") from None
-    utterances = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                utterances.append(parse_line(json.loads(line.decode("utf-8-sig")), path.parent))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number} is not UTF-8: {error}", hint="save the file as UTF-8") from None
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: {error}", hint="mend or drop that line") from None
-    return utterances
+        raise no_manifest(path) from None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield parse_line(json.loads(line.decode("utf-8-sig")), path.parent)
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{path}:{number} is not UTF-8: {error}", hint="save the file as UTF-8") from None
+                except ValueError as error:
+                    raise DataError(f"{path}:{number}: {error}", hint="mend or drop that line") from None
+
+
+def no_manifest(path: Path) -> DataError:
+    return DataError(f"there is no manifest {path}", hint="myna prepare SOURCE --out FOLDER makes one")
 
 
 def parse_line(line: Any, folder: Path) -> Utterance:

@@ -7,12 +7,11 @@ collator computes the permutation, and it also does the one shift of the labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from myna.models.base import IGNORED, Batch, Rendered
@@ -38,6 +37,13 @@ class HiggsBatch(Batch):
     """(audio targets, codebooks)"""
     text_from: torch.Tensor
     text_targets: torch.Tensor
+    needed: torch.Tensor
+    """Stream positions that predict anything, in order: after the last attention nobody looks at the others."""
+    needed_texts: int
+    """How many of them are text."""
+    audio_place: torch.Tensor
+    """(audio targets,): where in `needed` the positions are that predict them."""
+    text_place: torch.Tensor
     lengths: tuple[int, ...]
     target_counts: torch.Tensor
     audio_seconds: float
@@ -55,60 +61,66 @@ class HiggsBatch(Batch):
         return self.audio_seconds
 
     def to(self, device: torch.device) -> Self:
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> Self:
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Every tensor that a pass reads; the counts stay where they are."""
+        changed: dict[str, Any] = {
+            field.name: change(getattr(self, field.name))
             for field in fields(self)
             if field.name != "target_counts" and isinstance(getattr(self, field.name), torch.Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **changed)
 
 
-def collate(sequences: Sequence[Rendered], audio_ids: tuple[int, ...], codebooks: int, offset: int = 1) -> HiggsBatch:
+def collate(sequences: Sequence[Rendered], audio_ids: tuple[int, ...], offset: int = 1) -> HiggsBatch:
     """Lay sequences end to end; position t learns the label of position t + `offset` of its own sequence."""
     ids = np.concatenate([s.ids for s in sequences])
     is_audio = np.isin(ids, audio_ids)
-    codes = np.concatenate([s.codes for s in sequences])
     lengths = tuple(len(s) for s in sequences)
-    to_stream = np.concatenate([np.flatnonzero(~is_audio), np.flatnonzero(is_audio)])
-    to_sequence = np.argsort(to_stream)
-
-    text_labels, code_labels = [], []
-    for sequence in sequences:
-        holds_audio = np.isin(sequence.ids, audio_ids)
+    bounds = np.cumsum([0, *lengths])
+    frames = np.add.reduceat(is_audio, bounds[:-1], dtype=np.int64)
+    for sequence, holds in zip(sequences, frames.tolist(), strict=True):
         # Sequence by sequence: one frame too many here and one too few there would pass unseen.
-        if not holds_audio.sum() == len(sequence.codes) == len(sequence.code_labels):
-            raise AssertionError(f"{holds_audio.sum()} placeholders for {len(sequence.codes)} frames in {sequence.id}")
-        per_position = np.full((len(sequence), codebooks), IGNORED, np.int64)
-        per_position[holds_audio] = sequence.code_labels
-        code_labels.append(_shift(per_position, offset))
-        text_labels.append(_shift(sequence.labels, offset))
-    text_label, code_label = np.concatenate(text_labels), np.concatenate(code_labels)
-    audio_at, text_at = (code_label != IGNORED).any(axis=1), text_label != IGNORED
-    counts = [text_at.sum(), *(code_label != IGNORED).sum(axis=0)]
+        if not holds == len(sequence.codes) == len(sequence.code_labels):
+            raise AssertionError(f"{holds} placeholders for {len(sequence.codes)} frames in {sequence.id}")
+    position_ids = np.arange(len(ids)) - np.repeat(bounds[:-1], lengths)
+    audio_positions, text_positions = np.flatnonzero(is_audio), np.flatnonzero(~is_audio)
+    to_stream = np.concatenate([text_positions, audio_positions])
+    to_sequence = np.empty_like(to_stream)
+    to_sequence[to_stream] = np.arange(len(ids))
+
+    # Labels whose predicting position, `offset` before them, lies within their own sequence.
+    predicted = (position_ids >= offset) & (position_ids - offset < np.repeat(lengths, lengths))
+    labels = np.concatenate([s.labels for s in sequences])
+    code_labels = np.concatenate([s.code_labels for s in sequences])
+    text_at = np.flatnonzero((labels != IGNORED) & predicted)
+    learned = (code_labels != IGNORED).any(axis=1) & predicted[audio_positions]
+    audio_targets = code_labels[learned]
+    counts = [len(text_at), *(audio_targets != IGNORED).sum(axis=0)]
+    audio_from, text_from = to_sequence[audio_positions[learned] - offset], to_sequence[text_at - offset]
+    is_needed = np.zeros(len(ids), bool)
+    is_needed[audio_from] = is_needed[text_from] = True
+    place = np.cumsum(is_needed) - 1
     return HiggsBatch(
-        text_ids=torch.from_numpy(ids[~is_audio]),
-        codes=torch.from_numpy(codes),
+        text_ids=torch.from_numpy(ids[text_positions]),
+        codes=torch.from_numpy(np.concatenate([s.codes for s in sequences])),
         to_sequence=torch.from_numpy(to_sequence),
         to_stream=torch.from_numpy(to_stream),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
-        bounds=torch.from_numpy(np.cumsum([0, *lengths])).int(),
-        audio_from=torch.from_numpy(to_sequence[audio_at]),
-        audio_targets=torch.from_numpy(code_label[audio_at]),
-        text_from=torch.from_numpy(to_sequence[text_at]),
-        text_targets=torch.from_numpy(text_label[text_at]),
+        position_ids=torch.from_numpy(position_ids),
+        bounds=torch.from_numpy(bounds).int(),
+        audio_from=torch.from_numpy(audio_from),
+        audio_targets=torch.from_numpy(audio_targets),
+        text_from=torch.from_numpy(text_from),
+        text_targets=torch.from_numpy(labels[text_at]),
+        needed=torch.from_numpy(np.flatnonzero(is_needed)),
+        needed_texts=int(is_needed[: len(text_positions)].sum()),
+        audio_place=torch.from_numpy(place[audio_from]),
+        text_place=torch.from_numpy(place[text_from]),
         lengths=lengths,
         target_counts=torch.tensor(counts, dtype=torch.float64),
         audio_seconds=sum(s.target_seconds for s in sequences),
     )
-
-
-def _shift(labels: npt.NDArray[np.int64], offset: int) -> npt.NDArray[np.int64]:
-    """Row t of the result is row t + offset of `labels`, masked where there is none."""
-    shifted = np.full_like(labels, IGNORED)
-    if offset > 0:
-        shifted[:-offset] = labels[offset:]
-    elif offset < 0:
-        shifted[-offset:] = labels[:offset]
-    else:
-        shifted[:] = labels
-    return shifted

@@ -1,0 +1,52 @@
+"""A batch on its way to the card."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from myna.models.base import Batch, Family
+
+from .conftest import cloning
+
+
+def tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    every = {field.name: getattr(batch, field.name) for field in fields(batch)}  # type: ignore[arg-type]
+    return {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
+
+
+def make(family: Family) -> Batch:
+    return family.collate([family.render(cloning(text, scene=""), supervise_text=True) for text in ("one", "another")])
+
+
+def test_what_is_pinned_is_what_is_moved(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, pinned = make(family), []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    copy = batch.pin()
+    before, after, moved = tensors(batch), tensors(copy), tensors(batch.to(torch.device("meta")))
+    assert len(pinned) >= 10
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype
+        was_pinned = any(tensor is one for one in pinned)
+        assert was_pinned == (moved[name].device.type == "meta"), name
+    assert (copy.tokens, copy.target_seconds) == (batch.tokens, batch.target_seconds)
+
+
+@pytest.mark.gpu
+def test_a_pinned_batch_arrives_as_it_was(family: Family) -> None:
+    card, batch = torch.device("cuda"), make(family)
+    pinned = batch.pin()
+    held: dict[str, Any] = {name: tensor for name, tensor in tensors(pinned).items() if name != "target_counts"}
+    assert all(tensor.is_pinned() for tensor in held.values())
+    arrived = tensors(pinned.to(card))
+    torch.cuda.synchronize()
+    for name, tensor in tensors(batch).items():
+        assert torch.equal(arrived[name].cpu(), tensor)
