@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from myna.data.codec import Codec
-from myna.data.codes import CodeStore, encode_corpus
+from myna.data.codes import encode_corpus
+from myna.data.corpus import Corpus, Prepared
+from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import AudioError, CheckpointError, ModelError
 from myna.models.higgs_v2 import codec as codec_module
@@ -140,11 +142,13 @@ def test_the_store_holds_what_the_codec_says(codec: HiggsCodec, tmp_path: Path) 
     utterances = [Utterance(str(n), tmp_path / f"{n}.wav", "", "anna") for n in range(3)]
     for utterance, clip in zip(utterances, clips, strict=True):
         soundfile.write(utterance.audio, clip, 24_000, subtype="FLOAT")
+    write_manifest(tmp_path / "manifest.jsonl", utterances)
     encode_corpus(utterances, codec, tmp_path)
-    store = CodeStore.open(tmp_path, codec.revision)
-    for utterance, clip in zip(utterances, clips, strict=True):
+    Prepared.of(codec).write(tmp_path)
+    corpus = Corpus.open(tmp_path)
+    for utterance, clip in zip(corpus.utterances, clips, strict=True):
         whole = len(clip) // codec.hop * codec.hop
-        assert np.array_equal(store[store.key(utterance)], codec.encode(clip[None, :whole])[0])
+        assert np.array_equal(corpus.codes(utterance), codec.encode(clip[None, :whole])[0])
 
 
 # Opening

@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -22,9 +22,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional as F
 
-from myna.data.codec import Codes, Samples
+from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
 from myna.errors import AudioError, CheckpointError, ModelError
+from myna.models.fused import fused
 from myna.models.higgs_v2.checkpoint import resolve
+from myna.models.higgs_v2.codec_fast import why_not
+from myna.models.higgs_v2.codec_many import ManyClips
 
 MODEL_TYPE = "higgs_audio_v2_tokenizer"
 CONVERTED = "eustlb/higgs-audio-v2-tokenizer"
@@ -55,6 +58,8 @@ class HiggsCodec:
         self.frame_rate = self.sample_rate / self.hop
         self._device = device
         self._model = model.to(device).eval().requires_grad_(False)
+        self._many: ManyClips | None = None
+        self._decided = False
 
     @classmethod
     def open(cls, source: str | Path, revision: str | None = None, device: torch.device | str = "cpu") -> HiggsCodec:
@@ -66,13 +71,7 @@ class HiggsCodec:
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """(clips, samples) -> (clips, frames, codebooks); one frame is enough, nothing is padded."""
-        if clips.ndim != 2 or not clips.size or clips.shape[1] % self.hop:
-            raise AudioError(
-                f"the codec takes clips of equal length in whole frames of {self.hop} samples, not shape {clips.shape}",
-                hint=f"trim each clip to a multiple of {self.hop} samples and leave out what is shorter",
-            )
-        if not np.isfinite(clips).all():
-            raise AudioError("a clip holds samples that are not finite", hint="export the recording again")
+        self._check(clips)
         waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
         with self._exactly():
             codes = self._model.encode(waves[:, None]).audio_codes
@@ -84,6 +83,63 @@ class HiggsCodec:
             )
         stacked: npt.NDArray[np.uint16] = codes.transpose(1, 2).cpu().numpy().astype(np.uint16)
         return stacked
+
+    def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:
+        """The faster way on a card where it gives the same codes, else `encode` by equal lengths.
+
+        Only this method tries the faster way, which costs seconds of compiling at first: speaking with one reference
+        need not pay for a corpus. Which way it is depends on the codec and the card, and not on the clips.
+        """
+        many = self._faster_way(say)
+        if many is None:
+            yield from by_equal_lengths(self, clips, batch_seconds)
+            return
+        for clip in clips:
+            self._check(clip[None])
+        long = [place for place, clip in enumerate(clips) if len(clip) > many.longest]
+        yield from self._exact_ones(clips, long, batch_seconds)
+        rest = [place for place, clip in enumerate(clips) if len(clip) <= many.longest]
+        again: list[int] = []
+        for numbers, codes in many.encode([clips[place] for place in rest], batch_seconds):
+            places = [rest[number] for number in numbers]
+            if codes is None:
+                again += places
+            else:
+                yield places, codes
+        if again:
+            say(f"{len(again)} clips are encoded in plain fp32: in their batches, activations went beyond fp16")
+            yield from self._exact_ones(clips, again, batch_seconds)
+
+    def _exact_ones(self, clips: Sequence[Samples], places: Sequence[int], batch_seconds: float) -> Iterator[Encoded]:
+        for numbers, codes in by_equal_lengths(self, [clips[place] for place in places], batch_seconds):
+            yield [places[number] for number in numbers], codes
+
+    def _faster_way(self, say: Say) -> ManyClips | None:
+        """Chosen once, when first asked for."""
+        if self._decided:
+            return self._many
+        weight = self._model.fc.weight
+        if fused(weight):
+            reason = why_not(self._model)
+            if reason is None:
+                many = ManyClips(self._model, self._device, resample, self._exactly)
+                reason = many.why_not(self)
+                self._many = many if reason is None else None
+        else:
+            reason = "it needs Triton and a card of compute capability 8.0" if weight.is_cuda else None
+        if reason is not None:
+            say(f"clips are encoded in plain fp32, which takes longer than the card's faster way: {reason}")
+        self._decided = True
+        return self._many
+
+    def _check(self, clips: npt.NDArray[np.float32]) -> None:
+        if clips.ndim != 2 or not clips.size or clips.shape[1] % self.hop:
+            raise AudioError(
+                f"the codec takes clips of equal length in whole frames of {self.hop} samples, not shape {clips.shape}",
+                hint=f"trim each clip to a multiple of {self.hop} samples and leave out what is shorter",
+            )
+        if not np.isfinite(clips).all():
+            raise AudioError("a clip holds samples that are not finite", hint="export the recording again")
 
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,), clipped to [-1, 1] since the decoder ends without a tanh."""
