@@ -8,7 +8,7 @@ cheap, picklable and enough for the loader. Weights come from `load_model` and t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -80,6 +80,10 @@ class Batch(ABC):
 
     @abstractmethod
     def to(self, device: torch.device) -> Self: ...
+
+    @abstractmethod
+    def pin(self) -> Self:
+        """The same in memory that a card can copy from while the host goes on. Needs CUDA."""
 
 
 class StreamSums(NamedTuple):
@@ -183,6 +187,20 @@ class Family(ABC):
     ) -> Rendered:
         """The one renderer, for training and for speaking."""
 
+    @property
+    @abstractmethod
+    def text_revision(self) -> str:
+        """Changes whenever a text may come to another number of tokens."""
+
+    @abstractmethod
+    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
+        """How many tokens each text takes as a part of a turn, whatever stands beside it. A text that cannot be
+        rendered is refused by its key, the id of an utterance."""
+
+    @abstractmethod
+    def length(self, conversation: Conversation) -> int:
+        """`len(render(conversation))`, without rendering."""
+
     @abstractmethod
     def show_token(self, id: int) -> str:
         """A token as people read it."""
@@ -196,12 +214,19 @@ class Family(ABC):
 
     @abstractmethod
     def objective(
-        self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0, fast: bool = False
+        self,
+        model: nn.Module,
+        *,
+        label_smoothing: float = 0.0,
+        recompute: int = 0,
+        fast: bool = False,
+        compiled: bool = False,
     ) -> nn.Module:
         """A module that maps a `Batch` to `StreamSums`, with the weights as its `model`; what DDP and FSDP wrap.
 
-        Every `checkpoint_every`-th layer is recomputed in the backward pass; 0 recomputes none. `fast` may rearrange
-        frozen weights and compile the layers; what is computed stays the same.
+        The first `recompute` layers are computed again in the backward pass; the module keeps the number under that
+        name and may be given another. `fast` may rearrange frozen weights, and other layers may be `compiled`; what is
+        computed stays the same. Whether `fast` could be followed, the module says as `folded`.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from myna.data.codec import Codec
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
 from myna.models.base import AdaptTargets, Family, Rendered, Sampling, Spoken
+from myna.models.codecs import open_codec
 from myna.models.higgs_v2 import adapt, checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.forward import HiggsObjective, core_of
 from myna.models.higgs_v2.generate import generate
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
@@ -105,7 +105,7 @@ class HiggsV2(Family):
         return self._codec or (str(beside) if beside is not None and beside.is_dir() else DEFAULT_CODEC)
 
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:
-        codec = HiggsCodec.open(self.codec_source, device=device)
+        codec = open_codec(self.codec_source, device=device)
         if not self.accepts(codec.codebooks, codec.codebook_size, codec.frame_rate):
             wanted = f"{self.config.num_codebooks} x {_codes(self.config)} at {FRAME_RATE:g}"
             raise ModelError(
@@ -122,19 +122,33 @@ class HiggsV2(Family):
             conversation, supervise_text=supervise_text, supervise_all_audio=supervise_all_audio
         )
 
+    @cached_property
+    def text_revision(self) -> str:
+        return self.renderer.text_revision
+
+    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
+        return self.renderer.count_tokens(texts)
+
+    def length(self, conversation: Conversation) -> int:
+        return self.renderer.length(conversation)
+
     def show_token(self, id: int) -> str:
         return str(self.tokenizer.decode([id]))
 
     def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
         config = self.config
-        return collate(
-            sequences, (config.audio_token_id, config.audio_delay_token_id), config.num_codebooks, offset=offset
-        )
+        return collate(sequences, (config.audio_token_id, config.audio_delay_token_id), offset=offset)
 
     def objective(
-        self, model: nn.Module, *, label_smoothing: float = 0.0, checkpoint_every: int = 0, fast: bool = False
+        self,
+        model: nn.Module,
+        *,
+        label_smoothing: float = 0.0,
+        recompute: int = 0,
+        fast: bool = False,
+        compiled: bool = False,
     ) -> nn.Module:
-        return HiggsObjective(model, label_smoothing, checkpoint_every, fast)
+        return HiggsObjective(model, label_smoothing, recompute, fast, compiled)
 
     def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(objective, HiggsObjective)

@@ -1,0 +1,1 @@
+"""A small codec of our own: mel encoder, residual vector quantiser, inverse-STFT decoder."""

@@ -1,0 +1,256 @@
+"""The network of the small codec, for use and for training alike.
+
+Sound becomes a mel spectrogram of a few subframes per code frame. Blocks of the ConvNeXt kind read it, first subframe
+by subframe, then frame by frame, and leave one short vector per frame, which the quantiser writes down as codes. The
+decoder goes the same way back and ends in spectra, which an inverse Fourier transform turns into sound: no layer ever
+works at the rate of samples, which is why it is small and quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+OVERLAP = 4
+"""Spectra that a sample of the decoder's output is the sum of."""
+QUIETEST = 1e-5
+"""What counts as silence in a mel spectrogram, so that its logarithm has a floor."""
+LOUDEST_LOG = 3.0
+"""Above any sine of full scale, and low enough that an exponential can never overflow."""
+TYPICAL_LOG = -4.0
+"""The magnitude of spectra that an untrained decoder starts from, near that of speech."""
+
+
+@dataclass(frozen=True, slots=True)
+class MelCodecConfig:
+    """Rates and sizes. The defaults are those of fledgling: 8 codebooks at 25 frames a second, under 8 million weights,
+    so that half precision fits one file of 16 MB."""
+
+    sample_rate: int = 24_000
+    hop: int = 960
+    """Samples per frame of codes."""
+    codebooks: int = 8
+    codebook_size: int = 1024
+    latent: int = 64
+    """Numbers per frame that are quantised."""
+    subframes: int = 4
+    """Mel frames, and spectra of the decoder, per frame of codes."""
+    mel_bins: int = 100
+    mel_window: int = 1024
+    """Samples that one mel frame looks at."""
+    kernel: int = 7
+    expansion: int = 3
+    encoder_width: int = 192
+    encoder_fine: int = 4
+    """Blocks at the rate of subframes."""
+    encoder_frame_width: int = 240
+    encoder_coarse: int = 2
+    """Blocks at the rate of frames."""
+    decoder_frame_width: int = 320
+    decoder_coarse: int = 3
+    decoder_width: int = 288
+    decoder_fine: int = 6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{field.name} must be a whole number above 0, not {value!r}")
+        if self.hop % (2 * self.subframes):
+            raise ValueError(f"hop must be a multiple of {2 * self.subframes}, twice the subframes, not {self.hop}")
+        if self.mel_window < self.mel_hop or (self.mel_window - self.mel_hop) % 2:
+            raise ValueError(f"mel_window must be {self.mel_hop} or more by an even number, not {self.mel_window}")
+        if not self.kernel % 2:
+            raise ValueError(f"kernel must be odd, not {self.kernel}")
+        if self.codebook_size > 2**16:
+            raise ValueError(f"codebook_size must fit 16 bits, not {self.codebook_size}")
+
+    @property
+    def mel_hop(self) -> int:
+        """Samples per subframe."""
+        return self.hop // self.subframes
+
+    @property
+    def window(self) -> int:
+        """Samples of one spectrum of the decoder."""
+        return OVERLAP * self.mel_hop
+
+
+class Block(nn.Module):
+    """ConvNeXt, (clips, time, width): look around with one filter per channel, then think about each place alone."""
+
+    def __init__(self, width: int, kernel: int, expansion: int) -> None:
+        super().__init__()
+        self.around = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, expansion * width)
+        self.contract = nn.Linear(expansion * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.around(x.transpose(1, 2)).transpose(1, 2)
+        thought: torch.Tensor = self.scale * self.contract(F.gelu(self.expand(self.norm(seen))))
+        return x + thought
+
+
+class MelSpectrogram(nn.Module):
+    """(clips, samples) -> (clips, samples / hop, bins): magnitudes, each frame centred on its hop, silence outside."""
+
+    window: torch.Tensor
+    filters: torch.Tensor
+
+    def __init__(self, sample_rate: int, window: int, hop: int, bins: int) -> None:
+        super().__init__()
+        self.hop = hop
+        self.register_buffer("window", torch.hann_window(window), persistent=False)
+        self.register_buffer("filters", mel_filters(sample_rate, window, bins), persistent=False)
+
+    def forward(self, waves: torch.Tensor) -> torch.Tensor:
+        size = len(self.window)
+        frames = F.pad(waves, ((size - self.hop) // 2, (size - self.hop) // 2)).unfold(1, size, self.hop)
+        spectra = torch.fft.rfft(frames * self.window)
+        # Not `abs`: its gradient is not a number where there is digital silence.
+        magnitudes = (spectra.real.square() + spectra.imag.square() + 1e-14).sqrt()
+        mels: torch.Tensor = magnitudes @ self.filters
+        return mels
+
+
+def mel_filters(sample_rate: int, window: int, bins: int) -> torch.Tensor:
+    """(window / 2 + 1, bins): triangles of equal area on Slaney's scale, linear to 1 kHz and logarithmic above."""
+    linear, per_octave = 200 / 3, torch.log(torch.tensor(6.4, dtype=torch.float64)) / 27
+    highest = 15 + torch.log(torch.tensor(sample_rate / 2 / 1000, dtype=torch.float64)) / per_octave
+    mels = torch.linspace(0, 1, bins + 2, dtype=torch.float64) * highest
+    corners = torch.where(mels < 15, mels * linear, 1000 * torch.exp((mels - 15) * per_octave))
+    hertz = torch.linspace(0, sample_rate / 2, window // 2 + 1, dtype=torch.float64)[:, None]
+    low, middle, high = corners[:-2], corners[1:-1], corners[2:]
+    rising, falling = (hertz - low) / (middle - low), (high - hertz) / (high - middle)
+    return (torch.minimum(rising, falling).clamp(min=0) * (2 / (high - low))).float()
+
+
+class Encoder(nn.Module):
+    """(clips, subframes, mel bins) -> (clips, frames, latent)."""
+
+    def __init__(self, config: MelCodecConfig) -> None:
+        super().__init__()
+        width, frame_width = config.encoder_width, config.encoder_frame_width
+        self.subframes = config.subframes
+        self.enter = nn.Linear(config.mel_bins, width)
+        self.fine = _blocks(config.encoder_fine, width, config)
+        self.gather = nn.Linear(config.subframes * width, frame_width)
+        self.coarse = _blocks(config.encoder_coarse, frame_width, config)
+        self.norm = nn.LayerNorm(frame_width)
+        self.leave = nn.Linear(frame_width, config.latent)
+
+    def forward(self, mels: torch.Tensor) -> torch.Tensor:
+        x = self.fine(self.enter(mels))
+        x = self.coarse(self.gather(x.reshape(len(x), x.shape[1] // self.subframes, -1)))
+        latent: torch.Tensor = self.leave(self.norm(x))
+        return latent
+
+
+class Quantiser(nn.Module):
+    """Each codebook writes down what those before it have left over."""
+
+    books: torch.Tensor
+
+    def __init__(self, codebooks: int, codebook_size: int, latent: int) -> None:
+        super().__init__()
+        # No parameter: training moves the entries to the means of what they stand for, without gradients.
+        self.register_buffer("books", torch.randn(codebooks, codebook_size, latent))
+
+    def nearest(self, rest: torch.Tensor, number: int) -> torch.Tensor:
+        """The entry of one codebook that is nearest to each vector: (..., latent) -> (...)."""
+        book = self.books[number]
+        return (book.square().sum(1) - 2 * rest @ book.T).argmin(-1)
+
+    def encode(self, latent: torch.Tensor) -> torch.Tensor:
+        """(..., latent) -> (..., codebooks)."""
+        rest, codes = latent, []
+        for number, book in enumerate(self.books):
+            codes.append(self.nearest(rest, number))
+            rest = rest - book[codes[-1]]
+        return torch.stack(codes, -1)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """(..., codebooks) -> (..., latent)."""
+        return sum((book[codes[..., number]] for number, book in enumerate(self.books)), torch.zeros(()))
+
+
+class Decoder(nn.Module):
+    """(clips, frames, latent) -> (clips, frames * hop)."""
+
+    window: torch.Tensor
+
+    def __init__(self, config: MelCodecConfig) -> None:
+        super().__init__()
+        width, frame_width = config.decoder_width, config.decoder_frame_width
+        self.subframes = config.subframes
+        self.enter = nn.Linear(config.latent, frame_width)
+        self.coarse = _blocks(config.decoder_coarse, frame_width, config)
+        self.spread = nn.Linear(frame_width, config.subframes * width)
+        self.fine = _blocks(config.decoder_fine, width, config)
+        self.norm = nn.LayerNorm(width)
+        self.spectrum = nn.Linear(width, config.window + 2)
+        self.register_buffer("window", torch.hann_window(config.window), persistent=False)
+        with torch.no_grad():
+            self.spectrum.bias[: config.window // 2 + 1] += TYPICAL_LOG
+
+    def forward(self, latent: torch.Tensor) -> torch.Tensor:
+        x = self.spread(self.coarse(self.enter(latent)))
+        x = self.norm(self.fine(x.reshape(len(x), x.shape[1] * self.subframes, -1)))
+        # Phases run over many turns, which half precision does not resolve.
+        with torch.autocast(x.device.type, enabled=False):
+            logs, phases = self.spectrum(x.float()).chunk(2, -1)
+            spectra = torch.polar(logs.clamp(max=LOUDEST_LOG).exp(), phases)
+            return inverse_stft(spectra, self.window)
+
+
+def inverse_stft(spectra: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+    """(clips, spectra, bins) -> (clips, spectra * hop): windowed, overlapped, divided by what the windows add up to.
+
+    torch's own looks at the sum of windows with the eyes of the host, which would stall a card at every call.
+    """
+    frames = torch.fft.irfft(spectra, len(window), norm="ortho") * window
+    return _overlap(frames) / _overlap(window.square().expand(1, frames.shape[1], -1))
+
+
+def _overlap(frames: torch.Tensor) -> torch.Tensor:
+    """Add each frame to those it overlaps; what hangs over both ends is cut off."""
+    clips, count, size = frames.shape
+    hop, spare = size // OVERLAP, (size - size // OVERLAP) // 2
+    parts = frames.reshape(clips, count, OVERLAP, hop)
+    added = sum(F.pad(parts[:, :, n], (0, 0, n, OVERLAP - 1 - n)) for n in range(OVERLAP))
+    assert isinstance(added, torch.Tensor)
+    return added.flatten(1)[:, spare : spare + count * hop]
+
+
+class MelCodecNetwork(nn.Module):
+    def __init__(self, config: MelCodecConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mel = MelSpectrogram(config.sample_rate, config.mel_window, config.mel_hop, config.mel_bins)
+        self.encoder = Encoder(config)
+        self.quantiser = Quantiser(config.codebooks, config.codebook_size, config.latent)
+        self.decoder = Decoder(config)
+
+    def hear(self, waves: torch.Tensor) -> torch.Tensor:
+        """(clips, samples) -> (clips, subframes, mel bins), on a scale where speech lies around 0."""
+        with torch.autocast(waves.device.type, enabled=False):
+            mels: torch.Tensor = self.mel(waves.float())
+            return mels.clamp(min=QUIETEST).log() / 5 + 1
+
+    def encode(self, waves: torch.Tensor) -> torch.Tensor:
+        """(clips, frames * hop) -> codes (clips, frames, codebooks)."""
+        return self.quantiser.encode(self.encoder(self.hear(waves)))
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes (clips, frames, codebooks) -> (clips, frames * hop)."""
+        waves: torch.Tensor = self.decoder(self.quantiser.decode(codes))
+        return waves
+
+
+def _blocks(count: int, width: int, config: MelCodecConfig) -> nn.Sequential:
+    return nn.Sequential(*(Block(width, config.kernel, config.expansion) for _ in range(count)))

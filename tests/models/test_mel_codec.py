@@ -1,0 +1,394 @@
+"""The small codec: exact lengths, the same codes in any company, spectra that come back as sound, and files checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from myna.data.codec import Codec
+from myna.errors import AudioError, CheckpointError, ModelError
+from myna.models import codecs
+from myna.models.codecs import open_codec
+from myna.models.higgs_v2.codec import HiggsCodec
+from myna.models.higgs_v2.family import HiggsV2
+from myna.models.higgs_v2.tiny import save_tiny, save_tiny_codec
+from myna.models.mel_codec import codec as codec_module
+from myna.models.mel_codec.codec import MelCodec, save_mel_codec
+from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork, inverse_stft, mel_filters
+
+Tensors = dict[str, torch.Tensor]
+SMALL = MelCodecConfig(
+    codebook_size=64,
+    latent=8,
+    mel_bins=40,
+    expansion=2,
+    encoder_width=16,
+    encoder_fine=1,
+    encoder_frame_width=16,
+    encoder_coarse=1,
+    decoder_frame_width=16,
+    decoder_coarse=1,
+    decoder_width=16,
+    decoder_fine=1,
+)
+
+
+def listening(config: MelCodecConfig) -> MelCodecNetwork:
+    """Untrained but not deaf: codebooks lie where the sounds of a few clips do."""
+    torch.manual_seed(0)
+    network = MelCodecNetwork(config)
+    second = torch.arange(24_000) / 24_000
+    pitches, levels = 80 * 40 ** torch.rand(48, 1), 10 ** -torch.rand(48, 1)
+    sounds = levels * (torch.sin(2 * torch.pi * pitches * second * (1 + second)) + 0.1 * torch.randn(48, 24_000))
+    with torch.no_grad():
+        # As initialised, all sounds look much alike.
+        rest = network.encoder(network.hear(sounds)).flatten(0, 1)
+        network.encoder.leave.weight.mul_(1 / rest.std(0)[:, None])
+        network.encoder.leave.bias.mul_(1 / rest.std(0))
+        rest = network.encoder(network.hear(sounds)).flatten(0, 1)
+        for number, book in enumerate(network.quantiser.books):
+            book.copy_(rest[torch.randperm(len(rest))[: len(book)]])
+            rest = rest - book[network.quantiser.nearest(rest, number)]
+    return network
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("codecs") / "small"
+    save_mel_codec(listening(SMALL), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def codec(folder: Path) -> MelCodec:
+    return MelCodec.open(folder)
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder, tmp_path / "copied")
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def noise(clips: int, frames: int, seed: int = 0) -> Any:
+    return (0.1 * np.random.default_rng(seed).standard_normal((clips, frames * 960))).astype(np.float32)
+
+
+def tone(hertz: float, seconds: float = 1.0, level: float = 0.3) -> Any:
+    return (level * np.sin(2 * np.pi * hertz * np.arange(int(24_000 * seconds)) / 24_000)).astype(np.float32)
+
+
+# The network
+
+
+def test_it_is_small_enough_for_one_file_of_16_megabytes(tmp_path: Path) -> None:
+    network = MelCodecNetwork(MelCodecConfig())
+    assert sum(tensor.numel() for tensor in network.state_dict().values()) < 8_000_000
+    save_mel_codec(network, tmp_path / "codec")
+    (file,) = (tmp_path / "codec").glob("*.safetensors")
+    assert file.stat().st_size < 16_000_000
+    opened = MelCodec.open(tmp_path / "codec")
+    assert (opened.sample_rate, opened.hop, opened.codebooks, opened.codebook_size) == (24_000, 960, 8, 1024)
+    codes = opened.encode(noise(1, 3))
+    assert codes.shape == (1, 3, 8) and opened.decode(codes[0]).shape == (2880,)
+
+
+def test_spectra_of_a_sound_become_that_sound_again() -> None:
+    window, samples = torch.hann_window(960), torch.randn(2, 7 * 240)
+    frames = torch.nn.functional.pad(samples, (360, 360)).unfold(1, 960, 240)
+    spectra = torch.fft.rfft(frames * window, norm="ortho")
+    torch.testing.assert_close(inverse_stft(spectra, window), samples, atol=1e-5, rtol=0)
+
+
+def test_mel_filters_are_those_of_slaney() -> None:
+    filters = mel_filters(24_000, 1024, 100)
+    # Made by librosa 0.11: filters.mel(sr=24000, n_fft=1024, n_mels=100).
+    golden = {
+        **{(5, 3): 0.01396455, (6, 3): 0.02471436, (42, 28): 0.02477596},
+        **{(310, 86): 0.00227263, (314, 86): 0.00372108, (494, 99): 0.00240738, (505, 99): 0.00099018},
+    }
+    for (line, bin), value in golden.items():
+        assert float(filters[line, bin]) == pytest.approx(value, rel=1e-4)
+    assert filters.shape == (513, 100) and bool((filters.sum(0) > 0).all())
+
+
+def test_a_tone_is_heard_where_it_is() -> None:
+    network = MelCodecNetwork(MelCodecConfig())
+    heard = network.hear(torch.from_numpy(np.stack([tone(300), tone(3000)])))
+    assert heard.shape == (2, 100, 100)
+    filters = mel_filters(24_000, 1024, 100)
+    for row, hertz in zip(heard, (300, 3000), strict=True):
+        loudest = int(row[50].argmax())
+        assert abs(float(filters[:, loudest].argmax()) * 24_000 / 1024 - hertz) < 60
+
+
+def test_silence_outside_a_clip_does_not_reach_far() -> None:
+    """What lies a second away changes nothing, so that a longer clip has the same codes at its beginning."""
+    network, clip = listening(SMALL), torch.from_numpy(noise(1, 80))
+    with torch.no_grad():
+        whole, part = network.encode(clip), network.encode(clip[:, : 60 * 960])
+    assert torch.equal(whole[:, :30], part[:, :30])
+
+
+@pytest.mark.parametrize(
+    ("settings_", "said"),
+    [
+        ({"hop": 0}, "hop must be a whole number"),
+        ({"latent": 8.0}, "latent must be a whole number"),
+        ({"codebooks": True}, "codebooks must be a whole number"),
+        ({"hop": 961}, "multiple of 8"),
+        ({"mel_window": 200}, "mel_window must be 240"),
+        ({"kernel": 6}, "odd"),
+        ({"codebook_size": 70_000}, "16 bits"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(settings_: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        MelCodecConfig(**settings_)
+
+
+# Encoding and decoding
+
+
+def test_it_is_a_codec_and_says_so(codec: MelCodec) -> None:
+    seen: Codec = codec
+    numbers = (seen.sample_rate, seen.hop, seen.frame_rate, seen.codebooks, seen.codebook_size)
+    assert numbers == (24_000, 960, 25.0, 8, 64)
+
+
+@settings(max_examples=25, deadline=None)
+@given(frames=st.integers(1, 60), clips=st.integers(1, 3), seed=st.integers(0, 9))
+def test_any_whole_number_of_frames_goes_there_and_back(codec: MelCodec, frames: int, clips: int, seed: int) -> None:
+    waves = noise(clips, frames, seed)
+    codes = codec.encode(waves)
+    assert codes.shape == (clips, frames, 8) and codes.dtype == np.uint16 and codes.max() < 64
+    samples = codec.decode(codes[0])
+    assert samples.shape == waves[0].shape and samples.dtype == np.float32
+    assert np.isfinite(samples).all() and np.abs(samples).max() <= 1
+    assert np.array_equal(samples, codec.decode(codes[0]))
+
+
+@pytest.mark.parametrize("frames", [1, 5, 30])
+def test_a_batch_is_its_clips(codec: MelCodec, frames: int) -> None:
+    clips = noise(5, frames)
+    assert np.array_equal(codec.encode(clips), np.concatenate([codec.encode(clip[None]) for clip in clips]))
+
+
+def test_clips_of_any_lengths_come_back_with_their_places(codec: MelCodec) -> None:
+    clips = [noise(1, frames, frames)[0] for frames in (3, 9, 3, 1)]
+    found = {
+        place: codes
+        for places, batch in codec.encode_all(clips, 10.0, lambda _: None)
+        for place, codes in zip(places, batch, strict=True)
+    }
+    for place, clip in enumerate(clips):
+        assert np.array_equal(found[place], codec.encode(clip[None])[0])
+
+
+def test_codes_ignore_a_caller_in_half_precision_or_training(codec: MelCodec) -> None:
+    clips = noise(1, 10)
+    plain, sound = codec.encode(clips), codec.decode(codec.encode(clips)[0])
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            assert np.array_equal(codec.encode(clips), plain)
+            assert np.array_equal(codec.decode(plain[0]), sound)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_codes_of_a_cpu(folder: Path, codec: MelCodec) -> None:
+    clips, there = noise(4, 50), MelCodec.open(folder, device="cuda")
+    codes = codec.encode(clips)
+    assert (there.encode(clips) == codes).mean() > 0.99
+    assert np.allclose(there.decode(codes[0]), codec.decode(codes[0]), atol=1e-4)
+
+
+def test_codes_tell_sounds_apart(codec: MelCodec) -> None:
+    low, high, hiss = codec.encode(np.stack([tone(220), tone(2000), noise(1, 25)[0]]))
+    for one, other in ((low, high), (low, hiss), (high, hiss)):
+        assert (one == other).all(1).mean() < 0.1
+    assert not np.allclose(codec.decode(low), codec.decode(hiss), atol=1e-3)
+
+
+def test_later_codebooks_write_down_what_is_left(codec: MelCodec) -> None:
+    quantiser = codec._network.quantiser
+    latent = quantiser.books.sum(0) + 0.01
+    codes = quantiser.encode(latent)
+    rest = latent
+    for number, book in enumerate(quantiser.books):
+        nearest = (rest[:, None] - book).square().sum(-1).argmin(1)
+        assert torch.equal(codes[:, number], nearest)
+        rest = rest - book[nearest]
+    torch.testing.assert_close(quantiser.decode(codes), latent - rest)
+
+
+@pytest.mark.parametrize("shape", [(1, 959), (1, 961), (1, 0), (0, 960), (960,)])
+def test_what_is_not_whole_frames_is_refused(codec: MelCodec, shape: tuple[int, ...]) -> None:
+    with pytest.raises(AudioError, match="960"):
+        codec.encode(np.zeros(shape, np.float32))
+
+
+def test_what_is_not_finite_is_refused(codec: MelCodec) -> None:
+    clips = noise(1, 2)
+    clips[0, 5] = np.nan
+    with pytest.raises(AudioError, match="not finite"):
+        codec.encode(clips)
+
+
+def test_codes_it_does_not_know_are_refused(codec: MelCodec) -> None:
+    with pytest.raises(ModelError, match="0 to 63"):
+        codec.decode(np.full((3, 8), 64, np.uint16))
+    with pytest.raises(ModelError, match="shape"):
+        codec.decode(np.zeros((3, 7), np.uint16))
+    assert codec.decode(np.zeros((0, 8), np.uint16)).shape == (0,)
+
+
+# Files
+
+
+def test_weights_are_kept_in_half_precision_and_used_in_full(folder: Path, codec: MelCodec) -> None:
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
+    assert {tensor.dtype for tensor in codec._network.state_dict().values()} == {torch.float32}
+
+
+def test_a_codec_in_shards_is_the_same_codec(
+    folder: Path, codec: MelCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_module, "SHARD", 10_000)
+    save_mel_codec(codec._network, tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    opened = MelCodec.open(tmp_path / "sharded")
+    assert opened.revision == codec.revision == MelCodec.open(folder).revision
+    assert np.array_equal(opened.encode(noise(1, 9)), codec.encode(noise(1, 9)))
+
+
+def test_a_new_codec_takes_the_place_of_the_old_one(copied: Path) -> None:
+    (copied / "model-00001-of-00002.safetensors").write_bytes(b"left over")
+    save_mel_codec(listening(MelCodecConfig()), copied)
+    assert sorted(path.name for path in copied.iterdir()) == ["config.json", "model.safetensors"]
+    assert MelCodec.open(copied).codebook_size == 1024
+    assert [path.name for path in copied.parent.iterdir()] == ["copied"]
+
+
+def test_the_revision_changes_with_a_weight_and_with_a_setting(copied: Path, codec: MelCodec) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"sample_rate": 48_000}))
+    at_another_rate = MelCodec.open(copied).revision
+    (copied / "config.json").write_text(json.dumps(config))
+    edit(copied, lambda tensors: tensors["encoder.enter.bias"][0].add_(1e-2))
+    assert len({MelCodec.open(copied).revision, at_another_rate, codec.revision}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop("quantiser.books"), r"1 missing \(quantiser.books\)"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
+        (
+            lambda tensors: tensors.update({"encoder.enter.bias": torch.zeros(5)}),
+            r"1 mis-shaped \(encoder.enter.bias: \(5,\) instead of \(16,\)\)",
+        ),
+        (lambda tensors: tensors["encoder.enter.bias"][0].fill_(torch.nan), r"1 not finite \(encoder.enter.bias\)"),
+        (lambda tensors: tensors.update({"encoder.enter.bias": torch.zeros(16, dtype=torch.int8)}), "not finite"),
+    ],
+)
+def test_every_tensor_must_find_its_place(copied: Path, change: Callable[[Tensors], Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        MelCodec.open(edit(copied, change))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "codec.pt"])
+def test_a_pickle_stays_shut(copied: Path, name: str) -> None:
+    (copied / "model.safetensors").rename(copied / name)
+    with pytest.raises(CheckpointError, match=rf"only {name}"):
+        MelCodec.open(copied)
+
+
+def test_a_file_cut_short_is_named(copied: Path) -> None:
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        MelCodec.open(copied)
+
+
+def test_a_list_of_shards_is_checked(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    index = copied / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        MelCodec.open(copied)
+    index.write_text('{"weight_map": {"encoder.enter.bias": "../elsewhere.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"copied/elsewhere\.safetensors cannot be read"):
+        MelCodec.open(copied)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "no config.json"),
+        ("{", "not the configuration"),
+        ("[]", "not the configuration"),
+        ("{}", "model_type"),
+        ('{"model_type": "dac"}', "'dac'"),
+        ('{"model_type": "myna_mel_codec", "hop": 960}', "missing or unknown: codebook_size"),
+    ],
+)
+def test_what_is_no_codec_is_refused(copied: Path, config: str | None, said: str) -> None:
+    (copied / "config.json").unlink()
+    if config is not None:
+        (copied / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=said):
+        MelCodec.open(copied)
+
+
+def test_a_setting_that_cannot_be_is_named_with_its_file(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"kernel": 4, "colour": "red"}))
+    with pytest.raises(ModelError, match=r"config\.json: settings missing or unknown: colour"):
+        MelCodec.open(copied)
+    (copied / "config.json").write_text(json.dumps(config | {"kernel": 4}))
+    with pytest.raises(ModelError, match=r"config\.json: kernel must be odd"):
+        MelCodec.open(copied)
+
+
+# Which codec a folder holds
+
+
+def test_a_folder_says_which_codec_it_is(folder: Path, tmp_path: Path) -> None:
+    assert isinstance(open_codec(folder), MelCodec)
+    assert isinstance(open_codec(str(save_tiny_codec(tmp_path / "higgs"))), HiggsCodec)
+
+
+def test_what_is_neither_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        open_codec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        codecs.open_codec(tmp_path)
+
+
+def test_a_model_speaks_through_the_codec_beside_it(folder: Path, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    shutil.rmtree(model / "codec")
+    shutil.copytree(folder, model / "codec")
+    codec = HiggsV2.open(str(model), model).load_codec()
+    assert isinstance(codec, MelCodec) and codec.codebook_size == 64
