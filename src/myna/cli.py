@@ -114,7 +114,7 @@ def render(
     loader = make_loader(recipe, family, data)
     targets = loader.pairing.targets
     if id is not None:
-        targets = [target for target in targets if target.id == id]
+        targets = targets.named(id)
         if not targets:
             raise DataError(f"{data} has no target {id}", hint="the ids stand in its manifest.jsonl")
     for target in targets[:count]:

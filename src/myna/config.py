@@ -20,6 +20,7 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Base = Literal["compute", "fp8", "int8", "nf4"]
 
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
@@ -43,6 +44,9 @@ class ModelSettings(Settings):
     pretrained: bool = True
     """The model can speak: training stops before the first step if its loss is that of a guess, or if it would rather
     predict labels from another position. False for random weights."""
+    base: Base = "compute"
+    """In what the layers under a LoRA are kept: the compute type; `fp8`, to be faster on Hopper and later; `int8` or
+    `nf4`, to take half or a quarter of the memory on any device. What learns stays fp32."""
 
 
 class DataSettings(Settings):
@@ -71,8 +75,8 @@ class DataSettings(Settings):
     """Several utterances to a row; false gives every utterance a row of its own."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Threads that render ahead of the training; the data does not depend on it."""
-    window: Count = 1024
-    """Utterances shuffled and packed together at a time."""
+    window: Count = 4096
+    """Utterances packed together at a time: more fill the rows better."""
 
 
 class AdaptSettings(Settings):
@@ -154,11 +158,14 @@ class TrainSettings(Settings):
     """Largest gradient norm."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "pure-fp16"] = "auto"
     """Compute type of the frozen part; trainable weights are fp32, except with `pure-fp16`, which is a last resort."""
-    checkpointing: Literal["none", "full"] | Count = "none"
-    """Recompute layers in the backward pass to save memory: all of them, or every n-th."""
-    fast: bool = False
-    """Fold a plain LoRA into its frozen weights and, on a card, compile the layers: the same training, sooner. Still
-    young: the first step waits a minute or two for the compiler."""
+    checkpointing: Literal["auto", "none", "full"] | Count = "auto"
+    """Recompute layers in the backward pass to save memory: as few as fit the device by the memory plan, none, all of
+    them, or one in n."""
+    fast: bool = True
+    """Fold a plain LoRA (no dropout, no DoRA) into its frozen weights, and on a card use kernels made for it: the same
+    training, sooner."""
+    compile: bool = False
+    """On a card, compile layers that cannot be folded. The first step then waits a minute or two for the compiler."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto` takes the best there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -414,6 +421,17 @@ def _check_sense(recipe: Recipe, where: str) -> None:
         refuse(
             "`adapt.train_modules` names `text_head`, but an audio-only loss teaches it nothing",
             "drop it, or set loss.text_weight above 0",
+        )
+    base = recipe.model.base
+    if base != "compute" and adapt.mode == "full":
+        refuse(
+            f"`model.base: {base}` keeps frozen weights in fewer bits, and `adapt.mode: full` trains them",
+            "--set model.base=compute, or train a LoRA: --set adapt.mode=comprehensive",
+        )
+    if base != "compute" and adapt.dora:
+        refuse(
+            f"`adapt.dora` reads the weights as they are, and `model.base: {base}` keeps them in fewer bits",
+            "--set adapt.dora=false, or --set model.base=compute",
         )
     if train.early_stopping and data.evaluation is None:
         refuse("`train.early_stopping` has nothing to go by", "set data.evaluation to a prepared folder")

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from myna.config import load_recipe
 from myna.data.codes import encode_corpus
-from myna.data.corpus import Prepared
+from myna.data.corpus import Corpus, Prepared
 from myna.data.importers import import_source, write_import
+from myna.data.lengths import text_tokens
 from myna.data.utterance import Utterance
 from myna.errors import DataError, SpeakError
 from myna.models import open_family
@@ -65,17 +66,22 @@ def prepare(
 ) -> None:
     """Import a source and bring its codes up to date."""
     utterances = import_into(source, out, format, max_bad, language, speaker)
-    coder = open_family(model, codec=codec).load_codec(device=pick_device(device))
+    family = open_family(model, codec=codec)
+    coder = family.load_codec(device=pick_device(device))
     with progress("encoding", TextColumn("{task.fields[pace]}")) as bar:
         task = bar.add_task("encoding", total=None, pace="")
 
         def advance(now: Any) -> None:
             bar.update(task, completed=now.clips, total=now.total_clips, pace=f"{now.pace:.1f} audio-hours/hour")
 
-        report = encode_corpus(utterances, coder, out, on_progress=advance)
+        report = encode_corpus(utterances, coder, out, on_progress=advance, on_notice=bar.console.print)
     for id in report.too_short:
         console.print(f"left out: {id} is shorter than one frame")
     Prepared.of(coder).write(out)
+    # What training wants to know of all utterances at once, so that it need not wait for it.
+    corpus = Corpus.open(out)
+    if family.has_weights:
+        text_tokens(corpus, family)
     console.print(f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now")
 
 

@@ -206,6 +206,7 @@ def test_row_30_the_base_is_measured_first_and_every_evaluation_is_told_against_
     run, notes = teach(
         model={"source": str(schooled)},
         data={"evaluation": str(house / "evaluation")},
+        adapt={"train_modules": ["audio_head"]},
         train={"steps": 4, "learning_rate": 0.3, "evaluate_every": 2},
     )
     base = notes.rows[0]

@@ -68,7 +68,7 @@ def test_row_03_labels_that_the_batch_loses_are_missed(teach: Learn, monkeypatch
     def forgetful(self: HiggsV2, sequences: list[Rendered], *, offset: int = 1) -> HiggsBatch:
         batch = collate(self, sequences, offset=offset)
         targets = batch.audio_targets[:0]
-        return replace(batch, audio_from=batch.audio_from[:0], audio_targets=targets, target_counts=torch.zeros(9))
+        return replace(batch, audio_place=batch.audio_place[:0], audio_targets=targets, target_counts=torch.zeros(9))
 
     monkeypatch.setattr(HiggsV2, "collate", forgetful)
     with pytest.raises(TrainingError, match=r"has \d+ labels, of which 0 reach the batch"):
@@ -183,7 +183,7 @@ def test_row_06_codes_without_the_delay_are_what_a_base_with_it_does_not_know(
 
     monkeypatch.setattr(DelayPattern, "apply", undelayed)
     without = code_loss(family, model, family.collate(sequences_of(family, recipe)))
-    assert without > with_delay + 0.5, "worse from the start, which is what people heard"
+    assert without > with_delay + 0.3, "worse from the start, which is what people heard"
 
 
 def test_row_06_only_codes_and_one_end_per_codebook_are_learned(family: Family) -> None:
@@ -224,12 +224,13 @@ def test_row_07_the_bases_loss_is_printed_beside_chance(teach: Learn, schooled: 
 
 def test_row_09_a_dummy_loss_is_found_by_its_gradients(teach: Learn, monkeypatch: Patch) -> None:
     """It has the value that people expect of a loss, and is connected to everything."""
-    honest = HiggsObjective._loss
+    honest = HiggsObjective._losses
 
-    def dummy(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return honest(self, logits.detach(), targets) + 0 * logits.sum()
+    def dummy(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> Any:
+        sums, hits = honest(self, logits.detach(), targets)
+        return sums + 0 * logits.sum(), hits
 
-    monkeypatch.setattr(HiggsObjective, "_loss", dummy)
+    monkeypatch.setattr(HiggsObjective, "_losses", dummy)
     with pytest.raises(TrainingError, match=r"all \d+ gradients are zero: nothing would be learned"):
         teach()
 
@@ -242,7 +243,7 @@ def test_row_09_weights_that_the_loss_does_not_reach_are_named(teach: Learn, mon
 
     monkeypatch.setattr(forward, "run_layer", cut_off)
     with pytest.raises(TrainingError, match=r"20 of 40 trainable weights get no gradient: .*layers\.0"):
-        teach()
+        teach(train={"fast": False})
 
 
 def test_row_09_an_optimizer_made_too_early_is_found(teach: Learn, monkeypatch: Patch) -> None:
@@ -260,8 +261,13 @@ def test_row_09_an_optimizer_made_too_early_is_found(teach: Learn, monkeypatch: 
 
 
 def test_row_09_a_gradient_that_is_not_finite_stops_the_run(teach: Learn, monkeypatch: Patch) -> None:
-    honest = HiggsObjective._loss
-    monkeypatch.setattr(HiggsObjective, "_loss", lambda self, logits, targets: honest(self, logits, targets) * math.inf)
+    honest = HiggsObjective._losses
+
+    def endless(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> Any:
+        sums, hits = honest(self, logits, targets)
+        return sums * math.inf, hits
+
+    monkeypatch.setattr(HiggsObjective, "_losses", endless)
     with pytest.raises(TrainingError, match="is not finite"):
         teach()
 

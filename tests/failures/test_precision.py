@@ -246,11 +246,11 @@ def test_row_13_the_loop_moves_what_a_model_on_a_card_would_stumble_over(
 # Row 19: recomputed layers
 
 
-def gradients(family: Family, every: int, device: torch.device = CPU) -> tuple[int, list[torch.Tensor]]:
+def gradients(family: Family, recompute: int, device: torch.device = CPU) -> tuple[int, list[torch.Tensor]]:
     """How often a layer was run, and every gradient."""
     torch.manual_seed(0)
     model = adapt(load(family).to(device), family, WITH_HEADS.model_copy(update={"dropout": 0.3})).train()
-    objective, calls = family.objective(model, checkpoint_every=every).train(), 0
+    objective, calls = family.objective(model, recompute=recompute).train(), 0
     whole = forward.run_layer
 
     def counted(*given: Any) -> torch.Tensor:
@@ -268,8 +268,8 @@ def gradients(family: Family, every: int, device: torch.device = CPU) -> tuple[i
 def check_row_19(family: Family, device: torch.device) -> None:
     calls, exact = gradients(family, 0, device)
     assert calls == 2, "two layers, each once"
-    for every, expected in ((1, 4), (2, 3)):
-        calls, recomputed = gradients(family, every, device)
+    for recompute, expected in ((2, 4), (1, 3)):
+        calls, recomputed = gradients(family, recompute, device)
         assert calls == expected
         assert len(recomputed) == len(exact) >= 2 * 20
         for one, other in zip(recomputed, exact, strict=True):
@@ -283,7 +283,7 @@ def test_row_19_decoder_layers_are_recomputed_with_the_same_gradients(family: Fa
 def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> None:
     batch = family.collate([family.render(cloning(target=60))])
 
-    def kept(every: int) -> int:
+    def kept(recompute: int) -> int:
         size = 0
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,25 +291,25 @@ def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> 
             size += tensor.numel() * tensor.element_size()
             return tensor
 
-        objective = family.objective(adapt(load(family), family, WITH_HEADS), checkpoint_every=every).train()
+        objective = family.objective(adapt(load(family), family, WITH_HEADS), recompute=recompute).train()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             objective(batch)
         return size
 
-    assert kept(1) < 0.5 * kept(0)
+    assert kept(2) < 0.5 * kept(0)
 
 
 def test_row_19_the_recipe_switches_it_on(teach: Learn, monkeypatch: Patch) -> None:
     seen = []
-    made = HiggsObjective.__init__
+    learn_ = Student.learn
 
-    def note(self: HiggsObjective, *given: Any, **how: Any) -> None:
-        made(self, *given, **how)
-        seen.append(self.checkpoint_every)
+    def note(self: Student, *given: Any) -> Any:
+        seen.append(self.accelerator.unwrap_model(self.objective).recompute)
+        return learn_(self, *given)
 
-    monkeypatch.setattr(HiggsObjective, "__init__", note)
+    monkeypatch.setattr(Student, "learn", note)
     (_, plain), (_, full) = (teach(train={"checkpointing": how}) for how in ("none", "full"))
-    assert 1 in seen
+    assert seen == [0] * len(plain.steps) + [2] * len(full.steps), "of two layers"
     assert [row["loss"] for row in plain.steps] == pytest.approx([row["loss"] for row in full.steps], abs=1e-6)
 
 
@@ -319,16 +319,16 @@ def test_row_19_on_a_card_it_saves_memory(card: torch.device, family: Family, tm
     wide = open_family(str(save_tiny(tmp_path / "wide", hidden=256, layers=8)))
     batch = wide.collate([wide.render(cloning(target=1500))]).to(card)
 
-    def most(every: int) -> int:
+    def most(recompute: int) -> int:
         model = adapt(load(wide, torch.bfloat16).to(card), wide, WITH_HEADS)
-        objective = wide.objective(model, checkpoint_every=every).train()
+        objective = wide.objective(model, recompute=recompute).train()
         torch.cuda.reset_peak_memory_stats(card)
         before = torch.cuda.memory_allocated(card)
         with torch.autocast("cuda", torch.bfloat16):
             objective(batch).sums.sum().backward()
         return torch.cuda.max_memory_allocated(card) - before
 
-    assert most(1) < 0.6 * most(0)
+    assert most(8) < 0.6 * most(0)
 
 
 # Row 20: out of memory
@@ -347,7 +347,8 @@ def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(house:
     recipe = make_recipe(house, model={"source": "higgs-v2"}, adapt={"rank": 16, "alpha": 32})
     precision = decide("auto", CUDA, (9, 0))
     planned = plan(open_family("higgs-v2"), recipe, precision, CPU, Pass(sequences, len(sequences[0])))
-    assert planned.frozen == pytest.approx(2 * 5_377_281_024, rel=0.001), "bytes, in bf16"
+    # Beside the weights in bf16 lie such copies of A and B, and a little room to align their rows.
+    assert planned.frozen == pytest.approx(2 * (5_377_281_024 + 39_452_672), rel=0.02)
     assert planned.trained == 4 * 39_452_672
     assert planned.total < 14 * 2**30
     assert all(part in planned.table() for part in ("frozen weights", "optimizer", "activations", "in all"))
@@ -417,7 +418,7 @@ def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, hous
     recipe = make_recipe(
         house,
         model={"source": str(wide), "pretrained": False},
-        train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda"},
+        train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda", "checkpointing": "none"},
     )
     _, notes = learn(recipe, tmp_path / "free")
     peak = torch.cuda.max_memory_allocated(card)
@@ -440,3 +441,28 @@ def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, hous
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, card)
     assert settings and len(notes.steps) == 2
+
+
+@gpu
+def test_row_20_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
+    card: torch.device, house: Path, tmp_path: Path
+) -> None:
+    """The same card, with the choice left to the plan: it fits at once."""
+    wide = save_tiny(tmp_path / "wide", hidden=512, layers=8)
+    recipe = make_recipe(
+        house,
+        model={"source": str(wide), "pretrained": False},
+        train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda"},
+    )
+    _, notes = learn(recipe, tmp_path / "free")
+    assert any("no layer recomputed, since everything fits" in line for line in notes.said)
+    peak, total = torch.cuda.max_memory_allocated(card), torch.cuda.get_device_properties(card).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction(0.8 * peak / total, card)
+        gc.collect()
+        torch.cuda.empty_cache()
+        _, notes = learn(recipe, tmp_path / "tight")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, card)
+    assert any("of 8 layers recomputed, the fewest that fit" in line for line in notes.said)
+    assert len(notes.steps) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -310,3 +312,21 @@ def test_a_tracker_gets_the_metrics_or_says_what_to_install(learn: Learn) -> Non
         return
     run, _ = learn(train={"trackers": ["tensorboard"]})
     assert list(run.folder.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_batches_are_pinned_by_those_who_make_them_where_a_card_waits(
+    birds: Path, monkeypatch: pytest.MonkeyPatch, pin: bool
+) -> None:
+    where: set[str] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        where.add(threading.current_thread().name.split("_")[0])
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", note)
+    chosen = recipe(birds)
+    loader = make_loader(chosen, open_family(chosen.model.source), chosen.data.train, pin=pin)
+    with closing(loader.steps(4, 1, Share())) as steps:
+        assert len(next(steps)) == 4
+    assert where == ({"myna-render"} if pin else set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from myna.data.loader import Share
 from myna.models import open_family
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.train.loop import make_loader
+from myna.train import loop, memory
+from myna.train.loop import make_loader, train
 from myna.train.precision import Precision
 from myna.train.processes import start
+from myna.train.run import Run
 from myna.train.streams import Tally, stream_weights
 from myna.train.student import Student
 from tests.train.resume_helper import make_birds, recipe_for
@@ -27,13 +30,13 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool = False) -> tuple[dict[str, Any], int]:
     recipe = recipe_for(
         birds,
         model={"source": str(birds / "deep")},
         adapt=adapt,
         loss={"text_weight": 0.5},
-        train={"checkpointing": checkpointing},
+        train={"checkpointing": checkpointing, "fast": fast},
     )
     precision = Precision("fp32", "a test")
     accelerator = start(recipe, precision, torch.device("cpu"), birds)
@@ -76,3 +79,75 @@ def test_gradients_are_the_same(birds: Path, adapt: dict[str, Any]) -> None:
         assert found.keys() == plain.keys()
         for name, gradient in plain.items():
             assert torch.equal(found[name], gradient), (checkpointing, name)
+
+
+def test_gradients_of_fast_layers_are_the_same(birds: Path) -> None:
+    """Though what a whole layer leaves to the next to add, a recomputed one is given in one."""
+    plain, _ = gradients(birds, "none", {}, fast=True)
+    for checkpointing, extra in (("full", 4), (2, 2)):
+        found, runs = gradients(birds, checkpointing, {}, fast=True)
+        assert runs == 2 * (4 + extra)
+        for name, gradient in plain.items():
+            assert torch.equal(found[name], gradient), (checkpointing, name)
+
+
+class Seen:
+    """What was said, and how many layers every step recomputed."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.losses: list[float] = []
+        self.recomputed: list[int] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def planned(self, *_: int) -> None: ...
+
+    def stepped(self, row: dict[str, Any]) -> None:
+        self.losses.append(row.get("loss", math.nan))
+
+
+def run(birds: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool = False, **how: Any) -> Seen:
+    recipe = recipe_for(birds, model={"source": str(birds / "deep"), "pretrained": False}, train={"steps": 2} | how)
+    seen, learn = Seen(), Student.learn
+
+    def note(self: Student, *given: Any) -> Any:
+        seen.recomputed.append(self.accelerator.unwrap_model(self.objective).recompute)
+        return learn(self, *given)
+
+    with patch.context() as inside:
+        inside.setattr(Student, "learn", note)
+        train(recipe, Run.create(folder, recipe), seen, dry_run=dry_run)
+    return seen
+
+
+def total(said: list[str]) -> int:
+    """Bytes in all, from the table."""
+    number, unit = next(line for line in said if line.startswith("  in all")).split()[2:4]
+    return int(float(number) * 2 ** {"MiB": 20, "GiB": 30}[unit])
+
+
+def test_a_training_recomputes_what_its_plan_has_chosen(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = run(birds, tmp_path / "free", monkeypatch)
+    assert any("no layer recomputed, since everything fits" in line for line in free.said)
+    assert free.recomputed == [0, 0]
+    whole = total(free.said)
+    monkeypatch.setattr(memory, "room", lambda _: int(0.8 * whole / memory.HEADROOM))
+    tight = run(birds, tmp_path / "tight", monkeypatch)
+    number = tight.recomputed[0]
+    assert 0 < number < 4 and tight.recomputed == [number, number]
+    told = f"{number} of 4 layers recomputed, the fewest that fit"
+    assert any(told in line for line in tight.said) and told in (tmp_path / "tight" / "log.txt").read_text()
+    assert tight.losses == free.losses, "and learns the same"
+    dry = run(birds, tmp_path / "dry", monkeypatch, dry_run=True)
+    assert any(told in line for line in dry.said) and not dry.recomputed
+
+
+def test_all_ranks_recompute_what_the_fullest_must(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "gather_object", lambda ours: [*ours, 3])
+    assert run(birds, tmp_path / "run", monkeypatch).recomputed == [3, 3]

@@ -31,6 +31,7 @@ from myna.data.loader import Loader
 from myna.errors import MynaError, TrainingError
 from myna.models.adapting import adapter_tensors, save_adapter
 from myna.models.base import Batch, Rendered
+from myna.models.frozen import frozen_linears
 from myna.train.processes import gather, part_of, whole
 from myna.train.run import Run, changed_settings, sync
 from myna.train.student import Student
@@ -294,6 +295,7 @@ def made_of(
 def _fingerprint(student: Student) -> str:
     """A hash over the beginning of every frozen tensor: little to read, and enough to tell one base from another."""
     frozen = [whole(parameter.detach()) for parameter in student.model.parameters() if not parameter.requires_grad]
+    frozen += [layer.known_by() for layer in frozen_linears(student.model)]
     sample = torch.cat([torch.zeros(1), *(tensor.flatten()[:16].float().cpu() for tensor in frozen)])
     return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
 

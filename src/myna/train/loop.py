@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import gather_object
 
 from myna.config import Recipe, TrainSettings
 from myna.data.corpus import Corpus
@@ -23,6 +24,7 @@ from myna.data.loader import Loader, Share
 from myna.errors import DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, Rendered
+from myna.models.frozen import check_base
 from myna.train.checkpoint import Checkpoints, Progress
 from myna.train.memory import check_room, longest_pass, peak, plan
 from myna.train.precision import decide
@@ -57,6 +59,7 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
     # Where, and in which numbers.
     device = Place.find().device(settings.device)
     precision = decide(settings.precision, device)
+    check_base(recipe.model.base, device)
     accelerator = start(recipe, precision, device, run.folder)
     say = _speaker(run, watcher, loud=accelerator.is_main_process)
     share = Share(accelerator.process_index, accelerator.num_processes)
@@ -70,8 +73,9 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
 
     # What is learned from.
     family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
-    loader = make_loader(recipe, family, recipe.data.train)
-    evaluation = make_loader(recipe, family, recipe.data.evaluation) if recipe.data.evaluation else None
+    pin = device.type == "cuda"
+    loader = make_loader(recipe, family, recipe.data.train, pin=pin)
+    evaluation = make_loader(recipe, family, recipe.data.evaluation, pin=pin) if recipe.data.evaluation else None
     _say_data(loader, say)
     if evaluation is not None:
         if evaluation.corpus.prepared.codec_revision != loader.corpus.prepared.codec_revision:
@@ -83,12 +87,14 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
 
     # What it will take.
     memory = plan(family, recipe, precision, accelerator.device, longest_pass(loader, recipe, share), share.world)
+    # Ranks that hold parts of one model come to each layer together, so all recompute what the fullest of them must.
+    memory = replace(memory, recomputed=max(gather_object([memory.recomputed])))
     for line in memory.table().splitlines():
         say(line)
     check_room(memory)
 
     # Who learns.
-    student = Student.make(recipe, family, precision, accelerator, say)
+    student = Student.make(recipe, family, precision, accelerator, say, memory.recomputed)
 
     checkpoints = Checkpoints(student, run, loader, evaluation)
     progress = checkpoints.restore() if resume else Progress(step=0)
@@ -162,7 +168,8 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
     leave(student)
 
 
-def make_loader(recipe: Recipe, family: Family, folder: Path) -> Loader[Rendered, Batch]:
+def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[Rendered, Batch]:
+    """What a prepared folder gives to learn from. `pin` for batches that go to a CUDA card."""
     corpus = Corpus.open(folder)
     prepared = corpus.prepared
     if not family.accepts(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
@@ -176,7 +183,8 @@ def make_loader(recipe: Recipe, family: Family, folder: Path) -> Loader[Rendered
         render=lambda conversation: family.render(
             conversation, supervise_text=recipe.needs_text_head, supervise_all_audio=recipe.loss.all_audio
         ),
-        collate=family.collate,
+        collate=(lambda sequences: family.collate(sequences).pin()) if pin else family.collate,
+        ruler=family,
         seed=recipe.train.seed,
     )
     loader.check_lengths()
@@ -212,15 +220,15 @@ def _say_gain(progress: Progress, say: Callable[[str], None]) -> None:
 
 def _say_data(loader: Loader[Rendered, Batch], say: Callable[[str], None]) -> None:
     pairing, corpus = loader.pairing, loader.corpus
-    hours = sum(corpus.seconds(target) for target in pairing.targets) / 3600
-    speakers = len({target.speaker for target in pairing.targets})
-    say(f"{len(pairing.targets)} targets, {hours:.2f} h, {speakers} speakers from {corpus.folder}")
+    say(f"{len(pairing.targets)} targets, {pairing.hours:.2f} h, {pairing.speakers} speakers from {corpus.folder}")
+    for note in corpus.notes:
+        say(note)
     if loader.settings.reference != "none" and pairing.unpaired.without_reference:
         names = pairing.unpaired.without_reference
-        say(f"{len(names)} of them have no reference and are learned without ({names[0]} first)")
+        say(f"{len(names)} of them have no reference and are learned without ({names[0].id} first)")
     if pairing.unpaired.outside_seconds:
         names = pairing.unpaired.outside_seconds
-        say(f"{len(names)} targets lie outside data.seconds and are left out ({names[0]} first)")
+        say(f"{len(names)} targets lie outside data.seconds and are left out ({names[0].id} first)")
 
 
 def _speaker(run: Run, watcher: Watcher, *, loud: bool) -> Callable[[str], None]:

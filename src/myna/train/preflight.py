@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from myna.config import Recipe
 from myna.data.codec import Codes
+from myna.data.corpus import Utterances
 from myna.data.loader import Loader, Share
-from myna.data.utterance import Utterance, normalise_text
+from myna.data.utterance import normalise_text
 from myna.errors import MynaError, TrainingError
 from myna.models.base import IGNORED, Batch, Rendered
 from myna.models.picture import picture
@@ -67,7 +68,7 @@ class Look:
     share: Share
 
     @property
-    def targets(self) -> list[Utterance]:
+    def targets(self) -> Utterances:
         """This rank's share, or everybody's where there are fewer targets than ranks."""
         every = self.loader.pairing.targets
         return every[self.share.rank :: self.share.world] or every
@@ -139,9 +140,11 @@ def evaluation_is_unseen(look: Look) -> None:
         return
     train, held_out = look.loader, look.evaluation
     learned = train.corpus.utterances if look.recipe.loss.all_audio else train.pairing.targets
-    sounds = {train.corpus.key(utterance) for utterance in learned}
-    words = {(utterance.speaker, _words(utterance.text)) for utterance in learned if utterance.speaker}
-    targets = held_out.pairing.targets
+    targets = list(held_out.pairing.targets)
+    sounds = learned.keys_among([held_out.corpus.key(target) for target in targets])
+    # There may be a million of the learned ones, so that only those of the same speakers are looked at.
+    known = learned.spoken_by({target.speaker for target in targets} - {""})
+    words = {(utterance.speaker, _words(utterance.text)) for utterance in known}
     heard = [target.id for target in targets if held_out.corpus.key(target) in sounds]
     read = [target.id for target in targets if (target.speaker, _words(target.text)) in words]
     leaked = list(dict.fromkeys([*heard, *read]))

@@ -31,6 +31,7 @@ MAY_CHANGE = frozenset(
         "train.device",
         "train.rows_per_pass",
         "train.checkpointing",
+        "train.compile",
         "train.fast",
         "train.save_every",
         "train.keep_last",

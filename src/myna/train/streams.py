@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tens
 
 def weighed_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The share of the step's loss that these sums hold; `counts` are the whole step's, over all ranks and passes."""
-    per_target = (weights / counts.clamp(min=1)).to(sums.device, sums.dtype)
+    per_target = (weights / counts.clamp(min=1)).to(sums.dtype).to(sums.device, non_blocking=True)
     return (sums * per_target).sum()
 
 
@@ -57,25 +56,54 @@ def stream_means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]
     return [s / c if c else None for s, c in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
-@dataclass(slots=True)
 class Tally:
-    """Sums over the passes of a step or of an evaluation, on the CPU in double precision."""
+    """Sums over the passes of a step or of an evaluation, on the CPU in double precision.
 
-    sums: torch.Tensor
-    correct: torch.Tensor
-    stops: torch.Tensor
-    counts: torch.Tensor
+    What passes add stays on the device until somebody looks: fetching it at once would have the host wait for the pass,
+    and then the device for the host.
+    """
+
+    def __init__(self, sums: torch.Tensor, correct: torch.Tensor, stops: torch.Tensor, counts: torch.Tensor) -> None:
+        self.counts = counts
+        self._sums, self._correct, self._stops = sums, correct, stops
+        self._waiting: list[StreamSums] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between ranks travels what is on the CPU.
+        return Tally, (self.sums, self.correct, self.stops, self.counts)
 
     @classmethod
     def of(cls, streams: int) -> Tally:
         return cls(*(torch.zeros(n, dtype=torch.float64) for n in (streams, streams, 2, streams)))
 
+    @property
+    def sums(self) -> torch.Tensor:
+        self._fetch()
+        return self._sums
+
+    @property
+    def correct(self) -> torch.Tensor:
+        self._fetch()
+        return self._correct
+
+    @property
+    def stops(self) -> torch.Tensor:
+        self._fetch()
+        return self._stops
+
     def add(self, result: StreamSums) -> None:
         """Results of one pass; counts are added apart, since they are known before it."""
-        # To the CPU first: not every device has doubles.
-        self.sums += result.sums.detach().cpu().double()
-        self.correct += result.correct.cpu().double()
-        self.stops += result.stops.cpu().double()
+        self._waiting.append(StreamSums(*(part.detach() for part in result)))
+
+    def _fetch(self) -> None:
+        """All passes in one message. Counts of a pass are small enough for fp32; doubles not every device has."""
+        if self._waiting:
+            passes = torch.stack([torch.cat([part.float() for part in result]) for result in self._waiting])
+            self._waiting.clear()
+            whole = passes.cpu().double().sum(0)
+            parts = whole.split([len(self._sums), len(self._correct), 2])  # type: ignore[no-untyped-call]
+            for total, part in zip((self._sums, self._correct, self._stops), parts, strict=True):
+                total += part
 
     def over_ranks(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Tally:
         """The same over all processes, in one message; counts are taken to be everybody's already."""

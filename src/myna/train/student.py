@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from myna.config import Recipe
 from myna.errors import TrainingError
+from myna.models.adapting import frozen_names
 from myna.models.base import Batch, Family
+from myna.models.frozen import freeze
 from myna.train.ema import Ema
-from myna.train.lora import adapt
+from myna.train.lora import adapt, count_parameters
+from myna.train.memory import layers_asked_for
 from myna.train.optimizer import KahanAdamW, make_optimizer
 from myna.train.precision import Precision
 from myna.train.processes import gather, in_step, shard, shards, whole
@@ -42,31 +46,43 @@ class Student:
 
     @classmethod
     def make(
-        cls, recipe: Recipe, family: Family, precision: Precision, accelerator: Accelerator, say: Callable[[str], None]
+        cls,
+        recipe: Recipe,
+        family: Family,
+        precision: Precision,
+        accelerator: Accelerator,
+        say: Callable[[str], None],
+        recompute: int | None = None,
     ) -> Student:
+        """`recompute` is what the memory plan says; without a plan, `train.checkpointing: auto` recomputes nothing."""
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
         sharded = shards(recipe, accelerator)
-        # A whole model may not fit the device that is to hold a part of it; sharding moves it there.
-        at_first = torch.device("cpu") if sharded else accelerator.device
+        # A whole model may not fit the device that is to hold a part of it, or all of it in fewer bits: sharding and
+        # freezing move it there bit by bit.
+        in_parts = sharded or recipe.model.base != "compute"
+        at_first = torch.device("cpu") if in_parts else accelerator.device
         model = family.load_model(dtype=precision.frozen, device=at_first, text_head=recipe.needs_text_head)
+        model = freeze(model, recipe.model.base, frozen_names(model, family, recipe.adapt), accelerator.device)
         model = adapt(model, family, recipe.adapt, dtype=precision.trainable)
-        every = {"none": 0, "full": 1}.get(str(settings.checkpointing), settings.checkpointing)
-        objective = family.objective(
-            model,
-            label_smoothing=recipe.loss.label_smoothing,
-            checkpoint_every=int(every),
-            fast=settings.fast,
+        objective: Any = family.objective(
+            model, label_smoothing=recipe.loss.label_smoothing, fast=settings.fast, compiled=settings.compile
         )
+        asked = layers_asked_for(recipe, len(family.layers(objective)))
+        objective.recompute = recompute if recompute is not None else asked or 0
         if sharded:
             shard(objective, family.layers(objective), precision, accelerator)
         trainables = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        total, learns = (sum(p.numel() for p in ps) for ps in (model.parameters(), trainables.values()))
+        total, learns, _ = count_parameters(model)
         say(f"{learns:,} of {total:,} parameters learn ({100 * learns / total:.2f} %)")
         optimizer = accelerator.prepare(make_optimizer(list(trainables.values()), settings, precision))
         ema = Ema(trainables, settings.ema) if settings.ema is not None else None
         if not sharded:
+            # Each rank has made the same buffers by itself, packed weights among them: DDP need not send them around.
+            buffers = [name for name, _ in objective.named_buffers()]
+            ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+            ignore(objective, buffers)
             objective = accelerator.prepare(objective)
         return cls(recipe, family, precision, accelerator, objective, optimizer, trainables, ema)
 
@@ -107,9 +123,11 @@ class Student:
         tally = Tally.of(len(self.family.streams))
         tally.counts = self.reduce(torch.stack([batch.counts for batch in passes]).sum(0))
         self.backward(passes, weights, tally)
-        norm = self.clip()
+        clipped = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        # Looked at only now, since looking waits for the device.
+        norm = float(clipped)
         self._check_finite(norm)
         if self.ema is not None:
             self.ema.update(self.trainables)
@@ -128,11 +146,11 @@ class Student:
                 self.accelerator.backward(self.kahan.scale_loss(loss) if self.kahan is not None else loss)
             tally.add(result)
 
-    def clip(self) -> float:
+    def clip(self) -> torch.Tensor | float:
+        """Hold the gradient to its largest norm; returns what it was."""
         if self.kahan is not None:
             return self.kahan.clip(self.recipe.train.clip)
-        norm = self.accelerator.clip_grad_norm_(list(self.trainables.values()), self.recipe.train.clip)
-        return float(whole(norm))
+        return whole(self.accelerator.clip_grad_norm_(list(self.trainables.values()), self.recipe.train.clip))
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
