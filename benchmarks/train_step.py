@@ -1,0 +1,349 @@
+"""The training step on one card: the card's own limit, stock parts, and ours, in one run.
+
+python benchmarks/train_step.py --out FOLDER          all rows, within ten minutes on an H200
+python benchmarks/train_step.py --rows ours-bf16      some of them, beside what the folder already holds
+python benchmarks/train_step.py --parity              200 steps of each base, for their losses
+python benchmarks/train_step.py --report              table, plot and page from the numbers that are there
+python benchmarks/train_step.py --tiny --device cpu   everything as a toy, to see that it runs
+
+Every row is measured in a process of its own, so that neither memory nor compiled code is handed on, and is written to
+train_step.json as soon as it is there. A row that fails says why, and the others go on. Weights are random and of the
+true size; weights, adapters and utterances are the same for all, and so must be the first loss and gradient norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve()
+ROOT = SCRIPT.parent.parent
+if str(ROOT) not in sys.path:  # run as a script, which knows only its own folder
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.variants import BY_NAME, CEILINGS, PARITY, REFERENCE, VARIANTS, Variant  # noqa: E402
+
+Row = dict[str, Any]
+PAGE = ROOT / "docs" / "benchmarks"
+BUDGET, PATIENCE, FAREWELL = 570.0, 150.0, 15.0
+"""Seconds for the whole run, for one row, and kept back for the last measurement of the ceiling."""
+PARITY_TOLERANCE = 0.01
+OPEN, CLOSE = "<!-- measured: written by benchmarks/train_step.py -->", "<!-- /measured -->"
+"""The part of the page between these is made of the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a measuring process is told beside the name of its row."""
+
+    device: str
+    tiny: bool
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--device", self.device, *(["--tiny"] if self.tiny else [])]
+
+
+def measure_here(name: str, asked: Asked, out: Path) -> None:
+    """One row, in this process."""
+    # Imported here: the process that waits for the others need not load torch.
+    from benchmarks.measuring import Bench
+
+    bench = Bench.of(asked.device, asked.tiny)
+    row = bench.measure(BY_NAME[name])
+    out.write_text(json.dumps({**row, "about": bench.about()}), encoding="utf-8")
+
+
+def measure_apart(variant: Variant, asked: Asked, seconds: float) -> Row:
+    """One row in a process of its own, with caches of its own; a failure comes back as the row's `error`."""
+    if variant.recipe and not (ROOT / "recipes" / variant.recipe).is_file():
+        return {"name": variant.name, "error": f"there is no recipes/{variant.recipe}"}
+    if seconds <= 0:
+        return {"name": variant.name, "error": "not measured: the time of the run was spent"}
+    with tempfile.TemporaryDirectory() as scratch:
+        out, log = Path(scratch, "row.json"), Path(scratch, "log.txt")
+        command = [sys.executable, str(SCRIPT), "--only", variant.name, "--row", str(out), *asked.arguments]
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
+        with log.open("w", encoding="utf-8") as written:
+            process = subprocess.Popen(
+                command, env={**os.environ, **caches}, stdout=written, stderr=written, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                # With the compiler's workers, which are in the same session.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return {"name": variant.name, "error": f"not done after {seconds:.0f} s"}
+        if code == 0:
+            row: Row = json.loads(out.read_text(encoding="utf-8"))
+            return row
+        said = log.read_text(encoding="utf-8", errors="replace")
+        print(said[-3000:], file=sys.stderr, flush=True)
+        return {"name": variant.name, "error": failure(said, code)}
+
+
+def failure(said: str, code: int) -> str:
+    """What a process died of: the last line of a traceback that is not indented, with what follows it."""
+    lines = said.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.partition(":")[0].endswith(("Error", "Exception"))]
+    return "\n".join(lines[starts[-1] :])[:600] if starts else f"ended with {code}: {' '.join(lines[-3:])[:600]}"
+
+
+class Results:
+    """train_step.json, written anew after every row."""
+
+    def __init__(self, folder: Path, *, keep: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / "train_step.json"
+        there = self.file.is_file() and keep
+        self.facts: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8")) if there else {}
+        self.facts.setdefault("rows", [])
+        self._fresh: set[str] = set()
+
+    def begin(self, command: str) -> None:
+        self.facts |= {"date": datetime.now(UTC).date().isoformat(), "command": command}
+        self.write()
+
+    def ceiling(self, row: Row) -> None:
+        """The higher of those that this run has measured; shares of this run's rows follow it."""
+        self.facts |= row.pop("about", {})
+        if "error" in row:
+            self.facts["ceiling_error"] = row["error"]
+        else:
+            measured = self.facts.setdefault("ceilings_tflops", {}) if self._fresh else {}
+            self.facts["ceilings_tflops"] = measured | {row["name"]: row["tflops"]}
+            self.facts["ceiling_tflops"] = max(self.facts["ceilings_tflops"].values())
+            self.facts["sustained_tflops"] = row["sustained_tflops"]
+        self._fresh.add(row["name"])
+        self.write()
+
+    def add(self, row: Row, variant: Variant) -> None:
+        self._fresh.add(row["name"])
+        self.facts |= row.pop("about", {})
+        where = "parity" if variant.kind == "parity" else "rows"
+        self.facts[where] = in_order([*(one for one in self.facts.get(where, []) if one["name"] != row["name"]), row])
+        self.write()
+
+    def write(self) -> None:
+        for row in self.facts["rows"]:
+            if row["name"] in self._fresh and "model_tflops" in row and "ceiling_tflops" in self.facts:
+                row["ceiling_tflops"] = self.facts["ceiling_tflops"]
+                row["share_of_ceiling"] = row["model_tflops"] / row["ceiling_tflops"]
+        compare(self.facts["rows"])
+        if "parity" in self.facts:
+            compare_endings(self.facts["parity"])
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.file)
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    order = list(BY_NAME)
+    return sorted(rows, key=lambda row: order.index(row["name"]))
+
+
+def compare(rows: list[Row]) -> None:
+    """Whether each row began as the reference did; None where there is nothing to compare."""
+    reference = next((row for row in rows if row["name"] == REFERENCE and "error" not in row), None)
+    for row in rows:
+        if "error" in row:
+            continue
+        variant = BY_NAME[row["name"]]
+        row["tolerance"] = variant.tolerance
+        row["agrees"] = (
+            None
+            if reference is None
+            else all(
+                abs(row[column] / reference[column] - 1) <= variant.tolerance for column in sorted(variant.compares)
+            )
+        )
+
+
+def compare_endings(rows: list[Row]) -> None:
+    """How each training ended, against bf16's."""
+    reference = next((row for row in rows if row["name"] == PARITY[0].name and "error" not in row), None)
+    for row in rows:
+        if "error" not in row and reference is not None:
+            row["relative_loss"] = row["final_loss"] / reference["final_loss"] - 1
+            row["passed"] = abs(row["relative_loss"]) <= PARITY_TOLERANCE and row["final_loss"] < row["first_loss"]
+
+
+def table(facts: dict[str, Any]) -> str:
+    """The rows for people."""
+    columns = (
+        ("s/step", "seconds_per_step", "{:.3f}"),
+        ("target audio s/s", "target_audio_seconds_per_second", "{:,.0f}"),
+        ("tokens/s", "tokens_per_second", "{:,.0f}"),
+        ("model TFLOP/s", "model_tflops", "{:.0f}"),
+        ("of the ceiling", "share_of_ceiling", "{:.1%}"),
+        ("peak GiB", "peak_gib", "{:.1f}"),
+        ("fill", "fill", "{:.1%}"),
+        ("first step s", "seconds_to_first_step", "{:.0f}"),
+        ("host syncs", "host_syncs_per_step", "{}"),
+        ("first loss", "first_loss", "{:.4f}"),
+        ("gradient norm", "gradient_norm", "{:.4f}"),
+    )
+    lines = [f"| row | {' | '.join(head for head, _, _ in columns)} | agrees |", f"|---{'|---' * (len(columns) + 1)}|"]
+    for row in facts["rows"]:
+        if "error" in row:
+            lines.append(f"| {row['name']} | {_first_line(row['error'])} {'|' * (len(columns) + 1)}")
+            continue
+        shown = [shape.format(row[key]) if row.get(key) is not None else "n/a" for _, key, shape in columns]
+        agrees = {True: "yes", False: "NO", None: "n/a"}[row["agrees"]]
+        lines.append(f"| {row['name']} | {' | '.join(shown)} | {agrees} (within {row['tolerance']:.0%}) |")
+    return "\n".join(lines)
+
+
+def parity_table(rows: Sequence[Row]) -> str:
+    lines = ["| base | steps | first loss | final loss | against bf16 | within 1 % |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        name = row["name"].removeprefix("parity-")
+        if "error" in row:
+            lines.append(f"| {name} | {_first_line(row['error'])} |||||")
+            continue
+        against = f"{row['relative_loss']:+.2%}" if "relative_loss" in row else "n/a"
+        passed = {True: "yes", False: "NO", None: "n/a"}[row.get("passed")]
+        losses = f"{row['first_loss']:.4f} | {row['final_loss']:.4f}"
+        lines.append(f"| {name} | {row['steps']} | {losses} | {against} | {passed} |")
+    return "\n".join(lines)
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """The part of the page that is made of numbers."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items())
+    ceilings = facts.get("ceilings_tflops", {})
+    measured = " and ".join(f"{tflops:.0f}" for tflops in ceilings.values())
+    parts = [
+        f"Measured on {facts['date']} on {facts.get('machine', 'nothing')} with {versions}.",
+        f"The ceiling, a bf16 matrix product, was {measured} TFLOP/s at the start and the end; the higher one counts.",
+        f"In a long row of products the card did {facts['sustained_tflops']:.0f}."
+        if "sustained_tflops" in facts
+        else "",
+        *([facts["remark"]] if "remark" in facts else []),
+        "",
+        f"```bash\n{facts['command']}\n```",
+        "",
+        table(facts),
+    ]
+    if facts.get("parity"):
+        parts += ["", "Losses after a short training from the same start, means of the last ten steps:", ""]
+        parts += [parity_table(facts["parity"])]
+    return "\n".join(parts)
+
+
+def drawing(facts: dict[str, Any]) -> str:
+    """Two bars a row: its share of the ceiling, and how much audio it learns in a second."""
+    rows = [row for row in facts["rows"] if "error" not in row]
+    most = max((row["target_audio_seconds_per_second"] for row in rows), default=1.0)
+    height = 60 + 26 * len(rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="860" height="{height}" fill="#fff"/>',
+        '<text x="170" y="20">share of the bf16 ceiling (line: 100 %)</text>',
+        '<text x="540" y="20">target-audio seconds per second</text>',
+        f'<line x1="470" y1="30" x2="470" y2="{height - 16}" stroke="#bbb"/>',
+    ]
+    for number, row in enumerate(rows):
+        y = 36 + 26 * number
+        colour = "#999" if row["name"].startswith("stock") else "#1f77b4"
+        share, audio = row.get("share_of_ceiling", 0.0), row["target_audio_seconds_per_second"]
+        parts += [
+            f'<text x="160" y="{y + 13}" text-anchor="end">{row["name"]}</text>',
+            f'<rect x="170" y="{y}" width="{300 * share:.1f}" height="18" fill="{colour}"/>',
+            f'<text x="{174 + 300 * share:.1f}" y="{y + 13}">{share:.1%}</text>',
+            f'<rect x="540" y="{y}" width="{240 * audio / most:.1f}" height="18" fill="{colour}"/>',
+            f'<text x="{544 + 240 * audio / most:.1f}" y="{y + 13}">{audio:,.0f}</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def filled(page: str, facts: dict[str, Any]) -> str:
+    """The page with its measured part made anew."""
+    before, opened, rest = page.partition(OPEN)
+    _, closed, after = rest.partition(CLOSE)
+    if not opened or not closed:
+        raise ValueError(f"the page has no place for numbers: {OPEN} ... {CLOSE}")
+    return f"{before}{OPEN}\n{summary(facts)}\n{CLOSE}{after}"
+
+
+def report(folder: Path, facts: dict[str, Any]) -> None:
+    (folder / "train_step.svg").write_text(drawing(facts), encoding="utf-8")
+    page = folder / "train_step.md"
+    if page.is_file():
+        page.write_text(filled(page.read_text(encoding="utf-8"), facts), encoding="utf-8")
+    print(summary(facts), flush=True)
+
+
+def run(chosen: Sequence[Variant], asked: Asked, results: Results, *, budget: float, patience: float) -> None:
+    """All rows one after another, between two measurements of the ceiling."""
+    ends = time.monotonic() + budget
+    training = any(variant.kind != "parity" for variant in chosen)
+    before, after = CEILINGS
+    if training:
+        results.ceiling(measure_apart(before, asked, patience))
+    for variant in chosen:
+        began = time.monotonic()
+        left = ends - began - (FAREWELL if training else 0)
+        row = measure_apart(variant, asked, min(patience, left))
+        results.add(row, variant)
+        told = row.get("error") or {key: row[key] for key in ("model_tflops", "peak_gib", "final_loss") if key in row}
+        print(f"{variant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+    if training:
+        results.ceiling(measure_apart(after, asked, patience))
+
+
+def passes(facts: dict[str, Any]) -> bool:
+    """No row of ours failed, none began elsewhere than the reference, and no base ended elsewhere than bf16."""
+    ours = [row for row in facts["rows"] if row["name"].startswith("ours")]
+    began = all("error" not in row and row["agrees"] is not False for row in ours)
+    return began and all(row.get("passed", False) for row in facts.get("parity", []))
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0][:160].replace("|", "\\|")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy model and short clips")
+    parser.add_argument(
+        "--rows", nargs="+", choices=[variant.name for variant in VARIANTS], metavar="ROW", default=None
+    )
+    parser.add_argument("--parity", action="store_true", help="only the trainings that are held against each other")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds for one row")
+    parser.add_argument("--only", choices=list(BY_NAME), help=argparse.SUPPRESS)
+    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
+    told = parser.parse_args(arguments)
+    asked = Asked(told.device, told.tiny)
+    if told.only:
+        measure_here(told.only, asked, told.row)
+        return 0
+    some = bool(told.rows) or told.parity or told.report
+    results = Results(told.out, keep=some)
+    if not told.report:
+        results.begin(f"python {' '.join(sys.argv)}")
+        chosen = [BY_NAME[name] for name in told.rows] if told.rows else [] if told.parity else list(VARIANTS)
+        chosen += PARITY if told.parity else ()
+        run(chosen, asked, results, budget=told.budget, patience=told.patience)
+    report(told.out, results.facts)
+    return 0 if passes(results.facts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
