@@ -245,14 +245,15 @@ def in_process_of_its_own(what: str, folder: Path) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| utterances | hours | open s | per utterance | peak MB (at rest) | s/step | rows/s | tokens/s | fill |",
+        "| utterances | hours | open s (CPU) | per utterance | peak MB (at rest) | s/step | rows/s "
+        "| tokens/s (per CPU s) | fill |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['utterances']:,} | {row['hours']:,.1f} | {row['open_seconds']:.2f} "
+        f"| {row['utterances']:,} | {row['hours']:,.1f} | {row['open_seconds']:.2f} ({row['open_cpu_seconds']:.2f}) "
         f"| {row['open_microseconds_per_utterance']:,.1f} µs | {row['peak_mb']:,.0f} ({row['resting_mb']:,.0f}) "
         f"| {row['seconds_per_step']:.3f} | {row['rows_per_second']:.1f} | {row['tokens_per_second']:,.0f} "
-        f"| {row['fill']:.1%} |"
+        f"({row['tokens_per_cpu_second']:,.0f}) | {row['fill']:.1%} |"
         for row in rows
     ]
     return "\n".join(lines)

@@ -9,9 +9,13 @@ from typing import Any
 from myna.errors import ModelError
 from myna.models.base import Family
 
+SHIPPED = {"fledgling": Path(__file__).parent / "fledgling"}
+"""Models that come with the package, by the names that people type, and the folders of their checkpoints."""
+
 
 def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
-    """Open a checkpoint without its weights: a hub name, a folder, or a built-in configuration."""
+    """Open a checkpoint without its weights: a hub name, a folder, a model that ships with Myna, or a built-in
+    configuration."""
     # Imported late: a family pulls in transformers, which `myna --help` should not wait for.
     from myna.models.higgs_v2.builtin import BUILTIN_NAMES
     from myna.models.higgs_v2.checkpoint import resolve
@@ -19,7 +23,7 @@ def open_family(source: str, *, revision: str | None = None, codec: str | None =
 
     if source in BUILTIN_NAMES:
         return HiggsV2.builtin(source)
-    folder = resolve(source, revision)
+    folder = _shipped(source, revision) if source in SHIPPED else resolve(source, revision)
     model_type = _model_type(folder)
     for family in (HiggsV2,):
         if model_type in family.model_types:
@@ -44,6 +48,21 @@ def save_tiny(out: Path, *, seed: int = 0) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty", hint="choose another folder with --out")
     return save_tiny(out, seed=seed)
+
+
+def _shipped(name: str, revision: str | None) -> Path:
+    folder = SHIPPED[name]
+    if revision is not None:
+        raise ModelError(
+            f"{name} comes with Myna and has no revision {revision}",
+            hint="leave the revision out, or install another Myna",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"the weights of {name} are not in this copy of Myna: {folder} is missing or empty",
+            hint=f"install a released Myna, or make them anew: recipes/{name}/README.md says how",
+        )
+    return folder
 
 
 def _model_type(folder: Path) -> str:

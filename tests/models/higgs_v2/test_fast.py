@@ -56,7 +56,8 @@ def losses_and_gradients(
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Relative to the other, where that is not zero."""
-    return float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-9))
+    one, other = one.detach().float(), other.detach().float()
+    return float((one - other).norm() / other.norm().clamp(min=1e-9))
 
 
 @pytest.mark.parametrize("mode", ["comprehensive", "audio_focused", "attention_only"])

@@ -65,10 +65,15 @@ class Route(NamedTuple):
 
 
 def has_varlen(like: torch.Tensor) -> bool:
-    """Whether the attention kernel for sequences end to end can be used on such numbers."""
+    """Whether the attention kernel for sequences end to end can be used on a stream of such numbers.
+
+    Where embeddings learn the stream is fp32, and autocast makes the numbers that attention sees.
+    """
+    cast = torch.is_autocast_enabled(like.device.type) if like.is_cuda else False
+    dtype = torch.get_autocast_dtype(like.device.type) if cast else like.dtype
     return (
         like.is_cuda
-        and like.dtype in (torch.bfloat16, torch.float16)
+        and dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(like.device) >= VARLEN_CAPABILITY
     )
 

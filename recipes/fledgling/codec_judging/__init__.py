@@ -1,0 +1,1 @@
+"""Ears of others, to judge the codec of fledgling by."""

@@ -1,0 +1,101 @@
+"""What a run leaves behind, so that the next command, or another machine, goes on with it.
+
+codec/                 the codec as it ships, in half precision
+state.safetensors      all weights in full and the optimizers' moments: goes on at the same rate with other dice
+carried.safetensors    critics, reader and codebook statistics in half precision: with codec/ enough to go on elsewhere,
+                       where a file of moments would be too large to take along
+progress.json          steps and seconds so far, the alphabet, and the losses on the way
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from codec_training.learner import Teacher
+from myna.audio.files import replacing
+from myna.errors import CheckpointError
+from myna.models.mel_codec.codec import save_mel_codec
+
+STATE, CARRIED, PROGRESS = "state.safetensors", "carried.safetensors", "progress.json"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True)
+class Progress:
+    alphabet: str
+    steps: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_progress(out: Path) -> Progress | None:
+    path = out / PROGRESS
+    return Progress(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def keep(out: Path, teacher: Teacher, progress: Progress) -> None:
+    """Every file appears whole; the count of steps comes last, so that a stop in between costs a little time only."""
+    learner = teacher.learner
+    save_mel_codec(learner.network, out / "codec")
+    weights = {name: tensor.detach().contiguous() for name, tensor in learner.state_dict().items()}
+    rest = {name: tensor.half() for name, tensor in weights.items() if not name.startswith("network.")}
+    # The sums are the entries times the counts, and would be the largest of all.
+    del rest["quantiser.sums"]
+    for name, tensors in ((STATE, weights | _moments(teacher)), (CARRIED, rest)):
+        with replacing(out / name) as temporary:
+            save_file({key: tensor.cpu() for key, tensor in tensors.items()}, temporary)
+    with replacing(out / PROGRESS) as temporary:
+        temporary.write_text(json.dumps(asdict(progress), ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+class WentOn(NamedTuple):
+    what: str
+    with_moments: bool
+
+
+def go_on(out: Path, teacher: Teacher) -> WentOn:
+    """Take up what was kept."""
+    if (out / STATE).is_file():
+        tensors = load_file(out / STATE)
+        _take(teacher, {name: tensor for name, tensor in tensors.items() if not name.startswith("moment.")})
+        for name, optimizer in teacher.optimizers.items():
+            for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                kept = {part: tensors.get(f"moment.{name}.{number}.{part}") for part in MOMENTS}
+                if all(tensor is not None for tensor in kept.values()):
+                    optimizer.state[parameter] = {
+                        part: tensor.to(parameter.device)
+                        for part, tensor in kept.items()
+                        if tensor is not None
+                    }
+        return WentOn(f"everything, from {out / STATE}", with_moments=True)
+    weights = {f"network.{name}": tensor for name, tensor in load_file(out / "codec" / "model.safetensors").items()}
+    tensors = {name: tensor.float() for name, tensor in (weights | load_file(out / CARRIED)).items()}
+    tensors["quantiser.sums"] = tensors["network.quantiser.books"] * tensors["quantiser.counts"][..., None]
+    _take(teacher, tensors)
+    return WentOn(f"weights alone, from {out / 'codec'} and {out / CARRIED}", with_moments=False)
+
+
+def _take(teacher: Teacher, tensors: dict[str, torch.Tensor]) -> None:
+    try:
+        teacher.learner.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"what was kept does not fit this training: {error}",
+            hint="go on with the sizes and sources it began with, or name another --out",
+        ) from None
+
+
+def _moments(teacher: Teacher) -> dict[str, torch.Tensor]:
+    return {
+        f"moment.{name}.{number}.{part}": optimizer.state[parameter][part].contiguous()
+        for name, optimizer in teacher.optimizers.items()
+        for number, parameter in enumerate(optimizer.param_groups[0]["params"])
+        if parameter in optimizer.state
+        for part in MOMENTS
+    }

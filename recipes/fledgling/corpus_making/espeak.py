@@ -1,0 +1,159 @@
+"""eSpeak NG out of the wheel of `espeakng-loader`: random speakers, their speech as samples, and phonemes of a text.
+
+A random speaker is a variant file in a copy of eSpeak's data: pitch, formants, breath and tone of a voice that nobody
+has. The library keeps its state in global variables, so there is one `Espeak` to a process. Phases and random numbers
+are part of that state: the same speaker says the same line alike every time, but not sample by sample.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from myna.errors import DataError
+
+Samples = npt.NDArray[np.float32]
+
+SYNCHRONOUS, UTF8, IPA = 2, 1, 0x02
+"""How eSpeak is to answer (within the call, to our callback), how text is encoded, and what phonemes are written in."""
+RATE, VOLUME, PITCH_RANGE, GAP = 1, 2, 4, 7
+"""Numbers of parameters."""
+QUIET = 40
+"""A volume at which even a voice of strong formants is not clipped; the level is set afterwards."""
+ACCENTS = {
+    "en": ("en-us", "en-us", "en-us", "en", "en-gb-x-rp", "en-gb-scotland"),
+    "ar": ("ar",),
+    "vi": ("vi", "vi-vn-x-south"),
+}
+"""Voices of a language, one as often as it is named. `en` alone is British."""
+SHARED = ("phondata", "phonindex", "phontab", "intonations")
+DICTIONARIES = ("en_dict", "ar_dict", "vi_dict")
+"""All of the data that these languages need: 3 MB of 19."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A voice that exists nowhere else, made of nothing but its name and the seed."""
+
+    name: str
+    accent: str
+    variant: str
+    """The variant file."""
+    rate: int
+    """Words a minute."""
+    gap: int
+    """Between words, in hundredths of a second."""
+    pitch_range: int
+
+    @classmethod
+    def draw(cls, name: str, language: str, seed: int) -> Speaker:
+        dice = random.Random(f"{seed}/{name}")
+        deep = dice.random() < 0.5
+        pitch = dice.uniform(75, 135) if deep else dice.uniform(145, 245)
+        tract = dice.uniform(90, 108) if deep else dice.uniform(104, 126)
+        lines = [
+            "language variant",
+            f"name {name}",
+            f"gender {'male' if deep else 'female'}",
+            f"pitch {pitch:.0f} {pitch * dice.uniform(1.15, 1.8):.0f}",
+            f"flutter {dice.randint(0, 10)}",
+            f"roughness {dice.randint(0, 4)}",
+            f"voicing {dice.randint(75, 125)}",
+            f"consonants {dice.randint(70, 125)} {dice.randint(70, 125)}",
+        ]
+        for number in range(9):
+            # All formants move with the length of the vocal tract, and each a little by itself.
+            frequency = tract * dice.uniform(0.94, 1.06)
+            lines.append(f"formant {number} {frequency:.0f} {dice.randint(60, 150)} {dice.randint(70, 160)} 0")
+        if dice.random() < 0.4:
+            lines.append("breath " + " ".join(str(dice.randint(0, 50)) for _ in range(8)))
+        lines.append("tone " + " ".join(f"{at} {dice.randint(70, 255)}" for at in (300, 800, 1500, 2500, 4500)))
+        return cls(
+            name=name,
+            accent=dice.choice(ACCENTS[language]),
+            variant="\n".join(lines) + "\n",
+            rate=dice.randint(145, 190),
+            gap=dice.choice((0, 0, 0, 1, 2)),
+            pitch_range=dice.randint(30, 70),
+        )
+
+
+class Espeak:
+    """The library with data of its own, which are gone with it."""
+
+    def __init__(self) -> None:
+        try:
+            import espeakng_loader
+        except ImportError:
+            raise DataError(
+                "espeak-ng is not installed", hint="pip install espeakng-loader, or put its wheel on PYTHONPATH"
+            ) from None
+        self._home = tempfile.TemporaryDirectory(prefix="espeak-")
+        data = Path(self._home.name, "espeak-ng-data")
+        _copy_data(Path(espeakng_loader.get_data_path()), data)
+        self._variants = data / "voices" / "!v"
+        self._library: Any = ctypes.CDLL(espeakng_loader.get_library_path())
+        self._library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+        self.sample_rate = int(self._library.espeak_Initialize(SYNCHRONOUS, 0, self._home.name.encode(), 0))
+        if self.sample_rate <= 0:
+            raise DataError(f"espeak-ng finds no data in {data}", hint="install espeakng-loader again")
+        self._heard: list[npt.NDArray[np.int16]] = []
+
+        called = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+        self._called = called(self._hear)  # kept, or Python would throw away what the library calls
+        self._library.espeak_SetSynthCallback(self._called)
+
+    def meet(self, speaker: Speaker) -> None:
+        """Let the following lines be said by this speaker."""
+        file = self._variants / speaker.name
+        file.write_text(speaker.variant, encoding="utf-8")
+        self._voice(f"{speaker.accent}+{speaker.name}")
+        manner = {RATE: speaker.rate, VOLUME: QUIET, PITCH_RANGE: speaker.pitch_range, GAP: speaker.gap}
+        for parameter, value in manner.items():
+            self._library.espeak_SetParameter(parameter, value, 0)
+
+    def say(self, text: str) -> Samples:
+        """Empty where there is nothing to say."""
+        self._heard.clear()
+        encoded = text.encode() + b"\0"
+        code = self._library.espeak_Synth(encoded, len(encoded), 0, 1, 0, UTF8, None, None)
+        if code:
+            raise DataError(f"espeak-ng did not say {text!r}: error {code}", hint="drop the line")
+        if not self._heard:
+            return np.zeros(0, np.float32)
+        return np.concatenate(self._heard).astype(np.float32) / np.float32(32768)
+
+    def phonemes(self, text: str, accent: str) -> str:
+        """In the alphabet of the IPA, clause by clause."""
+        self._voice(accent)
+        encoded = ctypes.create_string_buffer(text.encode() + b"\0")
+        rest = ctypes.c_void_p(ctypes.addressof(encoded))
+        clauses = []
+        while rest.value:
+            clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(rest), UTF8, IPA).decode())
+        return " ".join(clause for clause in clauses if clause)
+
+    def _hear(self, samples: Any, count: int, _events: Any) -> int:
+        """Called by the library with every stretch of sound; 0 asks for more."""
+        if samples and count > 0:
+            self._heard.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    def _voice(self, name: str) -> None:
+        if self._library.espeak_SetVoiceByName(name.encode()):
+            raise DataError(f"espeak-ng has no voice {name}", hint="install espeakng-loader 0.2.4 or later")
+
+
+def _copy_data(source: Path, out: Path) -> None:
+    for folder in ("lang", "voices"):
+        shutil.copytree(source / folder, out / folder)
+    for name in (*SHARED, *DICTIONARIES):
+        shutil.copy(source / name, out / name)

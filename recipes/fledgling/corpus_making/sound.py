@@ -1,0 +1,59 @@
+"""Clips as a recording session would leave them: silence cut to a moment, and a level that belongs to the speaker."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+
+Samples = npt.NDArray[np.float32]
+
+WINDOW = 0.01
+"""Seconds over which loudness is measured."""
+SILENCE = -38.0
+"""Decibels below the loudest moment: the breath before a word is quieter than that."""
+BEFORE, AFTER = (0.03, 0.20), (0.08, 0.35)
+"""Seconds of silence that are left, drawn for each clip, as people cut differently."""
+UNCUT = 0.2
+"""The share of clips that keep all of their silence, since many recordings do."""
+LOUDNESS = (-27.0, -16.0)
+"""Decibels of full scale, root mean square of speech."""
+WAVERING = 1.0
+"""Decibels by which the level of one speaker's clips differs, as a standard deviation."""
+CEILING = 0.97
+
+
+def trim(samples: Samples, sample_rate: int, dice: random.Random) -> Samples:
+    """Without most of the silence at both ends; all of a clip that is nothing else."""
+    speech = _loud(samples, sample_rate)
+    if not speech.any() or dice.random() < UNCUT:
+        return samples
+    size = round(WINDOW * sample_rate)
+    first, last = int(speech.argmax()) * size, (len(speech) - int(speech[::-1].argmax())) * size
+    before, after = (round(dice.uniform(*bounds) * sample_rate) for bounds in (BEFORE, AFTER))
+    return samples[max(0, first - before) : last + after]
+
+
+def speaker_level(speaker: str, seed: int) -> float:
+    """How loud a speaker is, in decibels of full scale: the same in all clips, so that a reference tells it."""
+    return random.Random(f"{seed}/level/{speaker}").uniform(*LOUDNESS)
+
+
+def at_level(samples: Samples, sample_rate: int, level: float, dice: random.Random) -> Samples:
+    """So loud where there is speech; less where it would be clipped."""
+    speech = np.repeat(_loud(samples, sample_rate), round(WINDOW * sample_rate))[: len(samples)]
+    power = float(np.mean(np.square(samples[: len(speech)][speech], dtype=np.float64))) if speech.any() else 0.0
+    if power == 0:
+        return samples
+    gain = 10 ** ((level + dice.gauss(0, WAVERING)) / 20) / np.sqrt(power)
+    return np.asarray(samples * min(gain, CEILING / float(np.abs(samples).max())), np.float32)
+
+
+def _loud(samples: Samples, sample_rate: int) -> npt.NDArray[np.bool_]:
+    """Which windows hold speech, the last one being whole or not there."""
+    size = round(WINDOW * sample_rate)
+    windows = samples[: len(samples) // size * size].reshape(-1, size)
+    power = np.mean(np.square(windows, dtype=np.float64), axis=1)
+    loudest = power.max(initial=0.0)
+    return np.asarray((power > loudest * 10 ** (SILENCE / 10)) & (loudest > 0))

@@ -1,0 +1,109 @@
+"""The judge of codecs, as far as it goes without the listeners of others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+import judge_codec
+from codec_judging import ears
+from codec_judging.ecapa import Ecapa
+from corpus_making.held_out import is_held_out
+from myna.data.manifest import write_manifest
+from myna.data.utterance import Utterance
+from myna.errors import CheckpointError, ConfigError
+from myna.models.mel_codec.codec import save_mel_codec
+from myna.models.mel_codec.network import MelCodecNetwork
+from tests.models.test_mel_codec import SMALL, listening
+
+STRANGERS = [name for name in (f"bert{n}" for n in range(99)) if is_held_out(name)][:2]
+QUIET = ["--no-stoi", "--no-pesq"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, utterances = tmp_path_factory.mktemp("sounds"), []
+    for number, speaker in enumerate([*STRANGERS, "anna"]):
+        path = made / f"{speaker}.wav"
+        wave = 0.3 * np.sin(2 * np.pi * 200 * (number + 1) * np.arange(24_500) / 24_000)
+        soundfile.write(path, wave, 24_000)
+        utterances.append(Utterance(f"{speaker}-0", path, "Two words.", speaker))
+    write_manifest(made / "manifest.jsonl", utterances)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("due", "heard", "wrong"),
+    [
+        ("a b c", "a b c", 0),
+        ("a b c", "a c", 1),
+        ("a b", "a x b y", 2),
+        ("a b c", "", 3),
+        ("", "a", 1),
+        ("a b", "b a", 2),
+    ],
+)
+def test_words_to_change_add_or_drop_are_counted(due: str, heard: str, wrong: int) -> None:
+    assert ears.edits(due.split(), heard.split()) == wrong
+
+
+def test_case_and_stops_are_no_words() -> None:
+    assert ears.words("Don’t — STOP, Zoë! 3 times") == ["don't", "stop", "zoë", "3", "times"]
+
+
+def test_what_gives_back_what_it_gets_is_faultless(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hearing(text: str, original: ears.Wave, copy: ears.Wave) -> dict[str, float]:
+        assert text == "Two words." and np.array_equal(original, copy)
+        assert len(original) == pytest.approx(24_500 * 2 / 3, abs=1)
+        return {"words": 2, "errors in original": 1, "errors in copy": 1}
+
+    monkeypatch.setattr(ears, "words_heard", lambda *_: hearing)
+    out = tmp_path / "judged.json"
+    judge_codec.main(["--codec", "identity", "--source", str(folder), "--whisper", "x", "--out", str(out), *QUIET])
+    found = json.loads(out.read_text())["sources"][folder.stem]
+    assert found["clips"] == found["speakers"] == 2, "those held out, and nobody else"
+    assert found["scores"] == {"word errors before": 0.5, "word errors after": 0.5, "word errors added": 0.0}
+    assert "<= 0.01" in capsys.readouterr().out
+
+
+def test_a_codec_is_heard_and_its_codes_are_counted(folder: Path, tmp_path: Path) -> None:
+    save_mel_codec(listening(SMALL), tmp_path / "codec")
+    options = ["--codec", str(tmp_path / "codec"), "--source", str(folder), "--samples", str(tmp_path / "samples")]
+    report = judge_codec.judge(judge_codec.parser().parse_args([*options, *QUIET, "--everyone"]))
+    found = report["sources"][folder.stem]
+    assert found["speakers"] == 3 and len(report["revision"]) == 32
+    assert len(found["perplexity"]) == 8 and max(found["codes used"]) <= 64 and min(found["codes used"]) >= 1
+    heard = [tmp_path / "samples" / f"{folder.stem}-0-{which}.wav" for which in ("original", "copy")]
+    assert [len(soundfile.read(path)[0]) for path in heard] == [25 * 960] * 2
+
+
+def test_a_missing_listener_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pystoi", None)
+    with pytest.raises(ConfigError) as caught:
+        ears.intelligibility()
+    assert caught.value.hint == "pip install pystoi"
+
+
+def test_nobody_to_judge_by_is_told(folder: Path, tmp_path: Path) -> None:
+    write_manifest(tmp_path / "manifest.jsonl", [Utterance("x", folder / "anna.wav", "", "anna")])
+    with pytest.raises(SystemExit, match="holds no held-out speaker"):
+        judge_codec.main(["--codec", "identity", "--source", str(tmp_path), *QUIET])
+
+
+def test_ecapa_takes_its_own_weights_and_no_others(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    torch.save(Ecapa().state_dict(), tmp_path / "ecapa.ckpt")
+    listener = ears.voice_by_ecapa(tmp_path / "ecapa.ckpt")
+    wave = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
+    assert listener("", wave, wave)["ecapa"] == pytest.approx(1.0, abs=1e-5)
+    torch.save(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"other\.ckpt does not hold"):
+        Ecapa.open(tmp_path / "other.ckpt")
