@@ -69,9 +69,7 @@ def go_on(out: Path, teacher: Teacher) -> WentOn:
                 kept = {part: tensors.get(f"moment.{name}.{number}.{part}") for part in MOMENTS}
                 if all(tensor is not None for tensor in kept.values()):
                     optimizer.state[parameter] = {
-                        part: tensor.to(parameter.device)
-                        for part, tensor in kept.items()
-                        if tensor is not None
+                        part: tensor.to(parameter.device) for part, tensor in kept.items() if tensor is not None
                     }
         return WentOn(f"everything, from {out / STATE}", with_moments=True)
     weights = {f"network.{name}": tensor for name, tensor in load_file(out / "codec" / "model.safetensors").items()}
