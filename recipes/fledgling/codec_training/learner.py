@@ -35,7 +35,7 @@ class Lesson:
     clips: int
     letters: float = 1.0
     """Weight of spelling with the first codebook; 0 leaves the reader out."""
-    shallow: float = 0.2
+    shallow: float = 0.1
     """Share of clips that must do with fewer codebooks, so that the first ones carry most."""
     bf16: bool = False
 
@@ -79,9 +79,10 @@ class Teacher:
     def lay_out(self, batches: int = 16) -> None:
         """Lay out the codebooks by what the encoder makes of some sounds now."""
         latents = []
-        for _ in range(batches):
-            batch = self.bank.draw(self.lesson.clips)
-            latents.append(self.latent(batch.waves)[batch.heard])
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(batches):
+                batch = self.bank.draw(self.lesson.clips)
+                latents.append(self.latent(batch.waves)[batch.heard])
         self.learner.quantiser.lay_out(torch.cat(latents), len(torch.cat(latents)) / batches)
 
     def latent(self, waves: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from myna.config import DataSettings
 from myna.data.codes import FORMAT, publish, read_arrow
-from myna.data.conversation import Conversation
+from myna.data.conversation import Clip, Conversation, Reference, script
 from myna.data.corpus import Corpus
 from myna.data.pairing import References
 from myna.data.table import Rows
@@ -85,13 +85,17 @@ class Lengths:
         ruler: Ruler,
         conversation: Callable[[int, Sequence[int]], Conversation],
     ) -> None:
-        self._table, self._ruler, self._conversation = corpus.table, ruler, conversation
+        """`conversation` makes one of the rows of a target and its references."""
+        self._table, self._settings, self._ruler, self._conversation = corpus.table, settings, ruler, conversation
+        self._in_turns = settings.reference_place == "turn"
+        self._frame = np.zeros((1, corpus.prepared.codebooks), np.uint16)
+        self._known: dict[Any, int] = {}
         tokens, frames = text_tokens(corpus, ruler), corpus.table.frames
         self.as_target = (tokens + frames).astype(np.int64)
-        self._in_turns = settings.reference_place == "turn"
         self.as_reference = self.as_target if self._in_turns else frames.astype(np.int64)
         """What a clip adds to a sequence, up to what every other clip adds too."""
-        self._forms: dict[Any, int] = {}
+        self.kinds = corpus.table.tags.numbers.astype(np.int64) * self._in_turns
+        """A number for each clip: references of one kind make for the same form."""
 
     def of(self, targets: Rows, references: References) -> Rows:
         """The length of each target's sequence with its references."""
@@ -99,41 +103,52 @@ class Lengths:
         owners = np.repeat(np.arange(len(targets)), counts)
         lengths = self.as_target[targets]
         np.add.at(lengths, owners, self.as_reference[references.rows])
-        # With one reference at most, a form is a number; there are few forms and many sequences.
+        # There are few forms and many sequences. With one reference at most, a form is a number.
         kinds = len(table.tags.values)
         of_reference = np.zeros(len(targets), np.int64)
-        if self._in_turns:
-            of_reference[owners] = table.tags.numbers[references.rows]
-        form = table.scene.numbers[targets].astype(np.int64) * kinds + table.tags.numbers[targets]
-        form = (form * 2 + (counts > 0)) * kinds + of_reference
-        form[counts > 1] = -1
-        each, first, which = np.unique(form, return_index=True, return_inverse=True)
-        rest = np.zeros(len(each), np.int64)
+        of_reference[owners] = self.kinds[references.rows]
+        forms = table.scene.numbers[targets].astype(np.int64) * kinds + table.tags.numbers[targets]
+        forms = (forms * 2 + (counts > 0)) * kinds + of_reference
+        each, which = np.unique(forms, return_inverse=True)
+        rests = np.zeros(len(each), np.int64)
+        for number in np.unique(which[counts < 2]).tolist():
+            rest, kind = divmod(int(each[number]), kinds)
+            rest, is_voiced = divmod(rest, 2)
+            rests[number] = self._rest(*divmod(rest, kinds), (kind,) * is_voiced)
+        lengths += np.where(counts < 2, rests[which], 0)
         starts = references.starts
-        for number, (kind, place) in enumerate(zip(each.tolist(), first.tolist(), strict=True)):
-            if kind >= 0:
-                own = references.rows[starts[place] : starts[place] + counts[place]].tolist()
-                rest[number] = self._rest(kind, int(targets[place]), own, int(lengths[place]))
-        lengths += rest[which]
         for place in np.flatnonzero(counts > 1).tolist():
-            own = references.rows[starts[place] : starts[place] + counts[place]].tolist()
-            lengths[place] += self._rest_of_many(int(targets[place]), own, int(lengths[place]))
+            voices = tuple(references.rows[starts[place] : starts[place] + counts[place]].tolist())
+            lengths[place] = self._of_many(int(targets[place]), voices, int(lengths[place]))
         return lengths
 
-    def kinds(self) -> Rows:
-        """A number for each clip that differs where its text, as a reference's, may make for another form."""
-        return self._table.tags.numbers.astype(np.int64) * self._in_turns
-
-    def _rest_of_many(self, target: int, references: list[int], counted: int) -> int:
-        tags = self._table.tags.numbers
-        scene, said = int(self._table.scene.numbers[target]), int(tags[target])
+    def _of_many(self, target: int, voices: tuple[int, ...], counted: int) -> int:
+        scene, tags = int(self._table.scene.numbers[target]), int(self._table.tags.numbers[target])
+        if not self._in_turns or self._table.tags.at(target) == "":
+            return counted + self._rest(scene, tags, tuple(self.kinds[list(voices)].tolist()))
         # Tags of a dialogue are put before the texts of its references, which then come to other tokens.
-        changed = self._in_turns and self._table.tags.at(target) != ""
-        form = (target, *references) if changed else (scene, said, *(int(tags[row]) for row in references))
-        return self._rest((changed, form), target, references, counted)
+        if (target, voices) not in self._known:
+            self._known[target, voices] = self._ruler.length(self._conversation(target, voices))
+        return self._known[target, voices]
 
-    def _rest(self, form: Any, target: int, references: list[int], counted: int) -> int:
-        """What a form takes beside texts and frames, measured the first time that it is met."""
-        if form not in self._forms:
-            self._forms[form] = self._ruler.length(self._conversation(target, references)) - counted
-        return self._forms[form]
+    def _rest(self, scene: int, tags: int, voices: tuple[int, ...]) -> int:
+        """What a form takes beside texts and frames: measured when first met, with texts that are but their tags."""
+        form = (scene, tags, voices)
+        if form not in self._known:
+            said, *heard = (self._tags_alone(kind) for kind in (tags, *voices))
+            described = str(self._table.scene.values[scene].as_py()) or self._settings.scene
+            bare = script(
+                said,
+                id=f"the scene {described!r}",
+                references=tuple(Reference(text, Clip("", self._frame)) for text in heard),
+                target=Clip("", self._frame, target=True),
+                scene=described,
+                place=self._settings.reference_place,
+            )
+            texts = [said, *heard] if self._in_turns else [said]
+            tokens = sum(self._ruler.count_tokens({"": text})[0] for text in texts if text)
+            self._known[form] = self._ruler.length(bare) - tokens - 1 - len(voices)
+        return self._known[form]
+
+    def _tags_alone(self, kind: int) -> str:
+        return " ".join(f"[SPEAKER{number}]" for number in str(self._table.tags.values[kind].as_py()).split())

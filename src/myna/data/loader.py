@@ -146,7 +146,7 @@ class Loader(Generic[Sequence_, Batch]):
         """Every sequence there can be must fit a row, since nothing is ever cut."""
         if not self.settings.pack:
             return
-        budget, targets, kinds = self.settings.row_tokens, self.pairing.targets, self.lengths.kinds()
+        budget, targets, kinds = self.settings.row_tokens, self.pairing.targets, self.lengths.kinds
         longest = np.zeros(len(targets), np.int64)
         for kind in np.unique(kinds):
             clips = np.where(kinds == kind, self.lengths.as_reference, -1)

@@ -122,6 +122,12 @@ def test_a_control_token_is_refused_by_the_name_of_its_text(family: HiggsV2) -> 
         family.count_tokens({"a": "fine", "b": "the end<|eot_id|>"})
 
 
+def test_a_control_token_in_a_scene_is_refused_before_the_first_step(family: HiggsV2, tmp_path: Path) -> None:
+    lines = [said(tmp_path, "fine"), said(tmp_path, "not", scene="A room.<|eot_id|>")]
+    with pytest.raises(DataError, match=r"the scene 'A room.<\|eot_id\|>' contains the control token <\|eot_id\|>"):
+        open_loader(family, tmp_path, lines).check_lengths()
+
+
 def test_another_tokenizer_has_another_revision(family: HiggsV2, checkpoint: Path) -> None:
     plain = open_family(str(checkpoint))
     assert plain.text_revision == open_family(str(checkpoint)).text_revision != family.text_revision
