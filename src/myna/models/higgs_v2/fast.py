@@ -203,7 +203,7 @@ class FoldedLayer(nn.Module):
         """
         before, after = self.qkv.trained, [part for group in self.groups[1:] for part in group.trained]
         stream, q, k, v = _Before.apply(self, texts, route, stream, update, *before)  # type: ignore[no-untyped-call]
-        attended = route.look(q, k, v)
+        attended = route.look_in_tiles(q, k, v)
         order: torch.Tensor | None = route.to_stream
         if needed is not None:
             attended, order = attended[route.to_stream[needed.rows]], None

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from myna.models.fused import fused
 from myna.models.higgs_v2.batch import HiggsBatch
 
 VARLEN_CAPABILITY = (8, 0)
 """The first compute capability whose attention kernel takes sequences of any length end to end."""
+
+IN_TILES = False
+"""Whether folded layers attend by the kernels of `attention_kernels.py`. One layer by itself was right and quicker with
+them on an H200 (`benchmarks/attention.py`); whole steps have not been run on a card yet."""
+TILED_GENERATION = 9
+"""The major compute capability of the cards they were measured on: on others, tiles may not fit into shared memory."""
+TILED_SIZES = (16, 32, 64, 128)
+"""Head sizes that a tile can have."""
 
 # Later versions want to be told that queries share keys; earlier ones see it by the shapes.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -40,6 +50,8 @@ class Route(NamedTuple):
     """Of the sequences, where attention goes one by one; empty where it takes them all at once."""
     longest: int
     """At least the longest sequence."""
+    tiles: tuple[torch.Tensor, ...] | None = None
+    """Where the programs of our own kernels begin; None where those of torch are used."""
 
     @classmethod
     def of(cls, core: Any, batch: HiggsBatch, stream: torch.Tensor) -> Route:
@@ -48,7 +60,9 @@ class Route(NamedTuple):
         # Rounded, and without lengths: a compiled layer is made anew for every number it has not seen.
         longest = -(-max(batch.lengths) // 1024) * 1024
         lengths = () if together else batch.lengths
-        return cls(batch.to_sequence, batch.to_stream, cos, sin, batch.bounds, lengths, longest)
+        # Once for all layers.
+        tiles = _kernels().Tiles.of(batch.bounds, len(stream)) if together and has_tiles(stream) else None
+        return cls(batch.to_sequence, batch.to_stream, cos, sin, batch.bounds, lengths, longest, tiles)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """`look` for queries and keys that were not rotated yet."""
@@ -62,6 +76,53 @@ class Route(NamedTuple):
             assert isinstance(attended, torch.Tensor), "no auxiliary output was asked for"
             return attended
         return attend_within(q, k, v, self.lengths)
+
+    def look_in_tiles(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`look`, where nothing is compiled around it: by our own kernels if they can do it."""
+        if self.tiles is None or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] not in TILED_SIZES:
+            return self.look(q, k, v)
+        return _InTiles.apply(q, k, v, self.tiles)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _InTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        out, reach = _kernels().forward(q, k, v, tiles)
+        ctx.save_for_backward(q, k, v, out, reach)
+        ctx.tiles = tiles
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_kernels().backward(d_outputs[0].contiguous(), *ctx.saved_tensors, ctx.tiles), None
+
+
+@cache
+def _kernels() -> Any:
+    return __import__("myna.models.higgs_v2.attention_kernels", fromlist=["attention_kernels"])
+
+
+def has_tiles(like: torch.Tensor) -> bool:
+    """Whether our own kernels are wanted, and made for the card."""
+    return IN_TILES and fused(like) and torch.cuda.get_device_capability(like.device)[0] == TILED_GENERATION
+
+
+def tabulate(bounds: torch.Tensor, positions: int, size: int) -> torch.Tensor:
+    """(tiles, 3) int32: the beginning and length of a tile's sequence, and its first position in it.
+
+    Worked out on the card, since the host need not know the lengths. There are as many rows as any sequences of so many
+    positions could need; those left over have no length.
+    """
+    starts, lengths = bounds[:-1], bounds.diff()
+    ends = (-(-lengths // size)).cumsum(0)
+    tile = torch.arange(positions // size + len(lengths), device=bounds.device)
+    sequence = torch.searchsorted(ends, tile, right=True)
+    used, sequence = sequence < len(lengths), sequence.clamp(max=len(lengths) - 1)
+    # The last tiles of a sequence have the most to look at, and so begin first.
+    first = (ends[sequence] - 1 - tile) * size
+    return torch.stack([starts[sequence], lengths[sequence] * used, first * used], dim=1).int()
 
 
 def has_varlen(like: torch.Tensor) -> bool:
