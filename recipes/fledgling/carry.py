@@ -1,9 +1,10 @@
-"""What a machine without network needs, in loads of a limited size: wheels, lines to read, and natural speech.
+"""What a machine without network needs, in loads of a limited size: wheels, lines to read, Kokoro, natural speech.
 
-python recipes/fledgling/carry.py --texts data/fledgling/texts --natural PARQUET_FOLDER --out data/fledgling/carry
+python recipes/fledgling/carry.py --texts data/fledgling/texts --kokoro data/fledgling/kokoro \\
+    --natural PARQUET_FOLDER --out data/fledgling/carry
 
-espeak-ng travels without the dictionaries of languages that are not spoken here. The first load holds everything but
-the natural speech that does not fit into it any more; the others hold the rest.
+espeak-ng travels without the dictionaries of languages that are not spoken here. The first load holds the wheels and
+the lines; files of Kokoro and natural speech go where they fit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from corpus_making.espeak import DICTIONARIES
@@ -29,23 +30,36 @@ and typer are there."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 
 
-def pack(texts: Path, natural: Sequence[Path], out: Path, python: str, limit: int) -> list[int]:
+def pack(
+    texts: Path, natural: Sequence[Path], out: Path, python: str, limit: int, kokoro: Path | None = None
+) -> list[int]:
     """The sizes of the loads, in bytes."""
     if out.exists():
         raise DataError(f"{out} exists", hint=f"rm -r {out}, or choose another folder with --out")
     first = out / "0"
     shutil.copytree(texts, first / "texts")
     _wheels(first / "wheels", python)
-    load, sizes = 0, [_size(first)]
-    for file in sorted(file for source in natural for file in source.glob("*.parquet")):
+    sizes = [_size(first)]
+    for file, name in (*_kokoro(kokoro), *_natural(natural)):
         size = file.stat().st_size
-        if sizes[load] + size > limit:
-            load, sizes = load + 1, [*sizes, 0]
-        home = out / str(load) / "natural"
-        home.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, home / f"{file.parent.name}-{file.name}")
-        sizes[load] += size
+        if size > limit:
+            raise DataError(f"{file} is larger than a load", hint=f"--limit {size / 2**20 + 1:.0f}")
+        load = next((number for number, full in enumerate(sizes) if full + size <= limit), len(sizes))
+        sizes[load:] = [sum(sizes[load : load + 1]) + size, *sizes[load + 1 :]]
+        home = out / str(load) / name
+        home.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, home)
     return sizes
+
+
+def _kokoro(folder: Path | None) -> Iterator[tuple[Path, str]]:
+    for file in sorted(folder.glob("*.safetensors")) if folder else ():
+        yield file, f"kokoro/{file.name}"
+
+
+def _natural(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    for file in sorted(file for folder in folders for file in folder.glob("*.parquet")):
+        yield file, f"natural/{file.parent.name}-{file.name}"
 
 
 def _wheels(out: Path, python: str) -> None:
@@ -82,12 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, required=True, help="folder made by texts.py")
     parser.add_argument("--natural", type=Path, nargs="*", default=[], help="folders of parquet files")
+    parser.add_argument("--kokoro", type=Path, help="folder made by kokoro_files.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--python", default="3.12", help="version of Python over there")
     parser.add_argument("--limit", type=float, default=56, help="MiB in a load; the checkout travels beside it")
     given = parser.parse_args()
     try:
-        sizes = pack(given.texts, given.natural, given.out, given.python, int(given.limit * 2**20))
+        sizes = pack(given.texts, given.natural, given.out, given.python, int(given.limit * 2**20), given.kokoro)
     except MynaError as error:
         parser.exit(1, f"{error}\n")
     for number, size in enumerate(sizes):

@@ -1,12 +1,13 @@
-"""`myna prepare` for manifests of our own making, in many processes.
+"""`myna prepare` for manifests of our own making, in a few processes, and many clips at a time.
 
 python recipes/fledgling/encode.py data/fledgling/mixed/train=data/fledgling/prepared/train ... \\
     --model data/fledgling/egg --work data/fledgling/codes
 
-The small codec takes one clip at a time, and a large card waits for most of that: eight processes are nearly eight
-times as fast. Each encodes a part of all sounds into a folder of its own, every sound once, however many lines and
-manifests it stands in. Every prepared folder then gets links to all of their shards, and its index by the way that
-`myna prepare` takes, which finds nothing left to encode. Run again after a stop, it goes on.
+`myna prepare` gives the small codec one clip at a time, for which a large card is never awake. Here clips of exactly
+the same length go through it together: nothing is padded, and codes differ from those of single clips only where
+rounding decides between two entries. Each process reads and encodes a part of all sounds into a folder of its own,
+every sound once, however many lines and manifests it stands in. Every prepared folder then gets links to all shards,
+and an index by the keys that are known by then. Run again after a stop, it goes on.
 """
 
 from __future__ import annotations
@@ -14,64 +15,137 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from myna.data.codec import Codec
-from myna.data.codes import CodeStore, encode_corpus
+from myna.data.codes import CodeStore, edges, encode_corpus, index_corpus, place_of
 from myna.data.corpus import Corpus, Prepared
 from myna.data.lengths import text_tokens
 from myna.data.manifest import read_manifest, write_manifest
-from myna.data.utterance import Utterance
+from myna.data.utterance import Span, Utterance
 from myna.errors import MynaError
 from myna.models import open_family
 from myna.models.base import Family
+from myna.models.mel_codec.codec import MelCodec
 from myna.train.precision import pick_device
+
+SHARD_SECONDS, BATCH_SECONDS = 3600.0, 400.0
+"""Of speech that is read before it is encoded, and that goes through the codec at once."""
+TOGETHER = 64
+"""Sounds of about one length that stay together when sounds are dealt out."""
+
+AWAY = Path("/nowhere")
+"""A folder that no sound is in, so that all places are absolute."""
+
+Sound = tuple[Path, Span | None]
+
+
+class TogetherCodec(MelCodec):
+    """The small codec, which takes clips of equal length all at once."""
+
+    def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+        self._check(clips)
+        with self._exactly():
+            waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
+            codes = self._network.encode(waves)
+        stacked: npt.NDArray[np.uint16] = codes.cpu().numpy().astype(np.uint16)
+        return stacked
+
+
+@cache
+def opened(model: str, device: str) -> tuple[Family, Codec]:
+    """Once in each process."""
+    family = open_family(model)
+    codec: Codec = family.load_codec(device=pick_device(device))
+    if isinstance(codec, MelCodec):
+        codec = TogetherCodec.open(family.codec_source, pick_device(device))
+    return family, codec
 
 
 def encode(sources: Mapping[Path, Path], model: str, work: Path, jobs: int, device: str) -> None:
     """Folders with a manifest, and what is to be prepared of them."""
-    began, family = time.monotonic(), open_family(model)
-    codec = family.load_codec(device=pick_device(device))
+    began = time.monotonic()
     lines = {out: read_manifest(source / "manifest.jsonl") for source, out in sources.items()}
     sounds = list({(one.audio, one.span): one for utterances in lines.values() for one in utterances}.values())
     parts = [work / f"{number}-of-{jobs}" for number in range(jobs)]
-    shares = [sounds[number::jobs] for number in range(jobs)]
+    shares = dealt_out(sounds, jobs)
+
+    def told(out: Path) -> None:
+        print(f"{out}: {len(lines[out])} utterances after {time.monotonic() - began:.0f} s", flush=True)
+
+    def done() -> None:
+        print(f"{len(sounds)} sounds have codes after {time.monotonic() - began:.0f} s", flush=True)
+
     if jobs == 1:
-        encode_corpus(shares[0], codec, parts[0])
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            list(pool.map(_encode_part, shares, parts, [model] * jobs, [device] * jobs))
-    print(f"{len(sounds)} sounds have codes after {time.monotonic() - began:.0f} s", flush=True)
-    for out, utterances in lines.items():
-        _prepare(utterances, out, parts, codec, family)
-        print(f"{out}: {len(utterances)} utterances after {time.monotonic() - began:.0f} s", flush=True)
+        _encode_part(shares[0], parts[0], model, device)
+        done()
+        for out, utterances in lines.items():
+            _prepare(utterances, out, parts, model, device)
+            told(out)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_alone) as pool:
+        list(pool.map(_encode_part, shares, parts, [model] * jobs, [device] * jobs))
+        done()
+        # The largest first; processes that have the model open already take them.
+        longest = sorted(lines, key=lambda out: -len(lines[out]))
+        waiting = {out: pool.submit(_prepare, lines[out], out, parts, model, device) for out in longest}
+        for out, prepared in waiting.items():
+            prepared.result()
+            told(out)
+
+
+def dealt_out(sounds: Sequence[Utterance], jobs: int) -> list[list[Utterance]]:
+    """Sounds by the size of their files, which says how long they are, in heaps that stay together."""
+    ordered = sorted(sounds, key=lambda one: (one.audio.stat().st_size, one.id))
+    shares: list[list[Utterance]] = [[] for _ in range(jobs)]
+    for number, start in enumerate(range(0, len(ordered), TOGETHER)):
+        shares[number % jobs] += ordered[start : start + TOGETHER]
+    return shares
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)  # there are other processes
 
 
 def _encode_part(utterances: list[Utterance], folder: Path, model: str, device: str) -> None:
-    torch.set_num_threads(1)  # there are other processes
-    encode_corpus(utterances, open_family(model).load_codec(device=pick_device(device)), folder)
+    codec = opened(model, device)[1]
+    encode_corpus(utterances, codec, folder, shard_seconds=SHARD_SECONDS, batch_seconds=BATCH_SECONDS)
 
 
-def _prepare(utterances: list[Utterance], out: Path, parts: list[Path], codec: Codec, family: Family) -> None:
+def _prepare(utterances: list[Utterance], out: Path, parts: list[Path], model: str, device: str) -> None:
     """Shards are whole, and codes known by their keys: neither their order nor what else is there matters."""
+    family, codec = opened(model, device)
     home = out / "codes" / codec.revision[:8]
     home.mkdir(parents=True, exist_ok=True)
-    shards = [
-        shard for part in parts for shard in sorted(CodeStore.open(part, codec.revision).home.glob("[0-9]*.arrow"))
-    ]
-    for number, shard in enumerate(shards):
+    stores = [CodeStore.open(part, codec.revision) for part in parts]
+    for number, shard in enumerate(shard for store in stores for shard in sorted(store.home.glob("[0-9]*.arrow"))):
         link = home / f"{number:05d}.arrow"
         if not link.exists():
             os.link(shard, link)
     write_manifest(out / "manifest.jsonl", utterances)
-    encode_corpus(utterances, codec, out)
+    index_corpus(utterances, _known(stores, utterances), codec, out)
     Prepared.of(codec).write(out)
     text_tokens(Corpus.open(out), family)
+
+
+def _known(stores: Iterable[CodeStore], utterances: Iterable[Utterance]) -> dict[Sound, str]:
+    """Keys of the sounds, as they were found out when they were encoded."""
+    of_audio: defaultdict[str, dict[tuple[float, float | None], str]] = defaultdict(dict)
+    for store in stores:
+        index = store.index()
+        columns = (index[name].to_pylist() for name in ("audio", "start", "end", "key"))
+        for audio, start, end, key in zip(*columns, strict=True):
+            of_audio[audio][start, end] = key
+    return {(one.audio, one.span): of_audio[place_of(one.audio, AWAY)][edges(one.span)] for one in utterances}
 
 
 def _pair(text: str) -> tuple[Path, Path]:

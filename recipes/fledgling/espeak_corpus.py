@@ -12,11 +12,9 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import get_context
+from functools import cache, partial
 from pathlib import Path
 
 import soxr  # type: ignore[import-untyped]
@@ -25,10 +23,13 @@ from corpus_making.espeak import Espeak, Speaker
 from corpus_making.folder import SAMPLE_RATE, CorpusFolder
 from corpus_making.lines import Lines
 from corpus_making.sound import Samples, at_level, speaker_level, trim
+from corpus_making.survivors import done_by_survivors
 from myna.errors import MynaError
 
 FEWEST_CLIPS = 6
 """Of a speaker: each clip wants another one as its reference."""
+HEAP = 4
+"""Speakers that a process makes before it asks for more."""
 SHORTEST, LONGEST = 0.25, 14.0
 """Seconds of a clip; others are left out."""
 
@@ -87,18 +88,22 @@ def _clips(asked: Asked, name: str, language: str) -> Iterator[tuple[str, Sample
             yield text, samples
 
 
+def _make_some(asked: Asked, out: Path, names: Sequence[str]) -> float:
+    return sum(make_speaker(asked, out, name) for name in names)
+
+
+def _heaps(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[start : start + HEAP] for start in range(0, len(names), HEAP)]
+
+
 def make(asked: Asked, out: Path, jobs: int) -> None:
     CorpusFolder(out).begin(asdict(asked) | {"texts": Path(asked.texts).name})
     names, began, seconds = asked.names(), time.monotonic(), 0.0
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        made = pool.map(make_speaker, [asked] * len(names), [out] * len(names), names, chunksize=4)
-        for number, one in enumerate(made, start=1):
-            seconds += one
-            if number % 200 == 0 or number == len(names):
-                pace = seconds / (time.monotonic() - began)
-                print(
-                    f"{number} of {len(names)} speakers, {seconds / 3600:.1f} h now, {pace:.0f} x real time", flush=True
-                )
+    for number, one in enumerate(done_by_survivors(partial(_make_some, asked, out), _heaps(names), jobs), start=1):
+        seconds += one
+        if number % 50 == 0 or HEAP * number >= len(names):
+            pace, made = seconds / (time.monotonic() - began), min(HEAP * number, len(names))
+            print(f"{made} of {len(names)} speakers, {seconds / 3600:.1f} h now, {pace:.0f} x real time", flush=True)
     for part, count in CorpusFolder(out).finish().items():
         print(f"{out / part}: {count} clips")
 

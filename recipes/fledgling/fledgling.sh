@@ -1,35 +1,48 @@
 #!/usr/bin/env bash
 # Makes fledgling on one machine with a card, stage by stage: bash recipes/fledgling/fledgling.sh STAGE...
 #
+#   all      everything below in $BUDGET seconds: what is late shortens what comes after it
+#
 #   check    is everything there that the other stages import?
-#   sounds   corpora of espeak voices, and natural speech shaped        (about 1 minute on 16 cores)
-#   codec    train the codec; `sounds` goes on beside it                 ($CODEC_SECONDS)
-#   encode   an egg, and the codes of all sounds                         (about 2 minutes)
+#   sounds   natural speech made, corpora of espeak voices beside it, and natural speech shaped
+#                                                                        ($NATURAL_SOUND_SECONDS and 40 s)
+#   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
+#   encode   an egg, and the codes of all sounds                         (50 s)
 #   trial    sixty steps, to see how many fit into the time
 #   learn    the language model on everything                            ($LEARN_SECONDS)
 #   natural  its end, on natural speech alone                            ($NATURAL_SECONDS)
 #   ship     halves in small files, copied to $OUT
 #
-# Each stage goes on where it was when it is run again, so that a command may be cut at any moment. What is not said
-# here is said in README.md.
+# Each stage goes on where it was when it is run again, so that a command may be cut at any moment. What each training
+# leaves is copied to $OUT as soon as it is there. What is not said here is said in README.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
-HOURS=${HOURS:-100}                      # of espeak for the language model
-SPEAKERS=${SPEAKERS:-2500}
+BUDGET=${BUDGET:-1400}                   # seconds of `all`
+HOURS=${HOURS:-50}                       # of espeak for the language model
+SPEAKERS=${SPEAKERS:-1500}
 CODEC_HOURS=${CODEC_HOURS:-8}            # of espeak for the codec, of more speakers an hour
 CODEC_SPEAKERS=${CODEC_SPEAKERS:-800}
-CODEC_SECONDS=${CODEC_SECONDS:-460}      # of training in this command, and in all
-CODEC_TOTAL=${CODEC_TOTAL:-$CODEC_SECONDS}
+CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in all
+CODEC_TOTAL=${CODEC_TOTAL:-}
+CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source that it reads: 15 hours and more, of all speakers
 CODEC_OPTIONS=${CODEC_OPTIONS:-}
-REPEAT=${REPEAT:-4}                      # how often a natural line comes beside espeak
+EGG_OPTIONS=${EGG_OPTIONS:-}
+NATURAL_HOURS=${NATURAL_HOURS:-80}       # of natural speech to make here, if Kokoro was carried
+NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-3000}
+NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-165} # after which what is made is enough
+NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
 JOBS=${JOBS:-$(nproc)}
+NATURAL_JOBS=${NATURAL_JOBS:-7}
+ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
+REPEAT=${REPEAT:-1}                      # how often a natural line comes beside espeak
 ENCODERS=${ENCODERS:-8}
 LEARN_SECONDS=${LEARN_SECONDS:-400}
 NATURAL_SECONDS=${NATURAL_SECONDS:-180}
-LIMIT=${LIMIT:-560}                      # seconds of a command after which it is asked to stop and to keep what it has
+LIMIT=${LIMIT:-}                         # seconds of a command after which it is asked to stop and to keep what it has
 DATA=${DATA:-data/fledgling}
+CARRY=${CARRY:-$DATA/carry}              # the loads that carry.py made
 RUNS=${RUNS:-runs}
 SET=${SET:-}                             # more settings for the language model: "--set train.compile=true"
 HERE=recipes/fledgling
@@ -38,7 +51,7 @@ export PYTHONPATH=src:$DATA/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 say() { echo "[$(date +%T)] $*"; }
 
 unpack() {
-  for wheel in "$DATA"/carry/*/wheels/*.whl; do
+  for wheel in "$CARRY"/*/wheels/*.whl; do
     [ -e "$wheel" ] || continue
     [ -e "$DATA/site/.$(basename "$wheel")" ] && continue
     $PYTHON -m zipfile -e "$wheel" "$DATA/site" && touch "$DATA/site/.$(basename "$wheel")"
@@ -55,34 +68,57 @@ for package in (torch, transformers, peft, pyarrow, pydantic):
 print('cuda', torch.cuda.is_available())"
 }
 
-texts() { for folder in "$DATA/texts" "$DATA/carry/0/texts"; do [ -d "$folder" ] && echo "$folder" && return; done; }
+texts() { for folder in "$DATA/texts" "$CARRY/0/texts"; do [ -d "$folder" ] && echo "$folder" && return; done; }
 
-small_sounds() {
-  $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/espeak_codec" --seed 7 --jobs "$JOBS" \
-    --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
-  $PYTHON $HERE/shape_natural.py "$DATA"/carry/*/natural --out "$DATA/natural_shaped"
+sounds() {
+  espeak_sounds >"$DATA/espeak.log" 2>&1 &
+  local beside=$!
+  natural_sounds
+  wait $beside || { cat "$DATA/espeak.log"; return 1; }
+  tail -n 2 "$DATA/espeak.log"
+  local sources=()
+  for folder in "$CARRY"/*/natural "$DATA/natural"; do [ -d "$folder" ] && sources+=("$folder"); done
+  $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS"
 }
 
-large_sounds() {
-  [ -e "$DATA/espeak/manifest.jsonl" ] || $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/espeak" \
-    --jobs "$JOBS" --hours "$HOURS" --speakers "$SPEAKERS"
+espeak_sounds() { # the codec's first, which is wanted first
+  espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
+  espeak espeak --hours "$HOURS" --speakers "$SPEAKERS"
 }
 
-sounds() { small_sounds; large_sounds; }
+espeak() {
+  local name=$1
+  shift
+  [ -e "$DATA/$name/manifest.jsonl" ] ||
+    $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/$name" --jobs "$ESPEAK_JOBS" "$@"
+}
+
+natural_sounds() { # of another seed than what was made elsewhere, so that no two speakers have one name
+  local weights=("$CARRY"/*/kokoro)
+  [ -d "${weights[0]}" ] || { say "Kokoro was not carried: there is only the natural speech that was"; return 0; }
+  [ -e "$DATA/natural/finished" ] && return 0
+  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural" --seed 2 --jobs "$NATURAL_JOBS" \
+    --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" --seconds "$NATURAL_SOUND_SECONDS" \
+    --device "$NATURAL_DEVICE" --weights "${weights[@]}" | tail -n 3
+  touch "$DATA/natural/finished"
+}
 
 codec() {
-  large_sounds >"$DATA/espeak.log" 2>&1 &
-  local beside=$!
   # shellcheck disable=SC2086
   $PYTHON $HERE/train_codec.py --source "$DATA/natural_shaped=0.7" --source "$DATA/espeak_codec=0.3" \
-    --out "$RUNS/codec" --seconds "$CODEC_SECONDS" --total "$CODEC_TOTAL" $CODEC_OPTIONS
-  wait $beside || { cat "$DATA/espeak.log"; return 1; }
+    --out "$RUNS/codec" --seconds "$CODEC_SECONDS" --total "${CODEC_TOTAL:-$CODEC_SECONDS}" --limit "$CODEC_CLIPS" \
+    $CODEC_OPTIONS
+  [ -n "${OUT:-}" ] || return 0
+  cp "$RUNS/codec/codec/model.safetensors" "$OUT/codec.safetensors"
+  cp "$RUNS/codec/codec/config.json" "$OUT/codec.json"
+  cp "$RUNS/codec/progress.json" "$OUT/codec_progress.json"
 }
 
 encode() {
+  # shellcheck disable=SC2086
   # A codec that has learned more since is another codec, and wants another egg.
   diff -rq "$RUNS/codec/codec" "$DATA/egg/codec" >/dev/null 2>&1 ||
-    { rm -rf "$DATA/egg"; $PYTHON $HERE/make_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/egg"; }
+    { rm -rf "$DATA/egg"; $PYTHON $HERE/make_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/egg" $EGG_OPTIONS; }
   $PYTHON $HERE/mix.py --natural "$DATA/natural_shaped" --espeak "$DATA/espeak" --repeat "$REPEAT" --out "$DATA/mixed"
   $PYTHON $HERE/mix.py --natural "$DATA/natural_shaped" --out "$DATA/mixed_natural"
   $PYTHON $HERE/encode.py --model "$DATA/egg" --work "$DATA/codes" --jobs "$ENCODERS" \
@@ -117,13 +153,18 @@ train() {
   fi
 }
 
-left() { echo $((LIMIT > SECONDS + 10 ? LIMIT - SECONDS : 10)); } # SECONDS is the shell's own clock of this command
+left() { # SECONDS is the shell's own clock of this command
+  [ -n "$LIMIT" ] || { echo 0; return; } # which is no limit
+  echo $((LIMIT > SECONDS + 10 ? LIMIT - SECONDS : 10))
+}
 
 cut() { [ "$1" = 124 ] && say "stopped by the clock: the same command goes on"; return "$1"; }
 
 learn() {
   train language_model "$LEARN_SECONDS" 1 --set model.source="$DATA/egg" \
     --set data.train="$DATA/prepared/train" --set data.evaluation="$DATA/prepared/held_out"
+  # A copy that speaks, should the machine be gone before its end is learned. It costs the card nothing.
+  [ -z "${OUT:-}" ] || ship
 }
 
 natural() { # half the rows a step, so twice the steps
@@ -144,11 +185,42 @@ ship() {
   fi
 }
 
-mkdir -p "$DATA" "$RUNS"
+all() {
+  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
+  check
+  planned NATURAL_SOUND_SECONDS sounds
+  stage sounds
+  planned CODEC_SECONDS codec
+  stage codec
+  stage encode
+  stage trial
+  planned LEARN_SECONDS learn
+  stage learn
+  planned NATURAL_SECONDS natural
+  stage natural
+  stage ship
+}
+
+planned() { # NAME STAGE: what is left decides, and is decided once: the rate falls over it
+  local kept=$RUNS/plan.$2 gone
+  gone=$(($(date +%s) - $(cat "$RUNS/began")))
+  [ -e "$kept" ] || $PYTHON $HERE/plan_seconds.py "$2" --budget "$BUDGET" --gone "$gone" >"$kept"
+  printf -v "$1" %s "$(cat "$kept")"
+  say "$gone of $BUDGET s are over; ${!1} s for $2"
+}
+
+stage() { # once, however often `all` is cut and typed again
+  [ -e "$RUNS/done.$1" ] && return 0
+  say "$1"
+  "$1"
+  touch "$RUNS/done.$1"
+}
+
+mkdir -p "$DATA" "$RUNS" ${OUT:+"$OUT"}
 unpack
 for stage in "$@"; do
   case $stage in
-    check | sounds | small_sounds | codec | encode | trial | learn | natural | ship) say "$stage"; "$stage" ;;
+    all | check | sounds | codec | encode | trial | learn | natural | ship) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

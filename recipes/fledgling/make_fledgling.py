@@ -39,6 +39,8 @@ class Size:
 
 
 SIZE = Size()
+TINY = Size(hidden=64, layers=2, ffn=64, heads=2, keys=1)
+"""Trains on a CPU in seconds, and shows that all stages work together; no more."""
 
 
 def fledgling_tokenizer() -> PreTrainedTokenizerFast:
@@ -87,9 +89,11 @@ def main() -> None:
     parser.add_argument("--codec", type=Path, required=True, help="folder of the trained codec")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="of toy size")
     given = parser.parse_args()
     try:
-        print(f"{given.out}: {make(given.out, given.codec, seed=given.seed):,} parameters, none of which know anything")
+        count = make(given.out, given.codec, size=TINY if given.tiny else SIZE, seed=given.seed)
+        print(f"{given.out}: {count:,} parameters, none of which know anything")
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

@@ -2,22 +2,26 @@
 
 python recipes/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural \\
     --hours 10 --speakers 600
+python recipes/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural \\
+    --hours 60 --speakers 2400 --device cuda --weights data/fledgling/kokoro --jobs 14 --seconds 150
 
-Two cores make about three hours an hour. Stopped at any moment, it loses at most a part of some minutes and goes on
-there when it is run again. Columns: id, text, speaker, language, seconds, audio {bytes: OGG/Opus, path}. Held-out
-speakers are among the others; `shape_natural.py` tells them apart.
+Two cores make about three hours an hour; a card is hundreds of times as fast. Stopped at any moment, it loses at most a
+part of some minutes and goes on there when it is run again. Columns: id, text, speaker, language, seconds, audio
+{bytes, path}: OGG/Opus, or WAV where a card makes it, since such files stay there and encoding would take longer than
+speaking. Held-out speakers are among the others; `shape_natural.py` tells them apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,15 +32,15 @@ import pyarrow.parquet as pq
 import soundfile
 
 from corpus_making.folder import CorpusFolder
-from corpus_making.kokoro import SAMPLE_RATE, Kokoro, Samples, Speaker, joined
+from corpus_making.kokoro import SAMPLE_RATE, Kokoro, OnnxKokoro, Request, Samples, Speaker, joined
 from corpus_making.lines import Lines
 from myna.audio.files import replacing
-from myna.errors import MynaError
+from myna.errors import ConfigError, MynaError
 
-FEWEST_CLIPS, PART = 6, 4
+FEWEST_CLIPS, PART = 6, 2
 """Clips of a speaker, and speakers of a file."""
-LONGEST = 14.0
-"""Seconds of a clip; others are left out."""
+TYPICAL, LONGEST = 3.0, 14.0
+"""Seconds of a clip: how many are asked for at once is counted with the first, and what is longer is left out."""
 SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("id", "text", "speaker", "language")),
@@ -58,56 +62,128 @@ class Asked:
             yield f"part-{at // PART:04d}.parquet", names[at : at + PART]
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a process makes speech with."""
+
+    texts: Path
+    packages: Path
+    weights: tuple[Path, ...]
+    device: str
+
+    @property
+    def on_card(self) -> bool:
+        return self.device != "cpu"
+
+
 @cache
-def _tools(texts: Path, packages: Path) -> tuple[Lines, Kokoro]:
+def _tools(means: Means) -> tuple[Lines, Kokoro]:
     """For each process its own, on one thread: two processes get more done than two threads."""
-    return Lines.read(texts), Kokoro(packages, threads=1)
+    lines = Lines.read(means.texts)
+    if not means.on_card:
+        return lines, OnnxKokoro(means.packages, threads=1)
+    import torch
+
+    from corpus_making.kokoro_torch import TorchKokoro
+
+    torch.set_num_threads(1)
+    return lines, TorchKokoro(means.weights, means.device)
 
 
-def make_part(asked: Asked, texts: Path, packages: Path, file: Path, names: list[str]) -> float:
-    """One parquet file; how many seconds it holds."""
-    lines, kokoro = _tools(texts, packages)
-    rows = [row for name in names for row in _rows(asked, lines, kokoro, name)]
-    with replacing(file) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary)
+def make_part(asked: Asked, means: Means, until: float, file: Path, names: list[str]) -> float:
+    """One parquet file; how many seconds it holds. None is begun after the moment `until`."""
+    if time.time() >= until:
+        return 0.0
+    lines, kokoro = _tools(means)
+    rows = rows_of(asked, lines, kokoro, names, "wav" if means.on_card else "opus")
+    with replacing(file) as temporary:  # sound is not made smaller by what makes columns smaller
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary, compression="none", use_dictionary=False)
     return float(sum(row["seconds"] for row in rows))
 
 
-def make(asked: Asked, texts: Path, packages: Path, out: Path, jobs: int) -> None:
-    CorpusFolder(out).begin(asdict(asked))
-    joined(packages)  # by one process, before the others look for it
+def make(asked: Asked, means: Means, out: Path, jobs: int, seconds: float = math.inf) -> float:
+    """How many seconds of speech were made, in so many seconds and what it takes to finish what was begun then."""
+    CorpusFolder(out).begin(asdict(asked) | {"speakers of a part": PART})
+    if not means.on_card:
+        joined(means.packages)  # by one process, before the others look for it
     missing = [(out / file, names) for file, names in asked.parts() if not (out / file).is_file()]
-    began, seconds = time.monotonic(), 0.0
+    began, until, made, number = time.monotonic(), time.time() + seconds, 0.0, 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        begun = {pool.submit(make_part, asked, texts, packages, *each): each[0] for each in missing}
-        for number, done in enumerate(as_completed(begun), start=1):
-            seconds += done.result()
-            pace = seconds / (time.monotonic() - began)
+        begun = {pool.submit(make_part, asked, means, until, *each): each[0] for each in missing}
+        for done in as_completed(begun):
+            length = done.result()
+            if length == 0:
+                continue
+            number, made = number + 1, made + length
+            pace = made / (time.monotonic() - began)
             print(
-                f"{begun[done]}, {number} of {len(missing)}; {seconds / 3600:.2f} h now, {pace:.2f} x real time",
+                f"{begun[done].name}, {number} of {len(missing)}; {made / 3600:.2f} h now, {pace:.2f} x real time",
                 flush=True,
             )
+    return made
 
 
-def _rows(asked: Asked, lines: Lines, kokoro: Kokoro, name: str) -> Iterator[dict[str, Any]]:
-    dice, speaker = random.Random(f"{asked.seed}/clips/{name}"), Speaker.draw(name, kokoro.voices, asked.seed)
-    wanted, said, seconds, clips = asked.hours * 3600 / asked.speakers, set[str](), 0.0, 0
-    while seconds < wanted or clips < FEWEST_CLIPS:
-        text = lines.draw_natural(dice)
-        samples = kokoro.say(text, speaker, speaker.speed * dice.uniform(0.95, 1.05))
-        if text in said or not 0 < len(samples) <= LONGEST * SAMPLE_RATE:
-            continue
-        said.add(text)
-        id, length = f"{name}-{clips:03d}", len(samples) / SAMPLE_RATE
-        seconds, clips = seconds + length, clips + 1
-        audio = {"bytes": _opus(samples), "path": f"{id}.opus"}
-        yield {"id": id, "text": text, "speaker": name, "language": "en", "seconds": length, "audio": audio}
+@dataclass(slots=True)
+class Session:
+    """One speaker before the microphone."""
+
+    speaker: Speaker
+    dice: random.Random
+    wanted: float
+    """Seconds."""
+    said: set[str] = field(default_factory=set)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def enough(self) -> bool:
+        return self.seconds >= self.wanted and len(self.rows) >= FEWEST_CLIPS
+
+    def ask(self, lines: Lines, most: int) -> Iterator[Request]:
+        """Lines for about what is still wanted, each of them new."""
+        count = max(math.ceil((self.wanted - self.seconds) / TYPICAL), FEWEST_CLIPS - len(self.rows), 1)
+        for _ in range(min(count, most)):
+            text = lines.draw_natural(self.dice)
+            while text in self.said:
+                text = lines.draw_natural(self.dice)
+            self.said.add(text)
+            yield Request(text, self.speaker, self.speaker.speed * self.dice.uniform(0.95, 1.05))
+
+    def hear(self, text: str, samples: Samples, format: str) -> None:
+        if not 0 < len(samples) <= LONGEST * SAMPLE_RATE:
+            return
+        name, length = self.speaker.name, len(samples) / SAMPLE_RATE
+        id = f"{name}-{len(self.rows):03d}"
+        audio = {"bytes": _encoded(samples, format), "path": f"{id}.{format}"}
+        self.seconds += length
+        self.rows.append({"id": id, "text": text, "speaker": name, "language": "en", "seconds": length, "audio": audio})
 
 
-def _opus(samples: Samples) -> bytes:
-    """About 35 kilobits a second: transparent for speech at this rate."""
+def rows_of(
+    asked: Asked, lines: Lines, kokoro: Kokoro, names: Sequence[str], format: str = "opus"
+) -> list[dict[str, Any]]:
+    """All clips of these speakers, who take turns so that many lines are said at once."""
+    sessions = [
+        Session(
+            Speaker.draw(name, kokoro.voices, asked.seed),
+            random.Random(f"{asked.seed}/clips/{name}"),
+            asked.hours * 3600 / asked.speakers,
+        )
+        for name in names
+    ]
+    while waiting := [session for session in sessions if not session.enough]:
+        turns = [(session, request) for session in waiting for request in session.ask(lines, kokoro.at_once)]
+        sounds = kokoro.say([request for _, request in turns])
+        for (session, request), samples in zip(turns, sounds, strict=True):
+            session.hear(request.text, samples, format)
+    return [row for session in sessions for row in session.rows]
+
+
+def _encoded(samples: Samples, format: str) -> bytes:
+    """Opus takes about 35 kilobits a second, and is transparent for speech at this rate."""
     file = io.BytesIO()
-    soundfile.write(file, samples.clip(-1, 1), SAMPLE_RATE, format="OGG", subtype="OPUS")
+    container, subtype = {"opus": ("OGG", "OPUS"), "wav": ("WAV", "PCM_16")}[format]
+    soundfile.write(file, samples.clip(-1, 1), SAMPLE_RATE, format=container, subtype=subtype)
     return file.getvalue()
 
 
@@ -122,10 +198,18 @@ def main() -> None:
     parser.add_argument("--speakers", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="onnxruntime, or PyTorch on a card")
+    parser.add_argument(
+        "--weights", type=Path, nargs="+", default=[], help="for --device cuda: folders with what kokoro_files.py made"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no part after so many")
     given = parser.parse_args()
     asked = Asked(given.hours, given.speakers, given.seed)
+    means = Means(given.texts, given.packages, tuple(given.weights), given.device)
     try:
-        make(asked, given.texts, given.packages, given.out, given.jobs)
+        if means.on_card and not means.weights:
+            raise ConfigError("a card wants weights", hint="--weights FOLDER, as kokoro_files.py made it")
+        make(asked, means, given.out, given.jobs, given.seconds)
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

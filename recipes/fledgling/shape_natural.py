@@ -13,8 +13,9 @@ import io
 import os
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -29,32 +30,83 @@ from myna.errors import DataError, MynaError
 
 SEED = 0
 
+Where = dict[Path, list[int]]
+"""Rows by their file."""
 Said = tuple[str, bytes]
 """A text, and the sound that goes with it, still encoded."""
 
 
-def shape(sources: Iterable[Path], out: Path) -> dict[str, int]:
+def shape(sources: Iterable[Path], out: Path, jobs: int) -> dict[str, int]:
     """How many clips there are in each part."""
     corpus = CorpusFolder(out)
-    speakers = _speakers(sources)
-    if not speakers:
-        raise DataError("there is no speech in these sources", hint="name folders of parquet files")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        missing = [name for name in sorted(speakers) if not corpus.has(name)]
-        for _ in pool.map(lambda name: corpus.add(name, "en", _clips(name, speakers[name])), missing):
-            pass
+    shares = [
+        {speaker: where for speaker, where in one.items() if not corpus.has(speaker)}
+        for one in shared_out(speakers_of(_files(sources)), jobs)
+    ]
+    if jobs == 1:
+        shape_speakers(shares[0], out)
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            for done in [pool.submit(shape_speakers, share, out) for share in shares if share]:
+                done.result()
     return corpus.finish()
 
 
-def _speakers(sources: Iterable[Path]) -> dict[str, list[Said]]:
-    found = defaultdict(list)
+def speakers_of(files: Iterable[Path]) -> dict[str, Where]:
+    """Where each speaker's rows are."""
+    found: defaultdict[str, defaultdict[Path, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for file in files:
+        for row, speaker in enumerate(pq.read_table(file, columns=["speaker"])["speaker"].to_pylist()):
+            found[speaker][file].append(row)
+    if not found:
+        raise DataError("there is no speech in these sources", hint="name folders of parquet files")
+    return {speaker: dict(where) for speaker, where in found.items()}
+
+
+def shared_out(speakers: Mapping[str, Where], jobs: int) -> list[dict[str, Where]]:
+    """So many shares of about equally many rows. A speaker is in one of them, since its clips are numbered and levelled
+    in one go; speakers of the same file stay together where they can, since who has one of them reads the file."""
+    rows = sum(len(some) for where in speakers.values() for some in where.values())
+    shares: list[dict[str, Where]] = [{} for _ in range(jobs)]
+    before = 0
+    for speaker in sorted(speakers, key=lambda name: (min(speakers[name]), name)):
+        shares[min(jobs - 1, before * jobs // rows)][speaker] = speakers[speaker]
+        before += sum(map(len, speakers[speaker].values()))
+    return shares
+
+
+def shape_speakers(speakers: Mapping[str, Where], out: Path) -> None:
+    corpus = CorpusFolder(out)
+    wanted: defaultdict[Path, set[int]] = defaultdict(set)
+    for where in speakers.values():
+        for file, rows in where.items():
+            wanted[file].update(rows)
+    said = _said(wanted)
+    for name in sorted(said):
+        corpus.add(name, "en", _clips(name, said[name]))
+
+
+def _files(sources: Iterable[Path]) -> Iterator[Path]:
     for source in sources:
-        for file in sorted(source.glob("*.parquet")) if source.is_dir() else [source]:
-            for batch in pq.ParquetFile(file).iter_batches(64, columns=["speaker", "text", "audio"]):
-                for row in batch.to_pylist():
-                    # Lines that are judged with are nobody's to learn, whoever says them.
-                    if not is_held_out_line(row["text"]):
-                        found[row["speaker"]].append((row["text"], row["audio"]["bytes"]))
+        yield from sorted(source.glob("*.parquet")) if source.is_dir() else [source]
+
+
+def _said(wanted: Mapping[Path, set[int]]) -> dict[str, list[Said]]:
+    """What each speaker of these rows says. Pages of a file in which none of them is are not read."""
+    found = defaultdict(list)
+    for file, rows in wanted.items():
+        opened, first = pq.ParquetFile(file), 0
+        for group in range(opened.num_row_groups):
+            last = first + opened.metadata.row_group(group).num_rows
+            inside = sorted(row - first for row in rows if first <= row < last)
+            first = last
+            if not inside:
+                continue
+            table = opened.read_row_group(group, columns=["speaker", "text", "audio"]).take(inside)
+            for row in table.to_pylist():
+                # Lines that are judged with are nobody's to learn, whoever says them.
+                if not is_held_out_line(row["text"]):
+                    found[row["speaker"]].append((row["text"], row["audio"]["bytes"]))
     return found
 
 
@@ -72,9 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder for the corpus")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     given = parser.parse_args()
     try:
-        for part, count in shape(given.sources, given.out).items():
+        for part, count in shape(given.sources, given.out, given.jobs).items():
             print(f"{given.out / part}: {count} clips")
     except MynaError as error:
         parser.exit(1, f"{error}\n")

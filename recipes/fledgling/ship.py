@@ -17,7 +17,8 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.errors import CheckpointError, MynaError
 from myna.models import open_family
 from myna.models.codecs import open_codec
-from myna.models.higgs_v2.checkpoint import load_tokenizer, load_weights, read_config
+from myna.models.files import load_tokenizer
+from myna.models.higgs_v2.checkpoint import load_weights, read_config
 
 SHARD = 15_900_000
 """Bytes of tensors in a file, which with its header stays under 16 MB."""

@@ -14,12 +14,14 @@ import argparse
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from codec_training import sounds
+from codec_training.around import shifts_are_quicker, use_shifts
 from codec_training.bank import Bank
 from codec_training.judging import standing
 from codec_training.keeping import Progress, go_on, keep, read_progress
@@ -98,7 +100,20 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=5e-4, help="learning rate at its highest")
     add("--critics-after", type=float, default=0.08, help="the share of the training after which critics join in")
     add("--critic-width", type=int, default=32)
+    add("--criticised", type=int, help="clips of a step that the critics hear; half of them if not said")
+    add("--fooled", type=float, default=0.5, help="weight of fooling the critics")
+    add("--likeness", type=float, default=2.0, help="weight of being felt alike by them")
+    add("--letters-every", type=int, default=2, help="steps from one spelling to the next")
+    add(
+        "--mean",
+        type=float,
+        default=0.999,
+        help="how much of a running mean a step keeps, which ships if it is better; 0: none",
+    )
+    add("--around", choices=("library", "shifts"), help="how filters are computed; on a card it is measured")
     add("--letters", type=float, default=1.0, help="weight of spelling the text with the first codebook; 0: none")
+    add("--pull", type=float, default=0.25, help="weight of the distance of latents from each codebook's entries")
+    add("--pull-left", type=float, default=0.0, help="weight of their distance from all codebooks' entries together")
     add("--shallow", type=float, default=0.1, help="share of clips that must do with fewer codebooks")
     add("--noise", type=float, default=0.1, help="share of clips with a hiss under them")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -144,9 +159,22 @@ def train(options: argparse.Namespace) -> None:
         f"{size / 1e6:.2f} M weights, of which {_million(learner.network.encoder)} encode and "
         f"{_million(learner.network.decoder)} decode; critics have {_million(learner.critics)}"
     )
-    lesson = Lesson(options.batch, options.letters, options.shallow, bf16=device.type == "cuda" and not options.fp32)
+    lesson = Lesson(
+        options.batch,
+        options.letters,
+        options.letters_every,
+        criticised=options.criticised or -(-options.batch // 2),
+        shallow=options.shallow,
+        fooled=options.fooled,
+        likeness=options.likeness,
+        pull=options.pull,
+        pull_left=options.pull_left,
+        mean=options.mean,
+        bf16=device.type == "cuda" and not options.fp32,
+    )
     teacher = Teacher(learner, bank, lesson)
     teacher.records = teacher.records and not options.no_graph
+    _choose_around(teacher, options.around)
     if options.compile:
         for module in [*(one for one in learner.modules() if isinstance(one, Block)), *learner.critics.all]:
             module.compile(dynamic=False)
@@ -161,6 +189,19 @@ def train(options: argparse.Namespace) -> None:
         profile(teacher)
         return
     _go(teacher, progress, budget, options, judged, warm)
+
+
+def _choose_around(teacher: Teacher, asked: str | None) -> None:
+    """How filters of one channel each are computed: as asked, or on a card by what is quicker there."""
+    blocks, network = teacher.learner.network.encoder.fine, teacher.learner.network
+    shifts = asked == "shifts"
+    if asked is None and teacher.device.type == "cuda":
+        first = next(block for block in blocks if isinstance(block, Block))
+        places = teacher.bank.context * network.config.subframes
+        shifts, said = shifts_are_quicker(first, teacher.lesson.clips, places, teacher._half)
+        print(f"a block forward and backward: {said}")
+    if shifts:
+        use_shifts(teacher.learner)
 
 
 def read(options: argparse.Namespace, sample_rate: int) -> tuple[list[list[Clip]], dict[str, list[Clip]]]:
@@ -259,14 +300,23 @@ def _tell(teacher: Teacher, progress: Progress, steps: int, seconds: float) -> N
 
 
 def _judge(teacher: Teacher, progress: Progress, judged: dict[str, list[Clip]]) -> None:
+    """As it is, and as its running mean; what is nearer to the sounds of strangers ships."""
     teacher.learner.eval()
-    for name, clips in judged.items():
-        if clips:
-            # Clips of all lengths are not worth a compilation each.
-            with torch.compiler.set_stance("force_eager"):
-                found = standing(teacher.learner, clips, teacher.device)
-            progress.history.append({"steps": progress.steps, "held out": name} | found._asdict())
-            print(f"        held out of {name}: mel {found.mel:.4f}, codes in use {found.used}", flush=True)
+    apart = {False: 0.0, True: 0.0}
+    for of_mean in (False, True) if teacher.mean else (False,):
+        with teacher.mean.instead() if of_mean else nullcontext():
+            for name, clips in judged.items():
+                if clips:
+                    # Clips of all lengths are not worth a compilation each.
+                    with torch.compiler.set_stance("force_eager"):
+                        found = standing(teacher.learner, clips, teacher.device)
+                    row = {"steps": progress.steps, "held out": name, "mean": of_mean} | found._asdict()
+                    progress.history.append(row)
+                    apart[of_mean] += found.mel
+                    as_what = " (running mean)" if of_mean else ""
+                    print(f"        held out of {name}{as_what}: mel {found.mel:.4f}, codes in use {found.used}")
+    teacher.mean.ships = bool(teacher.mean) and apart[True] <= apart[False]
+    print(f"        what ships is {'the running mean' if teacher.mean.ships else 'the last step'}", flush=True)
     teacher.learner.train()
 
 

@@ -7,3 +7,4 @@ from pathlib import Path
 
 FLEDGLING = Path(__file__).parents[2] / "recipes" / "fledgling"
 sys.path.insert(0, str(FLEDGLING))
+sys.path.insert(0, str(FLEDGLING.parent / "pronunciation"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
+import signal
 import tarfile
+import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +24,17 @@ import carry
 import espeak_corpus
 import mix
 import natural_corpus
+import plan_seconds
 import plan_steps
 import shape_natural
 from corpus_making import kokoro, lines, sound
 from corpus_making.espeak import Espeak, Speaker
 from corpus_making.folder import CorpusFolder
 from corpus_making.held_out import is_held_out, is_held_out_line
-from corpus_making.kokoro import RESERVED, VOCABULARY
+from corpus_making.kokoro import DEMO_VOICES, ENGLISH, RESERVED, VOCABULARY
 from corpus_making.lines import Lines
 from corpus_making.packages import Package, fetch, members
+from corpus_making.survivors import done_by_survivors
 from myna.data.importers import import_source
 from myna.data.manifest import read_manifest
 from myna.errors import DataError
@@ -234,6 +239,26 @@ def test_espeak_speaks_in_other_voices_and_languages() -> None:
     assert espeak.phonemes("good morning", "en-us") == "ɡˈʊd mˈɔːɹnɪŋ"
 
 
+def test_a_process_that_dies_does_not_take_the_corpus_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    items = [(tmp_path / str(number), number == 3) for number in range(8)]
+    assert sorted(done_by_survivors(die_once, items, 2)) == sorted(path.name for path, _ in items)
+    assert "a process died" in capsys.readouterr().out
+    with pytest.raises(DataError, match="processes died"):
+        list(done_by_survivors(die, [1, 2], 1))
+
+
+def die_once(item: tuple[Path, bool]) -> str:
+    path, mortal = item
+    if mortal and not path.exists():
+        path.touch()
+        die(0)
+    return path.name
+
+
+def die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 # Natural speech
 
 
@@ -248,30 +273,114 @@ def test_only_held_out_speakers_have_reserved_voices() -> None:
     assert len(VOCABULARY) == 114 and VOCABULARY[" "] == 16 and VOCABULARY["ᵻ"] == 177
 
 
+def test_no_speaker_has_a_voice_of_the_demo_and_most_voices_are_english() -> None:
+    voices = [*RESERVED, *DEMO_VOICES, "af_heart", "am_adam", "bf_alice", "jf_alpha", "em_alex", "zm_yunxi"]
+    speakers = [kokoro.Speaker.draw(f"kokoro2-{number:04d}", voices, seed=2) for number in range(600)]
+    had = [voice for speaker in speakers for voice in speaker.voices]
+    assert not set(had) & set(DEMO_VOICES)
+    assert {"jf_alpha", "em_alex", "zm_yunxi"} <= set(had), "the others speak English too"
+    assert 0.8 < sum(voice.startswith(ENGLISH) for voice in had) / len(had) < 0.95
+    for voices_of, share, accent in (
+        (("bf_alice", "jf_alpha"), 0.6, "en"),
+        (("bf_alice", "jf_alpha"), 0.4, "en-us"),
+        (("am_adam", "bf_alice"), 0.6, "en-us"),
+    ):
+        assert kokoro.Speaker("anna", voices_of, share, 1.0).accent == accent
+
+
+class Whistle:
+    """Instead of Kokoro."""
+
+    voices = (*RESERVED, "af_heart", "am_adam")
+
+    def __init__(self, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self.asked: list[int] = []
+
+    def say(self, requests: list[kokoro.Request]) -> list[sound.Samples]:
+        self.asked.append(len(requests))
+        return [tone(0.5 + 0.01 * len(one.text) / one.speed, pitch=150 + 300 * one.speaker.share) for one in requests]
+
+
 def test_natural_speech_is_written_like_en_natural_and_shaped(texts: Path, tmp_path: Path) -> None:
-    class Whistle:
-        voices = (*RESERVED, "af_heart", "am_adam")
-
-        def say(self, text: str, speaker: kokoro.Speaker, speed: float) -> sound.Samples:
-            return tone(0.5 + 0.01 * len(text) / speed, pitch=150 + 300 * speaker.share)
-
-    asked = natural_corpus.Asked(hours=0.01, speakers=6, seed=1)
-    [(first, names), (second, rest)] = asked.parts()
-    assert [first, second, len(names), len(rest)] == ["part-0000.parquet", "part-0001.parquet", 4, 2]
-    rows = [row for name in names for row in natural_corpus._rows(asked, Lines.read(texts), Whistle(), name)]  # type: ignore[arg-type]
+    asked = natural_corpus.Asked(hours=0.01, speakers=5, seed=1)
+    parts = dict(asked.parts())
+    assert {file: len(names) for file, names in parts.items()} == {
+        "part-0000.parquet": 2,
+        "part-0001.parquet": 2,
+        "part-0002.parquet": 1,
+    }
     natural = tmp_path / "natural"
     natural.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows, natural_corpus.SCHEMA), natural / first)
-    assert pq.read_schema(natural / first).names == ["id", "text", "speaker", "language", "seconds", "audio"]
-    assert rows[0]["audio"]["bytes"][:4] == b"OggS" and rows[0]["seconds"] > 1.5
+    rows = []
+    for (file, names), format in zip(parts.items(), ("opus", "wav", "wav"), strict=True):
+        made = natural_corpus.rows_of(asked, Lines.read(texts), Whistle(), names, format)  # type: ignore[arg-type]
+        pq.write_table(pa.Table.from_pylist(made, natural_corpus.SCHEMA), natural / file)
+        assert pq.read_schema(natural / file).names == ["id", "text", "speaker", "language", "seconds", "audio"]
+        assert made[0]["audio"]["bytes"][:4] == (b"OggS" if format == "opus" else b"RIFF") and made[0]["seconds"] > 1.5
+        rows += made
+    names = [name for some in parts.values() for name in some]
 
-    counts = shape_natural.shape([natural], tmp_path / "shaped")
+    counts = shape_natural.shape([natural], tmp_path / "shaped", jobs=1)
     assert counts["train"] + counts["held_out"] == len(rows) == len({row["id"] for row in rows})
     read = read_manifest(tmp_path / "shaped" / "manifest.jsonl")
     assert {one.speaker for one in read} == set(names)
     levels = {one.speaker: np.std(soundfile.read(one.audio)[0]) for one in read}
     assert max(levels.values()) > 1.1 * min(levels.values()), "speakers are not equally loud"
-    assert shape_natural.shape([natural], tmp_path / "shaped") == counts, "run again, nothing is lost"
+    assert shape_natural.shape([natural], tmp_path / "shaped", jobs=2) == counts, "run again, nothing is lost"
+
+
+def test_lines_are_asked_for_together_until_each_speaker_has_enough(texts: Path) -> None:
+    asked, read = natural_corpus.Asked(hours=0.01, speakers=2, seed=1), Lines.read(texts)
+    many, few = Whistle(at_once=8), Whistle()
+    rows = natural_corpus.rows_of(asked, read, many, ["anna", "bert"])  # type: ignore[arg-type]
+    assert max(many.asked) > 6 and len(many.asked) <= 5
+    for name in ("anna", "bert"):
+        mine = [row for row in rows if row["speaker"] == name]
+        assert sum(row["seconds"] for row in mine) >= 18 and len(mine) >= natural_corpus.FEWEST_CLIPS
+        assert len({row["text"] for row in mine}) == len(mine)
+    slowly = natural_corpus.rows_of(asked, read, few, ["anna"])  # type: ignore[arg-type]
+    pairs = list(zip(slowly, [row for row in rows if row["speaker"] == "anna"], strict=False))
+    assert all(one["text"] == other["text"] for one, other in pairs), (
+        "who says what does not depend on how many at once"
+    )
+
+
+def test_no_part_is_begun_after_the_clock(tmp_path: Path) -> None:
+    means = natural_corpus.Means(tmp_path / "none", tmp_path / "none", (), "cuda")
+    asked = natural_corpus.Asked(hours=1, speakers=4, seed=1)
+    file = tmp_path / "part-0000.parquet"
+    assert natural_corpus.make_part(asked, means, time.time() - 1, file, ["anna"]) == 0.0
+    assert not file.exists()
+    with pytest.raises(DataError, match=r"examples\.txt\.gz"):  # it would have begun
+        natural_corpus.make_part(asked, means, time.time() + 60, file, ["anna"])
+
+
+def test_speakers_are_shaped_in_equal_shares_and_each_by_one(tmp_path: Path) -> None:
+    files = []
+    for number, speakers in enumerate((["a", "b", "a"], ["b", "c", "d", "d"], ["e"])):
+        files.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.table({"speaker": speakers}), files[-1])
+    found = shape_natural.speakers_of(files)
+    assert found["b"] == {files[0]: [1], files[1]: [0]} and found["d"] == {files[1]: [2, 3]}
+    shares = shape_natural.shared_out(found, 3)
+    assert [sorted(share) for share in shares] == [["a", "b"], ["c", "d"], ["e"]]
+    assert sorted(name for share in shape_natural.shared_out(found, 40) for name in share) == sorted(found)
+    with pytest.raises(DataError, match="no speech"):
+        shape_natural.speakers_of([])
+
+
+def test_shaped_speech_does_not_depend_on_the_number_of_processes(texts: Path, tmp_path: Path) -> None:
+    asked, natural = natural_corpus.Asked(hours=0.004, speakers=3, seed=1), tmp_path / "natural"
+    natural.mkdir()
+    rows = natural_corpus.rows_of(asked, Lines.read(texts), Whistle(), ["anna", "bert", "carl"], "wav")  # type: ignore[arg-type]
+    for half in (0, 1):  # every speaker is in both files, and row groups are small
+        table = pa.Table.from_pylist(rows[half::2], natural_corpus.SCHEMA)
+        pq.write_table(table, natural / f"{half}.parquet", row_group_size=4)
+    counts = [shape_natural.shape([natural], tmp_path / str(jobs), jobs) for jobs in (1, 2)]
+    assert counts[0] == counts[1] and sum(counts[0].values()) == len(rows)
+    for sound_file in sorted((tmp_path / "1").rglob("*.wav")):
+        assert sound_file.read_bytes() == (tmp_path / "2" / sound_file.relative_to(tmp_path / "1")).read_bytes()
 
 
 # Together
@@ -307,6 +416,22 @@ def test_steps_are_planned_from_a_trial(tmp_path: Path) -> None:
         plan_steps.steps_in(metrics, 100.0)
 
 
+def test_the_language_model_has_two_fifths_of_the_time_whatever_came_before() -> None:
+    around, plan = plan_seconds.AROUND, plan_seconds.seconds_for
+    for late in (0, 60, 150):  # seconds that the sounds took more than they should
+        gone = around["before sounds"] + plan("sounds", 1400, around["before sounds"]) + around["sounds"] + late
+        codec = plan("codec", 1400, gone)
+        gone += codec + around["codec"] + around["encode"] + around["trial"]
+        learn = plan("learn", 1400, gone)
+        gone += learn + around["learn"]
+        natural = plan("natural", 1400, gone)
+        assert learn + natural == pytest.approx(0.4 * 1400, abs=3)
+        assert gone + natural + around["natural"] + around["ship"] == pytest.approx(1400, abs=3)
+        assert codec > 250 and learn > 2 * natural
+    assert plan("learn", 1400, 500) > plan("learn", 1400, 600), "what nobody needed is the language model's"
+    assert plan("codec", 1400, 1300) == plan_seconds.LEAST["codec"]
+
+
 def test_what_travels_is_cut_into_loads(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wheels(out: Path, _: str) -> None:
         out.mkdir(parents=True)
@@ -322,6 +447,15 @@ def test_what_travels_is_cut_into_loads(texts: Path, tmp_path: Path, monkeypatch
     assert all(size <= 20_000 for size in sizes)
     with pytest.raises(DataError, match="exists"):
         carry.pack(texts, [natural], tmp_path / "carry", "3.12", limit=20_000)
+    weights = tmp_path / "kokoro"
+    weights.mkdir()
+    for number in range(3):
+        (weights / f"kokoro-{number}.safetensors").write_bytes(b"2" * 11_000)
+    sizes = carry.pack(texts, [natural], tmp_path / "both", "3.12", limit=20_000, kokoro=weights)
+    assert len(list((tmp_path / "both").glob("*/kokoro/*"))) == 3 == len(list((tmp_path / "both").glob("*/natural/*")))
+    assert all(size <= 20_000 for size in sizes) and len(sizes) < 6, "what fits into an earlier load goes there"
+    loads = [sum(file.stat().st_size for file in (tmp_path / "both" / str(n)).rglob("*.*")) for n in range(len(sizes))]
+    assert loads == sizes
 
 
 def test_espeak_travels_without_other_languages(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 import train_codec
 from codec_training import keeping, profiling
+from codec_training.around import shifts_are_quicker, use_shifts
 from codec_training.bank import Bank
-from codec_training.critics import Critics
+from codec_training.critics import Critics, PeriodCritic, SpectrumCritic
 from codec_training.hearing import MelDistance
 from codec_training.judging import perplexity
-from codec_training.learner import CLIP, Learner, Lesson, Teacher
+from codec_training.learner import CLIP, Kind, Learner, Lesson, Teacher
 from codec_training.letters import alphabet_of, as_numbers, spelled, spelling_loss
 from codec_training.quantising import LearningQuantiser
 from codec_training.sounds import Clip, Recording, decoded, gather, recordings, split, turn_by_turn
@@ -35,7 +37,7 @@ from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance
 from myna.errors import CheckpointError, DataError, TrainingError
 from myna.models.mel_codec.codec import MelCodec
-from myna.models.mel_codec.network import MelCodecNetwork, Quantiser
+from myna.models.mel_codec.network import Block, MelCodecNetwork, Quantiser
 
 CPU = torch.device("cpu")
 KNOWN = [name for name in (f"anna{n}" for n in range(30)) if not is_held_out(name)][:3]
@@ -65,7 +67,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, out: Path, *more: str) -> None:
-    sizes = ["--batch", "4", "--context", "40", "--window", "12", "--critic-width", "2", "--rate", "4e-3"]
+    sizes = [
+        "--batch",
+        "4",
+        "--context",
+        "40",
+        "--window",
+        "12",
+        "--critic-width",
+        "2",
+        "--rate",
+        "4e-3",
+        "--mean",
+        "0.8",
+    ]
     train_codec.main(["--source", str(folder), "--out", str(out), "--tiny", "--device", "cpu", *sizes, *more])
 
 
@@ -78,7 +93,8 @@ def test_a_parquet_file_a_gathered_one_and_a_manifest_say_the_same(folder: Path,
         for one in recordings(folder)
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "part-0.parquet")
-    assert list(recordings(tmp_path)) == list(recordings(folder / "manifest.jsonl")) == list(recordings(folder))
+    said = [[(one.id, one.speaker, one.text, one.data) for one in recordings(where)] for where in (tmp_path, folder)]
+    assert said[0] == said[1] and list(recordings(folder / "manifest.jsonl")) == list(recordings(folder))
     gather(tmp_path, tmp_path / "all.safetensors", None)
     gathered = list(recordings(tmp_path / "all.safetensors"))
     assert [(one.id, one.speaker, one.text) for one in gathered] == [(r["id"], r["speaker"], r["text"]) for r in rows]
@@ -270,6 +286,11 @@ def test_a_shallow_clip_is_written_down_by_its_first_codebooks() -> None:
     torch.testing.assert_close(found.latent[0], books[0][found.codes[0, :, 0]])
     torch.testing.assert_close(found.latent[1], learning.quantiser.decode(found.codes[1]))
     torch.testing.assert_close(found.first[1], books[0][found.codes[1, :, 0]])
+    left = (latents - found.latent).square().mean(-1)
+    torch.testing.assert_close(found.left, left.mean(), atol=1e-5, rtol=1e-4)
+    # It pulls at the latents alone, and only by what all codebooks leave over.
+    (pull,) = torch.autograd.grad(found.left, latents, retain_graph=True)
+    torch.testing.assert_close(pull, 2 * (latents - found.latent).detach() / latents.numel(), atol=1e-6, rtol=1e-4)
     # As if nothing had been rounded.
     (slope,) = torch.autograd.grad(found.latent.sum(), latents)
     assert torch.equal(slope, torch.ones_like(slope))
@@ -303,24 +324,64 @@ def test_critics_learn_to_tell_true_from_made() -> None:
     assert critics(true, true).likeness.item() == 0
 
 
+def test_a_period_critic_sees_samples_that_lie_a_period_apart() -> None:
+    waves = torch.arange(1.0, 101.0).repeat(2, 1)
+    image = PeriodCritic(7, 2).image(waves)
+    assert image.shape == (2, 8, 5, 7)
+    rows = torch.cat([torch.zeros(14), waves[0], torch.zeros(999)]).reshape(-1, 7)[: 3 * 4 + 8]
+    for place in range(5):
+        torch.testing.assert_close(image[1, :, place], rows[3 * place : 3 * place + 8])
+    assert set(waves[0].tolist()) <= set(image.flatten().tolist()), "every sample is seen"
+
+
+def test_a_spectrum_critic_sees_both_parts_of_every_bin() -> None:
+    torch.manual_seed(0)
+    wave, critic = torch.randn(1, 4096), SpectrumCritic(512, 2)
+    image = critic.image(wave)
+    window = torch.hann_window(512)
+    due = torch.stft(wave, 512, 128, window=window, pad_mode="constant", normalized=True, return_complex=True)[0]
+    assert image.shape == (1, 8, due.shape[1], 64)
+    torch.testing.assert_close(image[0, 0::2].permute(2, 0, 1).flatten(0, 1), due[:256].real, atol=1e-4, rtol=0)
+    torch.testing.assert_close(image[0, 1::2].permute(2, 0, 1).flatten(0, 1), due[:256].imag, atol=1e-4, rtol=0)
+
+
+def test_shifted_filters_are_those_of_the_library() -> None:
+    torch.manual_seed(0)
+    block, x = Block(6, 7, 2), torch.randn(2, 20, 6, requires_grad=True)
+    found = []
+    for shifted in (False, True):
+        if shifted:
+            use_shifts(block)
+        y = block(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])))
+        assert set(block.state_dict()) >= {"around.weight", "around.bias"}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    _, said = shifts_are_quicker(block, 1, 9, nullcontext)
+    assert "library" in said and "shifts" in said
+
+
 # Training
 
 
 def test_two_seconds_of_sound_are_learned(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(folder, tmp_path, "--steps", "60", "--tell-every", "0", "--critics-after", "0.8")
     history = json.loads((tmp_path / "progress.json").read_text())["history"]
-    steps, (judged,) = [row for row in history if "norm" in row], [row for row in history if "held out" in row]
+    steps, (judged, of_mean) = [row for row in history if "norm" in row], [row for row in history if "held out" in row]
     mels = [row["mel"] for row in steps]
     assert np.mean(mels[-5:]) < 0.55 * np.mean(mels[:3])
     assert np.mean([row["letters"] for row in steps[-5:]]) < np.mean([row["letters"] for row in steps[:5]])
     assert all(row["fooled"] == 0 for row in steps[:48]) and all(row["fooled"] > 0 for row in steps[48:])
-    assert judged["held out"] == folder.stem and judged["mel"] < 1
+    assert judged["held out"] == of_mean["held out"] == folder.stem and not judged["mean"] and of_mean["mean"]
+    assert judged["mel"] < 1 and of_mean["mel"] < 1
 
     codec = MelCodec.open(tmp_path / "codec")
     clips = [voice(1.2 + 0.1 * n, 110 + 40 * n, n) for n in range(3)]
     codes = np.concatenate([codec.encode(clip[None, : len(clip) // 960 * 960])[0] for clip in clips])
     assert min(len(np.unique(book)) for book in codes.T) >= 12
-    assert "held out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    best = "the running mean" if of_mean["mel"] <= judged["mel"] else "the last step"
+    assert "held out" in said and f"what ships is {best}" in said
 
 
 def kept(out: Path) -> dict[str, torch.Tensor]:
@@ -341,10 +402,10 @@ def test_the_next_command_goes_on(folder: Path, tmp_path: Path, capsys: pytest.C
     assert float(kept(tmp_path)["moment.codec.0.step"]) == 10, "no further than the total"
 
 
-def teacher(bank: Bank) -> Teacher:
+def teacher(bank: Bank, lesson: Lesson | None = None) -> Teacher:
     torch.manual_seed(0)
     learner = Learner(MelCodecNetwork(train_codec.TINY), 2, 2)
-    return Teacher(learner, bank, Lesson(2))
+    return Teacher(learner, bank, lesson or Lesson(2, mean=0.9))
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +434,7 @@ def test_what_was_kept_is_taken_up_again(bank: Bank, tmp_path: Path) -> None:
 
 
 def test_half_precision_is_enough_to_go_on_elsewhere(bank: Bank, tmp_path: Path) -> None:
-    one, other = teacher(bank), teacher(bank)
+    one, other = teacher(bank, Lesson(2)), teacher(bank, Lesson(2))
     one.lay_out()
     one.rate.fill_(1e-3)
     one.step(True)
@@ -413,6 +474,60 @@ def test_one_pass_of_the_critics_teaches_both_sides_what_two_would(bank: Bank) -
     torch.testing.assert_close(slope, due)
 
 
+def test_critics_hear_as_many_clips_as_they_are_given(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, heard = teacher(bank, Lesson(3, criticised=1)), []
+    criticise = some._criticise
+
+    def listening(true: torch.Tensor, made: torch.Tensor) -> Any:
+        heard.append((len(true), len(made)))
+        return criticise(true, made)
+
+    monkeypatch.setattr(some, "_criticise", listening)
+    some.lay_out(1)
+    some.step(True)
+    assert heard == [(1, 1)] and some.tell(1)["likeness"] > 0
+
+
+def test_a_text_is_spelled_now_and_then_and_counts_for_all_steps(bank: Bank) -> None:
+    told: dict[int, list[float]] = {1: [], 3: []}
+    for every in told:
+        spelling = teacher(bank, Lesson(2, letters_every=every))
+        spelling.lay_out(1)
+        for step in range(4):
+            torch.manual_seed(step)
+            spelling.step(False)
+            told[every].append(spelling.tell(1)["letters"])
+    assert [value > 0 for value in told[3]] == [True, False, False, True]
+    assert told[3][0] == pytest.approx(3 * told[1][0]), "the rate is 0, so that nothing has changed since"
+
+
+def test_what_ships_is_the_mean_of_the_last_steps(bank: Bank, tmp_path: Path) -> None:
+    learning = teacher(bank, Lesson(2, mean=0.5))
+    learning.lay_out(1)
+    learning.rate.fill_(1e-2)
+    name = "decoder.enter.weight"
+    mean = learning.learner.network.state_dict()[name].clone()
+    for _ in range(3):
+        learning.step(False)
+        mean = (mean + learning.learner.network.state_dict()[name]) / 2
+    raw = learning.learner.network.state_dict()[name].clone()
+    keeping.keep(tmp_path, learning, keeping.Progress("ab", 3))
+    torch.testing.assert_close(learning.learner.network.state_dict()[name], raw, rtol=0, atol=0)
+    torch.testing.assert_close(load_file(tmp_path / "codec/model.safetensors")[name], mean.half(), rtol=1e-3, atol=1e-5)
+    other = teacher(bank, Lesson(2, mean=0.5))
+    keeping.go_on(tmp_path, other)
+    torch.testing.assert_close(other.mean.means[name], mean, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(other.learner.network.state_dict()[name], raw, rtol=0, atol=0)
+    learning.mean.ships = False
+    keeping.keep(tmp_path / "raw", learning, keeping.Progress("ab", 3))
+    torch.testing.assert_close(load_file(tmp_path / "raw/codec/model.safetensors")[name], raw.half(), rtol=0, atol=0)
+    plain = teacher(bank, Lesson(2))
+    assert not plain.mean and not plain.mean.ships
+    keeping.keep(tmp_path / "plain", plain, keeping.Progress("ab"))
+    with learning.mean.instead():
+        torch.testing.assert_close(learning.learner.network.state_dict()[name], mean, rtol=1e-4, atol=1e-6)
+
+
 class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what makes the host wait for a device: values fetched, or shapes that depend on them."""
 
@@ -438,7 +553,7 @@ def test_a_step_asks_the_host_nothing(bank: Bank, with_critics: bool) -> None:
     asking.lay_out(1)
     asking.optimizers = {}
     with Asked() as asked:
-        asking._step(with_critics)
+        asking._step(Kind(with_critics, letters=True))
     assert asked.found == []
     with Asked() as asked:
         assert float(torch.ones(2)[torch.ones(2) > 0].sum())

@@ -18,9 +18,10 @@ class MelDistance(nn.Module):
         super().__init__()
         self.scales = nn.ModuleList(MelSpectrogram(sample_rate, size, size // 4, bins) for size, bins in SCALES)
 
-    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        both, apart = torch.cat([one, other]), one.new_zeros(())
+    def forward(self, true: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        apart = made.new_zeros(())
         for scale in self.scales:
-            left, right = scale(both).clamp(min=QUIETEST).log10().chunk(2)
-            apart = apart + (left - right).abs().mean()
+            with torch.no_grad():  # apart from each other: half of the way back would lead to the true sound
+                due = scale(true).clamp(min=QUIETEST).log10()
+            apart = apart + (scale(made).clamp(min=QUIETEST).log10() - due).abs().mean()
         return apart / len(self.scales)

@@ -1,6 +1,6 @@
 """What a run leaves behind, so that the next command, or another machine, goes on with it.
 
-codec/                 the codec as it ships, in half precision
+codec/                 the codec as it ships, in half precision: the running mean where that is better
 state.safetensors      all weights in full and the optimizers' moments: goes on at the same rate with other dice
 carried.safetensors    critics, reader and codebook statistics in half precision: with codec/ enough to go on elsewhere,
                        where a file of moments would be too large to take along
@@ -10,6 +10,7 @@ progress.json          steps and seconds so far, the alphabet, and the losses on
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +43,14 @@ def read_progress(out: Path) -> Progress | None:
 def keep(out: Path, teacher: Teacher, progress: Progress) -> None:
     """Every file appears whole; the count of steps comes last, so that a stop in between costs a little time only."""
     learner = teacher.learner
-    save_mel_codec(learner.network, out / "codec")
+    with teacher.mean.instead() if teacher.mean.ships else nullcontext():
+        save_mel_codec(learner.network, out / "codec")
     weights = {name: tensor.detach().contiguous() for name, tensor in learner.state_dict().items()}
     rest = {name: tensor.half() for name, tensor in weights.items() if not name.startswith("network.")}
     # The sums are the entries times the counts, and would be the largest of all.
     del rest["quantiser.sums"]
-    for name, tensors in ((STATE, weights | _moments(teacher)), (CARRIED, rest)):
+    means = {f"mean.{name}": tensor for name, tensor in teacher.mean.means.items()}
+    for name, tensors in ((STATE, weights | means | _moments(teacher)), (CARRIED, rest)):
         with replacing(out / name) as temporary:
             save_file({key: tensor.cpu() for key, tensor in tensors.items()}, temporary)
     with replacing(out / PROGRESS) as temporary:
@@ -63,7 +66,9 @@ def go_on(out: Path, teacher: Teacher) -> WentOn:
     """Take up what was kept."""
     if (out / STATE).is_file():
         tensors = load_file(out / STATE)
-        _take(teacher, {name: tensor for name, tensor in tensors.items() if not name.startswith("moment.")})
+        _take(teacher, {name: tensor for name, tensor in tensors.items() if not name.startswith(("moment.", "mean."))})
+        for name, mean in teacher.mean.means.items():
+            mean.copy_(tensors.get(f"mean.{name}", teacher.mean.followed[name]))
         for name, optimizer in teacher.optimizers.items():
             for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 kept = {part: tensors.get(f"moment.{name}.{number}.{part}") for part in MOMENTS}
@@ -76,6 +81,7 @@ def go_on(out: Path, teacher: Teacher) -> WentOn:
     tensors = {name: tensor.float() for name, tensor in (weights | load_file(out / CARRIED)).items()}
     tensors["quantiser.sums"] = tensors["network.quantiser.books"] * tensors["quantiser.counts"][..., None]
     _take(teacher, tensors)
+    teacher.mean.begin()
     return WentOn(f"weights alone, from {out / 'codec'} and {out / CARRIED}", with_moments=False)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +19,13 @@ from codec_training.critics import Critics
 from codec_training.hearing import MelDistance
 from codec_training.letters import Reader, spelling_loss
 from codec_training.quantising import LearningQuantiser
+from codec_training.running_mean import RunningMean
 from myna.models.mel_codec.network import MelCodecNetwork
 
-MEL, DISTANCE = 45.0, 0.25
-FOOLED, LIKENESS = 0.5, 1.0
-"""What each loss counts; the balance of mel, verdicts and likeness is that of the Descript codec."""
+MEL = 45.0
+"""What the distance of mel spectrograms counts, as in HiFi-GAN."""
 CLIP = 100.0
-REPORTED = ("mel", "distance", "letters", "fooled", "likeness", "critics", "norm", "critics' norm")
+REPORTED = ("mel", "distance", "left", "letters", "fooled", "likeness", "critics", "norm", "critics' norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,22 @@ class Lesson:
     clips: int
     letters: float = 1.0
     """Weight of spelling with the first codebook; 0 leaves the reader out."""
+    letters_every: int = 1
+    """Steps from one spelling to the next, which then counts for all of them: it is a long chain of small kernels."""
+    criticised: int | None = None
+    """Clips that the critics hear, of all; they take most of the time, and each clip less is that much less of it."""
     shallow: float = 0.1
     """Share of clips that must do with fewer codebooks, so that the first ones carry most."""
+    fooled: float = 0.5
+    """What the critics' verdicts count."""
+    likeness: float = 1.0
+    """What the likeness of all that they feel on the way to them counts."""
+    pull: float = 0.25
+    """How much latents are pulled to the entries of each codebook."""
+    pull_left: float = 0.0
+    """How much they are pulled to what all codebooks together make of them."""
+    mean: float = 0.0
+    """How much of the running mean of the codec's weights a step keeps; 0: there is none."""
     bf16: bool = False
 
 
@@ -51,6 +65,13 @@ class Learner(nn.Module):
         self.reader = Reader(config.latent, reader_width, letters)
         self.critics = Critics(critic_width)
         self.mel_distance = MelDistance(config.sample_rate)
+
+
+class Kind(NamedTuple):
+    """What a step may leave out."""
+
+    critics: bool
+    letters: bool
 
 
 class Teacher:
@@ -71,9 +92,11 @@ class Teacher:
 
         self.optimizers = {"codec": optimizer(self.taught), "critics": optimizer(self.judging)}
         self.told = torch.zeros(len(REPORTED), device=self.device)
+        self.mean = RunningMean(learner.network, lesson.mean)
         self.lap: Callable[[str], None] = lambda _: None
         self.records = on_card
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._steps = 0
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
     def lay_out(self, batches: int = 16) -> None:
@@ -84,6 +107,7 @@ class Teacher:
                 batch = self.bank.draw(self.lesson.clips)
                 latents.append(self.latent(batch.waves)[batch.heard])
         self.learner.quantiser.lay_out(torch.cat(latents), len(torch.cat(latents)) / batches)
+        self.mean.begin()  # a mean of entries before and after would lie nowhere
 
     def latent(self, waves: torch.Tensor) -> torch.Tensor:
         with self._half():
@@ -92,12 +116,17 @@ class Teacher:
 
     def step(self, with_critics: bool) -> None:
         """One step. On a card the first of each kind records it, and all others play it back."""
+        kind = Kind(with_critics, self._spells())
+        self._steps += 1
         if not self.records:
-            self._step(with_critics)
+            self._step(kind)
             return
-        if with_critics not in self._graphs:
-            self._record(with_critics)
-        self._graphs[with_critics].replay()
+        if kind not in self._graphs:
+            self._record(kind)
+        self._graphs[kind].replay()
+
+    def _spells(self) -> bool:
+        return bool(self.lesson.letters) and self._steps % self.lesson.letters_every == 0
 
     def tell(self, steps: int) -> dict[str, float]:
         """The means of so many steps since it was last asked. This is where the host waits for the card."""
@@ -105,22 +134,22 @@ class Teacher:
         self.told.zero_()
         return dict(zip(REPORTED, means, strict=True))
 
-    def _record(self, with_critics: bool) -> None:
+    def _record(self, kind: Kind) -> None:
         """Some plain steps first, in which libraries choose their kernels and optimizers make room for their state."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(3):
-                self._step(with_critics)
+                self._step(kind)
         torch.cuda.current_stream().wait_stream(aside)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._step(with_critics)
-        self._graphs[with_critics] = graph
+            self._step(kind)
+        self._graphs[kind] = graph
 
-    def _step(self, with_critics: bool) -> None:
+    def _step(self, kind: Kind) -> None:
         learner, lesson = self.learner, self.lesson
         batch = self.bank.draw(lesson.clips)
         self.lap("draw")
@@ -128,7 +157,7 @@ class Teacher:
         self.lap("encode")
         quantised = learner.quantiser(latent, batch.heard, self._depths())
         self.lap("quantise")
-        letters = self._letters(quantised.first, batch)
+        letters = self._letters(quantised.first, batch) if kind.letters else latent.new_zeros(())
         self.lap("letters")
         true, latent = self._window(batch, quantised.latent)
         with self._half():
@@ -136,20 +165,24 @@ class Teacher:
         self.lap("decode")
         mel = learner.mel_distance(true, made)
         self.lap("mel distance")
-        loss = MEL * mel + DISTANCE * quantised.distance + lesson.letters * letters
-        reported = {"mel": mel, "distance": quantised.distance, "letters": letters}
-        if with_critics:
-            slope, heard = self._criticise(true, made)
+        loss = MEL * mel + lesson.letters * letters
+        loss = loss + lesson.pull * quantised.distance + lesson.pull_left * quantised.left
+        reported = {"mel": mel, "distance": quantised.distance, "left": quantised.left, "letters": letters}
+        if kind.critics:
+            # The first clips are as good as any: all are drawn by dice.
+            some = made[: lesson.criticised]
+            slope, heard = self._criticise(true[: lesson.criticised], some)
             reported |= heard
-            torch.autograd.backward([loss, made], [None, slope])
+            torch.autograd.backward([loss, some], [None, slope])
         else:
             loss.backward()
         self.lap("backward")
         reported["norm"] = nn.utils.clip_grad_norm_(self.taught, CLIP)
         for name, optimizer in self.optimizers.items():
-            if name == "codec" or with_critics:
+            if name == "codec" or kind.critics:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+        self.mean.follow()
         self.lap("move weights")
         zero = self.told.new_zeros(())
         self.told += torch.stack([reported.get(name, zero).detach().float() for name in REPORTED])
@@ -166,16 +199,15 @@ class Teacher:
             parameter.grad = slope
         norm = nn.utils.clip_grad_norm_(self.judging, CLIP)
         self.lap("critics learn")
-        (slope,) = torch.autograd.grad(FOOLED * verdicts.fooled + LIKENESS * verdicts.likeness, apart)
+        blame = self.lesson.fooled * verdicts.fooled + self.lesson.likeness * verdicts.likeness
+        (slope,) = torch.autograd.grad(blame, apart)
         self.lap("critics teach")
         return slope, {**verdicts._asdict(), "critics' norm": norm}
 
     def _letters(self, first: torch.Tensor, batch: Batch) -> torch.Tensor:
-        if not self.lesson.letters:
-            return first.new_zeros(())
         with self._half():
             scores = self.learner.reader(first)
-        return spelling_loss(scores, batch.letters, batch.counts)
+        return self.lesson.letters_every * spelling_loss(scores, batch.letters, batch.counts)
 
     def _depths(self) -> torch.Tensor:
         """How many codebooks each clip may use."""

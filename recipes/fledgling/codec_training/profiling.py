@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import torch
 
-from codec_training.learner import Teacher
+from codec_training.learner import Kind, Teacher
 
 STEPS = 10
+EVERYTHING = Kind(critics=True, letters=True)
 
 
 def profile(teacher: Teacher) -> None:
@@ -32,7 +33,7 @@ def profile(teacher: Teacher) -> None:
             teacher.lap = lap
         _wait(teacher.device)
         began = time.perf_counter()
-        teacher._step(True)
+        teacher._step(EVERYTHING)
     teacher.lap = lambda _: None
     whole = sum(spent.values())
     print(f"one step in parts, {1000 * whole / STEPS:.1f} ms")
@@ -51,7 +52,8 @@ def profile(teacher: Teacher) -> None:
 
 def _rate(teacher: Teacher, critics: bool) -> float:
     steps = 5 * STEPS if teacher.records else STEPS
-    teacher.step(critics)
+    for _ in range(teacher.lesson.letters_every):  # every kind of step is recorded when it is first taken
+        teacher.step(critics)
     _wait(teacher.device)
     began = time.perf_counter()
     for _ in range(steps):
@@ -63,7 +65,7 @@ def _rate(teacher: Teacher, critics: bool) -> float:
 def _kernels(teacher: Teacher) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(3):
-            teacher._step(True)
+            teacher._step(EVERYTHING)
         _wait(teacher.device)
     print(found.key_averages().table(sort_by="self_device_time_total", row_limit=30, max_name_column_width=90))
 

@@ -25,7 +25,9 @@ class Quantised(NamedTuple):
     first: torch.Tensor
     """What the first codebook alone says."""
     distance: torch.Tensor
-    """How far latents lie from their entries: pulls the encoder to what can be written down."""
+    """How far latents lie from their entries: pulls the encoder to what can be written down. All codebooks added up."""
+    left: torch.Tensor
+    """The same for what the last codebook leaves over. The first ones do not pull at what later ones are there for."""
     codes: torch.Tensor
     """(clips, frames, codebooks)."""
 
@@ -87,6 +89,7 @@ class LearningQuantiser(nn.Module):
             latent + (total - latent).detach(),
             latent + (first - latent).detach(),
             distance,
+            ((latent - total.detach()).square().mean(-1) * weight).sum() / weight.sum().clamp(min=1),
             torch.stack(codes, -1),
         )
 

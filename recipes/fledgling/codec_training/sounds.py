@@ -37,12 +37,17 @@ JUDGED = 24
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A clip that is still encoded: the bytes of a FLAC, Opus or WAV file."""
+    """A clip that is still encoded: the bytes of a FLAC, Opus or WAV file, or where they lie."""
 
     id: str
     speaker: str
     text: str
-    data: bytes
+    sound: bytes | Path
+
+    @property
+    def data(self) -> bytes:
+        """Read when it is asked for: most files of a large source are never looked at."""
+        return self.sound if isinstance(self.sound, bytes) else self.sound.read_bytes()
 
     @property
     def is_held_out(self) -> bool:
@@ -70,7 +75,7 @@ def recordings(source: Path) -> Iterator[Recording]:
                     f"{manifest}: {utterance.id} is a span of a longer recording",
                     hint="cut the recordings into files first; the codec is trained on whole clips",
                 )
-            yield Recording(utterance.id, utterance.speaker, utterance.text, utterance.audio.read_bytes())
+            yield Recording(utterance.id, utterance.speaker, utterance.text, utterance.audio)
 
 
 def _parquet(path: Path) -> Iterator[Recording]:
@@ -100,12 +105,13 @@ def gather(source: Path, out: Path, limit: int | None) -> int:
 
 
 def _as_opus(recording: Recording) -> Recording:
-    if sniff_suffix(recording.data) == ".opus":
-        return recording
-    samples, rate = soundfile.read(io.BytesIO(recording.data), dtype="float32")
+    data = recording.data
+    if sniff_suffix(data) == ".opus":
+        return replace(recording, sound=data)
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
     packed = io.BytesIO()
     soundfile.write(packed, samples, rate, format="OGG", subtype="OPUS")
-    return replace(recording, data=packed.getvalue())
+    return replace(recording, sound=packed.getvalue())
 
 
 def _gathered(path: Path) -> Iterator[Recording]:
@@ -125,6 +131,15 @@ def decode(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(mono, dtype=np.float32)
 
 
+def as_pcm(data: bytes, sample_rate: int) -> Pcm:
+    """The same in 16 bits. Our own corpora are kept so, and nothing of theirs is computed."""
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+        if (file.subtype, file.channels, file.samplerate) == ("PCM_16", 1, sample_rate):
+            plain: Pcm = file.read(dtype="int16")
+            return plain
+    return np.round(decode(data, sample_rate).clip(-1, 1) * 32767).astype(np.int16)
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     speaker: str
@@ -133,11 +148,10 @@ class Clip:
 
 
 def decoded(found: Sequence[Recording], sample_rate: int) -> list[Clip]:
-    """All of them, on all cores; the decoders let go of the interpreter while they work."""
+    """All of them, on all cores; files and decoders let go of the interpreter while they work."""
 
     def one(recording: Recording) -> Clip:
-        samples = decode(recording.data, sample_rate)
-        return Clip(recording.speaker, recording.text, np.round(samples.clip(-1, 1) * 32767).astype(np.int16))
+        return Clip(recording.speaker, recording.text, as_pcm(recording.data, sample_rate))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(one, found))
@@ -153,9 +167,11 @@ def hours(clips: Sequence[Clip], sample_rate: int) -> float:
 
 
 def split(source: Path, limit: int | None) -> tuple[list[Recording], list[Recording]]:
-    """The recordings to learn from, so many at most, and some of held-out speakers."""
+    """The recordings to learn from, so many at most and of all speakers, and some of held-out speakers."""
     found = list(recordings(source))
-    learned = [one for one in found if not one.is_held_out][:limit]
+    learned = [one for one in found if not one.is_held_out]
+    if limit is not None and limit < len(learned):
+        learned = [learned[place * len(learned) // limit] for place in range(limit)]
     if not learned:
         raise DataError(f"{source} holds nothing to learn from", hint="add clips of speakers that are not held out")
     return learned, turn_by_turn([one for one in found if one.is_held_out], JUDGED)

@@ -1,0 +1,64 @@
+"""How many seconds each training may take, so that all of them together end in time.
+
+python recipes/fledgling/plan_seconds.py codec --budget 1400 --gone 260
+
+What comes before a stage has taken what it has taken; what comes after it keeps its due. The language model gets at
+least two fifths of the whole, and whatever nobody needed. Prints whole seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+Stage = Literal["sounds", "codec", "learn", "natural"]
+
+SPEAKING = 0.40
+"""The share of the whole that the language model must have, both trainings together."""
+OF_SOUNDS = 0.12
+"""The share in which natural speech is made."""
+FIRST = 0.72
+"""What the first of the language model's trainings takes of the time of both."""
+AROUND: dict[str, int] = {
+    "before sounds": 15,
+    "sounds": 40,
+    "codec": 35,
+    "encode": 50,
+    "trial": 45,
+    "learn": 35,
+    "natural": 25,
+    "ship": 15,
+}
+"""Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the run of
+2026-11-15 on an H200 with 16 cores."""
+LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "learn": 30, "natural": 15}
+"""Below this a stage is not worth its start; a plan that is that late takes a little more than it was given."""
+
+
+def seconds_for(stage: Stage, budget: float, gone: float) -> int:
+    left = budget - gone
+    after_codec = sum(AROUND[name] for name in ("encode", "trial", "learn", "natural", "ship"))
+    match stage:
+        case "sounds":
+            free = left - AROUND["sounds"] - LEAST["codec"] - AROUND["codec"] - after_codec - SPEAKING * budget
+            wanted = min(OF_SOUNDS * budget, free)
+        case "codec":
+            wanted = left - AROUND["codec"] - after_codec - SPEAKING * budget
+        case "learn":
+            wanted = FIRST * (left - AROUND["learn"] - AROUND["natural"] - AROUND["ship"])
+        case "natural":
+            wanted = left - AROUND["natural"] - AROUND["ship"]
+    return max(LEAST[stage], int(wanted))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=LEAST)
+    parser.add_argument("--budget", type=float, required=True, help="seconds of everything, from the first stage on")
+    parser.add_argument("--gone", type=float, required=True, help="seconds of it that are over")
+    given = parser.parse_args()
+    print(seconds_for(given.stage, given.budget, given.gone))
+
+
+if __name__ == "__main__":
+    main()
