@@ -22,7 +22,7 @@ app = typer.Typer(
     help="""Teach a speech language model a voice: recordings in, speech out.
 
     The way through:  **prepare** turns recordings into codes,  **train** turns codes into a LoRA,
-    **speak** turns text into sound.  `myna demo` walks it end to end on a tiny model.""",
+    **speak** turns text into sound.  `myna demo` walks it end to end.""",
 )
 model_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints and convert them.")
 app.add_typer(model_app, name="model")
@@ -91,6 +91,25 @@ def prepare(
 
 
 @app.command()
+def split(
+    data: Annotated[Path, typer.Argument(help="A folder made by `myna prepare`.")],
+    speakers: Annotated[
+        int, typer.Option("--speakers", min=0, help="Speakers to hold out, for voices never heard.")
+    ] = 0,
+    texts: Annotated[int, typer.Option("--texts", min=0, help="Texts to hold out, for voices that are known.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Another seed, another choice.")] = 0,
+) -> None:
+    """Keep some speakers and texts to judge by. Made once: DATA/parts holds a prepared folder for each part."""
+    from myna.data.split import PARTS
+    from myna.data.split import split as run_split
+
+    made = run_split(data, speakers=speakers, texts=texts, seed=seed)
+    for part in PARTS:
+        if ids := made.ids(part):
+            console.print(f"{data / 'parts' / part}: {len(ids)} utterances", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def render(
     data: Annotated[Path, typer.Argument(help="A folder made by `myna prepare`.")],
     model: ModelOption,
@@ -132,6 +151,7 @@ def train(
 ) -> None:
     """Train what a recipe says, into a run folder. Every setting can be changed with --set train.steps=100."""
     from myna.errors import ConfigError
+    from myna.workflow import how_to_try
     from myna.workflow import resume as go_on
     from myna.workflow import train as run_training
 
@@ -144,9 +164,7 @@ def train(
     run = run_training(recipe, out, settings, gpus, dry_run) if recipe is not None else run
     if run is None or not run.is_finished:
         return
-    console.print(
-        f'\nHear it:  myna speak "your words" --run {run.folder} --voice REF.wav --voice-text "..." -o out.wav'
-    )
+    console.print(f"\n{how_to_try(run)}")
 
 
 @app.command()
@@ -203,11 +221,113 @@ def speak(
 
 
 @app.command()
-def demo(out: OutOption = Path("demo")) -> None:
-    """The whole way on a tiny model: recordings, codes, a LoRA, speech before and after."""
-    from myna.demo import run_demo
+def listen(
+    what: Annotated[list[Path], typer.Argument(help="Recordings, or one folder made by `myna prepare` with answers.")],
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder of a model that was taught to answer.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
+    ask: Annotated[str | None, typer.Option("--ask", help="What to ask; by default to rate the pronunciation.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file for the answers to a folder.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where a runaway is cut.")] = 512,
+    device: DeviceOption = "auto",
+) -> None:
+    """Have a model that listens answer: print what it says of recordings, or compare its answers with a folder's."""
+    from myna.data.assessment import QUESTION
+    from myna.data.corpus import PREPARED, Corpus
+    from myna.errors import SpeakError
+    from myna.workflow import judge_answers, open_listener
+    from myna.workflow import listen as run_listen
 
-    run_demo(out, console)
+    folder = what[0] if (what[0] / PREPARED).is_file() else None
+    if folder is not None and (len(what) > 1 or out is None or ask is not None):
+        raise SpeakError(
+            f"{folder} is a prepared folder, which comes alone, with questions of its own and an --out",
+            hint=f"myna listen {folder} --run RUN --out answers.jsonl",
+        )
+    listener = open_listener(run=run, model=model, device=device)
+    if folder is None or out is None:
+        clips = [listener.recording(path, ask if ask is not None else QUESTION) for path in what]
+        for clip, said in zip(clips, listener.answer(clips, max_tokens), strict=True):
+            console.print(f"{clip.id}: {said.text}", markup=False, highlight=False, soft_wrap=True)
+        return
+    corpus = Corpus.open(folder)
+    rows = run_listen(listener, corpus, out, max_tokens)
+    if table := judge_answers(corpus, rows):
+        console.print(table)
+    right = sum(row["answer"] == row["due"] for row in rows)
+    console.print(f"{out}: {right} of {len(rows)} answers are as they were due, letter for letter")
+
+
+@app.command()
+def evaluate(
+    subject: Annotated[str, typer.Argument(help="A run folder, or the hub name or folder of a model.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prepared folder; a run's own held-out one by default.")
+    ] = None,
+    lines: Annotated[
+        Path | None, typer.Option("--lines", help="Text file, a sentence a line; or a list as of seed-tts-eval.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option("--against", help="Another run or model, or NAME=IT; repeatable.")
+    ] = None,
+    recogniser: Annotated[
+        str | None, typer.Option("--recogniser", help="Folder or name of a Whisper (base), to count wrong words with.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder; RUN/evaluation or evaluations/NAME by default.")
+    ] = None,
+    language: LanguageOption = "",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Judge so many lines; speakers take turns.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same lines, same speech.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Lines spoken at once.")] = 16,
+    device: DeviceOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print evaluation.json.")] = False,
+) -> None:
+    """Judge by ear: words, voice, quality and stopping, beside the real recordings and the untuned base.
+
+    Run again after a stop, or with another recogniser: only what is missing is done."""
+    from myna.evaluation import Asked, folder_of, show_summary
+    from myna.evaluation import evaluate as run_evaluation
+
+    asked = Asked(subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device)
+    summary = run_evaluation(asked, complaints)
+    if as_json:
+        print(json.dumps(summary.to_json(), indent=2, ensure_ascii=False))
+    else:
+        show_summary(summary, folder_of(asked), console)
+
+
+@app.command()
+def demo(
+    out: OutOption = Path("demo"),
+    voice: Annotated[
+        str | None, typer.Option("--voice", help="Your recordings, in any layout `prepare` reads; at least 8 clips.")
+    ] = None,
+    format: FormatOption = None,
+    language: LanguageOption = "",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Hub name or folder of the model; fledgling by default.")
+    ] = None,
+    recogniser: Annotated[
+        str | None, typer.Option("--recogniser", help="Folder or name of a Whisper (base), to count wrong words with.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same demo.")] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the recipe, e.g. train.steps=30; repeatable.")
+    ] = None,
+) -> None:
+    """A voice before and after: recordings, codes, speech, a LoRA, speech again, and a page to compare them."""
+    from myna.demo.birds import run_birds
+    from myna.demo.way import MODEL, Asked, run_demo
+    from myna.models import is_shipped
+
+    if model is None and voice is None and not is_shipped(MODEL):
+        console.print(f"The weights of {MODEL} are not in this copy of Myna: two whistling birds show the way instead.")
+        run_birds(out, console)
+    else:
+        asked = Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ()))
+        run_demo(asked, console)
 
 
 @model_app.command()
@@ -276,12 +396,17 @@ def extract(
 
 
 @model_app.command()
-def tiny(out: OutOption, seed: Annotated[int, typer.Option("--seed", help="Of the weights.")] = 0) -> None:
+def tiny(
+    out: OutOption,
+    seed: Annotated[int, typer.Option("--seed", help="Of the weights.")] = 0,
+    listens: Annotated[bool, typer.Option("--listens", help="One that listens and answers in words.")] = False,
+) -> None:
     """Write a tiny random checkpoint of the real classes, to try everything on."""
     from myna.models import save_tiny
 
-    save_tiny(out, seed=seed)
-    console.print(f"{out}: a tiny random model with its codec; it has to be trained before it can speak")
+    save_tiny(out, seed=seed, listens=listens)
+    can = "answer" if listens else "speak"
+    console.print(f"{out}: a tiny random model with its codec; it has to be trained before it can {can}")
 
 
 @app.command()

@@ -1,0 +1,147 @@
+"""Held out is held out: by speaker, by text, by sound; made once, and kept when the corpus grows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myna.data.corpus import Corpus
+from myna.data.split import PARTS, SPEAKERS, TEXTS, TRAIN, Split, check_leaks, choose, plain, split
+from myna.data.utterance import Span, Utterance
+from myna.errors import DataError
+from tests.data.corpora import prepared, said
+
+names = st.sampled_from(["anna", "bela", "clara", "dora", "emil", ""])
+words = st.sampled_from(["Good day.", "good day", "Yes!", "No.", "What now?", "So be it.", "Why?", "Who?", ""])
+spans = st.one_of(st.none(), st.tuples(st.integers(0, 9), st.integers(1, 3)).map(lambda s: Span(s[0], s[0] + s[1])))
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> list[Utterance]:
+    rows = draw(st.lists(st.tuples(names, words, st.integers(0, 4), st.integers(0, 1), spans), min_size=1, max_size=25))
+    return [
+        Utterance(f"u{number}", Path(f"{sound}.{copy}"), text, speaker, span=span)
+        for number, (speaker, text, sound, copy, span) in enumerate(rows)
+    ]
+
+
+def key(utterance: Utterance) -> str:
+    """Files that differ in their ending alone are copies."""
+    return f"{utterance.audio.stem}/{utterance.span}"
+
+
+@given(corpora(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
+def test_no_choice_leaks(utterances: list[Utterance], speakers: int, texts: int, seed: int) -> None:
+    try:
+        made = choose(utterances, key, speakers=speakers, texts=texts, seed=seed)
+    except DataError:
+        return  # too few to hold so many out
+    check_leaks(made, utterances, key)
+    for one in utterances:
+        for other in utterances:
+            if one.audio == other.audio and made.part_of[one.id] != made.part_of[other.id]:
+                a, b = one.span or Span(0, None), other.span or Span(0, None)
+                assert (a.end or 99) <= b.start or (b.end or 99) <= a.start, "parts of one recording that overlap"
+    backwards = choose(utterances[::-1], key, speakers=speakers, texts=texts, seed=seed)
+    assert backwards.part_of == made.part_of, "the order of the source does not matter"
+    grown = [*utterances, Utterance("new", Path("new.wav"), "Something else.", "zoe")]
+    later = choose(grown, key, speakers=speakers, texts=texts, seed=seed, known=made)
+    assert later.part_of == {**made.part_of, "new": TRAIN}
+
+
+def test_spans_that_share_a_second_stay_together() -> None:
+    """Three in a row, the first of which reaches over the second into the third."""
+    spans = {"a": Span(0, 9), "b": Span(2, 3), "c": Span(8, 12), "d": Span(12, 20)}
+    clips = [Utterance(id, Path("tape.wav"), f"words of {id}", "anna", span=span) for id, span in spans.items()]
+    parts = [choose(clips, key, speakers=0, texts=1, seed=seed).part_of for seed in range(8)]
+    assert all(part["a"] == part["b"] == part["c"] != part["d"] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"speaker": "anna"}, "anna is held out with a, and is learned from as well"),
+        ({"audio": Path("a.wav")}, "one sound, in train and in held_out_speakers"),
+        ({"speaker": "clara", "text": "GOOD day"}, "the words of c are learned with b"),
+    ],
+)
+def test_a_leak_is_told(changed: dict[str, object], told: str) -> None:
+    clean = [
+        Utterance("a", Path("a.wav"), "Yes.", "anna"),
+        Utterance("b", Path("b.wav"), "No.", "bela"),
+        Utterance("c", Path("c.wav"), "Good day!", "bela"),
+    ]
+    made = Split(0, 1, 1, {"a": SPEAKERS, "b": TRAIN, "c": TEXTS})
+    check_leaks(made, clean, key)
+    leaking = [clean[0], replace(clean[1], **changed), clean[2]]  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=told):
+        check_leaks(made, leaking, key)
+    with pytest.raises(DataError, match="d is in no part"):
+        check_leaks(made, [*clean, replace(clean[0], id="d")], key)
+
+
+def test_what_was_learned_from_cannot_be_held_out_later() -> None:
+    """A clip that comes later and is the sound of both a held-out speaker and a learned one makes them one person."""
+    clips = [
+        Utterance(f"{who}{n}", Path(f"{who}{n}.wav"), f"{who} {n}", who) for who in ("anna", "bela") for n in "123"
+    ]
+    made = choose(clips, key, speakers=1, texts=0, seed=0)
+    held, learned = made.ids(SPEAKERS)[0], made.ids(TRAIN)[0]
+    named = {clip.id: clip for clip in clips}
+    twin = replace(named[held], id="twin", speaker=named[learned].speaker)
+    with pytest.raises(DataError, match="was learned from and would now be held out"):
+        choose([*clips, twin], key, speakers=1, texts=0, seed=0, known=made)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    clips = [
+        said(tmp_path, f"{speaker}-{number}", speaker, text=f"Line {number} it is.")
+        for speaker in ("anna", "bela", "clara", "dora")
+        for number in range(5)
+    ]
+    clips[0] = replace(clips[0], extras={"references": ["anna-1"]})
+    prepared(tmp_path, clips)
+    return tmp_path
+
+
+def test_parts_are_prepared_folders_with_the_same_codes(folder: Path) -> None:
+    made = split(folder, speakers=1, texts=2)
+    whole, parts = Corpus.open(folder), {part: Corpus.open(folder / "parts" / part) for part in PARTS}
+    assert {part: len(corpus.utterances) for part, corpus in parts.items()} == {TRAIN: 9, TEXTS: 6, SPEAKERS: 5}
+    assert len({utterance.speaker for utterance in parts[SPEAKERS].utterances}) == 1
+    learned = {plain(utterance.text) for utterance in parts[TRAIN].utterances}
+    assert not learned & {plain(utterance.text) for utterance in parts[TEXTS].utterances}
+    for part, corpus in parts.items():
+        assert [utterance.id for utterance in corpus.utterances] == made.ids(part)
+        for utterance in corpus.utterances:
+            assert utterance.audio.is_file()
+            assert (corpus.codes(utterance) == whole.codes(whole.by_id(utterance.id, wanted_by="a test"))).all()
+            assert set(utterance.references or ()) <= set(made.ids(part))
+    shard = next(whole.store.home.glob("[0-9]*.arrow"))
+    assert shard.samefile(parts[TRAIN].store.home / shard.name), "linked, not copied"
+
+
+def test_it_is_made_once(folder: Path) -> None:
+    made = split(folder, speakers=1, texts=1)
+    stored = json.loads((folder / "split.json").read_text(encoding="utf-8"))
+    assert stored["part_of"] == made.part_of and Split.read(folder) == made
+    assert split(folder, speakers=1, texts=1) == made
+    with pytest.raises(DataError, match="was split before, with 1 speakers and 1 texts"):
+        split(folder, speakers=2, texts=1)
+    (folder / "split.json").write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        split(folder, speakers=1, texts=1)
+
+
+def test_too_much_cannot_be_held_out(folder: Path) -> None:
+    with pytest.raises(DataError, match="4 speakers cannot be held out of 4"):
+        split(folder, speakers=4, texts=0)
+    with pytest.raises(DataError, match="5 texts cannot be held out of 5"):
+        split(folder, speakers=0, texts=5)
+    assert Split.read(folder) is None
