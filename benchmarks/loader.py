@@ -5,8 +5,9 @@ python benchmarks/loader.py --out FOLDER --sizes 1000 10000         a look at th
 
 Prepared folders are drawn, of clips as long as speech is (log-normal, 9.7 s on average, 1 to 30 s), a hundred of each
 speaker, with codes of the true size in shards as `myna prepare` cuts them: a million utterances take 4.3 GB of disk,
-which are given back. Each size is opened and read by a process of its own, with nothing but the CPU. Writes loader.json
-and loader.svg.
+which are given back. Each size is opened and read by a process of its own, with nothing but the CPU: with threads, as a
+training on the CPU reads it, and with processes, as one on a card does. What counts is how much of its own time a
+training loses to its data, since Python has one lock for both. Writes loader.json and loader.svg.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from transformers import PreTrainedTokenizerFast
 from myna.config import Recipe, parse_recipe
 from myna.data.codes import FORMAT, INDEX
 from myna.data.corpus import Prepared
-from myna.data.loader import Share
+from myna.data.loader import Share, hire
 from myna.data.pack import first_fit_decreasing
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.family import HiggsV2
@@ -47,7 +49,8 @@ from myna.train.memory import longest_pass
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 ROW_TOKENS, ROWS_PER_STEP = 16_384, 4
 BUDGETS = (2_048, 4_096, 8_192, 16_384, 32_768)
-READING_SECONDS = 15.0
+BEFORE_READING, READING_SECONDS = 6, 15.0
+"""Steps until all workers are awake, and seconds of what is measured."""
 CARD_EATS = 60_000
 """Tokens a second that an H200 learns from."""
 MEAN_SECONDS, SPREAD, SHORTEST, LONGEST = 9.7, 0.55, 1.0, 30.0
@@ -189,6 +192,9 @@ def measure(folder: Path) -> dict[str, Any]:
     rows, size = loader.rows_in_first_epoch(), len(loader.corpus.table)
     references = loader.pairing.draw(loader.pairing.targets.rows, epoch=0)
     lengths = loader.lengths.of(loader.pairing.targets.rows, references)
+    by_threads = read(loader)
+    with closing(hire([loader], recipe.data.workers)):
+        by_processes = read(loader)
     return {
         "utterances": size,
         "hours": loader.pairing.hours,
@@ -197,7 +203,8 @@ def measure(folder: Path) -> dict[str, Any]:
         "open_microseconds_per_utterance": 1e6 * seconds / size,
         "resting_mb": resting,
         "peak_mb": opened,
-        **read(loader),
+        **by_threads,
+        "by_processes": by_processes,
         "rows_in_epoch": rows,
         "tokens_per_sequence": float(lengths.mean()),
         "fill": float(lengths.sum() / (rows * ROW_TOKENS)),
@@ -206,9 +213,11 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def read(loader: Any) -> dict[str, float]:
-    """Steps one after another, for a while, by someone who has nothing else to do."""
+    """Steps one after another, for a while, by someone who has nothing else to do. Seconds of the processor are this
+    process's own."""
     steps = loader.steps(ROWS_PER_STEP, 1, Share())
-    next(steps)
+    for _ in range(BEFORE_READING):
+        next(steps)
     tokens = count = 0
     began, busy = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < READING_SECONDS:
@@ -221,6 +230,7 @@ def read(loader: Any) -> dict[str, float]:
         "rows_per_second": count * ROWS_PER_STEP / seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / busy,
+        "cpu_seconds_per_million_tokens": 1e6 * busy / tokens,
         "reading_peak_mb": peak_mb(),
     }
 
@@ -246,14 +256,15 @@ def in_process_of_its_own(what: str, folder: Path) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| utterances | hours | open s (CPU) | per utterance | peak MB (at rest) | s/step | rows/s "
-        "| tokens/s (per CPU s) | fill |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| tokens/s (per CPU s) | CPU s per million tokens (with processes) | fill |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['utterances']:,} | {row['hours']:,.1f} | {row['open_seconds']:.2f} ({row['open_cpu_seconds']:.2f}) "
         f"| {row['open_microseconds_per_utterance']:,.1f} µs | {row['peak_mb']:,.0f} ({row['resting_mb']:,.0f}) "
         f"| {row['seconds_per_step']:.3f} | {row['rows_per_second']:.1f} | {row['tokens_per_second']:,.0f} "
-        f"({row['tokens_per_cpu_second']:,.0f}) | {row['fill']:.1%} |"
+        f"({row['tokens_per_cpu_second']:,.0f}) | {row['cpu_seconds_per_million_tokens']:.2f} "
+        f"({row['by_processes']['cpu_seconds_per_million_tokens']:.3f}) | {row['fill']:.1%} |"
         for row in rows
     ]
     return "\n".join(lines)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from myna.cli import app
 from myna.data.codec import Codes
 from myna.data.corpus import Corpus
-from myna.demo import BIRDS, LINES, REFERENCE, match, recipe, record
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny_codec
+from tests.birds import BIRDS, LINES, REFERENCE, match, recipe, record
 
 
 def myna(*words: object) -> str:

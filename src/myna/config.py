@@ -74,7 +74,8 @@ class DataSettings(Settings):
     pack: bool = True
     """Several utterances to a row; false gives every utterance a row of its own."""
     workers: Annotated[int, Field(ge=0)] = 2
-    """Threads that render ahead of the training; the data does not depend on it."""
+    """Who makes batches ahead of the training: so many processes where a card learns, threads elsewhere. 0 leaves it to
+    the training itself. The data does not depend on it."""
     window: Count = 4096
     """Utterances packed together at a time: more fill the rows better."""
 

@@ -4,6 +4,9 @@ Every message names the file, line or setting at fault, and every error carries 
 The command line prints both without a traceback; anything that is not a `MynaError` is a bug of ours.
 """
 
+from functools import partial
+from typing import Any
+
 
 class MynaError(Exception):
     """Something the user can act on. `hint` says how and is never empty."""
@@ -12,6 +15,10 @@ class MynaError(Exception):
         super().__init__(f"{what}\n  → {hint}")
         self.what = what
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes. As an exception does it by itself, the hint would be lost.
+        return partial(type(self), hint=self.hint), (self.what,)
 
 
 class ConfigError(MynaError):

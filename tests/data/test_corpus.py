@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,39 @@ def test_a_folder_that_cannot_be_written_opens_and_says_what_that_costs(
     assert list(corpus.utterances) == clips(folder) and not table_of(folder).exists()
     [note] = corpus.notes
     assert "line by line every time" in note and "read-only" in note
+
+
+def test_a_corpus_travels_to_workers(folder: Path) -> None:
+    def same(there: Corpus, here: Corpus) -> bool:
+        whole = list(there.utterances) == list(here.utterances) == clips(folder)
+        codes = (np.array_equal(there.codes(each), here.codes(each)) for each in here.utterances)
+        return whole and all(codes) and there.table.identity == here.table.identity
+
+    corpus = Corpus.open(folder)
+    assert corpus.row(corpus.utterances[0].id) == 0, "which leaves something behind that need not be sent"
+    sent = pickle.dumps(corpus)
+    assert len(sent) < 2000 and same(pickle.loads(sent), corpus)
+
+    path, written = table_of(folder), table_of(folder).read_bytes()
+    path.unlink()
+    with pytest.raises(DataError, match=r"utterances\.arrow was changed or removed"):
+        pickle.loads(sent)
+    path.write_bytes(written)
+    manifest = folder / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace("text of", "words of", 1))
+    Corpus.open(folder)
+    with pytest.raises(DataError, match="was changed or removed"):
+        pickle.loads(sent)
+
+
+def test_a_corpus_that_could_not_be_written_down_is_sent_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise DataError("cannot write codes into there: read-only", hint="make room")
+
+    table_of(folder).unlink()
+    monkeypatch.setattr("myna.data.table.publish", refuse)
+    there = pickle.loads(pickle.dumps(Corpus.open(folder)))
+    assert list(there.utterances) == clips(folder) and not table_of(folder).exists()
 
 
 def test_audio_is_not_needed_and_codes_that_changed_are_noticed(folder: Path) -> None:

@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from myna.config import DataSettings
@@ -51,6 +53,9 @@ class Characters:
 
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
         return [len(text) for text in texts.values()]
+
+    def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        return frames
 
     def length(self, conversation: Conversation) -> int:
         return len(render(conversation))

@@ -1,4 +1,4 @@
-"""Threads that render ahead: they change nothing but the time it takes, and they go when they are no longer needed."""
+"""Threads and processes that render ahead: they change nothing but the time, and go when they are no longer needed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ import pytest
 from myna.config import DataSettings
 from myna.data.conversation import Conversation
 from myna.data.corpus import Corpus
-from myna.data.loader import STEPS_AHEAD, Loader, Share
+from myna.data.loader import STEPS_AHEAD, Loader, Share, hire
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
-from tests.data.test_loader import Characters, Line, render
+from tests.data.test_loader import Characters, Line, load, render
 
 Lines = list[Line]
 
@@ -85,6 +87,20 @@ def test_steps_are_ready_before_they_are_asked_for(corpus: Corpus) -> None:
     steps.close()
 
 
+@pytest.mark.parametrize(("workers", "passes", "ahead"), [(5, 2, 3), (4, 1, 4), (1, 1, STEPS_AHEAD)])
+def test_all_workers_have_something_to_do(corpus: Corpus, workers: int, passes: int, ahead: int) -> None:
+    """A pass is one worker's, so that few passes to a step take more steps ahead."""
+    kitchen = Kitchen()
+    steps = kitchen.loader(corpus, workers=workers).steps(passes, 1, Share())
+    next(steps)
+    deadline = time.monotonic() + 10
+    while kitchen.collated < passes * (1 + ahead) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert kitchen.collated == passes * (1 + ahead)
+    steps.close()
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int) -> None:
     kitchen = Kitchen()
@@ -114,6 +130,63 @@ def test_no_thread_is_left(corpus: Corpus, end: str) -> None:
     else:
         list(iterator)
     assert ours() == []
+
+
+# In processes
+
+
+def refuse_number_7(conversation: Conversation) -> Line:
+    if conversation.id == "7":
+        raise DataError("7 is bad", hint="remove it")
+    return render(conversation)
+
+
+def render_otherwise(conversation: Conversation) -> Line:
+    return replace(render(conversation), id=f"other {conversation.id}")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_processes_make_the_same_batches(corpus: Corpus, workers: int) -> None:
+    inline, loader = (load(corpus, workers=number) for number in (0, workers))
+    other, evaluation = (load(corpus, render=render_otherwise, workers=number) for number in (0, workers))
+    with closing(hire([loader, evaluation], workers)):
+        steps = loader.steps(4, 2, Share(), start=9)
+        expected = inline.steps(4, 2, Share(), start=9)
+        assert list(islice(steps, 6)) == list(islice(expected, 6))
+        assert list(evaluation.once(3, Share())) == list(other.once(3, Share())), "while the others wait"
+        assert list(islice(steps, 6)) == list(islice(expected, 6))
+        steps.close()
+    assert ours() == []
+
+
+def test_an_error_in_a_process_comes_with_the_step_it_belongs_to(corpus: Corpus) -> None:
+    order = [batch[0].id for [batch] in islice(load(corpus, workers=0, pack=False).steps(1, 1, Share()), 50)]
+    loader, seen = load(corpus, render=refuse_number_7, workers=2, pack=False), []
+    with closing(hire([loader], 2)), pytest.raises(DataError, match=r"^7 is bad") as caught:
+        for [batch] in loader.steps(1, 1, Share()):
+            seen.append(batch[0].id)
+    assert seen == order[: order.index("7")] and caught.value.hint == "remove it"
+    assert ours() == []
+
+
+@pytest.mark.parametrize("workers", [0, 1, "hired"])
+def test_batches_are_finished_here_whoever_makes_them(corpus: Corpus, workers: int | str) -> None:
+    finished: list[Lines] = []
+
+    def finish(batch: Lines) -> Lines:
+        finished.append(batch)
+        return batch[::-1]
+
+    settings = DataSettings(train=corpus.folder, row_tokens=1000, window=16, workers=1 if workers else 0)
+    loader: Loader[Line, Lines] = Loader(
+        corpus, settings, render=render, collate=list, ruler=Characters(), seed=0, finish=finish
+    )
+    if workers == "hired":
+        with closing(hire([loader], 1)):
+            batches = list(loader.once(2, Share()))
+    else:
+        batches = list(loader.once(2, Share()))
+    assert batches == [batch[::-1] for batch in finished] == [batch[::-1] for batch in load(corpus).once(2, Share())]
 
 
 def test_rows_are_counted_without_rendering(corpus: Corpus) -> None:

@@ -16,10 +16,10 @@ from myna.audio.clip import write
 from myna.config import Recipe, parse_recipe
 from myna.data.codec import Codes
 from myna.data.conversation import Clip, Conversation, Reference, script
-from myna.demo import BIRDS, SAMPLE_RATE, whistle
 from myna.models.base import IGNORED, Batch, Family, Rendered
 from myna.train.loop import make_loader, train
 from myna.train.run import Run
+from tests.birds import BIRDS, SAMPLE_RATE, whistle
 
 VOICE = "who"
 """What each bird says in the recording that sets its voice."""

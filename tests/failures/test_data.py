@@ -17,7 +17,6 @@ from myna.audio.clip import read, write
 from myna.data.conversation import Clip
 from myna.data.corpus import Corpus
 from myna.data.importers import import_source, write_import
-from myna.demo import BIRDS, SAMPLE_RATE, whistle
 from myna.errors import ConfigError, DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family
@@ -25,6 +24,7 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.train.loop import make_loader
 from myna.train.student import Student
 from myna.workflow import prepare
+from tests.birds import BIRDS, SAMPLE_RATE, whistle
 
 from .conftest import Learn
 from .house import LINES, VOICE, learn, make_recipe, record

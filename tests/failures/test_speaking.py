@@ -13,7 +13,6 @@ from myna.audio.clip import read
 from myna.data.conversation import Reference
 from myna.data.corpus import Corpus
 from myna.data.loader import Share
-from myna.demo import BIRDS, SAMPLE_RATE, match, whistle
 from myna.errors import AudioError, DataError, ModelError, TrainingError
 from myna.models.base import IGNORED, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
@@ -24,6 +23,7 @@ from myna.speak.engine import Engine, Line, Speech, encode_clip
 from myna.train.loop import make_loader
 from myna.train.run import Run
 from myna.workflow import open_engine, prepare
+from tests.birds import BIRDS, SAMPLE_RATE, match, whistle
 
 from .conftest import Learn
 from .house import LINES, VOICE, cloning, learn, load, make_recipe, overfit, random_codes, record

@@ -29,12 +29,12 @@ import torch
 
 from myna.audio.clip import write
 from myna.config import Recipe, parse_recipe
-from myna.demo import BIRDS, SAMPLE_RATE, record, whistle
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train.loop import train
 from myna.train.run import Run
 from myna.workflow import prepare
+from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
 
 
 class Notes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +17,15 @@ from safetensors.torch import load_file
 
 from myna.audio.clip import write
 from myna.config import Recipe, parse_recipe
-from myna.data.loader import Share
-from myna.demo import BIRDS, SAMPLE_RATE, record, whistle
+from myna.data.loader import Share, hire
+from myna.data.workers import Workers
 from myna.errors import ConfigError, DataError
 from myna.models import open_family, save_tiny
 from myna.train.loop import make_loader, train
 from myna.train.run import Run
+from myna.train.student import Student
 from myna.workflow import prepare
+from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
 
 CODES = [f"code{k}" for k in range(8)]
 
@@ -312,6 +315,40 @@ def test_a_tracker_gets_the_metrics_or_says_what_to_install(learn: Learn) -> Non
         return
     run, _ = learn(train={"trackers": ["tensorboard"]})
     assert list(run.folder.rglob("events.out.tfevents.*"))
+
+
+def test_every_module_is_in_training_after_an_evaluation(
+    learn: Learn, birds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[set[bool]] = []
+    clip = Student.clip
+
+    def note(student: Student) -> Any:
+        states.append({module.training for module in student.objective.modules()})
+        return clip(student)
+
+    monkeypatch.setattr(Student, "clip", note)
+    learn(data={"evaluation": str(birds / "evaluation")}, train={"steps": 3, "evaluate_every": 1})
+    assert states[-3:] == [{True}] * 3
+
+
+def test_processes_make_the_batches_of_a_card_and_change_nothing(learn: Learn, monkeypatch: pytest.MonkeyPatch) -> None:
+    hired: list[Workers] = []
+
+    def note(loaders: Sequence[Any], number: int) -> Workers:
+        hired.append(hire(loaders, number))
+        return hired[-1]
+
+    monkeypatch.setattr("myna.train.loop.hire", note)
+    settings: dict[str, Any] = {"data": {"workers": 2}, "train": {"steps": 4}}
+    alone, _ = learn(**settings)
+    assert hired == []
+    monkeypatch.setattr("myna.train.loop.HELD_BACK_BY_PYTHON", ("cpu",))
+    together, _ = learn(**settings)
+    [workers] = hired
+    assert [each._process.returncode for each in workers._all] == [-signal.SIGKILL] * 2, "nobody is left"
+    whole, same = adapter(alone), adapter(together)
+    assert whole and all(torch.equal(tensor, same[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("pin", [True, False])

@@ -12,7 +12,6 @@ import torch
 
 from myna.config import Recipe, override, parse_recipe
 from myna.data.loader import Share
-from myna.demo import record
 from myna.errors import TrainingError
 from myna.models import open_family, save_tiny
 from myna.models.base import IGNORED, Family, Rendered
@@ -39,6 +38,7 @@ from myna.train.memory import (
 )
 from myna.train.precision import Name, Precision
 from myna.workflow import prepare
+from tests.birds import record
 
 CPU = torch.device("cpu")
 LORA, BASE = 39_452_672, 5_377_281_024

@@ -22,7 +22,6 @@ from myna.audio.clip import write
 from myna.config import Recipe, parse_recipe
 from myna.data.conversation import Conversation
 from myna.data.loader import Share
-from myna.demo import BIRDS, SAMPLE_RATE, record, whistle
 from myna.errors import DataError, TrainingError
 from myna.models import save_tiny
 from myna.models.base import IGNORED, Rendered
@@ -38,6 +37,7 @@ from myna.train.run import Run
 from myna.train.streams import stream_weights
 from myna.train.student import Student
 from myna.workflow import prepare
+from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from myna.audio.clip import write
 from myna.config import load_recipe
-from myna.demo import SAMPLE_RATE, record, whistle
 from myna.errors import ConfigError, MynaError, TrainingError
 from myna.models import save_tiny
 from myna.train import processes
@@ -30,6 +29,7 @@ from myna.train.precision import Precision, decide
 from myna.train.processes import Place, launch, reporting, start
 from myna.train.run import Run
 from myna.workflow import prepare, resume, train
+from tests.birds import SAMPLE_RATE, record, whistle
 from tests.train.processes_helper import asked_to_stop, bf16_loss, learn_from_text
 
 ROOT = Path(__file__).parents[2]

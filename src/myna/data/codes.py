@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 
 from myna.audio.clip import probe, read
 from myna.audio.files import bytes_hash, file_hash, replacing
-from myna.data.codec import Codec, Codes, Samples, Say
+from myna.data.codec import Codes, Encoder, Samples, Say
 from myna.data.utterance import Span, Utterance
 from myna.errors import AudioError, DataError
 
@@ -102,7 +102,7 @@ def clip_key(audio_hash: str, span: Span | None, revision: str) -> str:
 
 def encode_corpus(
     utterances: Iterable[Utterance],
-    codec: Codec,
+    codec: Encoder,
     folder: Path,
     *,
     shard_seconds: float = 600.0,
@@ -162,6 +162,23 @@ def encode_corpus(
         elapsed=time.monotonic() - began,
         too_short=tuple(u.id for u, has_codes in zip(utterances, covered, strict=True) if not has_codes),
     )
+
+
+def index_corpus(
+    utterances: Iterable[Utterance], keys: Mapping[tuple[Path, Span | None], str], codec: Encoder, folder: Path
+) -> None:
+    """Write the index of `utterances` whose codes are there already, under known keys: no recording is opened."""
+    utterances = list(utterances)
+    _refuse_twins(utterances)
+    home = _home(folder, codec.revision)
+    with _locked(folder):
+        _tidy(home)
+        frames: dict[str, int] = {}
+        for path in _shard_paths(home).values():
+            shard = _read_shard(path, codec.revision)
+            frames |= zip(shard.keys.to_pylist(), shard.frames.tolist(), strict=True)
+        chosen = [keys[utterance.audio, utterance.span] for utterance in utterances]
+        publish(folder, home / INDEX, _index_table(utterances, chosen, frames, codec, folder))
 
 
 def cut(clips: Iterable[Clip], limit: float) -> Iterator[list[Clip]]:
@@ -261,7 +278,7 @@ def _recording(utterance: Utterance) -> _Recording:
         return _Recording(hash=file_hash(utterance.audio), seconds=probe(utterance.audio).seconds)
 
 
-def _load(codec: Codec, item: tuple[str, Utterance]) -> Clip:
+def _load(codec: Encoder, item: tuple[str, Utterance]) -> Clip:
     key, utterance = item
     with _named(utterance):
         samples = read(utterance.audio, sample_rate=codec.sample_rate, span=edges(utterance.span))
@@ -269,7 +286,7 @@ def _load(codec: Codec, item: tuple[str, Utterance]) -> Clip:
     return Clip(key, utterance.text, frames, samples[: frames * codec.hop])
 
 
-def _shard_table(shard: Sequence[Clip], codes: Sequence[Codes], codec: Codec) -> Any:
+def _shard_table(shard: Sequence[Clip], codes: Sequence[Codes], codec: Encoder) -> Any:
     assert all(one.shape == (clip.frames, codec.codebooks) for clip, one in zip(shard, codes, strict=True))
     offsets = np.cumsum([0, *(one.size for one in codes)], dtype=np.int64)
     values = np.concatenate([one.reshape(-1) for one in codes])
@@ -286,7 +303,7 @@ def _shard_table(shard: Sequence[Clip], codes: Sequence[Codes], codec: Codec) ->
 
 
 def _index_table(
-    utterances: Sequence[Utterance], keys: Sequence[str], frames: dict[str, int], codec: Codec, folder: Path
+    utterances: Sequence[Utterance], keys: Sequence[str], frames: dict[str, int], codec: Encoder, folder: Path
 ) -> Any:
     spans = [edges(utterance.span) for utterance in utterances]
     columns = {
@@ -300,7 +317,7 @@ def _index_table(
     return pa.record_batch(columns).replace_schema_metadata(_label(codec))
 
 
-def _label(codec: Codec) -> dict[str, str]:
+def _label(codec: Encoder) -> dict[str, str]:
     return {"format": FORMAT, "codec": codec.revision, "sample_rate": str(codec.sample_rate)}
 
 

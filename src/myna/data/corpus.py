@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
-from myna.data.codec import Codec, Codes
+from myna.data.codec import Codes, Encoder
 from myna.data.codes import CodeStore
 from myna.data.dice import name_of
 from myna.data.table import Rows, Table, open_table
@@ -32,7 +32,7 @@ class Prepared:
     codebook_size: int
 
     @classmethod
-    def of(cls, codec: Codec) -> Prepared:
+    def of(cls, codec: Encoder) -> Prepared:
         return cls(codec.revision, codec.sample_rate, codec.frame_rate, codec.codebooks, codec.codebook_size)
 
     def write(self, folder: Path) -> None:
@@ -73,6 +73,10 @@ class Corpus:
         store = CodeStore.open(folder, prepared.codec_revision)
         table, notes = open_table(folder, store)
         return cls(folder, prepared, table, store, notes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what was only worked out here.
+        return Corpus, (self.folder, self.prepared, self.table, self.store, self.notes)
 
     @property
     def utterances(self) -> Utterances:

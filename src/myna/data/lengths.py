@@ -1,9 +1,9 @@
 """How long sequences are before any of them is rendered, to the token.
 
-A text takes as many tokens wherever it stands, and a frame takes one position. What else a sequence holds depends on
-its form alone: the scene, how many references there are, and which speakers its texts have tags for. So the tokens of
-each text are counted once and kept beside the codes, one sequence of each form is measured by the family, and all
-others are sums.
+A text takes as many tokens wherever it stands, and frames take as many positions as the family says. What else a
+sequence holds depends on its form alone: the scene, how many references there are, and which speakers its texts have
+tags for; of a clip that is heard, the question. So the tokens of each text are counted once and kept beside the codes,
+one sequence of each form is measured by the family, and all others are sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from myna.config import DataSettings
 from myna.data.codes import FORMAT, publish, read_arrow
-from myna.data.conversation import Clip, Conversation, Reference, script
+from myna.data.conversation import Clip, Conversation, Reference, question, script
 from myna.data.corpus import Corpus
 from myna.data.pairing import References
 from myna.data.table import Rows
@@ -38,6 +38,9 @@ class Ruler(Protocol):
         """How many tokens each text takes as a part of a turn. A text that cannot be rendered is refused by its key,
         the id of an utterance."""
 
+    def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """How many positions clips of so many frames take, up to what every clip takes."""
+
     def length(self, conversation: Conversation) -> int:
         """How many positions a conversation takes."""
 
@@ -52,7 +55,7 @@ def text_tokens(corpus: Corpus, ruler: Ruler) -> npt.NDArray[np.int32]:
     counted = np.empty(len(corpus.table), np.int32)
     for start in range(0, len(counted), TEXTS_AT_ONCE):
         part = slice(start, start + TEXTS_AT_ONCE)
-        texts = zip(corpus.table.id[part].to_pylist(), corpus.table.text[part].to_pylist(), strict=True)
+        texts = zip(corpus.table.id[part].to_pylist(), corpus.table.written(part), strict=True)
         counted[part] = ruler.count_tokens(dict(texts))
     label = {"format": FORMAT, "codec": corpus.store.revision, **whose}
     batch = pa.record_batch({"tokens": pa.array(counted)}).replace_schema_metadata(label)
@@ -90,7 +93,8 @@ class Lengths:
         self._in_turns = settings.reference_place == "turn"
         self._frame = np.zeros((1, corpus.prepared.codebooks), np.uint16)
         self._known: dict[Any, int] = {}
-        tokens, frames = text_tokens(corpus, ruler), corpus.table.frames
+        tokens, frames = text_tokens(corpus, ruler), ruler.positions(corpus.table.frames)
+        self._heard = corpus.table.is_heard
         self.as_target = (tokens + frames).astype(np.int64)
         self.as_reference = self.as_target if self._in_turns else frames.astype(np.int64)
         """What a clip adds to a sequence, up to what every other clip adds too."""
@@ -107,7 +111,8 @@ class Lengths:
         kinds = len(table.tags.values)
         of_reference = np.zeros(len(targets), np.int64)
         of_reference[owners] = self.kinds[references.rows]
-        forms = table.scene.numbers[targets].astype(np.int64) * kinds + table.tags.numbers[targets]
+        scenes = table.scene.numbers[targets].astype(np.int64) * 2 + self._heard[targets]
+        forms = scenes * kinds + table.tags.numbers[targets]
         forms = (forms * 2 + (counts > 0)) * kinds + of_reference
         each, which = np.unique(forms, return_inverse=True)
         rests = np.zeros(len(each), np.int64)
@@ -123,7 +128,7 @@ class Lengths:
         return lengths
 
     def _of_many(self, target: int, voices: tuple[int, ...], counted: int) -> int:
-        scene, tags = int(self._table.scene.numbers[target]), int(self._table.tags.numbers[target])
+        scene, tags = 2 * int(self._table.scene.numbers[target]), int(self._table.tags.numbers[target])
         if not self._in_turns or self._table.tags.at(target) == "":
             return counted + self._rest(scene, tags, tuple(self.kinds[list(voices)].tolist()))
         # Tags of a dialogue are put before the texts of its references, which then come to other tokens.
@@ -132,11 +137,19 @@ class Lengths:
         return self._known[target, voices]
 
     def _rest(self, scene: int, tags: int, voices: tuple[int, ...]) -> int:
-        """What a form takes beside texts and frames: measured when first met, with texts that are but their tags."""
+        """What a form takes beside texts and frames: measured when first met, with texts that are but their tags.
+
+        An odd `scene` is the question to a clip that is heard.
+        """
         form = (scene, tags, voices)
         if form not in self._known:
             said, *heard = (self._tags_alone(kind) for kind in (tags, *voices))
-            described = str(self._table.scene.values[scene].as_py()) or self._settings.scene
+            said_around, is_heard = str(self._table.scene.values[scene // 2].as_py()), scene % 2
+            if is_heard:
+                bare = question(said_around, Clip("", self._frame), id=f"the question {said_around!r}", answer="")
+                self._known[form] = self._ruler.length(bare) - int(self._ruler.positions(np.ones(1, np.int32))[0])
+                return self._known[form]
+            described = said_around or self._settings.scene
             bare = script(
                 said,
                 id=f"the scene {described!r}",
@@ -147,7 +160,8 @@ class Lengths:
             )
             texts = [said, *heard] if self._in_turns else [said]
             tokens = sum(self._ruler.count_tokens({"": text})[0] for text in texts if text)
-            self._known[form] = self._ruler.length(bare) - tokens - 1 - len(voices)
+            framed = (1 + len(voices)) * int(self._ruler.positions(np.ones(1, np.int32))[0])
+            self._known[form] = self._ruler.length(bare) - tokens - framed
         return self._known[form]
 
     def _tags_alone(self, kind: int) -> str:

@@ -3,7 +3,7 @@
 The stream of rows is endless and knows nothing of processes: step n is always the same rows, which the ranks share out
 and cut into passes. Splitting the work otherwise, or resuming at a step, changes nothing that is learned. Rows are
 planned from lengths alone; only what a rank will learn from is rendered. Nor do the threads change anything: one plans
-ahead, and `data.workers` others render and collate what it has planned.
+ahead, and `data.workers` others have what it has planned rendered and collated, by themselves or by a process each.
 """
 
 from __future__ import annotations
@@ -11,33 +11,32 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
 from myna.audio.files import bytes_hash
 from myna.config import DataSettings
-from myna.data.conversation import Clip, Conversation, Reference, script
+from myna.data.conversation import Conversation
 from myna.data.corpus import Corpus
 from myna.data.dice import shuffled
 from myna.data.lengths import Lengths, Ruler
+from myna.data.maker import Batch, Maker, Planned, Sequence_
 from myna.data.pack import first_fit_decreasing
 from myna.data.pairing import Pairing, References
 from myna.data.table import Rows
 from myna.data.utterance import Utterance
+from myna.data.workers import Workers
 from myna.errors import DataError
 
-Sequence_ = TypeVar("Sequence_", bound=Sized)
-Batch = TypeVar("Batch")
-
 STEPS_AHEAD = 2
-"""Steps that are ready before they are asked for."""
+"""Steps that are ready before they are asked for, if those are enough to keep all workers busy."""
 STREAM = 2
 """Another number whenever the same data, settings and seed come to other rows: no run goes on with another stream than
 it began with."""
@@ -49,15 +48,6 @@ class Share:
 
     rank: int = 0
     world: int = 1
-
-
-class Planned(NamedTuple):
-    """A sequence that is still to be rendered, its utterances as rows of the table."""
-
-    target: int
-    references: tuple[int, ...]
-    length: int | None
-    """None where nothing is packed, and so nothing need be known."""
 
 
 _Pass: TypeAlias = list[Planned]
@@ -91,10 +81,14 @@ class Loader(Generic[Sequence_, Batch]):
         collate: Callable[[Sequence[Sequence_]], Batch],
         ruler: Ruler,
         seed: int,
+        finish: Callable[[Batch], Batch] | None = None,
     ) -> None:
+        """`finish` is done to every batch in this process, whoever has made it."""
         self.corpus, self.settings, self.seed = corpus, settings, seed
         self.pairing = Pairing(corpus, settings, seed)
-        self._render, self._collate, self._ruler = render, collate, ruler
+        self.maker = Maker(corpus, settings, render, collate)
+        self._make: Callable[[_Pass], Batch] = self.maker
+        self._finish, self._ruler = finish, ruler
         self._counted: dict[tuple[int, int], int] = {}
 
     def steps(
@@ -105,11 +99,13 @@ class Loader(Generic[Sequence_, Batch]):
         An error comes with the step it belongs to. Closing the iterator ends its threads.
         """
         assert rows_per_step % share.world == 0, "one rank would wait for ever for passes that another does not have"
-        return self._made(self._plan_steps(rows_per_step, rows_per_pass, share, start))
+        passes = -(-rows_per_step // (share.world * rows_per_pass))
+        return self._made(self._plan_steps(rows_per_step, rows_per_pass, share, start), passes)
 
     def once(self, rows_per_pass: int, share: Share) -> Generator[Batch, None, None]:
         """One rank's part of all targets, each once: for evaluation."""
-        with closing(self._made([each] for each in self._plan_once(rows_per_pass, share))) as passes:
+        plans = ([each] for each in self._plan_once(rows_per_pass, share))
+        with closing(self._made(plans, passes=1)) as passes:
             for [batch] in passes:
                 yield batch
 
@@ -133,14 +129,14 @@ class Loader(Generic[Sequence_, Batch]):
         return f"{len(self.corpus.table)} utterances {made_of[:16]}"
 
     def conversation(self, target: Utterance, references: Sequence[Utterance]) -> Conversation:
-        return self._conversation(self.corpus.row_of(target), [self.corpus.row_of(each) for each in references])
+        return self.maker.conversation(self.corpus.row_of(target), [self.corpus.row_of(each) for each in references])
 
     def sequence(self, target: Utterance, epoch: int) -> Sequence_:
-        return self._render(self.conversation(target, self.pairing.references(target, epoch)))
+        return self.maker.render(self.conversation(target, self.pairing.references(target, epoch)))
 
     @cached_property
     def lengths(self) -> Lengths:
-        return Lengths(self.corpus, self.settings, self._ruler, self._conversation)
+        return Lengths(self.corpus, self.settings, self._ruler, self.maker.conversation)
 
     def check_lengths(self) -> None:
         """Every sequence there can be must fit a row, since nothing is ever cut."""
@@ -204,50 +200,28 @@ class Loader(Generic[Sequence_, Batch]):
 
     # What has been planned is made
 
-    def _make(self, planned: _Pass) -> Batch:
-        return self._collate([self._sequence_of(one) for one in planned])
+    def _finished(self, planned: _Pass) -> Batch:
+        batch = self._make(planned)
+        return batch if self._finish is None else self._finish(batch)
 
-    def _sequence_of(self, planned: Planned) -> Sequence_:
-        sequence = self._render(self._conversation(planned.target, planned.references))
-        if planned.length not in (None, len(sequence)):
-            id = self.corpus.table.id[planned.target]
-            raise DataError(
-                f"{id} was counted as {planned.length} tokens and takes {len(sequence)}",
-                hint=f"rm {self.corpus.store.home}/tokens-*.arrow, and begin again: they are counted anew",
-            )
-        return sequence
-
-    def _conversation(self, target: int, references: Sequence[int]) -> Conversation:
-        table, codes = self.corpus.table, self.corpus.codes_at
-
-        def id(row: int) -> str:
-            return str(table.id[row].as_py())
-
-        return script(
-            table.text[target].as_py(),
-            id=id(target),
-            references=tuple(Reference(table.text[row].as_py(), Clip(id(row), codes(row))) for row in references),
-            target=Clip(id(target), codes(target), target=True),
-            scene=table.scene.at(target) or self.settings.scene,
-            place=self.settings.reference_place,
-        )
-
-    def _made(self, plans: Generator[list[_Pass], None, None]) -> Generator[list[Batch], None, None]:
-        """The batches of every plan, in order, some of them made while the last ones are learned from."""
-        if not self.settings.workers:
+    def _made(self, plans: Generator[list[_Pass], None, None], passes: int) -> Generator[list[Batch], None, None]:
+        """The batches of every plan, in order, some of them made while the last ones are learned from. There are
+        `passes` to a plan."""
+        number = self.settings.workers
+        if not number:
             for plan in plans:
-                yield [self._make(each) for each in plan]
+                yield [self._finished(each) for each in plan]
             return
         with (
-            ThreadPoolExecutor(self.settings.workers, "myna-render") as workers,
+            ThreadPoolExecutor(number, "myna-render") as workers,
             ThreadPoolExecutor(1, "myna-ahead") as planner,
         ):
 
             def begin() -> list[Future[Batch]] | None:
                 plan = next(plans, None)
-                return None if plan is None else [workers.submit(self._make, each) for each in plan]
+                return None if plan is None else [workers.submit(self._finished, each) for each in plan]
 
-            waiting = deque(planner.submit(begin) for _ in range(STEPS_AHEAD))
+            waiting = deque(planner.submit(begin) for _ in range(max(STEPS_AHEAD, -(-number // passes))))
             try:
                 while (begun := waiting.popleft().result()) is not None:
                     waiting.append(planner.submit(begin))
@@ -256,6 +230,14 @@ class Loader(Generic[Sequence_, Batch]):
                 planner.shutdown(cancel_futures=True)
                 workers.shutdown(cancel_futures=True)
                 plans.close()
+
+
+def hire(loaders: Sequence[Loader[Any, Any]], number: int) -> Workers:
+    """Processes that make the batches of these loaders from now on. Whoever hires them closes them at the end."""
+    workers = Workers(number, [loader.maker for loader in loaders])
+    for which, loader in enumerate(loaders):
+        loader._make = partial(workers.make, which)
+    return workers
 
 
 def _passes(rows: Sequence[list[Planned]], rows_per_pass: int) -> Iterator[_Pass]:

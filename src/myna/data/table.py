@@ -31,7 +31,7 @@ from myna.data.manifest import iterate_manifest, no_manifest
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 
-FORMAT = "1"
+FORMAT = "2"
 MANIFEST, TABLE = "manifest.jsonl", "utterances.arrow"
 LINES_AT_ONCE = 1 << 15
 """Lines of a manifest that are held as Python objects at a time."""
@@ -61,12 +61,18 @@ class Numbered(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
     folder: Path
+    path: Path | None
+    """The file that holds it; None where none could be written."""
+    columns: Any
+    """All of it as Arrow has it."""
     identity: str
     """Changes with anything that conversations are made of, and not with where files lie."""
     id: Any
     name: Names
     """The id as a number, for dice."""
     text: Any
+    answer: Any
+    """What a listener is to say of the clip; empty where the text is to be spoken."""
     extras: Any
     audio: Numbered
     start: npt.NDArray[np.float64]
@@ -76,6 +82,7 @@ class Table:
     speaker: Numbered
     language: Numbered
     scene: Numbered
+    """The room or the manner; of a clip that is heard, the question."""
     tags: Numbered
     """The speakers that a text has tags for, as their numbers in order: "0 1"."""
     is_target: npt.NDArray[np.uint8]
@@ -91,6 +98,26 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.frames)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A loader's worker maps the file itself, rather than being sent what it holds.
+        if self.path is None:
+            return _table, (self.folder, self.path, self.columns)
+        label = self.columns.schema.metadata
+        return _mapped, (self.folder, self.path, label[b"codec"].decode(), label[b"fingerprint"].decode())
+
+    @property
+    def is_heard(self) -> npt.NDArray[np.bool_]:
+        """Which clips are to be answered, and neither spoken nor anybody's voice."""
+        heard: npt.NDArray[np.bool_] = pc.not_equal(self.answer, "").to_numpy(zero_copy_only=False)
+        return heard
+
+    def written(self, rows: slice) -> list[str]:
+        """The text that each sequence holds: what is spoken, or the answer to what is heard."""
+        return [
+            answer or text
+            for answer, text in zip(*(c[rows].to_pylist() for c in (self.answer, self.text)), strict=True)
+        ]
 
     def utterance(self, row: int) -> Utterance:
         """One row as everyone else knows it."""
@@ -115,14 +142,23 @@ def open_table(folder: Path, store: CodeStore) -> tuple[Table, tuple[str, ...]]:
         raise no_manifest(manifest) from None
     kept = _kept(path, store.revision, fingerprint)
     if kept is not None:
-        return _table(folder, kept), ()
+        return _table(folder, path, kept), ()
     said = f"{manifest} or its codes have changed, and were read anew" if path.exists() else ""
     made = _make(folder, store, fingerprint)
     try:
         publish(folder, path, made)
     except DataError as error:
         said = f"{manifest} has to be read line by line every time: {error.what}"
-    return _table(folder, made), (said,) if said else ()
+        return _table(folder, None, made), (said,)
+    return _table(folder, path, made), (said,) if said else ()
+
+
+def _mapped(folder: Path, path: Path, revision: str, fingerprint: str) -> Table:
+    """The very table that somebody else has opened."""
+    kept = _kept(path, revision, fingerprint)
+    if kept is None:
+        raise DataError(f"{path} was changed or removed while it was in use", hint="start again, once nobody writes it")
+    return _table(folder, path, kept)
 
 
 def _kept(path: Path, revision: str, fingerprint: str) -> Any:
@@ -136,7 +172,7 @@ def _kept(path: Path, revision: str, fingerprint: str) -> Any:
     return batch if batch.schema.metadata.get(b"fingerprint") == fingerprint.encode() else None
 
 
-def _table(folder: Path, batch: Any) -> Table:
+def _table(folder: Path, path: Path | None, batch: Any) -> Table:
     def numbers(name: str) -> Any:
         return batch[name].to_numpy(zero_copy_only=True)
 
@@ -146,10 +182,12 @@ def _table(folder: Path, batch: Any) -> Table:
     references = batch["references"]
     return Table(
         folder=folder,
+        path=path,
+        columns=batch,
         identity=batch.schema.metadata[b"identity"].decode(),
         reference_bounds=references.offsets.to_numpy(zero_copy_only=True),
         reference_rows=references.values.to_numpy(zero_copy_only=True),
-        **{name: batch[name] for name in ("id", "text", "extras")},
+        **{name: batch[name] for name in ("id", "text", "answer", "extras")},
         **{name: numbered(name) for name in ("audio", "speaker", "language", "scene", "tags", "key")},
         **{name: numbers(name) for name in ("name", "start", "end", "has_span", "is_target", "names_references")},
         **{name: numbers(name) for name in ("shard", "offset", "frames")},
@@ -194,6 +232,7 @@ SCHEMA = pa.schema(
         ("end", pa.float64()),
         ("has_span", pa.uint8()),
         ("text", pa.large_string()),
+        ("answer", pa.large_string()),
         ("speaker", pa.string()),
         ("language", pa.string()),
         ("extras", pa.large_string()),
@@ -217,9 +256,10 @@ def _lines(folder: Path) -> Iterator[Any]:
 def _line(utterance: Utterance, folder: Path) -> dict[str, Any]:
     start, end = edges(utterance.span)
     extras, references = utterance.extras, utterance.references
-    scene = str(extras.get("scene") or "")
+    answer = utterance.answer
+    scene = str(extras.get("question" if answer else "scene") or "")
     try:
-        "".join((utterance.id, utterance.text, utterance.speaker, utterance.language, scene)).encode()
+        "".join((utterance.id, utterance.text, utterance.speaker, utterance.language, scene, answer)).encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{utterance.id!r} holds half a character: {error}", hint="mend its line in the manifest"
@@ -232,11 +272,12 @@ def _line(utterance: Utterance, folder: Path) -> dict[str, Any]:
         "end": math.inf if end is None else end,
         "has_span": int(utterance.span is not None),
         "text": utterance.text,
+        "answer": answer,
         "speaker": utterance.speaker,
         "language": utterance.language,
         "extras": json.dumps(extras, sort_keys=True) if extras else "",
         "scene": scene,
-        "tags": " ".join(sorted(set(TAG.findall(utterance.text)))),
+        "tags": "" if answer else " ".join(sorted(set(TAG.findall(utterance.text)))),
         "is_target": int(utterance.is_target),
         "references": None if references is None else list(references),
     }

@@ -10,8 +10,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from accelerate.utils import gather_object
 
 from myna.config import Recipe, TrainSettings
 from myna.data.corpus import Corpus
-from myna.data.loader import Loader, Share
+from myna.data.loader import Loader, Share, hire
 from myna.errors import DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, Rendered
@@ -35,6 +36,9 @@ from myna.train.schedule import learning_rate
 from myna.train.streams import stage_weights, stream_weights
 from myna.train.student import Student
 
+HELD_BACK_BY_PYTHON = ("cuda",)
+"""Devices that one thread of Python has to keep busy. Where they learn, batches come from processes; elsewhere threads
+will do, which take no seconds to start and no memory."""
 BEFORE_ALL = -1
 """A step before the untuned model's evaluation, which is step 0."""
 
@@ -51,6 +55,11 @@ class Watcher(Protocol):
 
 def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, dry_run: bool = False) -> None:
     """Everything `myna train` does after the recipe is read. A dry run ends before the first step."""
+    with ExitStack() as at_the_end:
+        _train(recipe, run, watcher, at_the_end, resume=resume, dry_run=dry_run)
+
+
+def _train(recipe: Recipe, run: Run, watcher: Watcher, at_the_end: ExitStack, *, resume: bool, dry_run: bool) -> None:
     settings = recipe.train
     if resume and run.is_finished:
         watcher.say(f"{run.folder} is finished: its result is {run.result}")
@@ -84,6 +93,10 @@ def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, d
                 hint=f"myna prepare SOURCE --out {recipe.data.evaluation} --model {recipe.model.source}",
             )
         say(f"evaluation: {len(evaluation.pairing.targets)} targets from {recipe.data.evaluation}")
+    if device.type in HELD_BACK_BY_PYTHON and recipe.data.workers and not dry_run:
+        # Now, so that they are ready when the model is.
+        loaders = [loader] if evaluation is None else [loader, evaluation]
+        at_the_end.callback(hire(loaders, recipe.data.workers).close)
 
     # What it will take.
     memory = plan(family, recipe, precision, accelerator.device, longest_pass(loader, recipe, share), share.world)
@@ -180,12 +193,12 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
     loader = Loader(
         corpus,
         recipe.data,
-        render=lambda conversation: family.render(
-            conversation, supervise_text=recipe.needs_text_head, supervise_all_audio=recipe.loss.all_audio
-        ),
-        collate=(lambda sequences: family.collate(sequences).pin()) if pin else family.collate,
+        # Not a function of our own, which could not be sent to another process.
+        render=partial(family.render, supervise_text=recipe.needs_text_head, supervise_all_audio=recipe.loss.all_audio),
+        collate=family.collate,
         ruler=family,
         seed=recipe.train.seed,
+        finish=(lambda batch: batch.pin()) if pin else None,
     )
     loader.check_lengths()
     return loader

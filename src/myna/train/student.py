@@ -126,17 +126,20 @@ class Student:
         clipped = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        # Looked at only now, since looking waits for the device.
-        norm = float(clipped)
-        self._check_finite(norm)
         if self.ema is not None:
             self.ema.update(self.trainables)
+        # Looked at only now that the device has everything to do, since looking waits for it.
+        norm = float(clipped)
+        self._check_finite(norm)
         return tally.over_ranks(self.reduce), norm
 
     def backward(self, passes: Sequence[Batch], weights: torch.Tensor, tally: Tally) -> None:
         """Gradients of the whole step's loss. Ranks exchange theirs once, in the last pass; sharded ones in every pass,
         or each rank would have to hold a whole model's in between."""
-        self.objective.train()
+        inner = getattr(self.objective, "module", self.objective)
+        if not (self.objective.training and inner.training and inner.model.training):
+            # Asked first: telling each of a thousand modules takes milliseconds, in which a card has nothing to do.
+            self.objective.train()
         for number, batch in enumerate(passes, start=1):
             last = number == len(passes)
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.objective):

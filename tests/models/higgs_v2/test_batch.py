@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from typing import Any
 
@@ -38,6 +39,23 @@ def test_what_is_pinned_is_what_is_moved(family: Family, monkeypatch: pytest.Mon
         was_pinned = any(tensor is one for one in pinned)
         assert was_pinned == (moved[name].device.type == "meta"), name
     assert (copy.tokens, copy.target_seconds) == (batch.tokens, batch.target_seconds)
+
+
+def test_a_batch_travels_between_processes_as_arrays(family: Family) -> None:
+    batch, arrays = make(family), list[pickle.PickleBuffer]()
+    sent = pickle.dumps(batch, protocol=5, buffer_callback=arrays.append)
+    copy = pickle.loads(sent, buffers=arrays)
+    assert len(arrays) == len(tensors(batch)) and len(sent) < 4000, "nothing was copied into the pickle"
+    for name, tensor in tensors(batch).items():
+        there = tensors(copy)[name]
+        assert torch.equal(there, tensor) and (there.dtype, there.shape) == (tensor.dtype, tensor.shape)
+    assert (copy.tokens, copy.target_seconds, type(copy)) == (batch.tokens, batch.target_seconds, type(batch))
+
+
+def test_a_family_that_has_rendered_travels_to_workers(family: Family) -> None:
+    here = family.render(cloning(), supervise_text=True)
+    there = pickle.loads(pickle.dumps(family)).render(cloning(), supervise_text=True)
+    assert here.ids.tolist() == there.ids.tolist() and here.code_labels.tolist() == there.code_labels.tolist()
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from myna.models.base import StreamSums
+from myna.models.base import core_of as core_of
 from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.fast import FoldedLayer, can_fold
@@ -23,11 +24,6 @@ from myna.models.higgs_v2.route import Needed, Route
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
-
-
-def core_of(model: nn.Module) -> Any:
-    """transformers' model inside whatever PEFT put around it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def embed(core: Any, text_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -53,6 +49,26 @@ def run_layer(layer: Any, stream: torch.Tensor, texts: int, attend: Attend) -> t
     return stream + torch.cat([text, audio]).to(stream.dtype)
 
 
+def reorder(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """`x[order]`, where `back` is the way back."""
+    return _Reordered.apply(x, order, back)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Reordered(torch.autograd.Function):
+    """Gradients only go back to where rows came from. Left to autograd they would be added up, as of rows that may have
+    been taken twice, and sorted for that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        [back] = ctx.saved_tensors
+        return d_outputs[0].index_select(0, back), None, None
+
+
 class SortedLayer(nn.Module):
     """A decoder layer as a module of its own, so that sharding, compiling and checkpointing have something to hold."""
 
@@ -72,7 +88,8 @@ class SortedLayer(nn.Module):
         assert update is None
 
         def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return route.attend(*(x[route.to_sequence] for x in (q, k, v)))[route.to_stream]
+            ways = route.to_sequence, route.to_stream
+            return reorder(route.attend(*(reorder(x, *ways) for x in (q, k, v))), *ways[::-1])
 
         stream = run_layer(self.layer, stream, texts, attend)
         return (stream if needed is None else stream[needed.rows]), None

@@ -11,7 +11,7 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from itertools import zip_longest
 from typing import Any, Literal
@@ -93,6 +93,10 @@ class Renderer:
     audio_id: int
     delay_id: int
     control_tokens: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what it remembers of texts, which every process finds out by itself.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def revision(self) -> str:

@@ -1,0 +1,65 @@
+"""What workers are asked to do in tests, and the life of a process that has some, to be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+
+from myna.data.workers import Workers
+from myna.errors import DataError
+
+
+class UntoldError(Exception):
+    """One that no other process can be told of: it is made of two things and knows one."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one + other)
+
+
+def arrays(sizes: list[int]) -> list[Any]:
+    return [np.arange(size, dtype=np.int64) for size in sizes]
+
+
+def turned(size: int) -> Any:
+    return {"turned": np.arange(size * 2, dtype=np.uint16).reshape(size, 2).T, "number": np.array(3.0), "word": "x"}
+
+
+def fail(how: str) -> Any:
+    if how == "ours":
+        raise DataError("marta_0412 is bad", hint="remove it")
+    if how == "bug":
+        raise KeyError("marta_0412")
+    if how == "untold":
+        raise UntoldError("marta", "_0412")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "gone":
+        os._exit(3)
+    return lambda: how  # which cannot be sent
+
+
+def who(_: Any) -> tuple[int, str]:
+    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class Unopened:
+    """Makes nothing, since it cannot be opened there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return fail, ("ours",)
+
+    def __call__(self, order: Any) -> Any:
+        raise AssertionError(order)
+
+
+def main() -> None:
+    """Hire two, say their process ids, and have something made for every line of standard input."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # which, unlike ignoring it, workers would not inherit
+    workers = Workers(2, [who])
+    print(*(worker._process.pid for worker in workers._all), flush=True)
+    for _ in sys.stdin:
+        print(workers.make(0, None)[0], flush=True)
