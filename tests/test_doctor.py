@@ -420,7 +420,7 @@ def test_weights_are_checked_by_their_headers_alone(folder: Path, monkeypatch: P
         with safe_open(*words, **more) as file:
             yield SimpleNamespace(keys=file.keys, get_slice=file.get_slice)  # and no get_tensor
 
-    monkeypatch.setattr("myna.models.higgs_v2.checkpoint.safe_open", headers)
+    monkeypatch.setattr("myna.models.files.safe_open", headers)
     check = of_model(folder)["weights"]
     assert check.status == "ok" and "without a text head" in check.detail
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
 
+from myna.audio.files import replacing
 from myna.config import load_recipe
+from myna.data.codec import Encoder
 from myna.data.codes import encode_corpus
 from myna.data.corpus import Corpus, Prepared
 from myna.data.importers import import_source, write_import
 from myna.data.lengths import text_tokens
 from myna.data.utterance import Utterance
 from myna.errors import DataError, SpeakError
+from myna.evaluate import pronunciation
 from myna.models import open_family
 from myna.models.adapting import load_adapter, merge
+from myna.models.base import Family
 from myna.speak.engine import Engine
+from myna.speak.listener import Listener
 from myna.train.checkpoint import learned_with
 from myna.train.loop import train as run_training
 from myna.train.precision import decide, pick_device
@@ -67,7 +76,7 @@ def prepare(
     """Import a source and bring its codes up to date."""
     utterances = import_into(source, out, format, max_bad, language, speaker)
     family = open_family(model, codec=codec)
-    coder = family.load_codec(device=pick_device(device))
+    coder = family.load_encoder(device=pick_device(device))
     with progress("encoding", TextColumn("{task.fields[pace]}")) as bar:
         task = bar.add_task("encoding", total=None, pace="")
 
@@ -113,21 +122,91 @@ def resume(folder: Path, settings: list[str] | None = None, gpus: int = 1) -> Ru
     return run if place.leads else None
 
 
+def how_to_try(run: Run) -> str:
+    """What to type next."""
+    model = run.recipe.model
+    if open_family(model.source, revision=model.revision, codec=model.codec).listens:
+        return f"Ask it:  myna listen RECORDING.wav --run {run.folder}"
+    return f'Hear it:  myna speak "your words" --run {run.folder} --voice REF.wav --voice-text "..." -o out.wav'
+
+
 def _set(settings: list[str] | None) -> list[str]:
     return [f"--set={setting}" for setting in settings or []]
 
 
 def open_engine(*, run: Path | None, model: str | None, codec: str | None, device: str) -> Engine:
     """The engine for a run or for an untuned model."""
+    opened = _open_model(run, model, codec, device)
+    coder = opened.family.load_codec(device=opened.device)
+    if opened.run is None:
+        return Engine(opened.family, opened.weights, coder)
+    _check_made_with(opened.run, coder, opened.family)
+    return Engine(opened.family, opened.weights, coder, opened.run.recipe.data.reference_place)
+
+
+def open_listener(*, run: Path | None, model: str | None, device: str) -> Listener:
+    """The same for a model that answers in words."""
+    opened = _open_model(run, model, None, device)
+    encoder = opened.family.load_encoder(device=opened.device)
+    if opened.run is not None:
+        _check_made_with(opened.run, encoder, opened.family)
+    return Listener(opened.family, opened.weights, encoder)
+
+
+def listen(listener: Listener, corpus: Corpus, out: Path, max_tokens: int) -> list[dict[str, Any]]:
+    """Answer every clip of a prepared folder that has an answer; what was said beside what was due, a line each."""
+    clips = listener.corpus(corpus)
+    if not clips:
+        raise DataError(
+            f"{corpus.folder} has no answers to compare with", hint="prepare it from recordings with scores"
+        )
+    due = dict(zip(corpus.table.id.to_pylist(), corpus.table.answer.to_pylist(), strict=True))
+    rows: list[dict[str, Any]] = []
+    with progress("listening") as bar:
+        task = bar.add_task("listening", total=len(clips))
+        answers = listener.answer(clips, max_tokens, lambda done: bar.update(task, completed=done))
+        for clip, said in zip(clips, answers, strict=True):
+            rows.append({"id": clip.id, "answer": said.text, "due": due[clip.id], "stopped": said.stopped})
+    with replacing(out) as temporary:
+        temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+def judge_answers(corpus: Corpus, rows: list[dict[str, Any]]) -> Table | None:
+    """Figures of pronunciation, for people; None where the answers of a folder are no assessments."""
+    utterances = {utterance.id: utterance for utterance in corpus.utterances}
+    due = [pronunciation.Due.of(utterances[row["id"]]) for row in rows]
+    known = [each for each in due if each is not None]
+    if len(known) < len(due):
+        return None
+    meant = [each.assessment for each in known]
+    judged = pronunciation.judge(meant, [row["answer"] for row in rows])
+    deaf = pronunciation.judge(meant, pronunciation.canonical(meant))
+    published = {each.corpus for each in known} == {pronunciation.PUBLISHED_FOR}
+    unreadable = sum(judged.unreadable.values())
+    table = Table(title=f"{judged.utterances} utterances, {unreadable} answers that cannot be read")
+    for title in ("", "ours", "who hears no mistake", *(["the paper"] if published else [])):
+        table.add_column(title)
+    for cells in judged.table(deaf, published=published):
+        table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+class _Opened(NamedTuple):
+    family: Family
+    weights: nn.Module
+    run: Run | None
+    device: torch.device
+
+
+def _open_model(run: Path | None, model: str | None, codec: str | None, device: str) -> _Opened:
     if (run is None) == (model is None):
         raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     target = pick_device(device)
     dtype = decide("auto", target).frozen
     if run is None:
         family = open_family(str(model), codec=codec)
-        return Engine(
-            family, family.load_model(dtype=dtype, device=target, text_head=False), family.load_codec(device=target)
-        )
+        return _Opened(family, family.load_model(dtype=dtype, device=target, text_head=False), None, target)
     tuned = Run.open(run)
     settings = tuned.recipe.model
     family = open_family(settings.source, revision=settings.revision, codec=codec or settings.codec)
@@ -137,14 +216,17 @@ def open_engine(*, run: Path | None, model: str | None, codec: str | None, devic
     weights = family.load_model(dtype=dtype, device=target, text_head=tuned.recipe.needs_text_head)
     if not tuned.model.is_dir():
         weights = merge(load_adapter(weights, tuned.adapter))
-    coder, known = family.load_codec(device=target), learned_with(tuned)
+    return _Opened(family, weights, tuned, target)
+
+
+def _check_made_with(run: Run, coder: Encoder, family: Family) -> None:
+    known = learned_with(run)
     for what, now in (("codec", coder.revision), ("prompt", family.prompt_revision)):
         if known.get(what, now) != now:
             raise SpeakError(
-                f"{run} was trained with another {what} than would speak now",
+                f"{run.folder} was trained with another {what} than would speak now",
                 hint=f"use the {what} it was trained with",
             )
-    return Engine(family, weights, coder, tuned.recipe.data.reference_place)
 
 
 @contextmanager

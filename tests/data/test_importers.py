@@ -63,6 +63,10 @@ def provoke(reason: Reason, folder: Path, clips: list[Path]) -> Imported:
         path = folder / "manifest.jsonl"
         path.write_text("".join(json.dumps(each) + "\n" for each in (good, *bad[reason])))
         return import_source(str(path), media=folder / "media")
+    if reason == "bad score":
+        fair = {"accuracy": 8, "fluency": 8, "prosodic": 8, "total": 8}
+        assessed = [good | {"scores": fair}, line(clips[1]) | {"scores": fair | {"total": 11}}]
+        return import_source(str(write_lines(folder / "manifest.jsonl", assessed)), media=folder / "media")
     if reason == "placeholder without clip":
         pairs = [[{"role": "assistant", "content": text}] for text in ("hello <audio>", "hello <audio><audio>")]
         samples = [

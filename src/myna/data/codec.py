@@ -1,4 +1,4 @@
-"""What the code store needs of a codec. The codecs themselves live with the model families that use them."""
+"""What the code store needs of an encoder. Codecs and features live with the model families that use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Samples = npt.NDArray[np.float32]
 """Mono audio in [-1, 1] at the codec's sample rate, shape (samples,)."""
 
 Codes = npt.NDArray[np.uint16]
-"""Codec tokens of one clip, shape (frames, codebooks)."""
+"""What a model knows of one clip, shape (frames, codebooks): codec tokens, or the features that it hears."""
 
 Encoded = tuple[list[int], list[Codes]]
 """The codes of some clips, and their places among all that were given."""
@@ -22,8 +22,8 @@ Say = Callable[[str], None]
 """Told what a person should know."""
 
 
-class Codec(Protocol):
-    """Turns clips into codes and back.
+class Encoder(Protocol):
+    """Turns clips into codes.
 
     `encode` takes clips of *equal* length stacked as (clips, samples), a multiple of `hop` samples: convolutions that
     look both ways would let padding corrupt the codes, so nothing is ever padded.
@@ -31,7 +31,7 @@ class Codec(Protocol):
 
     @property
     def revision(self) -> str:
-        """A hash over the codec's configuration and weights: equal revisions give equal codes."""
+        """A hash over configuration and weights: equal revisions give equal codes."""
 
     @property
     def sample_rate(self) -> int: ...
@@ -56,15 +56,19 @@ class Codec(Protocol):
     def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:
         """Clips of any lengths, in whole frames, a batch of about so many seconds at a time, in any order.
 
-        The batches follow from the clips alone, so that the same clips always give the same codes. Where a codec has
-        no faster way, this is `by_equal_lengths`.
+        The batches follow from the clips alone, so that the same clips always give the same codes. Where there is no
+        faster way, this is `by_equal_lengths`.
         """
+
+
+class Codec(Encoder, Protocol):
+    """Turns clips into codes and back: what a model speaks through."""
 
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,)."""
 
 
-def by_equal_lengths(codec: Codec, clips: Sequence[Samples], batch_seconds: float) -> Iterator[Encoded]:
+def by_equal_lengths(codec: Encoder, clips: Sequence[Samples], batch_seconds: float) -> Iterator[Encoded]:
     """Equal lengths together, longest first, through `encode`."""
     of_length: defaultdict[int, list[int]] = defaultdict(list)
     for place, clip in enumerate(clips):

@@ -79,3 +79,12 @@ def script(
     if target is not None:
         turns.append(Turn("assistant", (target,)))
     return Conversation(id, tuple(turns), scene)
+
+
+def question(asked: str, clip: Clip, *, id: str, answer: str | None = None) -> Conversation:
+    """The conversation in which a clip is heard, something is asked about it, and `answer` is said: only that is
+    learned. Without one the conversation stays open, ready to be answered."""
+    turns = [Turn("user", (clip, asked) if asked else (clip,))]
+    if answer is not None:
+        turns.append(Turn("assistant", (answer,)))
+    return Conversation(id, tuple(turns))

@@ -57,7 +57,7 @@ class Pairing:
         seconds = table.frames / corpus.prepared.frame_rate
         shortest, longest = settings.reference_seconds
         # Clips without a speaker's name may be anyone's.
-        named = table.speaker.numbers != table.speaker.numbers_of([""])
+        named = (table.speaker.numbers != table.speaker.numbers_of([""])) & ~table.is_heard
         self._voices = _Voices.of(table, np.flatnonzero(named & (shortest <= seconds) & (seconds <= longest)))
         shortest, longest = settings.seconds
         meant, fits = table.is_target.astype(bool), (shortest <= seconds) & (seconds <= longest)

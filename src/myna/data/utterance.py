@@ -39,6 +39,8 @@ class Utterance:
     reference_only  true for a clip that only ever serves as a reference
     scene           a sentence about the room or the manner
     task            one of `TASKS`
+    answer          what a model that listens is to say of the clip: it is heard then, and not spoken
+    question        what it is asked
     """
 
     id: str
@@ -52,7 +54,14 @@ class Utterance:
     @property
     def references(self) -> tuple[str, ...] | None:
         """The references the source asked for; None where it left the choice to us."""
+        if self.answer:
+            return ()
         return tuple(self.extras["references"]) if "references" in self.extras else None
+
+    @property
+    def answer(self) -> str:
+        """What is to be said of the clip; empty for one that is to be spoken."""
+        return str(self.extras.get("answer") or "")
 
     @property
     def is_target(self) -> bool:

@@ -13,24 +13,34 @@ SHIPPED = {"fledgling": Path(__file__).parent / "fledgling"}
 """Models that come with the package, by the names that people type, and the folders of their checkpoints."""
 
 
+def is_shipped(name: str) -> bool:
+    """Whether a model of this name is in the package, with its weights."""
+    return name in SHIPPED and (SHIPPED[name] / "config.json").is_file()
+
+
 def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
     """Open a checkpoint without its weights: a hub name, a folder, a model that ships with Myna, or a built-in
     configuration."""
     # Imported late: a family pulls in transformers, which `myna --help` should not wait for.
-    from myna.models.higgs_v2.builtin import BUILTIN_NAMES
-    from myna.models.higgs_v2.checkpoint import resolve
+    from myna.models.files import resolve
+    from myna.models.higgs_v2 import builtin as higgs_v2
     from myna.models.higgs_v2.family import HiggsV2
+    from myna.models.phi4 import builtin as phi4
+    from myna.models.phi4.family import Phi4
 
-    if source in BUILTIN_NAMES:
+    if source in higgs_v2.BUILTIN_NAMES:
         return HiggsV2.builtin(source)
+    if source in phi4.BUILTIN_NAMES:
+        return Phi4.builtin(source)
     folder = _shipped(source, revision) if source in SHIPPED else resolve(source, revision)
     model_type = _model_type(folder)
-    for family in (HiggsV2,):
+    families: tuple[type[HiggsV2 | Phi4], ...] = (HiggsV2, Phi4)
+    for family in families:
         if model_type in family.model_types:
             return family.open(source, folder, codec)
     raise ModelError(
         f"{source} is a model of type {model_type!r}, which Myna does not know",
-        hint=f"known types: {', '.join(HiggsV2.model_types)}",
+        hint=f"known types: {', '.join(name for family in families for name in family.model_types)}",
     )
 
 
@@ -41,13 +51,14 @@ def convert(source: Path, out: Path, layout: Any) -> None:
     checkpoint.convert(source, out, layout)
 
 
-def save_tiny(out: Path, *, seed: int = 0) -> Path:
-    """A tiny random checkpoint of the real classes."""
-    from myna.models.higgs_v2.tiny import save_tiny
+def save_tiny(out: Path, *, seed: int = 0, listens: bool = False) -> Path:
+    """A tiny random checkpoint of the real classes, of a model that speaks or of one that listens."""
+    from myna.models.higgs_v2 import tiny as speaker
+    from myna.models.phi4 import tiny as listener
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty", hint="choose another folder with --out")
-    return save_tiny(out, seed=seed)
+    return listener.save_tiny(out, seed=seed) if listens else speaker.save_tiny(out, seed=seed)
 
 
 def _shipped(name: str, revision: str | None) -> Path:
@@ -57,7 +68,7 @@ def _shipped(name: str, revision: str | None) -> Path:
             f"{name} comes with Myna and has no revision {revision}",
             hint="leave the revision out, or install another Myna",
         )
-    if not (folder / "config.json").is_file():
+    if not is_shipped(name):
         raise ModelError(
             f"the weights of {name} are not in this copy of Myna: {folder} is missing or empty",
             hint=f"install a released Myna, or make them anew: recipes/{name}/README.md says how",

@@ -3,13 +3,16 @@
 A `Family` is a checkpoint opened without its weights: configuration, tokenizer and the rules of its prompt. It is
 cheap, picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain
 `nn.Module`, so that PEFT, Accelerate and the loop can wrap them. The loop knows nothing else of a model.
+
+A family speaks (`load_codec`, `generate`) or listens and answers in words (`load_encoder`, `answer`). All else, and so
+all of training, is the same for both.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -18,8 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from myna.data.codec import Codec, Codes
+from myna.data.codec import Codec, Codes, Encoder
 from myna.data.conversation import Conversation
+from myna.errors import ModelError
 
 IGNORED = -100
 """The label of a position that is not supervised, as torch's losses have it."""
@@ -48,21 +52,26 @@ class Rendered:
     ids: npt.NDArray[np.int64]
     """(positions,): text ids, with a placeholder where an audio frame stands."""
     codes: npt.NDArray[np.int64]
-    """(audio positions, codebooks): what stands at the placeholders, in order."""
+    """(audio positions, codebooks): what stands at the placeholders, in order; for a listener the features there."""
     labels: npt.NDArray[np.int64]
     """(positions,): supervised text."""
     code_labels: npt.NDArray[np.int64]
     """(audio positions, codebooks): supervised codes."""
     pieces: tuple[Piece, ...]
     target_seconds: float
-    """Seconds of supervised audio."""
+    """Seconds of supervised audio; for a listener, of what the supervised words are about."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
+def core_of(model: nn.Module) -> Any:
+    """The model itself, inside whatever PEFT put around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
 class Batch(ABC):
-    """What one forward pass reads. Made on the CPU by `collate`, moved once."""
+    """What one forward pass reads, a dataclass. Made on the CPU by `collate`, moved once."""
 
     @property
     @abstractmethod
@@ -84,6 +93,15 @@ class Batch(ABC):
     @abstractmethod
     def pin(self) -> Self:
         """The same in memory that a card can copy from while the host goes on. Needs CUDA."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes arrays travel as they lie in memory; a tensor would be written like a file.
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return _of_arrays, (type(self), *(v.numpy() if isinstance(v, torch.Tensor) else v for v in values))
+
+
+def _of_arrays(kind: Callable[..., Batch], *values: Any) -> Batch:
+    return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
 
 
 class StreamSums(NamedTuple):
@@ -129,12 +147,20 @@ class Spoken(NamedTuple):
     """False when the length cap ended it."""
 
 
+class Answered(NamedTuple):
+    text: str
+    stopped: bool
+    """False when the length cap ended it."""
+
+
 class Family(ABC):
     """One model architecture behind the seam."""
 
     name: str
     source: str
     """What the user typed: a hub name, a folder or a built-in name."""
+    listens = False
+    """True for one that hears and answers in words, instead of speaking."""
 
     @property
     @abstractmethod
@@ -171,15 +197,19 @@ class Family(ABC):
 
     @abstractmethod
     def accepts(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
-        """Whether codes of this shape are what the model speaks."""
+        """Whether codes of this shape are what the model speaks or hears."""
 
     @property
     @abstractmethod
     def codec_source(self) -> str:
         """Hub name or folder the codec comes from."""
 
-    @abstractmethod
-    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...
+    def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:
+        """What `myna prepare` turns clips into codes with: the codec, or the features that a listener hears."""
+        return self.load_codec(device=device)
+
+    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:  # noqa: ARG002
+        raise ModelError(f"{self.source} listens, and does not speak", hint="have it answer with `myna listen`")
 
     @abstractmethod
     def render(
@@ -196,6 +226,10 @@ class Family(ABC):
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
         """How many tokens each text takes as a part of a turn, whatever stands beside it. A text that cannot be
         rendered is refused by its key, the id of an utterance."""
+
+    def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """How many positions clips of so many frames take, up to what every clip takes."""
+        return frames
 
     @abstractmethod
     def length(self, conversation: Conversation) -> int:
@@ -241,15 +275,19 @@ class Family(ABC):
         """Short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer for
         `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
 
-    @abstractmethod
     def generate(
         self,
-        model: nn.Module,
-        prompts: Sequence[Rendered],
-        sampling: Sampling,
-        on_frame: Callable[[int], None] | None = None,
+        model: nn.Module,  # noqa: ARG002
+        prompts: Sequence[Rendered],  # noqa: ARG002
+        sampling: Sampling,  # noqa: ARG002
+        on_frame: Callable[[int], None] | None = None,  # noqa: ARG002
     ) -> list[Spoken]:
         """Speak open conversations."""
+        raise ModelError(f"{self.source} listens, and does not speak", hint="have it answer with `myna listen`")
+
+    def answer(self, model: nn.Module, prompts: Sequence[Rendered], max_tokens: int) -> list[Answered]:  # noqa: ARG002
+        """Answer open conversations in words, each with what is likeliest."""
+        raise ModelError(f"{self.source} speaks, and does not answer in words", hint="hear it with `myna speak`")
 
     @abstractmethod
     def save_model(self, model: nn.Module, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from myna.data.codec import Codec
-from myna.models.higgs_v2.checkpoint import resolve
+from myna.models.files import resolve
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.mel_codec.codec import MODEL_TYPE, MelCodec
 

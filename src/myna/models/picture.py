@@ -9,6 +9,8 @@ from myna.models.base import IGNORED, Family, Rendered
 LEARNED, CONTEXT, CONTROL = "bold green", "default", "dim cyan"
 SHOWN_FRAMES = 4
 """Frames drawn at each end of a long clip."""
+SHOWN_BOOKS = 64
+"""A frame of more numbers than this holds features, which tell the eye nothing."""
 
 
 def picture(rendered: Rendered, family: Family, *, all_frames: bool = False) -> Text:
@@ -22,7 +24,8 @@ def picture(rendered: Rendered, family: Family, *, all_frames: bool = False) -> 
         if piece.kind == "audio":
             frames = piece.stop - piece.start
             art.append(f"{piece.shown}\n", LEARNED if piece.supervised else CONTEXT)
-            _draw_frames(art, rendered, frames_before, frames, piece.start, all_frames)
+            if rendered.codes.shape[1] <= SHOWN_BOOKS:
+                _draw_frames(art, rendered, frames_before, frames, piece.start, all_frames)
             frames_before += frames
             continue
         style = LEARNED if piece.supervised else CONTROL if piece.kind == "special" else CONTEXT

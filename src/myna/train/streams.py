@@ -23,7 +23,9 @@ def stage_weights(streams: Sequence[str], recipe: Recipe, step: int, steps: int)
 
 
 def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tensor:
-    """(streams,): the text weight, and codebook weights that sum to the audio weight."""
+    """(streams,): the text weight, and codebook weights that sum to the audio weight; one stream alone weighs 1."""
+    if len(streams) == 1:
+        return torch.ones(1, dtype=torch.float64)
     codebooks = sum(name.startswith("code") for name in streams)
     chosen = settings.codebook_weights
     if chosen == "uniform":

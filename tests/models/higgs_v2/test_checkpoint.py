@@ -15,16 +15,15 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 from myna.errors import CheckpointError, ModelError
+from myna.models.files import load_tokenizer, resolve
 from myna.models.higgs_v2.checkpoint import (
     TEXT_HEAD,
     Layout,
     check_tokenizer,
     convert,
-    load_tokenizer,
     load_weights,
     meta_model,
     read_config,
-    resolve,
     save_original,
     save_transformers,
 )

@@ -1,4 +1,4 @@
-"""Recordings and texts in any of eight layouts, turned into one manifest.
+"""Recordings and texts in any of ten layouts, turned into one manifest.
 
 Each layout is a module of this folder with the same three names: `DESCRIPTION`, `matches` and `read`. What they find
 passes one gate, `check.judge`; what cannot be used is named in `rejected.jsonl`, and too much of it stops the import.
@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from myna.audio.files import replacing
-from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
+from myna.data.importers import (
+    assessed,
+    chatml,
+    folder,
+    hf,
+    ljspeech,
+    metadata_json,
+    ms_swift,
+    myna,
+    speechocean,
+    table,
+)
 from myna.data.importers.base import Context, Importer, Reason, Rejected
 from myna.data.importers.check import judge
 from myna.data.manifest import write_manifest
@@ -32,6 +43,8 @@ FORMATS: dict[str, Importer] = {
     "chatml": chatml,
     "ms_swift": ms_swift,
     "hf": hf,
+    "assessed": assessed,
+    "speechocean": speechocean,
 }
 NAMED = 5
 """Rejected items that an error spells out; the others are in `rejected.jsonl`."""

@@ -23,6 +23,7 @@ Reason = Literal[
     "bad span",
     "malformed",
     "missing reference",
+    "bad score",
 ]
 AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 

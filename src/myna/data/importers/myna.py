@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from myna.data.importers import assessed
 from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
 from myna.data.importers.reading import head, json_records
 from myna.data.manifest import SpanError, parse_line
@@ -18,7 +19,9 @@ def matches(source: Path) -> bool:
     if not file.is_file() or file.suffix != ".jsonl":
         return False
     first = head(file).partition("\n")[0]
-    return all(f'"{key}"' in first for key in ("id", "audio", "text")) and '"messages"' not in first
+    if '"messages"' in first or assessed.matches(file):
+        return False
+    return all(f'"{key}"' in first for key in ("id", "audio", "text"))
 
 
 def read(source: Path, context: Context) -> Iterator[Found | Rejected]:

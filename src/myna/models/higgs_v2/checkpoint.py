@@ -7,20 +7,17 @@ with, and those of the original implementation (higgs_audio). One table renames 
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shutil
-import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import (
     GenerationConfig,
@@ -31,6 +28,15 @@ from transformers import (
 )
 
 from myna.errors import CheckpointError, ModelError
+from myna.models.files import (
+    listed,
+    load_tokenizer,
+    new_folder,
+    opened,
+    read_json,
+    weight_files,
+    write_json,
+)
 
 Layout = Literal["transformers", "original"]
 
@@ -89,44 +95,10 @@ PROMPT_TOKENS = (
 )
 
 
-def resolve(source: str, revision: str | None) -> Path:
-    """The folder of a checkpoint: as typed, or downloaded from the hub once."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise ModelError(
-                f"{source} is a local folder, which has no revision {revision}", hint="leave the revision out"
-            )
-        return folder
-    if folder.exists():
-        raise ModelError(f"{source} is a file, not the folder of a model", hint=f"give its folder: {folder.parent}")
-    if source.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        raise ModelError(
-            f"there is no model folder {source}",
-            hint="give the path of a folder that holds config.json, or a hub name such as owner/name",
-        )
-    try:
-        return Path(
-            snapshot_download(
-                source,
-                revision=revision,
-                allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer*"],
-                ignore_patterns=["*.bin", "*.pt", "*.pth"],
-            )
-        )
-    except Exception as error:
-        at = f" at revision {revision}" if revision else ""
-        raise ModelError(
-            f"{source}{at} is no folder here, and the hub did not give it: {_first_line(error)}",
-            hint=f"check the name and the network, or fetch it elsewhere with `hf download {source}` "
-            "and give the path of that folder",
-        ) from error
-
-
 def read_config(folder: Path) -> HiggsAudioV2Config:
     """The configuration of a checkpoint of either layout, checked for what would break later."""
     file = folder / "config.json"
-    stored = _read_json(file)
+    stored = read_json(file)
     kind = stored.get("model_type")
     try:
         if kind == "higgs_audio":
@@ -153,21 +125,6 @@ def read_config(folder: Path) -> HiggsAudioV2Config:
                 hint="correct the id; it must be the one of the tokenizer",
             )
     return config
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer exactly as `tokenizer.json` describes it, whatever class the other files name."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(
-            f"{file} is missing", hint=f"copy the tokenizer files of the checkpoint into {folder}, or download it again"
-        )
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    except Exception as error:
-        raise ModelError(
-            f"{file} cannot be read: {_first_line(error)}", hint="it is damaged: download the tokenizer files again"
-        ) from error
 
 
 def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -223,18 +180,18 @@ def load_weights(
     _check_fit({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, stored, folder)
     with ExitStack() as stack:
         files = {part.file for parts in stored.values() for part in parts}
-        opened = {file: stack.enter_context(_opened(file)) for file in files}
+        held = {file: stack.enter_context(opened(file)) for file in files}
 
         def read(name: str) -> torch.Tensor:
             # Copied, for a tensor of its own instead of a view of the file.
             parts: list[torch.Tensor] = [
-                opened[part.file].get_tensor(part.key).to(device, dtype, copy=True) for part in stored[name]
+                held[part.file].get_tensor(part.key).to(device, dtype, copy=True) for part in stored[name]
             ]
             if _is_split(stored[name]):
                 return torch.cat(parts)
             if any(not torch.equal(parts[0], other) for other in parts[1:]):
                 raise CheckpointError(
-                    f"{folder} holds {name} more than once, with different values: {_listed(stored[name])}",
+                    f"{folder} holds {name} more than once, with different values: {listed(stored[name])}",
                     hint="download the checkpoint again, or save it from one source",
                 )
             return parts[0]
@@ -262,7 +219,7 @@ def save_transformers(
     model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Write a checkpoint in the transformers layout, ready for `from_pretrained` and `generate`."""
-    with _new_folder(folder) as made:
+    with new_folder(folder) as made:
         _write(model, made, tokenizer, "transformers")
 
 
@@ -270,7 +227,7 @@ def save_original(
     model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Write a checkpoint in the layout of the original implementation, which always has a text head."""
-    with _new_folder(folder) as made:
+    with new_folder(folder) as made:
         _write(model, made, tokenizer, "original")
 
 
@@ -279,14 +236,14 @@ def convert(source: Path, out: Path, layout: Layout) -> None:
     if layout not in get_args(Layout):
         raise ModelError(f"there is no layout {layout}", hint=f"say one of: {', '.join(get_args(Layout))}")
     if (source / "adapter_config.json").is_file():
-        with _new_folder(out) as made:
+        with new_folder(out) as made:
             _convert_adapter(source, made, layout)
         return
     config, tokenizer = read_config(source), load_tokenizer(source)
     check_tokenizer(config, tokenizer)
     text_head = TEXT_HEAD in _stored_tensors(source)
     model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
-    with _new_folder(out) as made:
+    with new_folder(out) as made:
         _write(model, made, tokenizer, layout)
         if (source / "codec").is_dir():
             shutil.copytree(source / "codec", made / "codec")
@@ -303,7 +260,7 @@ def _rename(name: str, layout: Layout) -> str:
 
 def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     """Rename an adapter's tensors. They tell which modules it touches; patterns in its settings may not carry over."""
-    config = _read_json(source / "adapter_config.json")
+    config = read_json(source / "adapter_config.json")
     for setting in ("trainable_token_indices", "target_parameters", "layer_replication"):
         if config.get(setting):
             raise ModelError(
@@ -318,7 +275,7 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     known = tuple(f"{names[layout == 'transformers']}." for names in RENAMES)
     tensors: dict[str, torch.Tensor] = {}
     adapted, whole, strange = set(), set(), []
-    with _opened(_weight_files(source, stem="adapter_model")[0]) as stored:
+    with opened(weight_files(source, stem="adapter_model")[0]) as stored:
         for key in sorted(stored.keys()):
             name = _rename(key.removeprefix(ADAPTED), layout)
             if not key.startswith(ADAPTED) or not name.startswith(known):
@@ -332,7 +289,7 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
                 whole.add(name.rpartition(".")[0])
     if strange:
         raise CheckpointError(
-            f"{source}: tensors of no module of Higgs Audio v2: {_listed(strange)}",
+            f"{source}: tensors of no module of Higgs Audio v2: {listed(strange)}",
             hint="give an adapter that was trained on Higgs Audio v2 with PEFT",
         )
     config |= dict.fromkeys(("task_type", "auto_mapping", "exclude_modules", "layers_to_transform", "layers_pattern"))
@@ -340,7 +297,7 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     for setting in ("rank_pattern", "alpha_pattern"):
         config[setting] = {_rename(name, layout): value for name, value in (config.get(setting) or {}).items()}
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    _write_json(out / "adapter_config.json", config)
+    write_json(out / "adapter_config.json", config)
 
 
 def _config_from_original(
@@ -432,8 +389,8 @@ class _Part(NamedTuple):
 def _stored_tensors(folder: Path) -> dict[str, list[_Part]]:
     """What a folder holds, by transformers' names. Reads the headers and no tensor."""
     found: defaultdict[str, list[_Part]] = defaultdict(list)
-    for file in _weight_files(folder):
-        with _opened(file) as tensors:
+    for file in weight_files(folder):
+        with opened(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
                 name = _rename(SPLIT.sub("", key), "transformers")
                 if not name.endswith(DERIVED):
@@ -460,58 +417,11 @@ def _check_fit(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, lis
         ],
     }
     if any(problems.values()):
-        told = "".join(f"\n  {len(names)} {what}: {_listed(names)}" for what, names in problems.items() if names)
+        told = "".join(f"\n  {len(names)} {what}: {listed(names)}" for what, names in problems.items() if names)
         raise CheckpointError(
             f"the weights in {folder} do not fit its config.json{told}",
             hint="the configuration and the weights must come from one checkpoint; download it again if in doubt",
         )
-
-
-def _weight_files(folder: Path, stem: str = "model") -> list[Path]:
-    """The safetensors files of a folder: those of its index, or the single one."""
-    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    if index.is_file():
-        files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
-    elif single.is_file():
-        files = [single]
-    elif pickles := sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)):
-        raise CheckpointError(
-            f"{folder} has its weights as pickles ({_listed(pickles)}), which can run code when they are opened",
-            hint="convert them to safetensors where you trust them, or use a checkpoint that has safetensors",
-        )
-    else:
-        raise CheckpointError(f"{folder} has no {single.name}", hint="give the folder that holds the weights")
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(
-            f"{folder} lacks files that its index names: {_listed(absent)}", hint="download the checkpoint again"
-        )
-    return files
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {_first_line(error)}", hint="it is damaged or cut short: download it again"
-        ) from error
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under a temporary name, which gets its own when all has been written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        made = Path(scratch, folder.name)
-        made.mkdir()
-        yield made
-        if folder.exists():
-            folder.rmdir()
-        made.rename(folder)
 
 
 def _write(
@@ -543,32 +453,7 @@ def _write(
     save_torch_state_dict(
         {_rename(name, "original"): tensor for name, tensor in state.items()}, folder, max_shard_size=SHARD
     )
-    _write_json(folder / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
+    write_json(folder / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
     # transformers 4.46, which the original needs, knows the tokenizer's class by its old name.
-    named = _read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    _write_json(folder / "tokenizer_config.json", named)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} cannot be read: {_first_line(error)}", hint=f"give a folder with a sound {file.name}"
-        ) from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object", hint="download the checkpoint again")
-    return value
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _listed(names: Collection[object]) -> str:
-    rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(str(name) for name in list(names)[:10]) + rest
+    named = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(folder / "tokenizer_config.json", named)

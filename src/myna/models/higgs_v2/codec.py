@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
 from myna.errors import AudioError, CheckpointError, ModelError
+from myna.models.files import resolve
 from myna.models.fused import fused
-from myna.models.higgs_v2.checkpoint import resolve
 from myna.models.higgs_v2.codec_fast import why_not
 from myna.models.higgs_v2.codec_many import ManyClips
 

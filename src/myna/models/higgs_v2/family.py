@@ -17,6 +17,7 @@ from myna.data.conversation import Conversation
 from myna.errors import ModelError
 from myna.models.base import AdaptTargets, Family, Rendered, Sampling, Spoken
 from myna.models.codecs import open_codec
+from myna.models.files import load_tokenizer
 from myna.models.higgs_v2 import adapt, checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
@@ -51,7 +52,7 @@ class HiggsV2(Family):
 
     @cached_property
     def tokenizer(self) -> Any:
-        return checkpoint.load_tokenizer(self._checkpoint())
+        return load_tokenizer(self._checkpoint())
 
     @cached_property
     def renderer(self) -> Renderer:

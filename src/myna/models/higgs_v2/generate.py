@@ -10,41 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from myna.models.attention import Cache, attend_within
 from myna.models.base import Sampling, Spoken
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.forward import embed, run_layer
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern
-from myna.models.higgs_v2.route import attend_within, rotary_tables, rotate
-
-
-class _Cache:
-    """Keys and values of every layer, one row per prompt, left-aligned; it grows by blocks as speech goes on."""
-
-    BLOCK = 256
-
-    def __init__(self, layers: int, lengths: tuple[int, ...]) -> None:
-        self.filled = torch.tensor(lengths)
-        self.keys: list[torch.Tensor] = [torch.empty(0)] * layers
-        self.values: list[torch.Tensor] = [torch.empty(0)] * layers
-
-    def start(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take over a prefill: (positions, heads, size), sequences end to end."""
-        lengths = self.filled.tolist()
-        for store, x in ((self.keys, k), (self.values, v)):
-            store[layer] = torch.nn.utils.rnn.pad_sequence(list(torch.split(x, lengths)), batch_first=True)
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add one position per prompt; keys, values and which of them each prompt may see."""
-        rows = torch.arange(len(self.filled))
-        if int(self.filled.max()) >= self.keys[layer].shape[1]:
-            for store in (self.keys, self.values):
-                store[layer] = F.pad(store[layer], (0, 0, 0, 0, 0, self.BLOCK))
-        self.keys[layer][rows, self.filled] = k
-        self.values[layer][rows, self.filled] = v
-        seen = torch.arange(self.keys[layer].shape[1]) <= self.filled[:, None]
-        return self.keys[layer], self.values[layer], seen.to(k.device)
+from myna.models.higgs_v2.route import rotary_tables, rotate
 
 
 @torch.inference_mode()
@@ -58,7 +30,7 @@ def generate(
 ) -> list[Spoken]:
     """Speak every prompt of the batch, each with its own random stream, so that company changes nothing."""
     config, device = core.config, batch.text_ids.device
-    cache = _Cache(len(core.model.layers), batch.lengths)
+    cache = Cache(len(core.model.layers), batch.lengths)
     sampler = _Sampler(delay, sampling, seeds)
 
     hidden = _prefill(core, batch, cache)
@@ -72,7 +44,7 @@ def generate(
         hidden = _step(core, frame.to(device), cache)
 
 
-def _prefill(core: Any, batch: HiggsBatch, cache: _Cache) -> torch.Tensor:
+def _prefill(core: Any, batch: HiggsBatch, cache: Cache) -> torch.Tensor:
     """Read all prompts at once; the hidden state at each one's last position."""
     stream = embed(core, batch.text_ids, batch.codes)
     cos, sin = rotary_tables(core, batch.position_ids, stream)
@@ -88,7 +60,7 @@ def _prefill(core: Any, batch: HiggsBatch, cache: _Cache) -> torch.Tensor:
     return stream[batch.to_sequence[batch.bounds[1:].long() - 1]]
 
 
-def _step(core: Any, frame: torch.Tensor, cache: _Cache) -> torch.Tensor:
+def _step(core: Any, frame: torch.Tensor, cache: Cache) -> torch.Tensor:
     """One more frame (prompts, codebooks) for every prompt; a stream of audio positions alone."""
     nothing = frame.new_empty(0)
     stream = embed(core, nothing, frame)
@@ -97,14 +69,7 @@ def _step(core: Any, frame: torch.Tensor, cache: _Cache) -> torch.Tensor:
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         keys, values, seen = cache.extend(layer, k, v)
-        attended = F.scaled_dot_product_attention(
-            q.unsqueeze(2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=seen[:, None, None],
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return attended.squeeze(2)
+        return cache.attend(q, keys, values, seen)
 
     for layer in core.model.layers:
         stream = run_layer(layer, stream, 0, attend)

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from myna.models.attention import attend_within as attend_within
 from myna.models.fused import fused
 from myna.models.higgs_v2.batch import HiggsBatch
 
@@ -148,20 +148,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rotary_tables(core: Any, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = core.model.rotary_emb(like, position_ids[None])
     return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-
-
-def attend_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Causal attention inside each sequence; (positions, heads, head size) in sequence order.
-
-    One call per sequence: exact on every device, and no mask that grows with the square of a row.
-    """
-    if q.is_cuda and q.dtype != torch.float32:
-        # An older card has a kernel for such numbers, but not where heads share keys: there it would compute all pairs.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    attended = []
-    for parts in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
-        one_q, one_k, one_v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
-        grouped = one_q.shape[1] != one_k.shape[1]
-        out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, enable_gqa=grouped)
-        attended.append(out[0].transpose(0, 1))
-    return torch.cat(attended)

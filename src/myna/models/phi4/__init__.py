@@ -1,0 +1,1 @@
+"""Phi-4-multimodal: a model that listens, and answers in words."""

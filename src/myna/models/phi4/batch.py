@@ -1,0 +1,122 @@
+"""Sequences to tensors: one flat stream of positions, and the clips beside it, each with its own length.
+
+Here features become numbers again, and the labels are shifted by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from myna.models.base import IGNORED, Batch, Rendered
+from myna.models.phi4.codec import STEPS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PhiBatch(Batch):
+    ids: torch.Tensor
+    """(positions,)"""
+    position_ids: torch.Tensor
+    """(positions,): starting over with every sequence."""
+    features: torch.Tensor
+    """(clips, spectra, bands): as long as the longest, zero where a clip has ended."""
+    spectra: torch.Tensor
+    """(clips,): how many there are of each."""
+    audio_at: torch.Tensor
+    """(audio positions,): where in the stream what is heard stands."""
+    audio_from: torch.Tensor
+    """(audio positions,): where it stands among all that the encoder makes of the clips, end to end."""
+    text_from: torch.Tensor
+    """(targets,): the positions that predict them."""
+    text_targets: torch.Tensor
+    lengths: tuple[int, ...]
+    target_counts: torch.Tensor
+    audio_seconds: float
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self.target_counts
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def target_seconds(self) -> float:
+        return self.audio_seconds
+
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> Self:
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Every tensor that a pass reads; the counts stay where they are."""
+        changed: dict[str, Any] = {
+            field.name: change(getattr(self, field.name))
+            for field in fields(self)
+            if field.name != "target_counts" and isinstance(getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **changed)
+
+
+def collate(sequences: Sequence[Rendered], bands: int, offset: int = 1) -> PhiBatch:
+    """Lay sequences end to end; position t learns the label of position t + `offset` of its own sequence."""
+    lengths = tuple(len(sequence) for sequence in sequences)
+    bounds = np.cumsum([0, *lengths])
+    position_ids = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+    clips, audio_at = [], []
+    for sequence, first in zip(sequences, bounds.tolist(), strict=False):
+        for start, codes in _clips(sequence):
+            clips.append(codes.reshape(-1, bands))
+            audio_at.append(first + start + np.arange(len(codes)))
+    held = max((len(clip) for clip in clips), default=0)
+    features = np.zeros((len(clips), held, bands), np.float32)
+    spectra = np.zeros(len(clips), np.int64)
+    for number, clip in enumerate(clips):
+        # What fills up the last position of a clip is below zero, as no feature is.
+        spectra[number] = np.count_nonzero(clip[:, 0] >= 0)
+        features[number, : spectra[number]] = clip[: spectra[number]] / np.float32(STEPS)
+    # Where each clip begins among the encoder's output, which is as long for all clips as for the longest.
+    within = [np.arange(len(at)) for at in audio_at]
+    most = max((len(at) for at in audio_at), default=0)
+    audio_from = [number * most + places for number, places in enumerate(within)]
+
+    predicted = (position_ids >= offset) & (position_ids - offset < np.repeat(lengths, lengths))
+    labels = np.concatenate([sequence.labels for sequence in sequences])
+    text_at = np.flatnonzero((labels != IGNORED) & predicted)
+    return PhiBatch(
+        ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),
+        position_ids=torch.from_numpy(position_ids),
+        features=torch.from_numpy(features),
+        spectra=torch.from_numpy(spectra),
+        audio_at=torch.from_numpy(_joined(audio_at)),
+        audio_from=torch.from_numpy(_joined(audio_from)),
+        text_from=torch.from_numpy(text_at - offset),
+        text_targets=torch.from_numpy(labels[text_at]),
+        lengths=lengths,
+        target_counts=torch.tensor([len(text_at)], dtype=torch.float64),
+        audio_seconds=sum(sequence.target_seconds for sequence in sequences),
+    )
+
+
+def _clips(sequence: Rendered) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Where each clip of a sequence begins, and what of it there is to hear."""
+    used = 0
+    for piece in sequence.pieces:
+        if piece.kind == "audio":
+            count = piece.stop - piece.start
+            yield piece.start, sequence.codes[used : used + count]
+            used += count
+    if used != len(sequence.codes):
+        raise AssertionError(f"{used} placeholders for {len(sequence.codes)} positions of sound in {sequence.id}")
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

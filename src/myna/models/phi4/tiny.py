@@ -1,0 +1,101 @@
+"""A small random checkpoint of the real classes: the same files, names and rules as the true one, in a megabyte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Phi4MultimodalConfig,
+    Phi4MultimodalFeatureExtractor,
+    Phi4MultimodalForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|image|>", "<|audio|>", "<|assistant|>", "<|end|>", "<|user|>", "<|system|>")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and the special tokens: any text of any language round-trips in 263 ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tiny_config(
+    *, hidden: int = 64, layers: int = 2, blocks: int = 2, channels: int = 8, tied: bool = False
+) -> Phi4MultimodalConfig:
+    """The true architecture with few and narrow layers, of the decoder and, as `blocks`, of the audio encoder; ids as
+    in `tiny_tokenizer`."""
+    ids = tiny_tokenizer().convert_tokens_to_ids
+    return Phi4MultimodalConfig(
+        vocab_size=len(tiny_tokenizer()),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+        bos_token_id=ids("<|endoftext|>"),
+        pad_token_id=ids("<|endoftext|>"),
+        eos_token_id=[ids("<|endoftext|>"), ids("<|end|>")],
+        audio_config={
+            "hidden_size": hidden // 2,
+            "intermediate_size": hidden,
+            "num_blocks": blocks,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": hidden // 2,
+            "depthwise_separable_out_channel": hidden // 2,
+            "nemo_conv_channels": channels,
+            "bias_max_distance": 500,
+            "audio_token_id": ids("<|audio|>"),
+        },
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "crop_size": 28,
+            "image_token_id": ids("<|image|>"),
+        },
+    )
+
+
+def save_tiny(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
+    """Write a checkpoint folder: the model of these sizes, its tokenizer, and how sound becomes features."""
+    torch.manual_seed(seed)
+    model = Phi4MultimodalForCausalLM(tiny_config(**sizes))
+    _listen(model.model.embed_tokens_extend.audio_embed)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    settings = Phi4MultimodalFeatureExtractor().to_dict()
+    plain = {key: value for key, value in settings.items() if isinstance(value, int | float | str)}
+    (folder / "preprocessor_config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+@torch.no_grad()
+def _listen(ear: Any) -> None:
+    """Make it untrained but not deaf: as initialised, hardly anything of the sound gets through to the words."""
+    for module in ear.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+    # Features of speech lie around 10, and some 5 apart.
+    ear.encoder.encoder_embedding.global_mean.fill_(10.0)
+    ear.encoder.encoder_embedding.global_invstd.fill_(0.2)

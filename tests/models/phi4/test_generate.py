@@ -1,0 +1,61 @@
+"""Answers: those of transformers' own `generate`, alone or in company."""
+
+from __future__ import annotations
+
+import copy
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from myna.data.codec import Samples
+from myna.data.conversation import Conversation
+from myna.models.phi4.checkpoint import end_ids
+from myna.models.phi4.family import Phi4
+from tests.models.phi4.test_forward import heard_by_stock
+
+TOKENS = 12
+
+
+def lively(model: Any) -> Any:
+    """A random head repeats itself whatever it hears; a larger one says something else for every clip."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(30)
+            layer.self_attn.qkv_proj.weight.mul_(10)
+            layer.self_attn.o_proj.weight.mul_(10)
+    return model
+
+
+def test_answers_are_transformers_own(
+    family: Phi4, model: Any, stock: Any, left_open: list[Conversation], waves: list[Samples]
+) -> None:
+    stock = lively(copy.deepcopy(stock))
+    lively(model)
+    prompts, ends = [family.render(one) for one in left_open], end_ids(family.config)
+    due = []
+    for prompt, wave in zip(prompts, waves, strict=True):
+        ids = torch.from_numpy(prompt.ids)[None]
+        said = stock.generate(input_ids=ids, do_sample=False, max_new_tokens=TOKENS, **heard_by_stock(wave))
+        answer = said[0, len(prompt) :].tolist()
+        due.append(family.tokenizer.decode(list(takewhile(lambda id: id not in ends, answer))))
+    answers = family.answer(model, prompts, TOKENS)
+    assert [answer.text for answer in answers] == due
+    assert len(set(due)) > 1, "or it would not matter who is answered"
+    assert [family.answer(model, [prompt], TOKENS)[0] for prompt in prompts] == answers
+
+
+def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
+    """A head that sees nothing but ones: it never ends, or at once."""
+    prompts = [family.render(one) for one in left_open[:2]]
+    end = family.tokenizer.convert_tokens_to_ids("<|end|>")
+    model.model.norm.forward = lambda hidden: torch.ones_like(hidden)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()[0] = 1
+    first = family.tokenizer.decode([0])
+    assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [(3 * first, False)] * 2
+    with torch.no_grad():
+        model.lm_head.weight[end] = 2
+    assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [("", True)] * 2

@@ -1,0 +1,46 @@
+"""The true size on paper: the recipe for a card with 24 GB and fp16 alone fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from myna.config import load_recipe
+from myna.models import open_family
+from myna.models.base import IGNORED, Piece, Rendered
+from myna.train import memory
+from myna.train.memory import Pass, plan
+from myna.train.precision import Precision
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "pronunciation_paper_r64.yaml"
+PROMPT, ANSWER = 40, 130
+"""Tokens, about what a sentence of SpeechOcean762 takes."""
+
+
+def heard(seconds: float) -> Rendered:
+    """A sequence without a tokenizer, which a built-in configuration does not have."""
+    sound = int(seconds * 12.5)
+    labels = np.full(PROMPT + sound + ANSWER, IGNORED)
+    labels[-ANSWER:] = 1
+    piece = Piece("audio", 10, 10 + sound, "", supervised=False)
+    codes = np.zeros((sound, 640), np.int64)
+    return Rendered("x", np.ones_like(labels), codes, labels, np.full_like(codes, IGNORED), (piece,), seconds)
+
+
+def test_the_papers_recipe_fits_a_card_of_24_gb_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "room", lambda _: int(23.4 * 2**30))
+    monkeypatch.setattr(memory, "_is_ampere_or_later", lambda _: False)
+    recipe = load_recipe(RECIPE)
+    sequences = tuple(heard(6) for _ in range(recipe.train.rows_per_pass))
+    planned = plan(
+        open_family("phi-4-multimodal"),
+        recipe,
+        Precision("fp16", "a Turing card"),
+        torch.device("cuda"),
+        Pass(sequences, len(sequences[0])),
+    )
+    assert planned.fits and planned.trained == 4 * 92_274_688, planned.table()
+    assert 7.5 * 2**30 < planned.frozen < 8.5 * 2**30
