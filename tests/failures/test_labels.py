@@ -68,7 +68,7 @@ def test_row_03_labels_that_the_batch_loses_are_missed(teach: Learn, monkeypatch
     def forgetful(self: HiggsV2, sequences: list[Rendered], *, offset: int = 1) -> HiggsBatch:
         batch = collate(self, sequences, offset=offset)
         targets = batch.audio_targets[:0]
-        return replace(batch, audio_place=batch.audio_place[:0], audio_targets=targets, target_counts=torch.zeros(9))
+        return replace(batch, audio_place=batch.audio_place[:0], audio_targets=targets, counts=torch.zeros(9))
 
     monkeypatch.setattr(HiggsV2, "collate", forgetful)
     with pytest.raises(TrainingError, match=r"has \d+ labels, of which 0 reach the batch"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -70,33 +70,41 @@ def core_of(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-class Batch(ABC):
-    """What one forward pass reads, a dataclass. Made on the CPU by `collate`, moved once."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What one forward pass reads: sequences end to end, and in each family what it makes of them. Made on the CPU by
+    `collate`, moved once."""
+
+    lengths: tuple[int, ...]
+    """Of the sequences, in positions."""
+    counts: torch.Tensor
+    """(streams,): supervised targets in this batch, as float64; they stay on the CPU."""
+    target_seconds: float
 
     @property
-    @abstractmethod
-    def counts(self) -> torch.Tensor:
-        """(streams,): supervised targets in this batch, as float64 on the CPU."""
-
-    @property
-    @abstractmethod
     def tokens(self) -> int:
         """Real positions, padding not counted."""
+        return sum(self.lengths)
 
-    @property
-    @abstractmethod
-    def target_seconds(self) -> float: ...
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    @abstractmethod
-    def to(self, device: torch.device) -> Self: ...
-
-    @abstractmethod
     def pin(self) -> Self:
         """The same in memory that a card can copy from while the host goes on. Needs CUDA."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Every tensor that a pass reads; the counts stay where they are."""
+        changed: dict[str, Any] = {
+            field.name: change(getattr(self, field.name))
+            for field in fields(self)
+            if field.name != "counts" and isinstance(getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Between processes arrays travel as they lie in memory; a tensor would be written like a file.
-        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        values = [getattr(self, field.name) for field in fields(self)]
         return _of_arrays, (type(self), *(v.numpy() if isinstance(v, torch.Tensor) else v for v in values))
 
 

@@ -7,9 +7,8 @@ collator computes the permutation, and it also does the one shift of the labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,36 +43,6 @@ class HiggsBatch(Batch):
     audio_place: torch.Tensor
     """(audio targets,): where in `needed` the positions are that predict them."""
     text_place: torch.Tensor
-    lengths: tuple[int, ...]
-    target_counts: torch.Tensor
-    audio_seconds: float
-
-    @property
-    def counts(self) -> torch.Tensor:
-        return self.target_counts
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def target_seconds(self) -> float:
-        return self.audio_seconds
-
-    def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin(self) -> Self:
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Every tensor that a pass reads; the counts stay where they are."""
-        changed: dict[str, Any] = {
-            field.name: change(getattr(self, field.name))
-            for field in fields(self)
-            if field.name != "target_counts" and isinstance(getattr(self, field.name), torch.Tensor)
-        }
-        return replace(self, **changed)
 
 
 def collate(sequences: Sequence[Rendered], audio_ids: tuple[int, ...], offset: int = 1) -> HiggsBatch:
@@ -121,6 +90,6 @@ def collate(sequences: Sequence[Rendered], audio_ids: tuple[int, ...], offset: i
         audio_place=torch.from_numpy(place[audio_from]),
         text_place=torch.from_numpy(place[text_from]),
         lengths=lengths,
-        target_counts=torch.tensor(counts, dtype=torch.float64),
-        audio_seconds=sum(s.target_seconds for s in sequences),
+        counts=torch.tensor(counts, dtype=torch.float64),
+        target_seconds=sum(s.target_seconds for s in sequences),
     )

@@ -5,9 +5,8 @@ Here features become numbers again, and the labels are shifted by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,36 +33,6 @@ class PhiBatch(Batch):
     text_from: torch.Tensor
     """(targets,): the positions that predict them."""
     text_targets: torch.Tensor
-    lengths: tuple[int, ...]
-    target_counts: torch.Tensor
-    audio_seconds: float
-
-    @property
-    def counts(self) -> torch.Tensor:
-        return self.target_counts
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def target_seconds(self) -> float:
-        return self.audio_seconds
-
-    def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin(self) -> Self:
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Every tensor that a pass reads; the counts stay where they are."""
-        changed: dict[str, Any] = {
-            field.name: change(getattr(self, field.name))
-            for field in fields(self)
-            if field.name != "target_counts" and isinstance(getattr(self, field.name), torch.Tensor)
-        }
-        return replace(self, **changed)
 
 
 def collate(sequences: Sequence[Rendered], bands: int, offset: int = 1) -> PhiBatch:
@@ -101,8 +70,8 @@ def collate(sequences: Sequence[Rendered], bands: int, offset: int = 1) -> PhiBa
         text_from=torch.from_numpy(text_at - offset),
         text_targets=torch.from_numpy(labels[text_at]),
         lengths=lengths,
-        target_counts=torch.tensor([len(text_at)], dtype=torch.float64),
-        audio_seconds=sum(sequence.target_seconds for sequence in sequences),
+        counts=torch.tensor([len(text_at)], dtype=torch.float64),
+        target_seconds=sum(sequence.target_seconds for sequence in sequences),
     )
 
 
