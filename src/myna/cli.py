@@ -164,7 +164,7 @@ def train(
     run = run_training(recipe, out, settings, gpus, dry_run) if recipe is not None else run
     if run is None or not run.is_finished:
         return
-    console.print(f"\n{how_to_try(run)}")
+    console.print(f"\n{how_to_try(run)}", soft_wrap=True)
 
 
 @app.command()

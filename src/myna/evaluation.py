@@ -164,7 +164,7 @@ def show_summary(summary: Summary, out: Path, console: Console) -> None:
         console.print(f"{key}: not measured. {why}", markup=False, highlight=False)
     for fault in summary.faults:
         console.print(f"{fault.name}: {fault.text}", style="yellow", markup=False, highlight=False)
-    console.print(f"Open {out / 'report.html'}", markup=False, highlight=False)
+    console.print(f"Open {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def folder_of(asked: Asked) -> Path:

@@ -264,7 +264,7 @@ def _say(told: Told, console: Console) -> None:
         console.print(reason, markup=False, highlight=False)
     total = sum(told.seconds.values())
     console.print(f"{total / 60:.1f} minutes, at most {told.memory / 1e9:.1f} GB of memory")
-    console.print(f"Open {told.out / 'report.html'}", markup=False, highlight=False)
+    console.print(f"Open {told.out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
     console.print("Go on with your own recordings: myna demo --voice FOLDER --out demo-mine", highlight=False)
 
 
