@@ -17,8 +17,9 @@ VARLEN_CAPABILITY = (8, 0)
 """The first compute capability whose attention kernel takes sequences of any length end to end."""
 
 IN_TILES = False
-"""Whether folded layers attend by the kernels of `attention_kernels.py`. One layer by itself was right and quicker with
-them on an H200 (`benchmarks/attention.py`); whole steps have not been run on a card yet."""
+"""Whether folded layers attend by the kernels of `attention_kernels.py`. In a trial on an H200 one layer by itself was
+right and quicker with them; neither whole steps nor `benchmarks/attention.py`, which is to say how much, have been run
+there yet."""
 TILED_GENERATION = 9
 """The major compute capability of the cards they were measured on: on others, tiles may not fit into shared memory."""
 TILED_SIZES = (16, 32, 64, 128)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, PreTrainedTokenizerFast
 
+from myna.models.byte_tokenizer import byte_tokenizer
 from myna.models.higgs_v2.codec import codec_classes, quiet
 
 SPECIAL_TOKENS = (
@@ -33,19 +33,8 @@ SPECIAL_TOKENS = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and the special tokens: any text of any language round-trips in 270 ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL_TOKENS))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<|begin_of_text|>",
-        eos_token="<|eot_id|>",
-        pad_token="<|end_of_text|>",
-        clean_up_tokenization_spaces=False,
-    )
+    """Bytes and the special tokens: 270 ids."""
+    return byte_tokenizer(SPECIAL_TOKENS, begin="<|begin_of_text|>", end="<|eot_id|>", pad="<|end_of_text|>")
 
 
 def tiny_config(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Phi4MultimodalConfig,
     Phi4MultimodalFeatureExtractor,
@@ -15,23 +14,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from myna.models.byte_tokenizer import byte_tokenizer
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|image|>", "<|audio|>", "<|assistant|>", "<|end|>", "<|user|>", "<|system|>")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and the special tokens: any text of any language round-trips in 263 ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL_TOKENS))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<|endoftext|>",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
+    """Bytes and the special tokens: 263 ids."""
+    return byte_tokenizer(SPECIAL_TOKENS, begin="<|endoftext|>", end="<|endoftext|>", pad="<|endoftext|>")
 
 
 def tiny_config(
