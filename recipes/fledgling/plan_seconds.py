@@ -13,7 +13,7 @@ from typing import Literal
 
 Stage = Literal["sounds", "codec", "learn", "natural"]
 
-SPEAKING = 0.40
+SPEAKING = 0.42
 """The share of the whole that the language model must have, both trainings together."""
 OF_SOUNDS = 0.12
 """The share in which natural speech is made."""

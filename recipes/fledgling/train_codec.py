@@ -24,7 +24,7 @@ from codec_training import sounds
 from codec_training.around import shifts_are_quicker, use_shifts
 from codec_training.bank import Bank
 from codec_training.judging import standing
-from codec_training.keeping import Progress, go_on, keep, read_progress
+from codec_training.keeping import Progress, begin_with, go_on, keep, read_progress
 from codec_training.learner import Learner, Lesson, Teacher
 from codec_training.letters import alphabet_of
 from codec_training.profiling import profile
@@ -91,6 +91,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--gather", type=Path, metavar="FILE", help="write the source to one .safetensors file as Opus, and stop")
     add("--out", type=Path, default=Path("runs/codec"), help="what is made, and what it takes to go on")
+    add(
+        "--begin-with", type=Path, metavar="CODEC", help="the codec of an earlier training, to learn more than it knows"
+    )
     add("--seconds", type=float, help="train so long in this command, reading the sources not counted")
     add("--steps", type=int, help="or so many steps")
     add("--total", type=float, help="seconds (or steps) of all commands together, over which the rate falls")
@@ -153,7 +156,10 @@ def train(options: argparse.Namespace) -> None:
         device=device,
     )
     reader_width = 32 if options.tiny else 256
-    learner = Learner(MelCodecNetwork(config), len(progress.alphabet), options.critic_width, reader_width).to(device)
+    network = MelCodecNetwork(config)
+    if options.begin_with and before is None:
+        begin_with(options.begin_with, network)
+    learner = Learner(network, len(progress.alphabet), options.critic_width, reader_width).to(device)
     size = sum(tensor.numel() for tensor in learner.network.state_dict().values())
     print(
         f"{size / 1e6:.2f} M weights, of which {_million(learner.network.encoder)} encode and "

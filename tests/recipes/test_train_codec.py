@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,33 @@ def test_what_does_not_fit_is_refused(bank: Bank, tmp_path: Path) -> None:
     wider = Teacher(Learner(MelCodecNetwork(train_codec.TINY), 2, 3), bank, Lesson(2))
     with pytest.raises(CheckpointError, match="does not fit"):
         keeping.go_on(tmp_path, wider)
+
+
+def test_an_earlier_codec_is_where_a_new_training_begins(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "first", "--steps", "40", "--critics-after", "1")
+    run(
+        folder,
+        tmp_path / "more",
+        "--steps",
+        "1",
+        "--tell-every",
+        "0",
+        "--begin-with",
+        str(tmp_path / "first" / "codec"),
+    )
+    run(folder, tmp_path / "anew", "--steps", "1", "--tell-every", "0")
+
+    def first_distance(out: Path) -> float:
+        return float(json.loads((out / "progress.json").read_text())["history"][0]["mel"])
+
+    assert first_distance(tmp_path / "more") < 0.85 * first_distance(tmp_path / "anew")
+
+
+def test_a_codec_of_other_sizes_is_refused(bank: Bank, tmp_path: Path) -> None:
+    keeping.keep(tmp_path, teacher(bank), keeping.Progress("ab"))
+    wider = MelCodecNetwork(replace(train_codec.TINY, decoder_width=56))
+    with pytest.raises(CheckpointError, match="other sizes"):
+        keeping.begin_with(tmp_path / "codec", wider)
 
 
 def test_one_pass_of_the_critics_teaches_both_sides_what_two_would(bank: Bank) -> None:

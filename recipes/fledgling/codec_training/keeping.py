@@ -22,6 +22,7 @@ from codec_training.learner import Teacher
 from myna.audio.files import replacing
 from myna.errors import CheckpointError
 from myna.models.mel_codec.codec import save_mel_codec
+from myna.models.mel_codec.network import MelCodecNetwork
 
 STATE, CARRIED, PROGRESS = "state.safetensors", "carried.safetensors", "progress.json"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -83,6 +84,17 @@ def go_on(out: Path, teacher: Teacher) -> WentOn:
     _take(teacher, tensors)
     teacher.mean.begin()
     return WentOn(f"weights alone, from {out / 'codec'} and {out / CARRIED}", with_moments=False)
+
+
+def begin_with(codec: Path, network: MelCodecNetwork) -> None:
+    """Take the weights of a codec trained before. Codebooks are laid out anew, and critics begin from nothing."""
+    weights = load_file(codec / "model.safetensors")
+    try:
+        network.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{codec} is a codec of other sizes: {error}", hint="name one that was trained with the same sizes"
+        ) from None
 
 
 def _take(teacher: Teacher, tensors: dict[str, torch.Tensor]) -> None:
