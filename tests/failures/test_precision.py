@@ -52,6 +52,20 @@ def card() -> Iterator[torch.device]:
     torch.cuda.empty_cache()
 
 
+@contextmanager
+def part_of(card: torch.device, share: float) -> Iterator[None]:
+    """A card with room for so much of what the last training took at its peak, beside what it holds anyway."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    held, total = torch.cuda.memory_allocated(card), torch.cuda.get_device_properties(card).total_memory
+    taken = torch.cuda.max_memory_allocated(card) - held
+    try:
+        torch.cuda.set_per_process_memory_fraction((held + share * taken) / total, card)
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, card)
+
+
 def student_for(recipe: Recipe, name: Name, device: torch.device, folder: Path) -> Student:
     precision = Precision(name, "a test")
     family = open_family(recipe.model.source)
@@ -421,12 +435,9 @@ def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, hous
         train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda", "checkpointing": "none"},
     )
     _, notes = learn(recipe, tmp_path / "free")
-    peak = torch.cuda.max_memory_allocated(card)
     assert any("measured in two" in line for line in notes.said)
-    total = torch.cuda.get_device_properties(card).total_memory
     settings: dict[str, str] = {}
-    try:
-        torch.cuda.set_per_process_memory_fraction(0.6 * peak / total, card)
+    with part_of(card, 0.6):
         for attempt in range(6):
             gc.collect()
             torch.cuda.empty_cache()
@@ -438,8 +449,6 @@ def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, hous
                 settings = follow(error, settings)
         else:
             pytest.fail(f"never fitted with {settings}")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, card)
     assert settings and len(notes.steps) == 2
 
 
@@ -456,13 +465,7 @@ def test_row_20_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
     )
     _, notes = learn(recipe, tmp_path / "free")
     assert any("no layer recomputed, since everything fits" in line for line in notes.said)
-    peak, total = torch.cuda.max_memory_allocated(card), torch.cuda.get_device_properties(card).total_memory
-    try:
-        torch.cuda.set_per_process_memory_fraction(0.8 * peak / total, card)
-        gc.collect()
-        torch.cuda.empty_cache()
+    with part_of(card, 0.8):
         _, notes = learn(recipe, tmp_path / "tight")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, card)
     assert any("of 8 layers recomputed, the fewest that fit" in line for line in notes.said)
     assert len(notes.steps) == 2

@@ -362,12 +362,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def room(device: torch.device) -> int:
-    """Memory that we have or could get."""
+    """Memory that a training could get: what this process already holds for something else is not to be had."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         ours = free + torch.cuda.memory_reserved(device)
         # A process can be held to a part of its card: to share it, or to see how it would do on a smaller one.
-        return int(min(ours, total * torch.cuda.get_per_process_memory_fraction(device)))
+        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+        return int(min(ours, allowed)) - torch.cuda.memory_allocated(device)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -508,7 +509,7 @@ class _Autocast(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and self.dtype != torch.float32:
+        if func in (F.linear, F.conv1d, F.conv2d) and self.dtype != torch.float32:
             args = tuple(self._in_dtype(arg) if torch.is_tensor(arg) else arg for arg in args)
         if func is F.scaled_dot_product_attention:
             return _Attention.apply(*args[:3], self.attention)  # type: ignore[no-untyped-call]

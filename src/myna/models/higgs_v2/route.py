@@ -16,10 +16,6 @@ from myna.models.higgs_v2.batch import HiggsBatch
 VARLEN_CAPABILITY = (8, 0)
 """The first compute capability whose attention kernel takes sequences of any length end to end."""
 
-IN_TILES = False
-"""Whether folded layers attend by the kernels of `attention_kernels.py`. In a trial on an H200 one layer by itself was
-right and quicker with them; neither whole steps nor `benchmarks/attention.py`, which is to say how much, have been run
-there yet."""
 TILED_GENERATION = 9
 """The major compute capability of the cards they were measured on: on others, tiles may not fit into shared memory."""
 TILED_SIZES = (16, 32, 64, 128)
@@ -106,8 +102,8 @@ def _kernels() -> Any:
 
 
 def has_tiles(like: torch.Tensor) -> bool:
-    """Whether our own kernels are wanted, and made for the card."""
-    return IN_TILES and fused(like) and torch.cuda.get_device_capability(like.device)[0] == TILED_GENERATION
+    """Whether our own kernels are made for the card. How much they save: docs/benchmarks/attention.json."""
+    return fused(like) and torch.cuda.get_device_capability(like.device)[0] == TILED_GENERATION
 
 
 def tabulate(bounds: torch.Tensor, positions: int, size: int) -> torch.Tensor:
