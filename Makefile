@@ -17,8 +17,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: setup
-	$(BIN)/myna demo --out demo
+demo: ears
+	$(BIN)/myna demo --out demo --recogniser $(EARS)
 
 # What judges speech is not what makes it: `myna evaluate` and `myna demo --voice` name what they could not measure.
 ears: setup

@@ -4,6 +4,55 @@ A tiny model of random weights can learn them by heart in a minute, code for cod
 is sound; how a voice sounds they cannot show.
 """
 
-from myna.demo.birds import BIRDS, LINES, REFERENCE, SAMPLE_RATE, match, recipe, record, whistle
+from __future__ import annotations
 
-__all__ = ["BIRDS", "LINES", "REFERENCE", "SAMPLE_RATE", "match", "recipe", "record", "whistle"]
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from myna.audio.clip import write
+from myna.data.codec import Codes, Samples
+
+SAMPLE_RATE = 24_000
+BIRDS = {"robin": 320.0, "heron": 110.0}
+LINES = ("good morning", "what a fine day")
+REFERENCE = "follow me"
+
+
+def whistle(text: str, pitch: float) -> Samples:
+    """A letter is a tone of 60 ms with three harmonics and a soft edge; a space is a rest."""
+    count = int(0.06 * SAMPLE_RATE)
+    time = np.arange(count) / SAMPLE_RATE
+    edge = np.minimum(1.0, np.minimum(time, time[::-1]) / 0.008)
+    notes = [np.zeros(count)]
+    for letter in text.lower():
+        tone = pitch * 2 ** ((ord(letter) % 24) / 12)
+        sound = sum(np.sin(2 * np.pi * tone * n * time) / n for n in (1, 2, 3))
+        notes.append(np.zeros(count) if letter == " " else 0.25 * edge * sound)
+    return np.concatenate(notes).astype(np.float32)
+
+
+def record(folder: Path) -> None:
+    """The recordings: one folder a bird, each clip with its text beside it."""
+    for bird, pitch in BIRDS.items():
+        for number, text in enumerate((REFERENCE, *LINES)):
+            clip = folder / bird / f"{bird}-{number}.wav"
+            write(clip, whistle(text, pitch), SAMPLE_RATE)
+            clip.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+
+
+def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
+    return {
+        "name": "birds",
+        "model": {"source": str(out / "model"), "pretrained": False},
+        "data": {"train": str(out / "prepared"), "row_tokens": 1024, "reference_seconds": [0.2, 10]},
+        "adapt": {"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
+        "train": {"steps": steps, "rows_per_step": 4, "learning_rate": 5e-3, "warmup": 10, "device": "cpu"},
+    }
+
+
+def match(spoken: Codes, real: Codes) -> float:
+    """Share of codes that agree, over the longer of the two."""
+    shared = min(len(spoken), len(real))
+    return float((spoken[:shared] == real[:shared]).sum() / (max(len(spoken), len(real)) * real.shape[1]))

@@ -1,9 +1,11 @@
 """How many seconds each training may take, so that all of them together end in time.
 
 python recipes/fledgling/plan_seconds.py codec --budget 1400 --gone 260
+python recipes/fledgling/plan_seconds.py sounds --budget 1400 --gone 15 --codec-there
 
 What comes before a stage has taken what it has taken; what comes after it keeps its due. The language model gets at
-least two fifths of the whole, and whatever nobody needed. Prints whole seconds.
+least nine twentieths of the whole, and whatever nobody needed. Where the codec is there already, its time goes to the
+making of natural speech. Prints whole seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Literal
 
 Stage = Literal["sounds", "codec", "learn", "natural"]
 
-SPEAKING = 0.42
+SPEAKING = 0.45
 """The share of the whole that the language model must have, both trainings together."""
 OF_SOUNDS = 0.12
 """The share in which natural speech is made."""
@@ -35,10 +37,12 @@ LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "learn": 30, "natural": 15
 """Below this a stage is not worth its start; a plan that is that late takes a little more than it was given."""
 
 
-def seconds_for(stage: Stage, budget: float, gone: float) -> int:
+def seconds_for(stage: Stage, budget: float, gone: float, *, codec_there: bool = False) -> int:
     left = budget - gone
     after_codec = sum(AROUND[name] for name in ("encode", "trial", "learn", "natural", "ship"))
     match stage:
+        case "sounds" if codec_there:
+            wanted = left - AROUND["sounds"] - after_codec - SPEAKING * budget
         case "sounds":
             free = left - AROUND["sounds"] - LEAST["codec"] - AROUND["codec"] - after_codec - SPEAKING * budget
             wanted = min(OF_SOUNDS * budget, free)
@@ -56,8 +60,9 @@ def main() -> None:
     parser.add_argument("stage", choices=LEAST)
     parser.add_argument("--budget", type=float, required=True, help="seconds of everything, from the first stage on")
     parser.add_argument("--gone", type=float, required=True, help="seconds of it that are over")
+    parser.add_argument("--codec-there", action="store_true", help="no codec is trained")
     given = parser.parse_args()
-    print(seconds_for(given.stage, given.budget, given.gone))
+    print(seconds_for(given.stage, given.budget, given.gone, codec_there=given.codec_there))
 
 
 if __name__ == "__main__":

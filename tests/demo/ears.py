@@ -26,7 +26,6 @@ class Parrot(Recogniser):
     """Whatever it hears, it writes down the same."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(None)
         self._text = text
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Heard:  # noqa: ARG002

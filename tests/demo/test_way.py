@@ -30,7 +30,7 @@ from myna.demo.listening import SYSTEMS
 from myna.demo.voice import choose
 from myna.demo.way import RUNAWAY, SAMPLING, Asked, recipe, run_demo
 from myna.errors import ConfigError, DataError, ModelError, MynaError
-from myna.models import SHIPPED, save_tiny
+from myna.models import save_tiny
 from myna.speak.engine import Line
 from myna.train.run import Run
 from tests.birds import SAMPLE_RATE, whistle
@@ -301,25 +301,14 @@ def test_the_command_takes_what_it_says(nest: Path, tmp_path: Path, monkeypatch:
     assert result.exit_code == 0, result.output
     model = str(nest / "model")
     assert caught == [Asked(tmp_path, "mine", "ljspeech", "vi", model, 3, "base", ("train.steps=2",))]
-    monkeypatch.setattr("myna.models.is_shipped", lambda _: True)
     CliRunner().invoke(app, ["demo"], catch_exceptions=False)
     assert caught[1] == Asked(Path("demo"), model="fledgling")
-
-
-def test_without_fledgling_the_birds_show_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Path] = []
-    monkeypatch.setattr("myna.models.is_shipped", lambda _: False)
-    monkeypatch.setattr("myna.demo.birds.run_birds", lambda out, _console: shown.append(out))
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")], catch_exceptions=False)
-    assert shown == [tmp_path / "demo"]
-    assert "weights of fledgling are not in this copy" in " ".join(result.output.split())
 
 
 def test_the_seed_is_that_of_the_training_too(tmp_path: Path) -> None:
     assert recipe(Asked(tmp_path, seed=7))["train"]["seed"] == 7
 
 
-@pytest.mark.skipif(not (SHIPPED["fledgling"] / "config.json").is_file(), reason="fledgling's weights are not here")
 def test_the_bundled_voice_goes_through_with_fledgling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps and no ears: that the parts fit, not how it sounds."""
     take_ears(monkeypatch)

@@ -13,11 +13,6 @@ SHIPPED = {"fledgling": Path(__file__).parent / "fledgling"}
 """Models that come with the package, by the names that people type, and the folders of their checkpoints."""
 
 
-def is_shipped(name: str) -> bool:
-    """Whether a model of this name is in the package, with its weights."""
-    return name in SHIPPED and (SHIPPED[name] / "config.json").is_file()
-
-
 def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
     """Open a checkpoint without its weights: a hub name, a folder, a model that ships with Myna, or a built-in
     configuration."""
@@ -68,7 +63,7 @@ def _shipped(name: str, revision: str | None) -> Path:
             f"{name} comes with Myna and has no revision {revision}",
             hint="leave the revision out, or install another Myna",
         )
-    if not is_shipped(name):
+    if not (folder / "config.json").is_file():
         raise ModelError(
             f"the weights of {name} are not in this copy of Myna: {folder} is missing or empty",
             hint=f"install a released Myna, or make them anew: recipes/{name}/README.md says how",
