@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from myna.data.codec import Codec
+from myna.data.codec import Encoder
 from myna.data.codes import CodeStore, edges, encode_corpus, index_corpus, place_of
 from myna.data.corpus import Corpus, Prepared
 from myna.data.lengths import text_tokens
@@ -62,10 +62,10 @@ class TogetherCodec(MelCodec):
 
 
 @cache
-def opened(model: str, device: str) -> tuple[Family, Codec]:
+def opened(model: str, device: str) -> tuple[Family, Encoder]:
     """Once in each process."""
     family = open_family(model)
-    codec: Codec = family.load_codec(device=pick_device(device))
+    codec: Encoder = family.load_encoder(device=pick_device(device))
     if isinstance(codec, MelCodec):
         codec = TogetherCodec.open(family.codec_source, pick_device(device))
     return family, codec

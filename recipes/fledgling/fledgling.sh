@@ -4,8 +4,8 @@
 #   all      everything below in $BUDGET seconds: what is late shortens what comes after it
 #
 #   check    is everything there that the other stages import?
-#   sounds   natural speech made, corpora of espeak voices beside it, and natural speech shaped
-#                                                                        ($NATURAL_SOUND_SECONDS and 40 s)
+#   sounds   natural speech made and shaped, corpora of espeak voices beside it
+#                                                                        ($NATURAL_SOUND_SECONDS and 20 s)
 #   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
 #   encode   an egg, and the codes of all sounds                         (50 s)
 #   trial    sixty steps, to see how many fit into the time
@@ -28,16 +28,18 @@ CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in a
 CODEC_TOTAL=${CODEC_TOTAL:-}
 CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source that it reads: 15 hours and more, of all speakers
 CODEC_OPTIONS=${CODEC_OPTIONS:-}
+CODEC=${CODEC:-}                         # a codec that is there already: none is trained
 EGG_OPTIONS=${EGG_OPTIONS:-}
-NATURAL_HOURS=${NATURAL_HOURS:-80}       # of natural speech to make here, if Kokoro was carried
-NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-3000}
+NATURAL_HOURS=${NATURAL_HOURS:-200}      # of natural speech to make here, if Kokoro was carried
+NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-6000}
 NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-165} # after which what is made is enough
 NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
+NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without kernels of our own
 JOBS=${JOBS:-$(nproc)}
 NATURAL_JOBS=${NATURAL_JOBS:-7}
 ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
 REPEAT=${REPEAT:-1}                      # how often a natural line comes beside espeak
-ENCODERS=${ENCODERS:-8}
+ENCODERS=${ENCODERS:-$JOBS}
 LEARN_SECONDS=${LEARN_SECONDS:-400}
 NATURAL_SECONDS=${NATURAL_SECONDS:-180}
 LIMIT=${LIMIT:-}                         # seconds of a command after which it is asked to stop and to keep what it has
@@ -76,13 +78,15 @@ sounds() {
   natural_sounds
   wait $beside || { cat "$DATA/espeak.log"; return 1; }
   tail -n 2 "$DATA/espeak.log"
-  local sources=()
-  for folder in "$CARRY"/*/natural "$DATA/natural"; do [ -d "$folder" ] && sources+=("$folder"); done
-  $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS"
+  local sources=() # natural speech that was made elsewhere; what is made here is shaped already
+  for folder in "$CARRY"/*/natural; do [ ! -d "$folder" ] || sources+=("$folder"); done
+  [ ${#sources[@]} = 0 ] ||
+    $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS"
+  [ -e "$DATA/natural_shaped/manifest.jsonl" ] || { say "there is no natural speech: carry some, or Kokoro"; return 1; }
 }
 
 espeak_sounds() { # the codec's first, which is wanted first
-  espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
+  [ -n "$CODEC" ] || espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
   espeak espeak --hours "$HOURS" --speakers "$SPEAKERS"
 }
 
@@ -96,14 +100,19 @@ espeak() {
 natural_sounds() { # of another seed than what was made elsewhere, so that no two speakers have one name
   local weights=("$CARRY"/*/kokoro)
   [ -d "${weights[0]}" ] || { say "Kokoro was not carried: there is only the natural speech that was"; return 0; }
-  [ -e "$DATA/natural/finished" ] && return 0
-  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural" --seed 2 --jobs "$NATURAL_JOBS" \
-    --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" --seconds "$NATURAL_SOUND_SECONDS" \
-    --device "$NATURAL_DEVICE" --weights "${weights[@]}" | tail -n 3
-  touch "$DATA/natural/finished"
+  [ -e "$DATA/natural_shaped/finished" ] && return 0
+  # shellcheck disable=SC2086
+  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped --seed 2 \
+    --jobs "$NATURAL_JOBS" --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" \
+    --seconds "$NATURAL_SOUND_SECONDS" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
+    >"$DATA/natural.log" 2>&1 || { tail -n 30 "$DATA/natural.log"; return 1; }
+  grep -v " to .*: .* x real time" "$DATA/natural.log" | sort | uniq -c || true # what was remarked, and how often
+  grep " x real time" "$DATA/natural.log" | tail -n 3 || true
+  touch "$DATA/natural_shaped/finished"
 }
 
 codec() {
+  [ -z "$CODEC" ] || { mkdir -p "$RUNS/codec" && cp -r "$CODEC" "$RUNS/codec/codec"; return; }
   # shellcheck disable=SC2086
   $PYTHON $HERE/train_codec.py --source "$DATA/natural_shaped=0.7" --source "$DATA/espeak_codec=0.3" \
     --out "$RUNS/codec" --seconds "$CODEC_SECONDS" --total "${CODEC_TOTAL:-$CODEC_SECONDS}" --limit "$CODEC_CLIPS" \
@@ -190,7 +199,7 @@ all() {
   check
   planned NATURAL_SOUND_SECONDS sounds
   stage sounds
-  planned CODEC_SECONDS codec
+  [ -n "$CODEC" ] || planned CODEC_SECONDS codec
   stage codec
   stage encode
   stage trial
@@ -204,7 +213,8 @@ all() {
 planned() { # NAME STAGE: what is left decides, and is decided once: the rate falls over it
   local kept=$RUNS/plan.$2 gone
   gone=$(($(date +%s) - $(cat "$RUNS/began")))
-  [ -e "$kept" ] || $PYTHON $HERE/plan_seconds.py "$2" --budget "$BUDGET" --gone "$gone" >"$kept"
+  [ -e "$kept" ] || $PYTHON $HERE/plan_seconds.py "$2" --budget "$BUDGET" --gone "$gone" \
+    ${CODEC:+--codec-there} >"$kept"
   printf -v "$1" %s "$(cat "$kept")"
   say "$gone of $BUDGET s are over; ${!1} s for $2"
 }

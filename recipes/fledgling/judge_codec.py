@@ -1,7 +1,7 @@
 """Judge a codec by round trips of speakers that it never learned from.
 
     python recipes/fledgling/judge_codec.py --codec runs/codec/codec --source CORPUS/natural --source CORPUS/espeak \\
-        --whisper WHISPER_FOLDER --ecapa embedding_model.ckpt --out runs/codec/judged.json
+        --whisper WHISPER_FOLDER --ecapa ecapa.safetensors --out runs/codec/judged.json
 
 Word errors by faster-whisper before and after, similarity of the voice by ECAPA and Resemblyzer, STOI, PESQ, and the
 codes in use. Words and voices are measured where their listeners are named. `--codec identity` gives back what it is
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--everyone", action="store_true", help="take the speakers that were trained on, too")
     add("--whisper", metavar="FOLDER", help="a CTranslate2 Whisper model, or a name to download: count word errors")
     add("--language", default="en", help="of the word errors")
-    add("--ecapa", type=Path, metavar="FILE", help="embedding_model.ckpt of SpeechBrain: similarity of the voice")
+    add("--ecapa", type=Path, metavar="FILE", help="SpeechBrain's ECAPA as safetensors: similarity of the voice")
     add("--resemblyzer", action="store_true", help="similarity of the voice by Resemblyzer")
     add("--no-stoi", action="store_true")
     add("--no-pesq", action="store_true")

@@ -2,13 +2,14 @@
 
 python recipes/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural \\
     --hours 10 --speakers 600
-python recipes/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural \\
-    --hours 60 --speakers 2400 --device cuda --weights data/fledgling/kokoro --jobs 14 --seconds 150
+python recipes/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural_shaped --shaped \\
+    --hours 150 --speakers 4000 --device cuda --weights data/fledgling/kokoro --jobs 7 --seconds 300
 
 Two cores make about three hours an hour; a card is hundreds of times as fast. Stopped at any moment, it loses at most a
 part of some minutes and goes on there when it is run again. Columns: id, text, speaker, language, seconds, audio
 {bytes, path}: OGG/Opus, or WAV where a card makes it, since such files stay there and encoding would take longer than
-speaking. Held-out speakers are among the others; `shape_natural.py` tells them apart.
+speaking. Held-out speakers are among the others; `shape_natural.py` tells them apart. With `--shaped` no parquet files
+are written, but the very folder that `shape_natural.py` would make of them: no sound is written and read twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing import get_context
@@ -36,11 +37,15 @@ from corpus_making.kokoro import SAMPLE_RATE, Kokoro, OnnxKokoro, Request, Sampl
 from corpus_making.lines import Lines
 from myna.audio.files import replacing
 from myna.errors import ConfigError, MynaError
+from shape_natural import shaped_at_once
 
-FEWEST_CLIPS, PART = 6, 2
-"""Clips of a speaker, and speakers of a file."""
-TYPICAL, LONGEST = 3.0, 14.0
-"""Seconds of a clip: how many are asked for at once is counted with the first, and what is longer is left out."""
+FEWEST_CLIPS, PART, HEAP = 6, 2, 8
+"""Clips of a speaker, speakers of a file, and speakers that take turns where no file is to be filled."""
+TYPICAL, SHORT, LONGEST = 3.0, 2.5, 14.0
+"""Seconds of a clip: how many are asked for is counted with the first, or with the second where many are said at once,
+since a few too many cost less than another round. What is longer than the third is left out."""
+WRITERS = 4
+"""Threads of a process that write, since a disk may take its time for every file."""
 SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("id", "text", "speaker", "language")),
@@ -56,8 +61,11 @@ class Asked:
     speakers: int
     seed: int
 
+    def names(self) -> list[str]:
+        return [f"kokoro{self.seed}-{number:04d}" for number in range(self.speakers)]
+
     def parts(self) -> Iterator[tuple[str, list[str]]]:
-        names = [f"kokoro{self.seed}-{number:04d}" for number in range(self.speakers)]
+        names = self.names()
         for at in range(0, len(names), PART):
             yield f"part-{at // PART:04d}.parquet", names[at : at + PART]
 
@@ -70,6 +78,8 @@ class Means:
     packages: Path
     weights: tuple[Path, ...]
     device: str
+    exactly: bool = False
+    """In single precision, without kernels of our own."""
 
     @property
     def on_card(self) -> bool:
@@ -87,7 +97,7 @@ def _tools(means: Means) -> tuple[Lines, Kokoro]:
     from corpus_making.kokoro_torch import TorchKokoro
 
     torch.set_num_threads(1)
-    return lines, TorchKokoro(means.weights, means.device)
+    return lines, TorchKokoro(means.weights, means.device, means.exactly)
 
 
 def make_part(asked: Asked, means: Means, until: float, file: Path, names: list[str]) -> float:
@@ -101,25 +111,48 @@ def make_part(asked: Asked, means: Means, until: float, file: Path, names: list[
     return float(sum(row["seconds"] for row in rows))
 
 
-def make(asked: Asked, means: Means, out: Path, jobs: int, seconds: float = math.inf) -> float:
+def make_heap(asked: Asked, means: Means, until: float, out: Path, names: list[str]) -> float:
+    """Some speakers, shaped; how many seconds they said. None is begun after the moment `until`."""
+    if time.time() >= until:
+        return 0.0
+    lines, kokoro = _tools(means)
+    corpus = CorpusFolder(out)
+
+    def write(session: Session) -> float:
+        name = session.speaker.name
+        return corpus.add(name, "en", shaped_at_once(name, session.clips))
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        return sum(pool.map(write, sessions_of(asked, lines, kokoro, names)))
+
+
+def make(asked: Asked, means: Means, out: Path, jobs: int, seconds: float = math.inf, *, shaped: bool = False) -> float:
     """How many seconds of speech were made, in so many seconds and what it takes to finish what was begun then."""
-    CorpusFolder(out).begin(asdict(asked) | {"speakers of a part": PART})
+    corpus = CorpusFolder(out)
+    corpus.begin(asdict(asked) | ({"shaped": True} if shaped else {"speakers of a part": PART}))
     if not means.on_card:
         joined(means.packages)  # by one process, before the others look for it
-    missing = [(out / file, names) for file, names in asked.parts() if not (out / file).is_file()]
+    if shaped:
+        lacking = [name for name in asked.names() if not corpus.has(name)]
+        missing = [(out, lacking[at : at + HEAP]) for at in range(0, len(lacking), HEAP)]
+    else:
+        missing = [(out / file, names) for file, names in asked.parts() if not (out / file).is_file()]
+    work = make_heap if shaped else make_part
     began, until, made, number = time.monotonic(), time.time() + seconds, 0.0, 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        begun = {pool.submit(make_part, asked, means, until, *each): each[0] for each in missing}
+        begun = {pool.submit(work, asked, means, until, where, names): names for where, names in missing}
         for done in as_completed(begun):
             length = done.result()
             if length == 0:
                 continue
             number, made = number + 1, made + length
             pace = made / (time.monotonic() - began)
-            print(
-                f"{begun[done].name}, {number} of {len(missing)}; {made / 3600:.2f} h now, {pace:.2f} x real time",
-                flush=True,
-            )
+            who = f"{begun[done][0]} to {begun[done][-1]}"
+            so_far = f"{number} of {len(missing)}; {made / 3600:.2f} h now, {pace:.2f} x real time"
+            print(f"{who}: {so_far}", flush=True)
+    if shaped:
+        for part, count in corpus.finish().items():
+            print(f"{out / part}: {count} clips", flush=True)
     return made
 
 
@@ -132,16 +165,17 @@ class Session:
     wanted: float
     """Seconds."""
     said: set[str] = field(default_factory=set)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    clips: list[tuple[str, Samples]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def enough(self) -> bool:
-        return self.seconds >= self.wanted and len(self.rows) >= FEWEST_CLIPS
+        return self.seconds >= self.wanted and len(self.clips) >= FEWEST_CLIPS
 
     def ask(self, lines: Lines, most: int) -> Iterator[Request]:
         """Lines for about what is still wanted, each of them new."""
-        count = max(math.ceil((self.wanted - self.seconds) / TYPICAL), FEWEST_CLIPS - len(self.rows), 1)
+        typical = TYPICAL if most == 1 else SHORT
+        count = max(math.ceil((self.wanted - self.seconds) / typical), FEWEST_CLIPS - len(self.clips), 1)
         for _ in range(min(count, most)):
             text = lines.draw_natural(self.dice)
             while text in self.said:
@@ -149,19 +183,21 @@ class Session:
             self.said.add(text)
             yield Request(text, self.speaker, self.speaker.speed * self.dice.uniform(0.95, 1.05))
 
-    def hear(self, text: str, samples: Samples, format: str) -> None:
-        if not 0 < len(samples) <= LONGEST * SAMPLE_RATE:
-            return
-        name, length = self.speaker.name, len(samples) / SAMPLE_RATE
-        id = f"{name}-{len(self.rows):03d}"
-        audio = {"bytes": _encoded(samples, format), "path": f"{id}.{format}"}
-        self.seconds += length
-        self.rows.append({"id": id, "text": text, "speaker": name, "language": "en", "seconds": length, "audio": audio})
+    def hear(self, text: str, samples: Samples) -> None:
+        if 0 < len(samples) <= LONGEST * SAMPLE_RATE:
+            self.seconds += len(samples) / SAMPLE_RATE
+            self.clips.append((text, samples))
+
+    def rows(self, format: str) -> Iterator[dict[str, Any]]:
+        name = self.speaker.name
+        for number, (text, samples) in enumerate(self.clips):
+            id = f"{name}-{number:03d}"
+            audio = {"bytes": _encoded(samples, format), "path": f"{id}.{format}"}
+            length = len(samples) / SAMPLE_RATE
+            yield {"id": id, "text": text, "speaker": name, "language": "en", "seconds": length, "audio": audio}
 
 
-def rows_of(
-    asked: Asked, lines: Lines, kokoro: Kokoro, names: Sequence[str], format: str = "opus"
-) -> list[dict[str, Any]]:
+def sessions_of(asked: Asked, lines: Lines, kokoro: Kokoro, names: Sequence[str]) -> list[Session]:
     """All clips of these speakers, who take turns so that many lines are said at once."""
     sessions = [
         Session(
@@ -175,8 +211,15 @@ def rows_of(
         turns = [(session, request) for session in waiting for request in session.ask(lines, kokoro.at_once)]
         sounds = kokoro.say([request for _, request in turns])
         for (session, request), samples in zip(turns, sounds, strict=True):
-            session.hear(request.text, samples, format)
-    return [row for session in sessions for row in session.rows]
+            session.hear(request.text, samples)
+    return sessions
+
+
+def rows_of(
+    asked: Asked, lines: Lines, kokoro: Kokoro, names: Sequence[str], format: str = "opus"
+) -> list[dict[str, Any]]:
+    """The same as rows of a table."""
+    return [row for session in sessions_of(asked, lines, kokoro, names) for row in session.rows(format)]
 
 
 def _encoded(samples: Samples, format: str) -> bytes:
@@ -203,13 +246,17 @@ def main() -> None:
         "--weights", type=Path, nargs="+", default=[], help="for --device cuda: folders with what kokoro_files.py made"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no part after so many")
+    parser.add_argument(
+        "--shaped", action="store_true", help="leave what shape_natural.py would make, and nothing else"
+    )
+    parser.add_argument("--exactly", action="store_true", help="for --device cuda: in fp32, without kernels of our own")
     given = parser.parse_args()
     asked = Asked(given.hours, given.speakers, given.seed)
-    means = Means(given.texts, given.packages, tuple(given.weights), given.device)
+    means = Means(given.texts, given.packages, tuple(given.weights), given.device, given.exactly)
     try:
         if means.on_card and not means.weights:
             raise ConfigError("a card wants weights", hint="--weights FOLDER, as kokoro_files.py made it")
-        make(asked, means, given.out, given.jobs, given.seconds)
+        make(asked, means, given.out, given.jobs, given.seconds, shaped=given.shaped)
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

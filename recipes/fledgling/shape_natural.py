@@ -3,7 +3,7 @@
 python recipes/fledgling/shape_natural.py SOURCE... --out data/fledgling/natural_shaped
 
 Every SOURCE is a parquet file or a folder of them, as `natural_corpus.py` leaves it. Run again, it does what is
-missing.
+missing. What `natural_corpus.py --shaped` makes is shaped already, and may be in the same folder.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def shape_speakers(speakers: Mapping[str, Where], out: Path) -> None:
             wanted[file].update(rows)
     said = _said(wanted)
     for name in sorted(said):
-        corpus.add(name, "en", _clips(name, said[name]))
+        corpus.add(name, "en", shaped(name, ((text, _decoded(data)) for text, data in said[name])))
 
 
 def _files(sources: Iterable[Path]) -> Iterator[Path]:
@@ -110,14 +110,28 @@ def _said(wanted: Mapping[Path, set[int]]) -> dict[str, list[Said]]:
     return found
 
 
-def _clips(speaker: str, said: list[Said]) -> Iterator[tuple[str, Samples]]:
+def shaped(speaker: str, clips: Iterable[tuple[str, Samples]]) -> Iterator[tuple[str, Samples]]:
+    """Texts and samples of one speaker, in the order in which they were said."""
     dice, level = random.Random(f"{SEED}/shape/{speaker}"), speaker_level(speaker, SEED)
-    for text, data in said:
-        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
-        mono: Samples = np.ascontiguousarray(samples.mean(axis=1))
-        if rate != SAMPLE_RATE:
-            mono = soxr.resample(mono, rate, SAMPLE_RATE, quality="HQ")
-        yield text, at_level(trim(mono, SAMPLE_RATE, dice), SAMPLE_RATE, level, dice)
+    for text, samples in clips:
+        yield text, at_level(trim(samples, SAMPLE_RATE, dice), SAMPLE_RATE, level, dice)
+
+
+def shaped_at_once(speaker: str, clips: Iterable[tuple[str, Samples]]) -> Iterator[tuple[str, Samples]]:
+    """The same of samples that were never written: sample by sample what it would be if they had been, in 16 bits."""
+    return shaped(speaker, ((text, _read_back(samples)) for text, samples in clips if not is_held_out_line(text)))
+
+
+def _read_back(samples: Samples) -> Samples:
+    """As libsndfile writes them and reads them again: it rounds to 32 bits, and cuts off the lower half."""
+    whole = np.floor(np.rint(samples * np.float32(2**31)) / np.float32(2**16))
+    return np.asarray(whole.clip(-(2**15), 2**15 - 1) / np.float32(2**15), np.float32)
+
+
+def _decoded(data: bytes) -> Samples:
+    samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    mono: Samples = np.ascontiguousarray(samples.mean(axis=1))
+    return mono if rate == SAMPLE_RATE else soxr.resample(mono, rate, SAMPLE_RATE, quality="HQ")
 
 
 def main() -> None:

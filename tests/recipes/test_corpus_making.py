@@ -356,6 +356,37 @@ def test_no_part_is_begun_after_the_clock(tmp_path: Path) -> None:
         natural_corpus.make_part(asked, means, time.time() + 60, file, ["anna"])
 
 
+def test_speech_that_is_shaped_at_once_is_what_files_would_have_become(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, names = natural_corpus.Asked(hours=0.01, speakers=3, seed=1), ["anna", "bert"]
+    monkeypatch.setattr(natural_corpus, "_tools", lambda _: (Lines.read(texts), Whistle(at_once=4)))
+    monkeypatch.setattr(shape_natural, "is_held_out_line", lambda text: "sang" in text)
+    means = natural_corpus.Means(texts, tmp_path / "none", (), "cuda")
+    until, at_once = time.time() + 60, tmp_path / "at_once"
+    seconds = natural_corpus.make_heap(asked, means, until, at_once, names)
+    assert natural_corpus.make_heap(asked, means, time.time() - 1, at_once, ["carl"]) == 0.0
+    counts = CorpusFolder(at_once).finish()
+
+    natural_corpus.make_part(asked, means, until, tmp_path / "part.parquet", names)
+    assert shape_natural.shape([tmp_path / "part.parquet"], tmp_path / "later", jobs=1) == counts
+    one, other = (
+        {
+            str(file.relative_to(home)): file.read_bytes()
+            for file in home.rglob("*")
+            if file.suffix in (".wav", ".jsonl")
+        }
+        for home in (at_once, tmp_path / "later")
+    )
+    assert one == other and len(one) > 12
+    assert "sang" in str(pq.read_table(tmp_path / "part.parquet")["text"]) and not any(
+        b"sang" in text for text in one.values()
+    )
+    assert seconds == pytest.approx(
+        sum(len(sound) - 44 for name, sound in one.items() if name.endswith("wav")) / 48_000
+    )
+
+
 def test_speakers_are_shaped_in_equal_shares_and_each_by_one(tmp_path: Path) -> None:
     files = []
     for number, speakers in enumerate((["a", "b", "a"], ["b", "c", "d", "d"], ["e"])):
@@ -416,7 +447,7 @@ def test_steps_are_planned_from_a_trial(tmp_path: Path) -> None:
         plan_steps.steps_in(metrics, 100.0)
 
 
-def test_the_language_model_has_two_fifths_of_the_time_whatever_came_before() -> None:
+def test_the_language_model_has_its_share_of_the_time_whatever_came_before() -> None:
     around, plan = plan_seconds.AROUND, plan_seconds.seconds_for
     for late in (0, 60, 150):  # seconds that the sounds took more than they should
         gone = around["before sounds"] + plan("sounds", 1400, around["before sounds"]) + around["sounds"] + late
@@ -425,11 +456,13 @@ def test_the_language_model_has_two_fifths_of_the_time_whatever_came_before() ->
         learn = plan("learn", 1400, gone)
         gone += learn + around["learn"]
         natural = plan("natural", 1400, gone)
-        assert learn + natural == pytest.approx(0.4 * 1400, abs=3)
+        assert learn + natural == pytest.approx(plan_seconds.SPEAKING * 1400, abs=3)
         assert gone + natural + around["natural"] + around["ship"] == pytest.approx(1400, abs=3)
-        assert codec > 250 and learn > 2 * natural
+        assert codec > 150 and learn > 2 * natural
     assert plan("learn", 1400, 500) > plan("learn", 1400, 600), "what nobody needed is the language model's"
     assert plan("codec", 1400, 1300) == plan_seconds.LEAST["codec"]
+    spared = around["codec"] + plan_seconds.LEAST["codec"]
+    assert plan("sounds", 1400, 15, codec_there=True) > plan("sounds", 1400, 15) + spared, "its time is not lost"
 
 
 def test_what_travels_is_cut_into_loads(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors.torch import save_file
 
 import judge_codec
 from codec_judging import ears
-from codec_judging.ecapa import Ecapa
 from corpus_making.held_out import is_held_out
 from myna.audio.clip import Samples
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import CheckpointError, ConfigError
+from myna.evaluate.ecapa_network import Ecapa
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork
 from tests.models.test_mel_codec import SMALL, listening
@@ -102,10 +103,10 @@ def test_nobody_to_judge_by_is_told(folder: Path, tmp_path: Path) -> None:
 
 def test_ecapa_takes_its_own_weights_and_no_others(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    torch.save(Ecapa().state_dict(), tmp_path / "ecapa.ckpt")
-    listener = ears.voice_by_ecapa(tmp_path / "ecapa.ckpt")
+    save_file(Ecapa().state_dict(), tmp_path / "ecapa.safetensors")
+    listener = ears.voice_by_ecapa(tmp_path / "ecapa.safetensors")
     wave = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
     assert listener("", wave, wave)["ecapa"] == pytest.approx(1.0, abs=1e-5)
-    torch.save(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.ckpt")
-    with pytest.raises(CheckpointError, match=r"other\.ckpt does not hold"):
-        Ecapa.open(tmp_path / "other.ckpt")
+    save_file(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"other\.safetensors does not hold"):
+        ears.voice_by_ecapa(tmp_path / "other.safetensors")

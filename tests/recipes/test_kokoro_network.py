@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from corpus_making import kokoro, kokoro_torch, kokoro_weights
-from corpus_making.kokoro_network import KokoroNetwork, Lengths, Sizes, StyledNorm
+from corpus_making import kokoro, kokoro_fast, kokoro_torch, kokoro_weights
+from corpus_making.kokoro_fast import FastGenerator, Product
+from corpus_making.kokoro_network import Generator, KokoroNetwork, Lengths, Sizes, StyledNorm
 from corpus_making.kokoro_torch import TorchKokoro
 from myna.errors import DataError
 
@@ -82,6 +85,75 @@ def test_padding_does_not_count_in_a_norm() -> None:
     gamma, beta = norm.fc(style[1]).chunk(2)
     assert torch.allclose(found.mean(1), beta, atol=1e-4)
     assert torch.allclose(found.std(1, correction=0), (1 + gamma).abs(), atol=1e-4)
+
+
+# In half precision
+
+
+WIDE = replace(TINY, width=256)
+"""With 128 and 64 channels in the generator, as the kernels want them."""
+
+
+def generator_of(sizes: Sizes) -> Generator:
+    torch.manual_seed(0)
+    generator = Generator(sizes).eval().requires_grad_(False)
+    for name, parameter in generator.named_parameters():
+        parameter.add_(torch.rand_like(parameter) if "alpha" in name else torch.randn_like(parameter) * 0.02)
+    return generator
+
+
+def quieter(generator: Generator, fast: FastGenerator, frames: Sequence[int], device: str = "cpu") -> list[float]:
+    """By how many decibels the error of each line is below its sound."""
+    torch.manual_seed(1)
+    lengths, longest = Lengths(frames, torch.device(device)), max(frames)
+    x = lengths.clean(torch.randn(len(frames), generator.sizes.width, longest).to(device))
+    style = torch.randn(len(frames), generator.sizes.style).to(device)
+    pitch = lengths.clean(200 + 20 * torch.randn(len(frames), 1, longest).to(device))
+    due, found = generator(x, style, pitch, lengths), fast(x, style, pitch, lengths)
+    assert due.shape == found.shape
+    samples = generator.sizes.samples_of_frame // 2
+    return [
+        float(10 * torch.log10(one[:end].square().sum() / (one - other)[:end].square().sum()))
+        for one, other, end in zip(due, found, [count * samples for count in frames], strict=True)
+    ]
+
+
+def test_the_fast_generator_says_the_same_but_for_rounding() -> None:
+    generator = generator_of(TINY)
+    fast = FastGenerator(generator)
+    assert all(product.weight.dtype == torch.float16 for product in fast.modules() if isinstance(product, Product))
+    assert min(quieter(generator, fast, (6, 3, 1))) > 35, "padded"
+    assert min(quieter(generator, fast, (4, 4))) > 35, "with nothing padded"
+
+
+def test_products_see_nothing_behind_a_line() -> None:
+    conv = nn.Conv1d(5, 7, 3, padding=3, dilation=3)
+    x, ends = torch.randn(2, 9, 5), torch.tensor([9, 4])
+    junk = x.clone()
+    junk[1, 4:] = torch.nan
+    found, moments = Product.of(conv)(junk, ends, dtype=torch.float32)
+    assert found.isfinite().all() and not found[1, 4:].any()
+    half = conv.half().float()
+    due = half(x[1:, :4].mT)[0].mT
+    assert torch.allclose(found[1, :4], due, atol=1e-3)
+    assert torch.allclose(moments[0, 1, 0], due.mean(0), atol=1e-3)
+    assert torch.allclose(moments[1, 1, 0], due.var(0, correction=0) * 4, atol=1e-2)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and TRITON_INTERPRET=1")
+def test_the_kernels_say_the_same_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very kernels without a card, slowly: `TRITON_INTERPRET=1 pytest tests/recipes/test_kokoro_network.py`."""
+    monkeypatch.setattr(kokoro_fast, "fused", lambda _: True)
+    generator = generator_of(WIDE)
+    # 180 and 60 moments: a line's end lies inside of a block, before a block and at its edge.
+    assert min(quieter(generator, FastGenerator(generator), (3, 1))) > 35
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernels_say_the_same_on_a_card() -> None:
+    generator = generator_of(WIDE).to("cuda")
+    assert min(quieter(generator, FastGenerator(generator), (40, 33, 1), "cuda")) > 35
 
 
 # Weights
@@ -191,3 +263,52 @@ def test_a_load_that_did_not_arrive_is_missed(folders: list[Path]) -> None:
         TorchKokoro(folders[1:], "cpu")
     with pytest.raises(DataError, match="no voices"):
         TorchKokoro(folders[:1], "cpu")
+
+
+def wrong(generator: Generator) -> kokoro_torch.Generate:
+    return lambda *given: generator(*given) * 0.9
+
+
+def broken(_: Generator) -> kokoro_torch.Generate:
+    def generate(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such instruction\nand more")
+
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("fast", "said"),
+    [(wrong, "dB below the sound"), (broken, "RuntimeError: no such instruction)"), (FastGenerator, "")],
+)
+def test_a_fast_way_that_does_not_say_the_same_is_not_gone(
+    fast: object, said: str, folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kokoro_torch, "fused", lambda _: True)
+    monkeypatch.setattr(kokoro_torch, "FastGenerator", fast)
+    model = TorchKokoro(folders, "cpu")
+    assert (model._generate is model._network.decoder.generator) == bool(said)
+    printed = capsys.readouterr().out
+    assert said in printed and bool(said) == ("in fp32" in printed)
+    exact = TorchKokoro(folders, "cpu", exactly=True)
+    assert exact._generate is exact._network.decoder.generator
+
+
+def test_what_half_precision_cannot_hold_is_said_again(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = TorchKokoro(folders, "cpu")
+    plain = model._generate
+    speaker = kokoro.Speaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)
+    requests = [kokoro.Request(text, speaker, 1.0) for text in ("abcdefgh", "abc")]
+    due = model.say(requests)
+
+    def overflowing(*given: object) -> torch.Tensor:
+        samples = plain(*given)  # type: ignore[arg-type]
+        samples[-1, 5] = torch.inf
+        return samples
+
+    monkeypatch.setattr(model, "_generate", overflowing)
+    found = model.say(requests)
+    assert capsys.readouterr().out.count("said again") == 1
+    for one, other in zip(due, found, strict=True):
+        assert one.shape == other.shape and np.corrcoef(one, other)[0, 1] > 0.99

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
-from codec_judging.ecapa import Ecapa
 from myna.audio.clip import Samples
 from myna.evaluate.listening import RATE, needed
 from myna.evaluate.similarity import VoiceEar
+from myna.evaluate.voice_ecapa import EcapaEar
 from myna.evaluate.words import Recogniser, word_errors
 
 
@@ -32,13 +30,8 @@ def words_heard(recogniser: str, language: str) -> Listener:
 
 
 def voice_by_ecapa(checkpoint: Path) -> Listener:
-    encoder = Ecapa.open(checkpoint)
-
-    def embed(wave: Samples) -> Samples:
-        embedding: Samples = encoder(torch.from_numpy(wave)).numpy()
-        return embedding
-
-    return _alike("ecapa", embed)
+    ear = EcapaEar.open(checkpoint)
+    return _alike("ecapa", lambda wave: ear.embed(wave, RATE))
 
 
 def voice_by_resemblyzer() -> Listener:

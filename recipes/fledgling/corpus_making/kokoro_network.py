@@ -52,13 +52,19 @@ class Sizes:
         return 2 * math.prod(self.steps) * self.hop
 
 
+def moved(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """On a device, without waiting for what a card is still at work on."""
+    found = torch.tensor(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
 class Lengths:
     """How much of every row of a batch is there."""
 
-    def __init__(self, each: Sequence[int], device: torch.device) -> None:
+    def __init__(self, each: Sequence[int], device: torch.device, count: Tensor | None = None) -> None:
         self.each = list(each)
         self.longest = max(self.each)
-        self.count = torch.tensor(self.each, device=device)
+        self.count = moved(self.each, device) if count is None else count
         self.device = device
         self.mask: Tensor | None = None
         """(batch, 1, time), or nothing where nothing is padded."""
@@ -67,7 +73,8 @@ class Lengths:
             self.mask = (places < self.count[:, None])[:, None].float()
 
     def finer(self, factor: int, more: int = 0) -> Lengths:
-        return Lengths([length * factor + more for length in self.each], self.device)
+        each = [length * factor + more for length in self.each]
+        return Lengths(each, self.device, self.count * factor + more)
 
     def clean(self, x: Tensor) -> Tensor:
         """(batch, channels, time) with nothing where nothing is."""
@@ -419,12 +426,13 @@ class Decoder(nn.Module):
         self.generator = Generator(sizes)
 
     def forward(self, text: Tensor, pitch: Tensor, energy: Tensor, style: Tensor, lengths: Lengths) -> Tensor:
+        """What the generator makes sound of: (batch, channels, twice the frames)."""
         curves = [lengths.clean(self.F0_conv(pitch)), lengths.clean(self.N_conv(energy))]
         beside = [lengths.clean(self.asr_res(text)), *curves]
         x, at = self.encode(torch.cat([text, *curves], dim=1), style, lengths)
         for block in self.decode:
             x, at = block(torch.cat([x, *beside], dim=1), style, at)
-        return self.generator(x, style, pitch, at)  # type: ignore[no-any-return]
+        return x  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,9 +449,30 @@ class Read:
     frames: list[int]
 
     def rows(self, which: Sequence[int]) -> Read:
-        at = torch.tensor(which, device=self.text.device)
+        at = moved(which, self.text.device)
         frames = [self.frames[number] for number in which]
         return Read(self.manner[at], self.text[at], self.durations[at], self.styles[at], frames)
+
+
+@dataclass(frozen=True, slots=True)
+class Voiced:
+    """Lines as the generator takes them: all that is left is to make time finer."""
+
+    x: Tensor
+    """(batch, channels, twice the frames)"""
+    pitch: Tensor
+    """(batch, 1, twice the frames)"""
+    style: Tensor
+    frames: list[int]
+
+    def rows(self, which: Sequence[int]) -> Voiced:
+        at, frames = moved(which, self.x.device), [self.frames[number] for number in which]
+        longest = 2 * max(frames)
+        return Voiced(self.x[at, :, :longest], self.pitch[at, :, :longest], self.style[at], frames)
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths([2 * frames for frames in self.frames], self.x.device)
 
 
 class KokoroNetwork(nn.Module):
@@ -468,8 +497,8 @@ class KokoroNetwork(nn.Module):
         durations = self.predictor.durations(encoded, speeds, lengths)
         return Read(encoded, self.text_encoder(padded, lengths), durations, styles, durations.sum(1).tolist())
 
-    def say(self, read: Read) -> list[Tensor]:
-        """The samples of each line."""
+    def voice(self, read: Read) -> Voiced:
+        """All that is done frame by frame: little work, but recurrent, so that it is best done for many lines."""
         lengths = Lengths(read.frames, read.styles.device)
         ends = read.durations.cumsum(1)
         places = torch.arange(lengths.longest, device=ends.device).expand(len(ends), -1).contiguous()
@@ -479,5 +508,11 @@ class KokoroNetwork(nn.Module):
         )
         sound, style = read.styles.chunk(2, dim=1)
         pitch, energy = self.predictor.pitch_and_energy(manner, style, lengths)
-        samples = self.decoder(lengths.clean(text.transpose(1, 2)), pitch, energy, sound, lengths)
+        x = self.decoder(lengths.clean(text.transpose(1, 2)), pitch, energy, sound, lengths)
+        return Voiced(x, pitch, sound, read.frames)
+
+    def say(self, read: Read) -> list[Tensor]:
+        """The samples of each line."""
+        voiced = self.voice(read)
+        samples = self.decoder.generator(voiced.x, voiced.style, voiced.pitch, voiced.lengths)
         return [row[: frames * self.sizes.samples_of_frame] for row, frames in zip(samples, read.frames, strict=True)]

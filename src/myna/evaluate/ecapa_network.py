@@ -6,43 +6,32 @@ The names of the modules are those of the checkpoint, so that every tensor is ch
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.errors import CheckpointError
+from myna.evaluate.listening import RATE
 
-RATE, MELS, WINDOW, HOP = 16_000, 80, 400, 160
+MELS, WINDOW, HOP = 80, 400, 160
 WIDTH, SCALE = 1024, 8
 
 
 class Ecapa(nn.Module):
+    size = 192
+    """Numbers of a voice."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([_Tdnn(MELS, WIDTH, 5), *(_Block(dilation) for dilation in (2, 3, 4))])
         self.mfa = _Tdnn(3 * WIDTH, 3 * WIDTH, 1)
         self.asp = _Pooling(3 * WIDTH, 128)
         self.asp_bn = _Norm(6 * WIDTH)
-        self.fc = _Conv(6 * WIDTH, 192, 1)
+        self.fc = _Conv(6 * WIDTH, self.size, 1)
         self.register_buffer("filters", _filters(), persistent=False)
 
-    @classmethod
-    def open(cls, checkpoint: Path) -> Ecapa:
-        """`embedding_model.ckpt`, read as tensors and nothing else."""
-        made = cls()
-        try:
-            made.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True))
-        except Exception as error:
-            raise CheckpointError(
-                f"{checkpoint} does not hold the ECAPA speaker encoder: {error}",
-                hint="give embedding_model.ckpt of SpeechBrain's spkrec-ecapa-voxceleb",
-            ) from error
-        return made.eval().requires_grad_(False)
-
     def forward(self, wave: torch.Tensor) -> torch.Tensor:
-        """Samples of one clip at 16 kHz -> its 192 numbers, of length one."""
+        """Samples of one clip at 16 kHz -> its numbers, of length one."""
         x = self._heard(wave)
         passed = []
         for block in self.blocks:
