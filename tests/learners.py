@@ -54,7 +54,7 @@ def recipe(folder: Path) -> dict[str, Any]:
         "adapt": {"rank": 16, "train_modules": ["text_embedding", "text_head", "audio_projection"]},
         "loss": {"text_weight": 1.0},
         "train": {
-            "steps": 240,
+            "steps": 300,
             "rows_per_step": 1,
             "learning_rate": 0.005,
             "warmup": 10,

@@ -48,9 +48,21 @@ def test_sixteen_learners_are_answered_exactly(way: Path) -> None:
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["answer"] == row["due"] and row["stopped"] for row in rows)
     assert len({row["answer"] for row in rows}) == 16
+    held = way / "held.jsonl"
+    myna("listen", way / "prepared", "--run", way / "run", "-o", held, "--device", "cpu", "--constrained")
+    assert held.read_text() == out.read_text(), "what can be read already is left alone"
     assert not Readings.of(row["answer"] for row in rows).unreadable
     due = [read_assessment({key: line[key] for key in ("text", "scores", "words")}) for line in lines()]
     assert judge(due, [row["answer"] for row in rows]).figures[F1].mean == 1.0
+
+
+def test_who_was_taught_nothing_is_counted_as_unreadable_unless_held(way: Path, tmp_path: Path) -> None:
+    words = ["listen", way / "prepared", "--model", way / "model", "--device", "cpu", "--max-tokens", 120]
+    assert "16 utterances, 16 answers that cannot be read" in myna(*words, "-o", tmp_path / "free.jsonl")
+    said = myna(*words, "-o", tmp_path / "held.jsonl", "--constrained")
+    assert "16 utterances, 0 answers that cannot be read" in said
+    with pytest.raises(MynaError, match="no answer can be closed within 9 tokens"):
+        myna("listen", way / "recordings" / "00.wav", "-m", way / "model", "--constrained", "--max-tokens", 9)
 
 
 def test_a_recording_is_answered_as_it_was_learned(way: Path, tmp_path: Path) -> None:
@@ -74,7 +86,7 @@ def test_the_run_says_what_it_learned(way: Path) -> None:
 
 def test_render_shows_that_only_the_answer_is_learned(way: Path) -> None:
     output = myna("render", way / "prepared", "-m", way / "model")
-    assert "<|audio|>" not in output and "0.40 s" in output and '{│"│a│c│c' in output
+    assert "<|audio|>" not in output and "0.40 s" in output and '{│"│p│h│o│n│e│s' in output
 
 
 def test_preparing_again_encodes_nothing_new(way: Path) -> None:

@@ -4,7 +4,7 @@ PYTHONPATH=recipes/fledgling python recipes/pronunciation/learner_corpus.py --ou
 
 makes OUT/train and OUT/test, each with a `scores.jsonl` that `myna prepare` reads. Speakers and sentences of the one
 are not those of the other. espeak-ng says what each learner says, phone by phone; its module is fledgling's, hence the
-path. One core makes some 200 hours an hour.
+path. One core makes some 400 hours an hour.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from myna.audio.files import replacing
 from myna.errors import MynaError
 
 RATE = 16_000
-ACCENT, FLUENT = "en-us", 165
-"""Whose phones are meant, and the words a minute of a fluent speaker."""
+ACCENT, FLUENT = "en-us", 145
+"""Whose phones are meant, and the words a minute of a fluent speaker. The slowest learner then speaks as slowly as
+espeak can, and few phones have to share the 80 ms behind one position of the model."""
 PHONEMES = 0x100
 """Asks espeak to take what stands in [[ ]] for phones."""
 

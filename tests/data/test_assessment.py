@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from myna.data.assessment import SCORES, Answer, Readings, UnreadableError, read_answer, read_assessment
 
-GOOD = '{"accuracy": 8, "fluency": 9.5, "prosodic": 9, "total": 8, "text": "we call", "phones": "W IY K AO L"}'
+GOOD = '{"phones": "W IY K AO L", "text": "we call", "accuracy": 8, "fluency": 9.5, "prosodic": 9, "total": 8}'
 
 scores = st.integers(0, 10) | st.floats(0, 10)
 answers = st.builds(
@@ -51,7 +51,7 @@ def test_nothing_but_an_answer_is_read_and_nothing_else_is_raised(line: str, dat
         ("[" * 100_000, "not JSON"),
         (GOOD.replace("9.5", "NaN"), "not JSON"),
         ("[8, 9]", "no object"),
-        (GOOD.replace('"total": 8, ', ""), "other keys"),
+        (GOOD.replace(', "total": 8', ""), "other keys"),
         (GOOD.replace("{", '{"mood": 3, '), "other keys"),
         (GOOD.replace("{", '{"total": 8, '), "a key twice"),
         (GOOD.replace("9.5", "10.5"), "no score from 0 to 10"),
@@ -83,7 +83,7 @@ def test_an_answer_says_what_was_heard_without_stress() -> None:
     assessment = read_assessment(sentence())
     assert assessment.phones == ("B", "EH", "R") and assessment.heard == ("B", "AE")
     assert assessment.answer.to_json() == (
-        '{"accuracy": 8, "fluency": 9, "prosodic": 9, "total": 8.5, "text": "bear", "phones": "B AE"}'
+        '{"phones": "B AE", "text": "bear", "accuracy": 8, "fluency": 9, "prosodic": 9, "total": 8.5}'
     )
 
 

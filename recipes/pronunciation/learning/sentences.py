@@ -14,6 +14,9 @@ WORDS = {
 }
 HELD_OUT = 10
 """One sentence in so many is never learned from."""
+FRAGMENTS, FRAGMENT_WORDS = 0.4, (1, 1, 2, 2, 3)
+"""Share of what is learned from that is only a few words of a sentence, and how many. In them a model that knows
+nothing finds out sooner which phone belongs to which stretch of sound."""
 
 
 def sentence(dice: random.Random) -> str:
@@ -30,7 +33,15 @@ def is_held_out(text: str) -> bool:
 
 
 def draw(dice: random.Random, *, held_out: bool) -> str:
+    """A sentence to be learned from, or a few words of it; or a whole one that never is."""
     while True:
         text = sentence(dice)
         if is_held_out(text) == held_out:
-            return text
+            return text if held_out or dice.random() >= FRAGMENTS else fragment(text, dice)
+
+
+def fragment(text: str, dice: random.Random) -> str:
+    words = text.split()
+    count = min(dice.choice(FRAGMENT_WORDS), len(words))
+    start = dice.randint(0, len(words) - count)
+    return " ".join(words[start : start + count])

@@ -1,7 +1,7 @@
 """How well something was said: what an importer reads of it, and the answer that a model learns to give.
 
-An `Assessment` is all that a source knows. An `Answer` is what is asked for: four scores, the words and the phones that
-were heard, as one line of JSON. It is written in one way only, and read back strictly: what is not such a line is
+An `Assessment` is all that a source knows. An `Answer` is what is asked for: the phones and the words that were heard
+and four scores, as one line of JSON. It is written in one way only, and read back strictly: what is not such a line is
 counted, never guessed at.
 """
 
@@ -97,17 +97,20 @@ class Assessment(_Plain):
 
 
 class Answer(_Plain):
+    """In the order in which one follows from the other. Who has written the words already need not listen to write the
+    phones that belong to them, and who gives a score first gives it without having looked."""
+
+    phones: str
+    text: str
     accuracy: Score
     fluency: Score
     prosodic: Score
     total: Score
-    text: str
-    phones: str
 
     def to_json(self) -> str:
         """The one way to write it: keys in order, whole scores without a fraction."""
         whole = {name: int(value) if value == int(value) else value for name, value in self if name in SCORES}
-        return json.dumps(whole | {"text": self.text, "phones": self.phones}, ensure_ascii=False)
+        return json.dumps({"phones": self.phones, "text": self.text} | whole, ensure_ascii=False)
 
 
 class UnreadableError(ValueError):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from myna.data.answer_grammar import Grammar
 from myna.data.codec import Codec, Codes, Encoder
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
@@ -293,8 +294,15 @@ class Family(ABC):
         """Speak open conversations."""
         raise ModelError(f"{self.source} listens, and does not speak", hint="have it answer with `myna listen`")
 
-    def answer(self, model: nn.Module, prompts: Sequence[Rendered], max_tokens: int) -> list[Answered]:  # noqa: ARG002
-        """Answer open conversations in words, each with what is likeliest."""
+    def answer(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        prompts: Sequence[Rendered],  # noqa: ARG002
+        max_tokens: int,  # noqa: ARG002
+        grammar: Grammar | None = None,  # noqa: ARG002
+    ) -> list[Answered]:
+        """Answer open conversations in words, each with what is likeliest, among what a grammar allows if one is
+        given."""
         raise ModelError(f"{self.source} speaks, and does not answer in words", hint="hear it with `myna speak`")
 
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from myna.audio.clip import read
+from myna.data.answer_grammar import Grammar
 from myna.data.codec import Codes, Encoder
 from myna.data.conversation import Clip, question
 from myna.data.corpus import Corpus
@@ -25,7 +26,10 @@ class Heard(NamedTuple):
 
 
 class Listener:
-    """A model that hears and answers. `together` clips are answered at a time, which changes no answer."""
+    """A model that hears and answers. `together` clips are answered at a time, which changes no answer; `grammar` is
+    what answers are held to, if anything."""
+
+    grammar: Grammar | None = None
 
     def __init__(self, family: Family, model: nn.Module, encoder: Encoder, together: int = 16) -> None:
         self.family, self.model, self.encoder, self.together = family, model.eval(), encoder, together
@@ -49,6 +53,6 @@ class Listener:
         for start in range(0, len(clips), self.together):
             part = clips[start : start + self.together]
             prompts = [self.family.render(question(asked, Clip(id, codes), id=id)) for id, codes, asked in part]
-            yield from self.family.answer(self.model, prompts, max_tokens)
+            yield from self.family.answer(self.model, prompts, max_tokens, self.grammar)
             if on_answer is not None:
                 on_answer(start + len(part))

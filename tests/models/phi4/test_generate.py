@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from myna.data.answer_grammar import AnswerGrammar
+from myna.data.assessment import Readings, read_answer
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
 from myna.models.phi4.checkpoint import end_ids
@@ -59,3 +61,16 @@ def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_o
     with torch.no_grad():
         model.lm_head.weight[end] = 2
     assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [("", True)] * 2
+
+
+def test_what_is_held_to_a_grammar_can_be_read(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
+    """A random model says nothing that can be read, unless it has to; and then alone what it says in company."""
+    lively(model)
+    prompts, grammar = [family.render(one) for one in left_open], AnswerGrammar()
+    free = Readings.of(answer.text for answer in family.answer(model, prompts, 150))
+    assert sum(free.unreadable.values()) == len(prompts)
+    held = family.answer(model, prompts, 150, grammar)
+    assert all(answer.stopped for answer in held) and len({answer.text for answer in held}) > 1
+    for answer in held:
+        read_answer(answer.text)
+    assert [family.answer(model, [prompt], 150, grammar)[0] for prompt in prompts] == held

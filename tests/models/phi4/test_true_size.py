@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from myna.config import load_recipe
+from myna.config import load_recipe, parse_recipe
+from myna.data.conversation import Conversation
 from myna.models import open_family
 from myna.models.base import IGNORED, Piece, Rendered
+from myna.models.phi4.family import Phi4
 from myna.train import memory
 from myna.train.memory import Pass, plan
 from myna.train.precision import Precision
@@ -44,3 +46,23 @@ def test_the_papers_recipe_fits_a_card_of_24_gb_in_fp16(monkeypatch: pytest.Monk
     )
     assert planned.fits and planned.trained == 4 * 92_274_688, planned.table()
     assert 7.5 * 2**30 < planned.frozen < 8.5 * 2**30
+
+
+def test_training_in_full_can_be_planned_in_half_precision(family: Phi4, asked: list[Conversation]) -> None:
+    """Weights are fp32 then, and autocast casts those of convolutions too."""
+    tree = {
+        "model": {"source": family.source},
+        "data": {"train": "x"},
+        "adapt": {"mode": "full"},
+        "train": {"steps": 1},
+    }
+    sequences = tuple(family.render(one) for one in asked)
+    planned = plan(
+        family,
+        parse_recipe(tree, where="a test"),
+        Precision("bf16", "a test"),
+        torch.device("cpu"),
+        Pass(sequences, max(map(len, sequences))),
+    )
+    whole = family.load_model(dtype=torch.float32, device="meta", text_head=True)
+    assert planned.trained == 4 * sum(parameter.numel() for parameter in whole.parameters())

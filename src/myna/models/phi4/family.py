@@ -13,10 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from myna.data.answer_grammar import Grammar
 from myna.data.codec import Encoder
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
 from myna.models.base import AdaptTargets, Answered, Family, Rendered, core_of
+from myna.models.constrain import Constraint, Vocabulary
 from myna.models.files import load_tokenizer, resolve
 from myna.models.phi4 import adapt, checkpoint
 from myna.models.phi4.batch import PhiBatch, collate
@@ -40,6 +42,7 @@ class Phi4(Family):
         self.config = config
         self.folder = folder
         self._codec = codec
+        self._held: Constraint | None = None
 
     @classmethod
     def open(cls, source: str, folder: Path, codec: str | None = None) -> Phi4:
@@ -161,13 +164,17 @@ class Phi4(Family):
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         return adapt.module_names(core_of(model))
 
-    def answer(self, model: nn.Module, prompts: Sequence[Rendered], max_tokens: int) -> list[Answered]:
-        core = core_of(model)
+    def answer(
+        self, model: nn.Module, prompts: Sequence[Rendered], max_tokens: int, grammar: Grammar | None = None
+    ) -> list[Answered]:
+        core, ends = core_of(model), checkpoint.end_ids(self.config)
         batch = self.collate(prompts).to(next(core.parameters()).device)
-        return [
-            Answered(self.tokenizer.decode(ids), stopped)
-            for ids, stopped in generate(core, batch, checkpoint.end_ids(self.config), max_tokens)
-        ]
+        if grammar is not None and (self._held is None or self._held.grammar is not grammar):
+            # Kept, since it learns more of the grammar with every answer.
+            self._held = Constraint(grammar, Vocabulary(self.tokenizer), ends)
+        guide = self._held.guide(len(prompts), max_tokens) if grammar is not None and self._held is not None else None
+        said = generate(core, batch, ends, max_tokens, guide)
+        return [Answered(self.tokenizer.decode(ids), stopped) for ids, stopped in said]
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         checkpoint.save(core_of(model), folder, self.tokenizer, self._checkpoint())

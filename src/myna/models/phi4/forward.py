@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from myna.models.attention import attend_within
+from myna.models.attention import attend_side_by_side
 from myna.models.base import StreamSums, core_of
 from myna.models.cross_entropy import cross_entropy
 from myna.models.phi4.batch import PhiBatch
@@ -51,7 +51,7 @@ def embed(core: Any, batch: PhiBatch) -> torch.Tensor:
     stream: torch.Tensor = core.model.embed_tokens(batch.ids).float()
     if not len(batch.audio_at):
         return stream
-    heard = hear(core, batch.features, batch.spectra).flatten(0, 1)
+    heard = hear(core, batch.side_by_side(), batch.spectra).flatten(0, 1)
     return stream.index_copy(0, batch.audio_at, heard[batch.audio_from].float())
 
 
@@ -78,9 +78,11 @@ class FlatLayer(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, stream: torch.Tensor, turns: Turns, lengths: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        self, stream: torch.Tensor, turns: Turns, places: torch.Tensor, lengths: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attend_within(q, k, v, lengths)
+            return attend_side_by_side(q, k, v, places, lengths)
 
         return run_layer(self.layer, stream, turns, attend, dtype)
 
@@ -107,7 +109,7 @@ class PhiObjective(nn.Module):
         core = core_of(self.model)
         stream, turns, dtype = embed(core, batch), Turns.at(core, batch.position_ids), compute_dtype(core)
         for number, layer in enumerate(self.layers, start=1):
-            arguments = (stream, turns, batch.lengths, dtype)
+            arguments = (stream, turns, batch.places, batch.lengths, dtype)
             # The first ones: when the backward pass comes to them, all that the whole ones kept is gone.
             if number <= self.recompute and self.training:
                 stream = checkpoint(layer, *arguments, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""Words out of a prompt: read all prompts at once, then a token a step, each the likeliest one."""
+"""Words out of a prompt: read all prompts at once, then a token a step, each the likeliest one that may be said."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from typing import Any
 
 import torch
 
-from myna.models.attention import Cache, attend_within
+from myna.models.attention import Cache, attend_side_by_side
+from myna.models.constrain import Guide
 from myna.models.phi4.batch import PhiBatch
 from myna.models.phi4.forward import Turns, compute_dtype, embed, run_layer
 
 
 @torch.inference_mode()
-def generate(core: Any, batch: PhiBatch, ends: tuple[int, ...], max_tokens: int) -> list[tuple[list[int], bool]]:
+def generate(
+    core: Any, batch: PhiBatch, ends: tuple[int, ...], max_tokens: int, guide: Guide | None = None
+) -> list[tuple[list[int], bool]]:
     """The ids that answer each prompt, and whether it found its end. Company changes nothing."""
     cache, device = Cache(len(core.model.layers), batch.lengths), batch.ids.device
     hidden = _prefill(core, batch, cache)
     said: list[list[int]] = [[] for _ in batch.lengths]
     stopped = [False] * len(said)
     for _ in range(max_tokens):
-        chosen = core.lm_head(core.model.norm(hidden).to(compute_dtype(core))).float().argmax(-1).tolist()
+        logits = core.lm_head(core.model.norm(hidden).to(compute_dtype(core))).float()
+        chosen = (guide.hold(logits) if guide is not None else logits).argmax(-1).tolist()
+        if guide is not None:
+            guide.follow(chosen)
         for number, id in enumerate(chosen):
             stopped[number] = stopped[number] or id in ends
             if not stopped[number]:
@@ -36,7 +42,7 @@ def _prefill(core: Any, batch: PhiBatch, cache: Cache) -> torch.Tensor:
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache.start(layer, k, v)
-        return attend_within(q, k, v, batch.lengths)
+        return attend_side_by_side(q, k, v, batch.places, batch.lengths)
 
     for layer in core.model.layers:
         stream = run_layer(layer, stream, turns, attend, compute_dtype(core))

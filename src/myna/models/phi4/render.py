@@ -109,7 +109,9 @@ class Renderer:
                 f"{conversation.id} takes {position} tokens, and the model was made for {self.longest} at once",
                 hint="shorten its answer, or lower data.seconds",
             )
-        stacked = np.concatenate(codes) if codes else np.empty((0, self.reduction * self.bands), np.int64)
+        # A single clip, as nearly always, need not be copied once more.
+        empty = np.empty((0, self.reduction * self.bands), np.int64)
+        stacked = codes[0] if len(codes) == 1 else np.concatenate([empty, *codes])
         return Rendered(
             id=conversation.id,
             ids=np.concatenate(ids),

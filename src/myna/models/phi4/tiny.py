@@ -25,13 +25,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(
-    *, hidden: int = 64, layers: int = 2, blocks: int = 2, channels: int = 8, tied: bool = False
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    blocks: int = 2,
+    channels: int = 8,
+    tied: bool = False,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Phi4MultimodalConfig:
     """The true architecture with few and narrow layers, of the decoder and, as `blocks`, of the audio encoder; ids as
-    in `tiny_tokenizer`."""
-    ids = tiny_tokenizer().convert_tokens_to_ids
+    in the tokenizer, which is `tiny_tokenizer` unless another one is given."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids
     return Phi4MultimodalConfig(
-        vocab_size=len(tiny_tokenizer()),
+        vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -67,13 +74,14 @@ def tiny_config(
     )
 
 
-def save_tiny(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
+def save_tiny(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **sizes: Any) -> Path:
     """Write a checkpoint folder: the model of these sizes, its tokenizer, and how sound becomes features."""
     torch.manual_seed(seed)
-    model = Phi4MultimodalForCausalLM(tiny_config(**sizes))
+    tokenizer = tokenizer or tiny_tokenizer()
+    model = Phi4MultimodalForCausalLM(tiny_config(**sizes, tokenizer=tokenizer))
     _listen(model.model.embed_tokens_extend.audio_embed)
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     settings = Phi4MultimodalFeatureExtractor().to_dict()
     plain = {key: value for key, value in settings.items() if isinstance(value, int | float | str)}
     (folder / "preprocessor_config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,48 @@
+"""Attention side by side is attention within each sequence, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from myna.models import attention
+from myna.models.attention import attend_side_by_side, attend_within
+
+HEADS, KEYS, SIZE = 4, 2, 8
+
+
+def drawn(lengths: tuple[int, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Queries, keys and values, and where positions stand side by side."""
+    stream = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(sum(lengths), heads, SIZE, generator=stream).requires_grad_()
+
+    places = torch.cat([row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)])
+    return (draw(HEADS), draw(KEYS), draw(KEYS)), places
+
+
+@pytest.mark.parametrize("lengths", [(5,), (7, 5, 9), (1, 1, 1), (30, 2, 2, 2)])
+def test_side_by_side_is_each_by_itself(lengths: tuple[int, ...]) -> None:
+    qkv, places = drawn(lengths)
+    weights = torch.randn(sum(lengths), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+    results = []
+    for attended in (attend_within(*qkv, lengths), attend_side_by_side(*qkv, places, lengths)):
+        gradients = torch.autograd.grad((attended * weights).sum(), qkv)
+        results.append((attended, *gradients))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_would_mostly_be_filling_is_attended_to_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def apart(q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+        asked.append(lengths)
+        return q
+
+    monkeypatch.setattr(attention, "attend_within", apart)
+    for lengths in ((30, 2, 2, 2), (30, 28)):
+        qkv, places = drawn(lengths)
+        attend_side_by_side(*qkv, places, lengths)
+    assert asked == [(30, 2, 2, 2)]
