@@ -264,6 +264,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (["data.reference_seconds=[3, 2]"], "`data.reference_seconds` runs"),
         (["data.reference=none", "data.require_reference=true"], "contradicts `data.reference: none`"),
         (["data.evaluation=./data/../data/x"], "`data.evaluation` is the training data"),
+        (["listen.limit=3"], "`listen.limit` says nothing as long as nobody listens"),
+        (["listen.recogniser=base"], "there are no lines to be heard"),
+        (["listen.recogniser=base", "listen.data=./data/x"], "`listen.data` is the training data"),
+        (["listen.recogniser=base", "listen.lines=x.txt", "listen.stop_rate=2"], "`listen.stop_rate`"),
+        (
+            ["listen.recogniser=base", "data.evaluation=data/y", "train.early_stopping=3"],
+            "`train.early_stopping` goes by the loss",
+        ),
     ],
 )
 def test_nonsense_is_refused(recipe: Path, overrides: list[str], said: str) -> None:
@@ -279,6 +287,20 @@ def test_epochs_may_be_a_fraction_and_replace_steps(recipe: Path) -> None:
 def test_a_text_head_may_learn_from_text(recipe: Path) -> None:
     found = load_recipe(recipe, ["adapt.train_modules=[text_head]", "loss.text_weight=0.1"])
     assert found.adapt.train_modules == ("text_head",)
+
+
+def test_somebody_listens_where_a_recogniser_is_named(recipe: Path, tmp_path: Path) -> None:
+    assert not load_recipe(recipe).listens
+    assert not load_recipe(recipe, ["listen.limit=3", "listen.recogniser=null"]).listens, "for once it is switched off"
+    (tmp_path / "whisper").mkdir()
+    asked = ["listen.recogniser=whisper", "listen.lines=lines.txt", "listen.guard=data/others", "listen.quality=3"]
+    found = load_recipe(recipe, asked)
+    assert found.listens and found.absolute().listen.recogniser == "whisper", "a name, as long as no folder has it"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        listen = found.absolute().listen
+    assert listen.recogniser == str(tmp_path / "whisper")
+    assert (listen.lines, listen.guard) == (tmp_path / "lines.txt", tmp_path / "data" / "others")
 
 
 # Round trip and reference.

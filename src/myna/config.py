@@ -7,6 +7,7 @@ A recipe is a YAML file with only what differs. Unknown keys are refused with th
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -187,6 +188,42 @@ class TrainSettings(Settings):
     """Where else metrics go, beside `metrics.jsonl`."""
 
 
+class ListenSettings(Settings):
+    """What is heard of the model while it learns, and which checkpoint is the best by it. Nobody listens unless a
+    `recogniser` is named."""
+
+    recogniser: str | None = None
+    """Name or folder of a Whisper. With one, the untuned model and then the model in training say the same lines at
+    every evaluation, and `best/` in the run is the checkpoint that was heard best."""
+    voices: str = "resemblyzer"
+    """Who tells voices apart: `resemblyzer`, or what `myna evaluate --voices` takes. Marks of one cannot be compared
+    with those of another."""
+    lines: Path | None = None
+    """A text file, one sentence a line, spoken by the speakers of `listen.data` in turn, or a list as of seed-tts-eval;
+    by default the lines of `listen.data`."""
+    data: Path | None = None
+    """A prepared folder with voices and lines that are not trained on; `data.evaluation` by default."""
+    limit: Count = 24
+    """How many lines are said each time; speakers take turns."""
+    every: Count | None = None
+    """Optimizer steps between two times; by default with each evaluation."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Which lines, and how they are said: the same every time."""
+    language: str = ""
+    """Language of lines that name none, such as `en`."""
+    guard: Path | None = None
+    """Other languages and speakers, a prepared folder or a list as of seed-tts-eval: a checkpoint that gets worse at
+    saying these cannot be the best."""
+    patience: Count | None = None
+    """Stop once so many listenings in a row have heard nothing better."""
+    stop_rate: Share = 0.9
+    """The least share of lines that must find their end by themselves in a checkpoint that may be the best."""
+    quality: Annotated[float, Field(ge=1, le=5)] | None = None
+    """The lowest DistillMOS of a checkpoint that may be the best; by default half a point below the untuned model's."""
+    batch: Count = 16
+    """Lines said at once: fewer need less memory. What is said does not depend on it."""
+
+
 class Recipe(Settings):
     """All of a training."""
 
@@ -197,15 +234,28 @@ class Recipe(Settings):
     adapt: AdaptSettings = AdaptSettings()
     loss: LossSettings = LossSettings()
     train: TrainSettings = TrainSettings()
+    listen: ListenSettings = ListenSettings()
 
     def absolute(self) -> Recipe:
         """The same with full paths, so that a run opens from anywhere."""
         data = {"train": self.data.train.absolute()}
         data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
-        named = {"source": self.model.source, "codec": self.model.codec}
+        named = {"source": self.model.source, "codec": self.model.codec, "recogniser": self.listen.recogniser}
         folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
-        changed = {"data": self.data.model_copy(update=data), "model": self.model.model_copy(update=folders)}
+        heard: dict[str, Any] = {key: folders.pop(key) for key in ("recogniser",) if key in folders}
+        paths = {"lines": self.listen.lines, "data": self.listen.data, "guard": self.listen.guard}
+        heard |= {key: path.absolute() for key, path in paths.items() if path is not None}
+        changed = {
+            "data": self.data.model_copy(update=data),
+            "model": self.model.model_copy(update=folders),
+            "listen": self.listen.model_copy(update=heard),
+        }
         return self.model_copy(update=changed)
+
+    @property
+    def listens(self) -> bool:
+        """Whether the model is heard while it learns."""
+        return self.listen.recogniser is not None
 
     @property
     def needs_text_head(self) -> bool:
@@ -450,6 +500,28 @@ def _check_sense(recipe: Recipe, where: str) -> None:
         refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
     if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
         refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
+    _check_listening(recipe, refuse)
+
+
+def _check_listening(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
+    listen, data = recipe.listen, recipe.data
+    if listen.recogniser is None:
+        # Written out it is meant: the rest may stay in the recipe for another time.
+        for key in sorted(listen.model_fields_set) if "recogniser" not in listen.model_fields_set else ():
+            refuse(f"`listen.{key}` says nothing as long as nobody listens", "--set listen.recogniser=base")
+        return
+    if listen.lines is None and listen.data is None and data.evaluation is None:
+        refuse(
+            "`listen.recogniser` is named, but there are no lines to be heard",
+            "--set data.evaluation=data/HELD_OUT, or --set listen.lines=FILE with one sentence a line",
+        )
+    if listen.lines is None and listen.data is not None and listen.data.resolve() == data.train.resolve():
+        refuse("`listen.data` is the training data", "prepare a folder of other utterances, or set listen.lines")
+    if recipe.train.early_stopping:
+        refuse(
+            "`train.early_stopping` goes by the loss, and `listen.recogniser` has the run go by what is heard",
+            "--set train.early_stopping=null --set listen.patience=3",
+        )
 
 
 if __name__ == "__main__":

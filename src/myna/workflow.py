@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import nn
 
 from myna.audio.files import replacing
-from myna.config import load_recipe
+from myna.config import Recipe, load_recipe
 from myna.data.codec import Encoder
 from myna.data.codes import encode_corpus
 from myna.data.corpus import Corpus, Prepared
@@ -27,6 +27,7 @@ from myna.evaluate import pronunciation
 from myna.models import open_family
 from myna.models.adapting import load_adapter, merge
 from myna.models.base import Family
+from myna.panel import Panel
 from myna.speak.engine import Engine
 from myna.speak.listener import Listener
 from myna.train.checkpoint import learned_with
@@ -105,9 +106,10 @@ def train(
         launch(gpus, words, loaded.train.device)
         return None
     with reporting(), _TrainDisplay(shown=place.leads) as display:
+        panel = _panel(loaded, folder, place, display)
         # Rank 0 makes the folder; the others never write to it.
         run = Run.create(folder, loaded) if place.leads else Run(folder, loaded)
-        run_training(loaded, run, display, dry_run=dry_run)
+        run_training(loaded, run, display, panel, dry_run=dry_run)
     return run if place.leads else None
 
 
@@ -118,8 +120,14 @@ def resume(folder: Path, settings: list[str] | None = None, gpus: int = 1) -> Ru
         launch(gpus, ["train", "--resume", folder, *_set(settings)], run.recipe.train.device)
         return None
     with reporting(), _TrainDisplay(shown=place.leads) as display:
-        run_training(run.recipe, run, display, resume=True)
+        panel = _panel(run.recipe, folder, place, display) if not run.is_finished else None
+        run_training(run.recipe, run, display, panel, resume=True)
     return run if place.leads else None
+
+
+def _panel(recipe: Recipe, folder: Path, place: Place, display: _TrainDisplay) -> Panel | None:
+    """Whoever listens while the model learns, where the recipe asks for it: on rank 0."""
+    return Panel.convene(recipe, folder, display.listening) if recipe.listens and place.leads else None
 
 
 def how_to_try(run: Run) -> str:
@@ -207,7 +215,7 @@ def _open_model(run: Path | None, model: str | None, codec: str | None, device: 
     if run is None:
         family = open_family(str(model), codec=codec)
         return _Opened(family, family.load_model(dtype=dtype, device=target, text_head=False), None, target)
-    tuned = Run.open(run)
+    tuned = Run.to_speak_with(run)
     settings = tuned.recipe.model
     family = open_family(settings.source, revision=settings.revision, codec=codec or settings.codec)
     if tuned.model.is_dir():
@@ -245,6 +253,14 @@ def progress(title: str, *columns: Any, shown: bool = True) -> Iterator[Progress
         yield bar
 
 
+def _heard(told: dict[str, Any]) -> str:
+    """What was heard at a step, in a line."""
+    gain = f", {told['gain']:+.3f} over the untuned model" if "gain" in told else ""
+    words = f", {told['wer']:.1%} word errors" if told["wer"] is not None else ""
+    voice = f", similarity {told['similarity']:.3f}" if told["similarity"] is not None else ""
+    return f"mark {told['mark']:.3f}{gain}{words}{voice}"
+
+
 class _TrainDisplay:
     """A live line with the loss and the time left."""
 
@@ -267,11 +283,18 @@ class _TrainDisplay:
     def planned(self, steps: int, done: int) -> None:
         self._task = self._bar.add_task("training", total=steps, completed=done, state="")
 
+    def listening(self, what: str, done: int, total: int) -> None:
+        """It may take minutes, in which no step is made."""
+        self._bar.update(self._task, state=f"{what}, line {done} of {total}")
+
     def stepped(self, row: dict[str, Any]) -> None:
         if "evaluation" in row:
             heard = row["evaluation"]
             gain = f", {heard['against_base']:+.4f} against the untuned model" if "against_base" in heard else ""
             self.say(f"step {row['step']}: evaluation loss {heard['loss']:.4f}{gain}")
+            return
+        if "listen" in row:
+            self.say(f"step {row['step']}: {_heard(row['listen'])}")
             return
         speed = row["speed"]
         pace = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['audio_per_second']:.1f} audio-s/s"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -36,10 +38,19 @@ class Speech:
 
 
 class Engine:
-    """A model that speaks. `place` must be where the training put references."""
+    """A model that speaks. `place` must be where the training put references; a model that is still in training has
+    weights of several types, and `numbers` is where they can be computed with."""
 
-    def __init__(self, family: Family, model: nn.Module, codec: Codec, place: ReferencePlace = "turn") -> None:
+    def __init__(
+        self,
+        family: Family,
+        model: nn.Module,
+        codec: Codec,
+        place: ReferencePlace = "turn",
+        numbers: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.family, self.model, self.codec, self.place = family, model.eval(), codec, place
+        self.numbers = numbers
 
     def voice(self, recording: Path, text: str) -> Reference:
         """A reference from a recording and what is said in it."""
@@ -63,9 +74,11 @@ class Engine:
             prompts.append(self.family.render(conversation))
         if not prompts:
             return []
+        with self.numbers():
+            spoken = self.family.generate(self.model, prompts, sampling, on_frame)
         return [
             Speech(self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32), codes, stopped)
-            for codes, stopped in self.family.generate(self.model, prompts, sampling, on_frame)
+            for codes, stopped in spoken
         ]
 
 

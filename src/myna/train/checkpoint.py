@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,10 @@ class Progress:
     step: int
     base_loss: float | None = None
     """Of the untuned model, on the evaluation set."""
+    heard_base: bool = False
+    """Whether the untuned model was heard, where somebody listens."""
     best_step: int | None = None
+    """By ear where somebody listens, elsewhere by the loss."""
     best_loss: float | None = None
     evaluations_since_best: int = 0
 
@@ -85,14 +89,16 @@ class Checkpoints:
                 self._save_state(tensors, progress, folder)
                 if self.run.metrics.exists():
                     sync(self.run.metrics)
+            self._keep_best(progress)
             self._drop_old(progress.best_step)
 
         with self._speaking_model() as model:
             self._on_main(f"the checkpoint of step {progress.step}", partial(write, model))
 
     def publish(self, progress: Progress) -> Path:
-        """The result of the run: the best checkpoint's weights with early stopping, else the last ones."""
-        best = progress.best_step if self.student.recipe.train.early_stopping else None
+        """The result of the run: the best checkpoint's weights with early stopping or by ear, else the last ones."""
+        recipe = self.student.recipe
+        best = progress.best_step if recipe.train.early_stopping or recipe.listens else None
 
         def write(model: nn.Module) -> None:
             with _new(self.run.result) as folder:
@@ -122,12 +128,16 @@ class Checkpoints:
                 if astray := set(facts["tensors"]) ^ set(file.keys()):
                     raise ValueError(f"{STATE} and {FACTS} disagree about {min(astray)}")
                 self._load_state(file, facts)
-            return Progress(**facts["progress"])
+            progress = Progress(**facts["progress"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise TrainingError(
                 f"the checkpoint {folder} is damaged: {error!r}",
                 hint=f"rm -r {folder} and resume from the one before it",
             ) from error
+        if self.student.accelerator.is_main_process:
+            # A kill may have come between the best checkpoint and this copy of it.
+            self._keep_best(progress)
+        return progress
 
     @contextmanager
     def _speaking_model(self) -> Iterator[Any]:
@@ -212,16 +222,16 @@ class Checkpoints:
 
         self.loader.recall({(epoch, window): rows for epoch, window, rows in facts["rows"]})
         rank = student.accelerator.process_index
-        for kind in _random_state(student.accelerator.device):
+        for kind in random_state(student.accelerator.device):
             # Another number of processes, or another device, has no state of its own here, and keeps the seed's.
             if f"random/{kind}/{rank}" in facts["tensors"]:
-                _set_random_state(kind, student.accelerator.device, file.get_tensor(f"random/{kind}/{rank}").clone())
+                set_random_state(kind, student.accelerator.device, file.get_tensor(f"random/{kind}/{rank}").clone())
 
     def _random_states(self) -> dict[str, torch.Tensor]:
         """Those of all processes: each drops other parts of its rows."""
         accelerator = self.student.accelerator
         states: dict[str, torch.Tensor] = {}
-        for kind, state in _random_state(accelerator.device).items():
+        for kind, state in random_state(accelerator.device).items():
             everybody = state[None]
             if accelerator.num_processes > 1:
                 everybody = accelerator.gather(everybody.to(accelerator.device)).cpu()
@@ -242,6 +252,18 @@ class Checkpoints:
                 f"{folder} was made with another {' and another '.join(changed)}",
                 hint="go on with what the run was started with, or start a run of its own",
             )
+
+    def _keep_best(self, progress: Progress) -> None:
+        """`best/`, a run to speak with even while this one goes on: the checkpoint that was heard best."""
+        if not self.student.recipe.listens or progress.best_step is None:
+            return
+        if (self.run.best / FACTS).is_file() and facts_of(self.run.best)["progress"]["step"] == progress.best_step:
+            return
+        kept, result = checkpoint_folder(self.run, progress.best_step), self.run.result.name
+        with _new(self.run.best) as folder:
+            shutil.copytree(kept / result, folder / result, copy_function=_link)
+            _link(kept / FACTS, folder / FACTS)
+            shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
         keep = self.student.recipe.train.keep_last
@@ -269,12 +291,18 @@ class Checkpoints:
 
 
 def learned_with(run: Run) -> dict[str, Any]:
-    """What a run was made of, as its newest checkpoint has it; nothing where none was kept."""
+    """What a run was made of, as its newest checkpoint has it; nothing where none was kept. A checkpoint, and `best/`,
+    have it themselves."""
     steps = checkpoint_steps(run)
-    if not steps:
-        return {}
-    known: dict[str, Any] = json.loads((checkpoint_folder(run, steps[-1]) / "state.json").read_text("utf-8"))["made_of"]
+    folder = checkpoint_folder(run, steps[-1]) if steps else run.folder
+    known: dict[str, Any] = facts_of(folder)["made_of"] if (folder / FACTS).is_file() else {}
     return known
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    return facts
 
 
 def made_of(
@@ -329,6 +357,14 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def _link(source: Path | str, target: Path | str) -> None:
+    """A second name for a file that nobody changes in place; where a disk has no such thing, a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
+
+
 def _remove_partial(folder: Path) -> None:
     """What a killed run left half-written or half-removed."""
     for leftover in folder.glob(".*.partial"):
@@ -362,7 +398,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
     return {k: value for k, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -371,7 +407,7 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def _set_random_state(kind: str, device: torch.device, state: torch.Tensor) -> None:
+def set_random_state(kind: str, device: torch.device, state: torch.Tensor) -> None:
     if kind == "cpu":
         torch.set_rng_state(state)
     elif kind == "cuda":

@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import gather_object
 
-from myna.config import Recipe, TrainSettings
+from myna.config import Recipe
 from myna.data.corpus import Corpus
 from myna.data.loader import Loader, Share, hire
 from myna.errors import DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, Rendered
 from myna.models.frozen import check_base
+from myna.train.audience import Audience, Heard, let_hear
 from myna.train.checkpoint import Checkpoints, Progress
 from myna.train.memory import check_room, longest_pass, peak, plan
 from myna.train.precision import decide
@@ -35,6 +36,7 @@ from myna.train.run import Run
 from myna.train.schedule import learning_rate
 from myna.train.streams import stage_weights, stream_weights
 from myna.train.student import Student
+from myna.train.trackers import show
 
 HELD_BACK_BY_PYTHON = ("cuda",)
 """Devices that one thread of Python has to keep busy. Where they learn, batches come from processes; elsewhere threads
@@ -53,17 +55,38 @@ class Watcher(Protocol):
     def stepped(self, row: dict[str, Any]) -> None: ...
 
 
-def train(recipe: Recipe, run: Run, watcher: Watcher, *, resume: bool = False, dry_run: bool = False) -> None:
-    """Everything `myna train` does after the recipe is read. A dry run ends before the first step."""
+def train(
+    recipe: Recipe,
+    run: Run,
+    watcher: Watcher,
+    audience: Audience | None = None,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Everything `myna train` does after the recipe is read. A dry run ends before the first step.
+
+    With `listen.recogniser`, rank 0 is given an audience, and the others none.
+    """
     with ExitStack() as at_the_end:
-        _train(recipe, run, watcher, at_the_end, resume=resume, dry_run=dry_run)
+        _train(recipe, run, watcher, audience, at_the_end, resume=resume, dry_run=dry_run)
 
 
-def _train(recipe: Recipe, run: Run, watcher: Watcher, at_the_end: ExitStack, *, resume: bool, dry_run: bool) -> None:
+def _train(
+    recipe: Recipe,
+    run: Run,
+    watcher: Watcher,
+    audience: Audience | None,
+    at_the_end: ExitStack,
+    *,
+    resume: bool,
+    dry_run: bool,
+) -> None:
     settings = recipe.train
     if resume and run.is_finished:
         watcher.say(f"{run.folder} is finished: its result is {run.result}")
         return
+    assert (audience is not None) == (recipe.listens and Place.find().leads), "who listens is decided above"
 
     # Where, and in which numbers.
     device = Place.find().device(settings.device)
@@ -117,18 +140,23 @@ def _train(recipe: Recipe, run: Run, watcher: Watcher, at_the_end: ExitStack, *,
     steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.rows_per_step)
     evaluate_every = settings.evaluate_every or max(1, steps // 10)
     save_every = settings.save_every or evaluate_every
+    listen_every = (recipe.listen.every or evaluate_every) if recipe.listens else None
     final_weights = stream_weights(family.streams, recipe.loss)
     say(
         f"{steps} optimizer steps of {settings.rows_per_step} rows; an epoch is {rows_in_epoch} rows, "
         f"{rows_in_epoch / settings.rows_per_step:.1f} steps"
     )
+    if audience is not None:
+        for line in audience.introduce():
+            say(line)
+        audience.recall(progress.step)
     if resume:
         say(f"going on after step {progress.step}")
     if accelerator.is_main_process:
         run.forget_after(progress.step or BEFORE_ALL)
     watcher.planned(steps, progress.step)
     stream = loader.steps(settings.rows_per_step, settings.rows_per_pass, share, start=progress.step)
-    stopping, enough = False, _is_enough(settings, progress)
+    stopping, enough = False, _is_enough(recipe, progress)
 
     # Is this what we mean to train?
     preflight(student, loader, evaluation, recipe, say, memory=memory, folder=run.folder, resumed=resume)
@@ -142,6 +170,9 @@ def _train(recipe: Recipe, run: Run, watcher: Watcher, at_the_end: ExitStack, *,
         heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
         _tell(student, run, watcher, {"step": 0, "evaluation": heard})
         progress = replace(progress, base_loss=heard["loss"])
+    if listen_every is not None and not progress.heard_base:
+        _tell_heard(student, run, watcher, 0, let_hear(student, audience, 0))
+        progress = replace(progress, heard_base=True)
 
     # Step by step.
     with _asked_to_stop() as stop, closing(stream):
@@ -164,10 +195,16 @@ def _train(recipe: Recipe, run: Run, watcher: Watcher, at_the_end: ExitStack, *,
                 heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
                 heard["against_base"] = heard["loss"] - (progress.base_loss or 0.0)
                 _tell(student, run, watcher, {"step": step, "evaluation": heard})
-                progress = _rank(progress, heard["loss"])
-                enough = _is_enough(settings, progress)
-                if enough:
-                    say(f"no better evaluation since step {progress.best_step}: stopping early")
+                if listen_every is None:
+                    progress = _rank(progress, heard["loss"])
+            if listen_every is not None and (step % listen_every == 0 or step == steps):
+                check_same_weights(student)
+                by_ear = let_hear(student, audience, step)
+                _tell_heard(student, run, watcher, step, by_ear)
+                progress = _rank_heard(progress, is_best=by_ear.is_best)
+            enough = _is_enough(recipe, progress)
+            if enough:
+                say(f"no better evaluation since step {progress.best_step}: stopping early")
             if step % save_every == 0 or step == progress.best_step or step == steps or stopping or enough:
                 check_same_weights(student)
                 checkpoints.save(progress)
@@ -177,7 +214,10 @@ def _train(recipe: Recipe, run: Run, watcher: Watcher, at_the_end: ExitStack, *,
         say(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
     else:
         say(f"saved {checkpoints.publish(progress)}")
-        _say_gain(progress, say)
+        if listen_every is None:
+            _say_gain(progress, say)
+        for line in audience.conclude() if audience is not None else ():
+            say(line)
     leave(student)
 
 
@@ -204,14 +244,25 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
     return loader
 
 
-def _is_enough(settings: TrainSettings, progress: Progress) -> bool:
-    """Whether early stopping has seen enough evaluations that were no better."""
-    return bool(settings.early_stopping) and progress.evaluations_since_best >= (settings.early_stopping or 0)
+def _is_enough(recipe: Recipe, progress: Progress) -> bool:
+    """Whether early stopping has seen, or heard, enough evaluations that were no better."""
+    patience = recipe.listen.patience if recipe.listens else recipe.train.early_stopping
+    return patience is not None and progress.evaluations_since_best >= patience
 
 
 def _rank(progress: Progress, loss: float) -> Progress:
     if progress.best_loss is None or loss < progress.best_loss:
         return replace(progress, best_step=progress.step, best_loss=loss, evaluations_since_best=0)
+    return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
+
+
+def _rank_heard(progress: Progress, *, is_best: bool) -> Progress:
+    """By ear there may be no best one yet, and until then nobody loses patience: a model that is trained from nothing
+    does not find its ends at first."""
+    if is_best:
+        return replace(progress, best_step=progress.step, evaluations_since_best=0)
+    if progress.best_step is None:
+        return progress
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
 
@@ -259,10 +310,16 @@ def _tell(student: Student, run: Run, watcher: Watcher, row: dict[str, Any]) -> 
         return
     run.record(row)
     watcher.stepped(row)
-    prefix, numbers = ("evaluation/", row["evaluation"]) if "evaluation" in row else ("", row | row["speed"])
+    kind = next((kind for kind in ("evaluation", "listen") if kind in row), None)
+    prefix, numbers = (f"{kind}/", row[kind]) if kind is not None else ("", row | row["speed"])
     student.accelerator.log(
         {prefix + key: value for key, value in numbers.items() if isinstance(value, int | float)}, step=row["step"]
     )
+
+
+def _tell_heard(student: Student, run: Run, watcher: Watcher, step: int, heard: Heard) -> None:
+    _tell(student, run, watcher, {"step": step, "listen": heard.row})
+    show(student.accelerator, heard.samples, step)
 
 
 def _speed(passes: list[Batch], seconds: float, student: Student) -> dict[str, float]:

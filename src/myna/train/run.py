@@ -5,6 +5,8 @@ metrics.jsonl    one line per optimizer step and per evaluation
 log.txt          what was printed
 adapter/         the LoRA, a plain PEFT folder (or model/ after full training); it appears when the run is finished
 checkpoints/     what it takes to go on, see checkpoint.py
+listen/          what was heard while it learned, where the recipe has somebody listen
+best/            the checkpoint that was heard best, itself a run to speak with
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ MAY_CHANGE = frozenset(
         "train.save_every",
         "train.keep_last",
         "train.trackers",
+        # Checked by what it is, wherever it lies.
+        "listen.recogniser",
+        "listen.batch",
     }
 )
 """Settings that say how, and not what, a run learns: they may be others when it goes on."""
@@ -80,6 +85,18 @@ class Run:
                 hint=f"drop it, or start a run of its own. What may change: {', '.join(sorted(MAY_CHANGE))}",
             )
         return run
+
+    @classmethod
+    def to_speak_with(cls, folder: Path) -> Run:
+        """A run, or one of its checkpoints, which has the weights and leaves the rest to the run it lies in."""
+        if not (folder / "config.yaml").is_file() and folder.absolute().parent.name == "checkpoints":
+            above = cls.open(folder.absolute().parents[1])
+            return cls(folder, above.recipe)
+        return cls.open(folder)
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "best"
 
     @property
     def adapter(self) -> Path:
@@ -131,7 +148,9 @@ class Run:
 def changed_settings(before: Recipe, now: Recipe) -> list[str]:
     """Keys in which two recipes differ, and which must not under a run that goes on."""
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
-    return [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in MAY_CHANGE]
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in MAY_CHANGE]
+    # Who listens may have moved, but not come or gone: the untuned model can only be heard at the beginning.
+    return changed + ["listen.recogniser"] * (before.listens != now.listens)
 
 
 def sync(path: Path) -> None:

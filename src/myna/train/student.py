@@ -109,6 +109,20 @@ class Student:
         model.load_state_dict(weights, assign=True)
         return model
 
+    def speaking_model(self) -> nn.Module | None:
+        """The same to speak with, on the device of rank 0. Every rank must ask."""
+        if not self.sharded:
+            return self.whole_model()
+        weights = gather(self.model.state_dict(), keep=self.accelerator.is_main_process)
+        if not weights:
+            return None
+        # Opened anew: the tables that no checkpoint holds have to be there as well.
+        model = self.family.load_model(
+            dtype=self.precision.frozen, device=self.accelerator.device, text_head=self.recipe.needs_text_head
+        )
+        model.load_state_dict(weights)
+        return model
+
     @property
     def kahan(self) -> KahanAdamW | None:
         """The optimizer of pure fp16, which scales the loss and clips by itself."""

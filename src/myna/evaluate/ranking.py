@@ -1,0 +1,163 @@
+"""Which checkpoint is the best to hear: one rule, written down here, and for people in docs/guides/evaluate.md.
+
+The mark of a line is how alike its voice is, less the share of its letters that was not understood. The mark of a
+checkpoint is the mean over its lines. The best checkpoint is the one with the highest mark among those that
+
+- find the end of enough lines by themselves,
+- do not sound worse than the quality that was asked for,
+- and are not worse than the untuned model, beyond the interval, on the lines of the guard.
+
+Of two with the same mark the earlier is the better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from myna.evaluate.columns import BY_KEY
+from myna.evaluate.hearing import Row
+from myna.evaluate.statistics import Estimate, Part, difference, estimate
+
+AUDIBLE = 0.005
+"""A difference of marks smaller than this is nothing that anyone hears, however sure it is."""
+QUALITY_MAY_FALL = 0.5
+"""How far the DistillMOS of a checkpoint may lie below the untuned model's, where no floor was asked for."""
+TOLD = (
+    *("wer", "cer", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate", "silent_rate"),
+    *("repetition_rate", "prompt_rate", "copy_rate", "loop_rate"),
+)
+"""Figures that are told beside the mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """What a checkpoint must have to be the best, however well it is understood."""
+
+    stop_rate: float
+    quality: float | None = None
+    """A DistillMOS; None for what the untuned model has, less `QUALITY_MAY_FALL`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """What was heard at one step."""
+
+    step: int
+    rows: Sequence[Row]
+    guard: Sequence[Row] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is thought of a checkpoint."""
+
+    step: int
+    mark: Estimate
+    gain: Estimate
+    """Of the mark over the untuned model's, on the same lines."""
+    guard_change: Estimate
+    """The same on the lines of the guard; without a guard nothing."""
+    faults: tuple[str, ...]
+    """Why it cannot be the best, in words; empty where it can."""
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def may_be_best(self) -> bool:
+        return not self.faults
+
+    @property
+    def beats_base(self) -> bool:
+        """Better than the untuned model beyond the interval, and by enough to be heard."""
+        return self.gain.low is not None and self.gain.low > 0 and (self.gain.mean or 0.0) >= AUDIBLE
+
+    def row(self, best: int | None) -> dict[str, Any]:
+        """As it is written to metrics.jsonl; `best` is the step that is the best by now."""
+        told: dict[str, Any] = {"mark": self.mark.mean, **self.figures}
+        if self.gain.n:
+            told |= {"gain": self.gain.mean, "gain_low": self.gain.low, "gain_high": self.gain.high}
+        if self.guard_change.n:
+            change = self.guard_change
+            told |= {"guard_change": change.mean, "guard_low": change.low, "guard_high": change.high}
+        return told | {"best_step": best, "faults": list(self.faults)}
+
+
+def mark(row: Row) -> Part:
+    """Of one line, from -1 to 1. A line that sent the recogniser round in circles was not understood; one without a
+    voice of its own, as of two speakers, is judged by its words alone."""
+    if row.looped or row.letter_errors is None:
+        misheard = 1.0
+    else:
+        misheard = min(1.0, row.letter_errors / row.letters) if row.letters else 0.0
+    return Part((row.similarity or 0.0) - misheard)
+
+
+def judge_step(heard: Listening, base: Listening, floors: Floors) -> Verdict:
+    """A checkpoint beside the untuned model, which is judged by this too."""
+    figures = {key: _mean(key, heard.rows) for key in TOLD}
+    change = _gain(heard.guard, base.guard)
+    faults = [*_floors(figures, base, floors), *_forgotten(heard, base, change)]
+    return Verdict(
+        step=heard.step,
+        mark=estimate([mark(row) for row in heard.rows]),
+        gain=_gain(heard.rows, base.rows) if heard.step != base.step else Estimate(),
+        guard_change=change if heard.step != base.step else Estimate(),
+        faults=tuple(faults),
+        figures=figures,
+    )
+
+
+def pick(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """The best of them, or None where none may be. The untuned model is no checkpoint."""
+    allowed = [one for one in verdicts if one.step > 0 and one.may_be_best and one.mark.mean is not None]
+    return max(allowed, key=lambda one: (one.mark.mean or 0.0, -one.step), default=None)
+
+
+def quality_floor(base: Sequence[Row], floors: Floors) -> float | None:
+    """The DistillMOS that a checkpoint must have; None where nobody knows what the untuned model has."""
+    if floors.quality is not None:
+        return floors.quality
+    untuned = _mean("distillmos", base)
+    return untuned - QUALITY_MAY_FALL if untuned is not None else None
+
+
+def _floors(figures: Mapping[str, float | None], base: Listening, floors: Floors) -> list[str]:
+    found = []
+    stops, quality, lowest = figures["stop_rate"], figures["distillmos"], quality_floor(base.rows, floors)
+    if (stops or 0.0) < floors.stop_rate:
+        found.append(f"it finds the end of {stops or 0.0:.0%} of the lines, and {floors.stop_rate:.0%} are asked for")
+    if quality is None:
+        # Every line was silent, or was broken off before there was anything to hear.
+        found.append("there is nothing to hear of it")
+    elif lowest is not None and quality < lowest:
+        found.append(f"its DistillMOS is {quality:.2f}, and {lowest:.2f} is asked for")
+    return found
+
+
+def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]:
+    """What it could do before, and others' lines show that it can no longer."""
+    found = []
+    if change.mean is not None and change.high is not None and change.high < 0 and -change.mean >= AUDIBLE:
+        interval = f"[{-change.high:.3f}, {-(change.low or 0.0):.3f}]"
+        found.append(f"it has become worse at the guard's lines, by {-change.mean:.3f} {interval}")
+    stops = _change("stop_rate", heard.guard, base.guard)
+    if stops.high is not None and stops.high < 0:
+        found.append(f"it finds the end of {-(stops.mean or 0):.0%} fewer of the guard's lines than the untuned model")
+    return found
+
+
+def _mean(key: str, rows: Sequence[Row]) -> float | None:
+    return estimate([part for row in rows if (part := BY_KEY[key].part(row)) is not None]).mean
+
+
+def _gain(rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
+    known = {row.id: mark(row) for row in base}
+    pairs = [(mark(row), known[row.id]) for row in rows if row.id in known]
+    return difference([one for one, _ in pairs], [other for _, other in pairs])
+
+
+def _change(key: str, rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
+    part, known = BY_KEY[key].part, {row.id: row for row in base}
+    pairs = [(one, other) for row in rows if row.id in known and (one := part(row)) and (other := part(known[row.id]))]
+    return difference([one for one, _ in pairs], [other for _, other in pairs])
