@@ -15,7 +15,8 @@ from myna.cli import app
 from myna.errors import ConfigError
 from myna.evaluate.results import read_rows
 from myna.evaluate.system import BASE, REAL, ROUND_TRIP
-from myna.evaluation import Asked, Speaker, about_run, evaluate
+from myna.evaluation import Asked, about_run, evaluate
+from myna.speaker import Speaker
 from myna.train.run import Run
 from tests.birds import LINES, recipe, record
 
@@ -116,6 +117,9 @@ def test_the_loss_of_a_run_is_that_of_its_best_evaluation(house: Path, tmp_path:
     ]
     moved.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert (about_run(moved)["loss"], about_run(moved)["base_loss"]) == (4.0, 5.0)
+    rows += [{"step": 3, "evaluation": {"loss": 4.2}}, {"step": 3, "listen": {"best_step": 3}}]
+    moved.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert about_run(moved)["loss"] == 4.2, "that of the one that was heard best"
 
 
 def test_a_split_is_judged_by_what_it_held_out(house: Path, tmp_path: Path) -> None:

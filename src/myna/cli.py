@@ -42,6 +42,14 @@ MaxBadOption = Annotated[float, typer.Option("--max-bad", help="Share of bad ite
 LanguageOption = Annotated[str, typer.Option("--language", help="Language of utterances whose source names none.")]
 SpeakerOption = Annotated[str, typer.Option("--speaker", help="Speaker of utterances whose source names none.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+RecogniserOption = Annotated[
+    str | None,
+    typer.Option("--recogniser", help="Folder or name of a Whisper (base, transformers:base), to count wrong words."),
+]
+VoicesOption = Annotated[
+    str,
+    typer.Option("--voices", help="Ear for voices: resemblyzer, ecapa:FILE.safetensors, wavlm, or a WavLM's folder."),
+]
 
 
 def main() -> None:
@@ -228,9 +236,14 @@ def listen(
     ask: Annotated[str | None, typer.Option("--ask", help="What to ask; by default to rate the pronunciation.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file for the answers to a folder.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where a runaway is cut.")] = 512,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Recordings answered at once.")] = 16,
+    constrained: Annotated[
+        bool, typer.Option("--constrained", help="Hold answers to the JSON of an assessment: all can be read.")
+    ] = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Have a model that listens answer: print what it says of recordings, or compare its answers with a folder's."""
+    from myna.data.answer_grammar import AnswerGrammar
     from myna.data.assessment import QUESTION
     from myna.data.corpus import PREPARED, Corpus
     from myna.errors import SpeakError
@@ -244,6 +257,7 @@ def listen(
             hint=f"myna listen {folder} --run RUN --out answers.jsonl",
         )
     listener = open_listener(run=run, model=model, device=device)
+    listener.grammar, listener.together = AnswerGrammar() if constrained else None, batch
     if folder is None or out is None:
         clips = [listener.recording(path, ask if ask is not None else QUESTION) for path in what]
         for clip, said in zip(clips, listener.answer(clips, max_tokens), strict=True):
@@ -269,9 +283,8 @@ def evaluate(
     against: Annotated[
         list[str] | None, typer.Option("--against", help="Another run or model, or NAME=IT; repeatable.")
     ] = None,
-    recogniser: Annotated[
-        str | None, typer.Option("--recogniser", help="Folder or name of a Whisper (base), to count wrong words with.")
-    ] = None,
+    recogniser: RecogniserOption = None,
+    voices: VoicesOption = "resemblyzer",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder; RUN/evaluation or evaluations/NAME by default.")
     ] = None,
@@ -290,12 +303,83 @@ def evaluate(
     from myna.evaluation import Asked, folder_of, show_summary
     from myna.evaluation import evaluate as run_evaluation
 
-    asked = Asked(subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device)
+    asked = Asked(
+        subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device, voices
+    )
     summary = run_evaluation(asked, complaints)
     if as_json:
         print(json.dumps(summary.to_json(), indent=2, ensure_ascii=False))
     else:
         show_summary(summary, folder_of(asked), console)
+
+
+@app.command()
+def compare(
+    subjects: Annotated[
+        list[str],
+        typer.Argument(help="Runs, models or folders of evaluations, or NAME=IT; or one folder that this has made."),
+    ],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Prepared folder; the first run's held-out one by default.")
+    ] = None,
+    lines: Annotated[
+        Path | None, typer.Option("--lines", help="Text file, a sentence a line; or a list as of seed-tts-eval.")
+    ] = None,
+    recogniser: RecogniserOption = None,
+    voices: VoicesOption = "resemblyzer",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder; comparisons/NAMES by default.")] = None,
+    language: LanguageOption = "",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Compare so many lines; speakers take turns.")
+    ] = None,
+    listen: Annotated[int, typer.Option("--listen", min=1, help="Lines to hear blindly, of those compared.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same lines, same speech, same order.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Lines spoken at once.")] = 16,
+    device: DeviceOption = "auto",
+    preferences: Annotated[
+        list[Path] | None, typer.Option("--preferences", help="Answers that the page saved; repeatable.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Give the page to browsers on this machine and save their answers.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="For --serve; 0 is any free one.")] = 8765,
+    as_json: Annotated[bool, typer.Option("--json", help="Print compare.json.")] = False,
+) -> None:
+    """Two or more on the same lines: figures side by side, and a page to hear them without knowing who it is.
+
+    `myna compare runs/marta runs/again -o marta-again` makes marta-again/compare.html. It opens without a network:
+    A or B by a key, names at the end, answers saved as a file.
+
+    `myna compare marta-again --preferences anna.json --preferences ben.json` adds up what listeners answered and says
+    who is preferred. `myna compare marta-again --serve` saves answers as they are given.
+
+    What `myna evaluate` has said and heard of a run is taken over. A folder of an evaluation is taken as it is, with
+    no weights opened: `runs/marta/evaluation`, and `runs/marta/evaluation:base` for the untuned model beside it."""
+    from myna import comparing
+    from myna.errors import ConfigError
+
+    folder = Path(subjects[0])
+    if len(subjects) > 1 or not comparing.is_comparison(folder):
+        if preferences:
+            raise ConfigError(
+                "preferences belong to a comparison that is made already",
+                hint="myna compare FOLDER --preferences FILE, where FOLDER holds compare.json",
+            )
+        asked = comparing.Asked(
+            tuple(subjects), data, lines, out, recogniser, language, seed, limit, listen, batch, device, voices
+        )
+        made, folder = comparing.compare(asked, complaints)
+        if not as_json:
+            comparing.show_comparison(made, folder, console)
+    else:
+        comparing.show_preferences(
+            comparing.add_preferences(folder, preferences or []), complaints if as_json else console
+        )
+    if serve:
+        comparing.serve(folder, port, console)
+        comparing.show_preferences(comparing.add_preferences(folder, []), console)
+    if as_json:
+        print((folder / comparing.COMPARED).read_text(encoding="utf-8"), end="")
 
 
 @app.command()
@@ -318,16 +402,9 @@ def demo(
     ] = None,
 ) -> None:
     """A voice before and after: recordings, codes, speech, a LoRA, speech again, and a page to compare them."""
-    from myna.demo.birds import run_birds
     from myna.demo.way import MODEL, Asked, run_demo
-    from myna.models import is_shipped
 
-    if model is None and voice is None and not is_shipped(MODEL):
-        console.print(f"The weights of {MODEL} are not in this copy of Myna: two whistling birds show the way instead.")
-        run_birds(out, console)
-    else:
-        asked = Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ()))
-        run_demo(asked, console)
+    run_demo(Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ())), console)
 
 
 @model_app.command()

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from myna.config import DataSettings
-from myna.data.conversation import Clip, Reference
-from myna.data.utterance import Utterance, normalise_text
 from myna.errors import ConfigError
 from myna.evaluate.columns import COLUMNS
 from myna.evaluate.ears import Ears
@@ -24,11 +19,13 @@ from myna.evaluate.judge import judge
 from myna.evaluate.plan import lines_of_data, lines_of_file
 from myna.evaluate.report import page, show, title
 from myna.evaluate.summary import Summary, summarise
-from myna.evaluate.system import BASE, REAL, ROUND_TRIP, Recordings, Spoken, System
-from myna.evaluate.task import Plan, Task, clip_key, samples_of
+from myna.evaluate.system import BASE, REAL, ROUND_TRIP, Recordings, System
+from myna.evaluate.task import Plan
+from myna.evaluate.voices import RESEMBLYZER
 from myna.models.base import Sampling
 from myna.page.document import save
-from myna.speak.engine import Engine, Line, encode_clip
+from myna.speak.engine import Engine, encode_clip
+from myna.speaker import Speaker
 from myna.train.run import Run
 from myna.workflow import open_engine, progress
 
@@ -51,74 +48,13 @@ class Asked:
     limit: int | None = None
     batch: int = 16
     device: str = "auto"
-
-
-@dataclass(slots=True)
-class Speaker:
-    """A model among the systems. Its weights are opened when they are needed, and let go when others need the room."""
-
-    name: str
-    open: Callable[[], Engine]
-    sampling: Sampling
-    about: Mapping[str, Any]
-    _engine: Engine | None = None
-    _revision: str = ""
-    _voices: dict[str, Reference] = field(default_factory=dict)
-
-    @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            self._engine = self.open()
-            self._revision = self._revision or revision(self._engine)
-        return self._engine
-
-    @property
-    def sample_rate(self) -> int:
-        return self.engine.codec.sample_rate
-
-    def key(self, task: Task) -> str:
-        if not self._revision:
-            self._revision = revision(self.engine)
-        return f"{self._revision}/{asdict(replace(self.sampling, max_seconds=task.cap))}"
-
-    def can_say(self, task: Task) -> bool:  # noqa: ARG002
-        return True
-
-    def speak(self, tasks: Sequence[Task]) -> list[Spoken]:
-        lines = [
-            Line(task.text, tuple(map(self._voice, task.references)), scene=task.scene, id=task.id) for task in tasks
-        ]
-        spoken = self.engine.speak(lines, replace(self.sampling, max_seconds=tasks[0].cap))
-        return [Spoken(speech.samples, speech.stopped) for speech in spoken]
-
-    def close(self) -> None:
-        self._engine = None
-        self._voices.clear()
-
-    def _voice(self, clip: Utterance) -> Reference:
-        key = clip_key(clip)
-        if key not in self._voices:
-            codec = self.engine.codec
-            codes = encode_clip(codec, samples_of(clip, codec.sample_rate))
-            self._voices[key] = Reference(normalise_text(clip.text), Clip(clip.id, codes))
-        return self._voices[key]
-
-
-def revision(engine: Engine) -> str:
-    """A model by its weights and by how they are used, wherever they came from."""
-    made = hashlib.blake2b(digest_size=16)
-    for about in (engine.codec.revision, engine.family.prompt_revision, engine.place):
-        made.update(about.encode())
-    for name, tensor in sorted(engine.model.state_dict().items()):
-        made.update(f"{name} {tensor.dtype}".encode())
-        made.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return made.hexdigest()
+    voices: str = RESEMBLYZER
 
 
 def evaluate(asked: Asked, console: Console) -> Summary:
     """Speak, listen, put down `evaluation.json`, `lines.parquet` and `report.html`."""
-    plan, subject = _plan(asked), _speaker(asked.subject, asked)
-    others = [_speaker(one, asked) for one in asked.against]
+    plan, subject = plan_of(asked), speaker_of(asked.subject, asked)
+    others = [speaker_of(one, asked) for one in asked.against]
     base = _base(asked, others)
     out = asked.out or _out(asked)
     for note in plan.notes:
@@ -135,7 +71,7 @@ def evaluate(asked: Asked, console: Console) -> Summary:
     ]
     systems: list[System] = [*recordings, subject, *([base] if base is not None else []), *others]
     at_once = min(4, os.cpu_count() or 1)
-    ears = Ears.open(asked.recogniser, at_once=at_once)
+    ears = Ears.open(asked.recogniser, asked.voices, at_once=at_once)
     with progress("evaluating") as bar:
         bars: dict[str, Any] = {}
 
@@ -175,7 +111,7 @@ def _told(asked: Asked) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(asked).items()}
 
 
-def _split(subject: str) -> tuple[str, str]:
+def split_name(subject: str) -> tuple[str, str]:
     """NAME=WHAT, or what alone, which is then called after itself."""
     name, separator, what = subject.partition("=")
     if not separator or Path(subject).exists():
@@ -185,14 +121,16 @@ def _split(subject: str) -> tuple[str, str]:
     return name, what
 
 
-def _run(what: str) -> Run | None:
+def run_at(what: str) -> Run | None:
+    """A run folder, its `best/` or one of its checkpoints; None for a model."""
     folder = Path(what)
-    return Run.open(folder) if (folder / "config.yaml").is_file() else None
+    is_checkpoint = folder.absolute().parent.name == "checkpoints" and folder.is_dir()
+    return Run.to_speak_with(folder) if is_checkpoint or (folder / "config.yaml").is_file() else None
 
 
-def _speaker(subject: str, asked: Asked, name: str | None = None) -> Speaker:
-    called, what = _split(subject) if name is None else (name, subject)
-    run = _run(what)
+def speaker_of(subject: str, asked: Asked, name: str | None = None) -> Speaker:
+    called, what = split_name(subject) if name is None else (name, subject)
+    run = run_at(what)
 
     def opened() -> Engine:
         if run is not None:
@@ -203,14 +141,17 @@ def _speaker(subject: str, asked: Asked, name: str | None = None) -> Speaker:
 
 
 def about_run(run: Run) -> dict[str, Any]:
-    """What the training itself thought of it: the loss, which is not what is heard."""
+    """What the training itself thought of it: the loss, which is not what is heard. Where somebody listened, it is that
+    of the checkpoint that was heard best."""
     told: dict[str, Any] = {"run": str(run.folder), "model": run.recipe.model.source}
     if run.metrics.is_file():
         rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
         judged = {row["step"]: row["evaluation"]["loss"] for row in rows if "evaluation" in row}
         trained = [row["loss"] for row in rows if "loss" in row]
+        heard = [row["listen"]["best_step"] for row in rows if "listen" in row]
         if judged:
-            told |= {"loss": min(judged.values()), "base_loss": judged.get(0)}
+            lowest = min(judged.values())
+            told |= {"loss": judged.get(heard[-1], lowest) if heard else lowest, "base_loss": judged.get(0)}
         elif trained:
             told |= {"loss": trained[-1]}
     return told
@@ -218,17 +159,17 @@ def about_run(run: Run) -> dict[str, Any]:
 
 def _base(asked: Asked, others: list[Speaker]) -> Speaker | None:
     """What a run was tuned from. A model has none, unless something stands against it: then the first of those."""
-    run = _run(_split(asked.subject)[1])
+    run = run_at(split_name(asked.subject)[1])
     if run is not None:
-        return _speaker(run.recipe.model.source, asked, name=BASE)
+        return speaker_of(run.recipe.model.source, asked, name=BASE)
     if others:
         first = others.pop(0)
         return replace(first, name=BASE)
     return None
 
 
-def _plan(asked: Asked) -> Plan:
-    run = _run(_split(asked.subject)[1])
+def plan_of(asked: Asked) -> Plan:
+    run = run_at(split_name(asked.subject)[1])
     data = asked.data
     if data is None and run is not None:
         data = run.recipe.data.evaluation or (run.recipe.data.train if asked.lines is not None else None)
@@ -248,5 +189,5 @@ def _plan(asked: Asked) -> Plan:
 
 
 def _out(asked: Asked) -> Path:
-    name, what = _split(asked.subject)
-    return Path(what) / "evaluation" if _run(what) is not None else Path("evaluations") / name
+    name, what = split_name(asked.subject)
+    return Path(what) / "evaluation" if run_at(what) is not None else Path("evaluations") / name

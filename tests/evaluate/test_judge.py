@@ -121,6 +121,20 @@ def test_what_has_changed_is_said_again(tmp_path: Path) -> None:
     assert set(model.asked) == {first.id, asked.tasks[1].id}
 
 
+def test_a_line_is_known_by_its_own_key_whoever_says_it_and_in_old_results_too(tmp_path: Path) -> None:
+    asked, out = plan(tmp_path, FEW), tmp_path / "out"
+    judged = judge(asked, [Puppet("one", well), Puppet("two", poorly)], ears(), out)
+    keys = [[row.line for row in judged.rows[name]] for name in ("one", "two")]
+    assert keys[0] == keys[1] == [task.key for task in asked.tasks]
+    results = Results.of(out, "one")
+    for row in results.rows.values():
+        row.line = ""
+    results.save()
+    model = Puppet("one", well)
+    assert [row.line for row in judge(asked, [model], ears(), out).rows["one"]] == keys[0] and model.asked == []
+    assert [row.line for row in read_rows(out / "lines.parquet")] == keys[0]
+
+
 def test_a_voice_is_not_compared_with_its_own_line_or_reference(tmp_path: Path) -> None:
     """Real recordings would be their own best match, and a copy of the reference would be the best of clones."""
     asked = plan(tmp_path, FEW)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from myna.audio.clip import Samples, read
 from myna.errors import ConfigError, ModelError
-from myna.evaluate import words as module
+from myna.evaluate import whisper_faster
 from myna.evaluate.words import Errors, Heard, Recogniser, edits, is_loop, letter_errors, word_errors
 from myna.evaluate.writing import words
 
@@ -172,26 +172,30 @@ class FakeModel:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    made = ModuleType("faster_whisper")
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """faster-whisper with one model, which lies here."""
+    made, folder = ModuleType("faster_whisper"), tmp_path / "faster"
+    folder.mkdir()
+    for file in whisper_faster.FILES:
+        (folder / file).write_text("{}")
 
     def download_model(name: str) -> str:
         if name != "base":
             raise ValueError("no such model")
-        return "/somewhere/base"
+        return str(folder)
 
     made.__dict__.update(WhisperModel=FakeModel, download_model=download_model)
     monkeypatch.setitem(sys.modules, "faster_whisper", made)
-    return made
+    monkeypatch.setattr(whisper_faster, "version", lambda _: "1.0")
+    return folder
 
 
-@pytest.mark.usefixtures("fake")
-def test_a_recogniser_has_no_dice_and_no_memory(tmp_path: Path) -> None:
-    for file in module.FILES:
-        (tmp_path / file).touch()
-    recogniser = Recogniser.open(str(tmp_path))
-    model = recogniser._model
-    assert model.folder == str(tmp_path) and model.options["device"] == "cpu"
+def test_a_recogniser_has_no_dice_and_no_memory(fake: Path) -> None:
+    recogniser = Recogniser.open(str(fake))
+    whisper = recogniser._whisper
+    assert isinstance(whisper, whisper_faster.FasterWhisper) and recogniser.name == "faster-whisper 1.0 faster 2"
+    model = whisper._model
+    assert model.folder == str(fake) and model.options["device"] == "cpu"
     tone = np.sin(np.arange(24_000, dtype=np.float32))
     assert recogniser.transcribe(tone, 24_000, "en") == Heard("Two words. And more.", looped=False)
     assert len(model.heard) == 16_000 and model.heard.dtype == np.float32
@@ -202,19 +206,19 @@ def test_a_recogniser_has_no_dice_and_no_memory(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fake")
 def test_silence_is_not_given_to_a_recogniser_that_would_make_up_words() -> None:
     recogniser = Recogniser.open("base")
-    assert recogniser._model.folder == "/somewhere/base"
+    assert recogniser.name.startswith("faster-whisper 1.0 base")
     for silence in (np.zeros(24_000, np.float32), np.zeros(0, np.float32)):
         assert recogniser.transcribe(silence, 24_000, "en") == Heard("", looped=False)
 
 
-@pytest.mark.usefixtures("fake")
-def test_a_recogniser_that_is_not_there_is_told(tmp_path: Path) -> None:
-    (tmp_path / "model.bin").touch()
+def test_a_recogniser_that_is_not_there_is_told(fake: Path) -> None:
+    for file in ("tokenizer.json", "config.json"):
+        (fake / file).unlink()
     with pytest.raises(ModelError, match=r"has no tokenizer\.json, config\.json"):
-        Recogniser.open(str(tmp_path))
+        Recogniser.open(str(fake))
     with pytest.raises(ModelError, match="there is no folder") as caught:
-        Recogniser.open(str(tmp_path / "nothing"))
-    assert "model.bin" in caught.value.hint
+        Recogniser.open(str(fake / "nothing"))
+    assert "model.bin" in caught.value.hint and "model.safetensors" in caught.value.hint
     with pytest.raises(ModelError, match="cannot be downloaded: no such model"):
         Recogniser.open("basis")
 

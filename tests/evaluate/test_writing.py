@@ -132,6 +132,7 @@ def test_normalising_twice_changes_nothing(text: str, language: str) -> None:
 
 def test_scripts_without_spaces_are_counted_by_letters() -> None:
     assert words("你好，世界。", "zh") == ["你", "好", "世", "界"]
+    assert words("O'你", "zh") == ["o", "你"], "an apostrophe is no letter"
     assert words("สวัสดี", "th") == ["ส", "วั", "ส", "ดี"]
 
 

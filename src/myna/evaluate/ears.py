@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from myna.audio.clip import Samples
 from myna.errors import MynaError
 from myna.evaluate.quality import CallQualityEar, QualityEar
-from myna.evaluate.similarity import Voice, VoiceEar
+from myna.evaluate.similarity import Voice
+from myna.evaluate.voices import RESEMBLYZER, open_voices
 from myna.evaluate.words import Heard, Recogniser
 
 NO_RECOGNISER = "no recogniser was named: --recogniser base, or the folder of a Whisper"
@@ -47,37 +47,30 @@ class Ears:
         assert there == set(self.names), "every ear has a name"
 
     @classmethod
-    def open(cls, recogniser: str | None, *, at_once: int = 1) -> Ears:
-        """Whatever can be opened. Nothing is downloaded but a recogniser that is asked for by name."""
+    def open(cls, recogniser: str | None, voices: str = RESEMBLYZER, *, at_once: int = 1) -> Ears:
+        """Whatever can be opened. Nothing is downloaded but what is asked for by name."""
         names: dict[str, str] = {}
         missing: dict[str, str] = {}
 
-        def attempt(ear: str, open_it: Callable[[], Opened], name: Callable[[], str]) -> Opened | None:
+        def attempt(ear: str, open_it: Callable[[], Opened], name: Callable[[Opened], str]) -> Opened | None:
             try:
                 opened = open_it()
             except MynaError as error:
                 missing[ear] = f"{error.what}: {error.hint}"
                 return None
-            names[ear] = name()
+            names[ear] = name(opened)
             return opened
 
         words = None
         if recogniser is None:
             missing["words"] = NO_RECOGNISER
         else:
-            words = attempt("words", lambda: Recogniser.open(recogniser, at_once=at_once), lambda: _named(recogniser))
+            words = attempt("words", lambda: Recogniser.open(recogniser, at_once=at_once), lambda ear: ear.name)
         return cls(
             words=words,
-            voice=attempt("voice", VoiceEar.open, lambda: f"resemblyzer {version('resemblyzer')}"),
-            distillmos=attempt("distillmos", QualityEar.open, lambda: f"distillmos {version('distillmos')}"),
-            dnsmos=attempt("dnsmos", CallQualityEar.open, lambda: f"speechmos {version('speechmos')}"),
+            voice=attempt("voice", lambda: open_voices(voices), lambda ear: ear.name),
+            distillmos=attempt("distillmos", QualityEar.open, lambda _: f"distillmos {version('distillmos')}"),
+            dnsmos=attempt("dnsmos", CallQualityEar.open, lambda _: f"speechmos {version('speechmos')}"),
             names=names,
             missing=missing,
         )
-
-
-def _named(recogniser: str) -> str:
-    """A recogniser by what it is and not by where it lies."""
-    weights = Path(recogniser).expanduser() / "model.bin"
-    size = f" {weights.stat().st_size}" if weights.is_file() else ""
-    return f"faster-whisper {version('faster-whisper')} {Path(recogniser).name}{size}"

@@ -52,6 +52,8 @@ class Row:
     stopped: bool | None
     """None for recordings."""
     expected_seconds: float
+    line: str = ""
+    """Of the line, whoever says it: its words, its references and where it is cut. Equal lines can be compared."""
 
     measured_by: str = ""
     seconds: float = 0.0

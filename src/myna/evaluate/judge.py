@@ -45,14 +45,17 @@ def judge(
     batch: int = 16,
     at_once: int = 1,
     tell: Tell = lambda *_: None,
+    before: Callable[[System], None] = lambda _: None,
 ) -> Judged:
-    """Sounds and rows into `out`. Stopped at any moment, it goes on where it was."""
+    """Sounds and rows into `out`. Stopped at any moment, it goes on where it was. `before` is called for each system
+    when its turn comes: it may put down what is known of it."""
     names = [system.name for system in systems]
     if len({file_name(name).casefold() for name in names}) < len(names):
         raise ConfigError(f"two systems have one name: {', '.join(names)}", hint="give them as NAME=MODEL_OR_RUN")
     voices = Voices(plan, ears.voice) if ears.voice is not None else None
     rows: dict[str, list[Row]] = {}
     for system in systems:
+        before(system)
         results = Results.of(out, system.name)
         tasks = [task for task in plan.tasks if system.can_say(task)]
         _speak(system, tasks, results, out, batch, tell)
@@ -68,7 +71,10 @@ def _speak(system: System, tasks: Sequence[Task], results: Results, out: Path, b
 
     def is_known(task: Task) -> bool:
         row = results.rows.get(task.id)
-        return row is not None and row.key == _key(system, task) and (not row.sound or (out / row.sound).is_file())
+        if row is None or row.key != sound_key(system, task) or (row.sound and not (out / row.sound).is_file()):
+            return False
+        row.line = task.key  # rows of older evaluations do not have it
+        return True
 
     missing = [task for task in tasks if not is_known(task)]
     done = len(tasks) - len(missing)
@@ -82,7 +88,7 @@ def _speak(system: System, tasks: Sequence[Task], results: Results, out: Path, b
             results.rows[task.id] = Row(
                 system.name,
                 task.id,
-                _key(system, task),
+                sound_key(system, task),
                 task.text,
                 task.speaker,
                 task.language,
@@ -91,6 +97,7 @@ def _speak(system: System, tasks: Sequence[Task], results: Results, out: Path, b
                 bytes_hash(spoken.samples.tobytes()),
                 spoken.stopped,
                 task.expected_seconds,
+                task.key,
             )
         results.save()
         done += len(chosen)
@@ -155,7 +162,7 @@ def _cores_shared(at_once: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _key(system: System, task: Task) -> str:
+def sound_key(system: System, task: Task) -> str:
     """Of the sound, and of what it is compared with."""
     return bytes_hash(repr((system.key(task), task.key, task.speaker, task.language)).encode())
 

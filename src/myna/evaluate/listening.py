@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import soxr  # type: ignore[import-untyped]
+from huggingface_hub import snapshot_download
 
 from myna.audio.clip import Samples
-from myna.errors import AudioError, ConfigError
+from myna.errors import AudioError, ConfigError, ModelError
+from myna.models.files import first_line
 
 RATE = 16_000
 """Every ear here was trained on sound of this rate."""
+HUB_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "*.json", "*.txt")
+"""What is downloaded of an ear in transformers' layout. Never a pickle, and no second copy in another precision."""
 
 
 def needed(module: str, *commands: str) -> Any:
@@ -21,6 +26,18 @@ def needed(module: str, *commands: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{module} cannot be imported: {error}", hint=" && ".join(commands)) from error
+
+
+def fetched(repository: str, *files: str) -> Path:
+    """The folder of an ear from the hub, downloaded once."""
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(files)))
+    except Exception as error:
+        raise ModelError(
+            f"{repository} is no folder here, and the hub did not give it: {first_line(error)}",
+            hint=f"check the name and the network, or fetch it elsewhere with `hf download {repository}` and give the "
+            "path of that folder",
+        ) from error
 
 
 def heard_at(samples: Samples, sample_rate: int) -> Samples:

@@ -93,7 +93,10 @@ def _notes(alone: int, unnamed: int) -> tuple[str, ...]:
     if alone:
         found.append(f"{alone} lines are spoken without a reference, since there is no other clip of their speaker")
     if unnamed:
-        found.append(f"{unnamed} lines name no language, so that only case and punctuation are forgiven: --language en")
+        found.append(
+            f"{unnamed} lines name no language, so that only case and punctuation are forgiven: --language en, or "
+            "listen.language in a recipe"
+        )
     return tuple(found)
 
 

@@ -133,7 +133,7 @@ def _deltas(summary: Summary) -> list[Markup]:
     for column in COLUMNS:
         if any(figures[column.key].n for figures in summary.deltas.values()):
             unit = " (points)" if column.is_share else ""
-            cells = [_delta(column, figures[column.key]) for figures in summary.deltas.values()]
+            cells = [delta(column, figures[column.key]) for figures in summary.deltas.values()]
             rows.append([column.title + unit, *cells])
     header = ["", *map(title, summary.deltas)]
     return [
@@ -143,7 +143,8 @@ def _deltas(summary: Summary) -> list[Markup]:
     ]
 
 
-def _delta(column: Column, figure: Estimate) -> Markup:
+def delta(column: Column, figure: Estimate) -> Markup:
+    """A difference, in colour where it goes beyond its interval."""
     mood = None
     if figure.excludes_zero and figure.mean is not None and column.better != "near real":
         mood = "good" if (figure.mean > 0) == (column.better == "higher") else "bad"

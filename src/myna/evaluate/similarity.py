@@ -6,6 +6,7 @@ Two clips of one real speaker are about 0.87 alike, two speakers about 0.6.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from myna.audio.clip import Samples
 from myna.evaluate.listening import RATE, heard_at, is_silent, needed
 
 Voice = npt.NDArray[np.float32]
-"""A voice as a direction: (256,), of length one, or of length zero where no voice was heard."""
+"""A voice as a direction: as many numbers as its ear has, of length one, or zero where no voice was heard."""
 
 # Its declared dependencies do not install everywhere (webrtcvad must be compiled, typing shadows the standard
 # library's), so it comes alone and the extra brings what it really imports.
@@ -30,6 +31,10 @@ class VoiceEar:
     def open(cls) -> VoiceEar:
         resemblyzer = needed("resemblyzer", *INSTALL)
         return cls(resemblyzer.VoiceEncoder("cpu", verbose=False), resemblyzer.preprocess_wav)
+
+    @property
+    def name(self) -> str:
+        return f"resemblyzer {version('resemblyzer')}"
 
     def embed(self, samples: Samples, sample_rate: int) -> Voice:
         """Long silences are cut out first. A clip with no voice in it gives zeros, so that it is like nobody."""

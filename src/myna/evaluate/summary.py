@@ -72,9 +72,9 @@ def summarise(
     asked: Mapping[str, Any] | None = None,
 ) -> Summary:
     rows = judged.rows
-    systems = {name: {column.key: _of(column, heard) for column in COLUMNS} for name, heard in rows.items()}
+    systems = {name: figures_of(heard) for name, heard in rows.items()}
     deltas = {
-        name: {column.key: _against(column, heard, rows[BASE]) for column in COLUMNS}
+        name: differences(heard, rows[BASE])
         for name, heard in rows.items()
         if BASE in rows and name not in (BASE, REAL, ROUND_TRIP)
     }
@@ -90,6 +90,15 @@ def summarise(
         missing=_missing(judged, ears, systems),
         asked=asked or {},
     )
+
+
+def figures_of(rows: Sequence[Row]) -> Figures:
+    return {column.key: _of(column, rows) for column in COLUMNS}
+
+
+def differences(rows: Sequence[Row], base: Sequence[Row]) -> Figures:
+    """On the lines that both have said."""
+    return {column.key: _against(column, rows, base) for column in COLUMNS}
 
 
 def _of(column: Column, rows: Sequence[Row]) -> Estimate:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from myna.audio.clip import Samples
 from myna.errors import ModelError
-from myna.evaluate.listening import heard_at, is_silent, needed
+from myna.evaluate.listening import HUB_FILES, fetched, heard_at, is_silent
+from myna.evaluate.whisper_faster import HINT, WEIGHTS, FasterWhisper, download
+from myna.evaluate.whisper_transformers import TransformersWhisper
 from myna.evaluate.writing import letters, words
+from myna.models.files import read_json
 
-INSTALL = ('pip install "myna[evaluate]"',)
-FILES = ("model.bin", "tokenizer.json", "config.json")
-"""Without them faster-whisper would look for a network, or fail deep inside."""
-
+TRANSFORMERS = "transformers:"
+"""Before a name or a folder: by transformers, whatever else could open it."""
 REPEATS = {1: 6, 2: 4, 3: 4, 4: 3, 5: 3, 6: 3, 7: 3, 8: 3}
 """So many times the same words in a row, by how many words they are, are nobody's way to speak."""
 COMPRESSION = 2.4
@@ -52,36 +52,39 @@ class Errors:
         return sum(several, Errors())
 
 
+class WritesDown(Protocol):
+    """A Whisper of some make."""
+
+    @property
+    def name(self) -> str:
+        """What it is and not where it lies: what another one has heard is heard again."""
+
+    def write(self, clip: Samples, language: str | None) -> str: ...
+
+
 class Recogniser:
     """The same sound always gives the same text: beams of five, no dice, and no memory of what was heard before."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, whisper: WritesDown) -> None:
+        self._whisper = whisper
 
     @classmethod
     def open(cls, name_or_folder: str, device: str = "cpu", *, at_once: int = 1) -> Recogniser:
-        """A folder with a CTranslate2 Whisper, or a name that faster-whisper knows where to download.
+        """A folder with a Whisper, of CTranslate2 or of transformers, as its files tell; or a name to download.
 
-        So many threads may transcribe at once; the cores of this machine are shared out among them.
+        `base` is one of faster-whisper's names, `owner/name` one of the hub's, and `transformers:base` the Whisper of
+        that size as it was published. So many threads may transcribe at once.
         """
-        faster_whisper = needed("faster_whisper", *INSTALL)
-        folder = _folder(name_or_folder, faster_whisper)
-        cores = max(1, min(4, os.cpu_count() or 1) // at_once)
-        try:
-            return cls(
-                faster_whisper.WhisperModel(
-                    folder,
-                    device=device,
-                    compute_type="int8" if device == "cpu" else "float16",
-                    cpu_threads=cores,
-                    num_workers=at_once,
-                )
-            )
-        except (RuntimeError, ValueError) as error:
-            raise ModelError(
-                f"{name_or_folder} cannot be opened on {device}: {error}",
-                hint="give a Whisper converted with ct2-transformers-converter, and cpu or cuda",
-            ) from error
+        by_transformers = name_or_folder.startswith(TRANSFORMERS)
+        name = name_or_folder.removeprefix(TRANSFORMERS)
+        folder = _folder(name, by_transformers=by_transformers)
+        if not by_transformers and not is_transformers(folder):
+            return cls(FasterWhisper.open(folder, name, device, at_once))
+        return cls(TransformersWhisper.open(folder, name, device))
+
+    @property
+    def name(self) -> str:
+        return self._whisper.name
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Heard:
         """`language` as Whisper has it (en, ar, vi ...); None lets it guess."""
@@ -89,32 +92,26 @@ class Recogniser:
         # Whisper makes up words for silence: "I'm sorry" fifty times over, or thanks for watching.
         if is_silent(clip):
             return Heard("", looped=False)
-        segments, _ = self._model.transcribe(
-            clip, language=language, beam_size=5, temperature=0.0, condition_on_previous_text=False
-        )
-        text = " ".join(segment.text.strip() for segment in segments)
+        text = self._whisper.write(clip, language)
         return Heard(text, is_loop(text))
 
 
-def _folder(name: str, faster_whisper: Any) -> str:
+def is_transformers(folder: Path) -> bool:
+    """By what is in it. A folder with both is CTranslate2's, which is quicker."""
+    configured = folder / "config.json"
+    return not (folder / WEIGHTS).is_file() and configured.is_file() and "model_type" in read_json(configured)
+
+
+def _folder(name: str, *, by_transformers: bool) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
-        missing = [file for file in FILES if not (path / file).is_file()]
-        if missing:
-            raise ModelError(
-                f"{path} has no {', '.join(missing)}",
-                hint="give the folder of a CTranslate2 Whisper with its tokenizer.json, or a name such as base",
-            )
-        return str(path)
-    hint = (
-        "name a folder that holds a CTranslate2 Whisper (model.bin, tokenizer.json, config.json), or base with network"
-    )
+        return path
     if path.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(f"there is no folder {path}", hint=hint)
-    try:
-        return str(faster_whisper.download_model(name))
-    except Exception as error:
-        raise ModelError(f"no recogniser {name} here, and it cannot be downloaded: {error}", hint=hint) from error
+        raise ModelError(f"there is no folder {path}", hint=HINT)
+    if "/" not in name and not by_transformers:
+        return download(name)
+    repository = name if "/" in name else f"openai/whisper-{name}"
+    return fetched(repository, WEIGHTS, *HUB_FILES)
 
 
 def word_errors(text: str, heard: Heard | str, language: str = "en") -> Errors:

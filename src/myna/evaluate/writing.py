@@ -81,7 +81,7 @@ def words(text: str, language: str = "en") -> list[str]:
     kept = (symbol if symbol.isalnum() or symbol == "'" or _is_mark(symbol) else " " for symbol in plain)
     found = [word for part in "".join(kept).split() if (word := part.strip("'"))]
     if base in UNSPACED:
-        return [letter for word in found for letter in _clusters(word)]
+        return [letter for word in found for letter in _clusters(word) if letter.strip("'")]
     if base == "ar":
         return _arabic_numbers(found)
     return _vietnamese(found) if base == "vi" else found

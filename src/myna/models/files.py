@@ -102,6 +102,22 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without progress bars and advice; what matters of it we say ourselves."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder under a temporary name, which gets its own when all has been written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

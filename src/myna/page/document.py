@@ -39,7 +39,7 @@ a { color: var(--accent); }
 .picture img { display: block; width: 100%; height: 100%; }
 .picture i { position: absolute; top: 0; bottom: 0; width: 2px; margin-left: -1px; background: #fff; opacity: .85; }
 audio { width: 100%; height: 36px; }
-.note { font-size: .88rem; color: var(--quiet); margin: .4rem 0 0; }
+.note { font-size: .88rem; font-weight: 400; color: var(--quiet); margin: .4rem 0 0; }
 .wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 14px; }
 table { border-collapse: collapse; width: 100%; }
 caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
@@ -99,18 +99,24 @@ CONTENT = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe
 """What a browser may load for the page: nothing but what the page itself holds."""
 
 
-def document(title: str, *body: object, language: str = "en") -> str:
-    """A whole page; its heading belongs to the body."""
+def document(
+    title: str, *body: object, language: str = "en", style: str = "", script: str = "", sends: bool = False
+) -> str:
+    """A whole page; its heading belongs to the body. `style` and `script` are added to those that all pages have.
+
+    A page that `sends` may talk to where it came from, which is a server on this machine or nobody.
+    """
+    allowed = f"{CONTENT}; connect-src 'self'" if sends else CONTENT
     head = join(
         (
             element("meta", charset="utf-8"),
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", http_equiv="Content-Security-Policy", content=CONTENT),
+            element("meta", http_equiv="Content-Security-Policy", content=allowed),
             element("title", title),
-            element("style", Markup(STYLE)),
+            element("style", Markup(STYLE + style)),
         )
     )
-    content = element("body", element("main", *body), element("script", Markup(SCRIPT)))
+    content = element("body", element("main", *body), element("script", Markup(SCRIPT + script)))
     return f'<!doctype html>\n<html lang="{escape(language)}"><head>{head}</head>{content}</html>\n'
 
 

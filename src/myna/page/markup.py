@@ -26,7 +26,7 @@ def element(name: str, /, *content: object, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    if name in ("img", "meta", "br"):
+    if name in ("img", "meta", "br", "input"):
         return Markup(f"<{opened}>")
     return Markup(f"<{opened}>{join(content)}</{name}>")
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
 from myna.errors import AudioError, CheckpointError, ModelError
-from myna.models.files import resolve
+from myna.models.files import quiet, resolve
 from myna.models.fused import fused
 from myna.models.higgs_v2.codec_fast import why_not
 from myna.models.higgs_v2.codec_many import ManyClips
@@ -241,22 +241,6 @@ def resample(waveform: torch.Tensor, orig: int, new: int) -> torch.Tensor:
     out = F.conv1d(padded, filters[:, None], stride=orig).transpose(1, 2).flatten(1)
     length = math.ceil(waveform.shape[-1] * new / orig)
     return out[:, :length].reshape(*waveform.shape[:-1], length)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without progress bars and advice; what matters of it we say ourselves."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _read_config(folder: Path) -> Any:

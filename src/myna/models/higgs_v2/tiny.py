@@ -12,7 +12,8 @@ import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, PreTrainedTokenizerFast
 
 from myna.models.byte_tokenizer import byte_tokenizer
-from myna.models.higgs_v2.codec import codec_classes, quiet
+from myna.models.files import quiet
+from myna.models.higgs_v2.codec import codec_classes
 
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
