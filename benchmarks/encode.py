@@ -180,7 +180,7 @@ def measure(bench: Bench, some: int, batch_seconds: Sequence[float]) -> None:
         coarse = CoarseCodec(codec._model, name, codec._device)
         coarse.half = half
         bench.row(name, lambda clips, coarse=coarse: by_equal_lengths(coarse, clips, BATCH_SECONDS), some)  # type: ignore[misc]
-    many = ManyClips(codec._model, codec._device, resample, codec._exactly)
+    many = ManyClips(codec._model, codec._device, resample)
     for size in batch_seconds:
         bench.row(f"ours, mixed lengths, {size:g} s", lambda clips, size=size: many.encode(clips, size))  # type: ignore[misc]
 

@@ -35,6 +35,7 @@ from myna.data.utterance import Span, Utterance
 from myna.errors import MynaError
 from myna.models import open_family
 from myna.models.base import Family
+from myna.models.codec_rules import check_clips, exactly
 from myna.models.mel_codec.codec import MelCodec
 from myna.train.precision import pick_device
 
@@ -53,8 +54,8 @@ class TogetherCodec(MelCodec):
     """The small codec, which takes clips of equal length all at once."""
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        self._check(clips)
-        with self._exactly():
+        check_clips(self, clips)
+        with exactly(self._device):
             waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
             codes = self._network.encode(waves)
         stacked: npt.NDArray[np.uint16] = codes.cpu().numpy().astype(np.uint16)

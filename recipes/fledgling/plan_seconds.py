@@ -23,16 +23,16 @@ FIRST = 0.72
 """What the first of the language model's trainings takes of the time of both."""
 AROUND: dict[str, int] = {
     "before sounds": 15,
-    "sounds": 40,
+    "sounds": 20,
     "codec": 35,
-    "encode": 50,
+    "encode": 110,
     "trial": 45,
     "learn": 35,
     "natural": 25,
     "ship": 15,
 }
-"""Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the run of
-2026-11-15 on an H200 with 16 cores."""
+"""Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the runs of
+2026-11-15 and 16 on an H200 with 16 cores; of sounds and codes, for the 250 hours that are expected next."""
 LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "learn": 30, "natural": 15}
 """Below this a stage is not worth its start; a plan that is that late takes a little more than it was given."""
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from myna.data.codec import Codec
-from myna.errors import AudioError, CheckpointError, ModelError
+from myna.errors import CheckpointError, ModelError
 from myna.models import codecs
 from myna.models.codecs import open_codec
 from myna.models.higgs_v2.codec import HiggsCodec
@@ -25,8 +24,8 @@ from myna.models.higgs_v2.tiny import save_tiny, save_tiny_codec
 from myna.models.mel_codec import codec as codec_module
 from myna.models.mel_codec.codec import MelCodec, save_mel_codec
 from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork, inverse_stft, mel_filters
+from tests.models.codec_contract import CodecContract, Tensors, edit, noise, tone
 
-Tensors = dict[str, torch.Tensor]
 SMALL = MelCodecConfig(
     codebook_size=64,
     latent=8,
@@ -77,21 +76,6 @@ def codec(folder: Path) -> MelCodec:
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "copied")
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def noise(clips: int, frames: int, seed: int = 0) -> Any:
-    return (0.1 * np.random.default_rng(seed).standard_normal((clips, frames * 960))).astype(np.float32)
-
-
-def tone(hertz: float, seconds: float = 1.0, level: float = 0.3) -> Any:
-    return (level * np.sin(2 * np.pi * hertz * np.arange(int(24_000 * seconds)) / 24_000)).astype(np.float32)
 
 
 # The network
@@ -166,10 +150,8 @@ def test_sizes_that_cannot_be_are_refused(settings_: dict[str, Any], said: str) 
 # Encoding and decoding
 
 
-def test_it_is_a_codec_and_says_so(codec: MelCodec) -> None:
-    seen: Codec = codec
-    numbers = (seen.sample_rate, seen.hop, seen.frame_rate, seen.codebooks, seen.codebook_size)
-    assert numbers == (24_000, 960, 25.0, 8, 64)
+class TestContract(CodecContract):
+    """With this codec."""
 
 
 @settings(max_examples=25, deadline=None)
@@ -184,12 +166,6 @@ def test_any_whole_number_of_frames_goes_there_and_back(codec: MelCodec, frames:
     assert np.array_equal(samples, codec.decode(codes[0]))
 
 
-@pytest.mark.parametrize("frames", [1, 5, 30])
-def test_a_batch_is_its_clips(codec: MelCodec, frames: int) -> None:
-    clips = noise(5, frames)
-    assert np.array_equal(codec.encode(clips), np.concatenate([codec.encode(clip[None]) for clip in clips]))
-
-
 def test_clips_of_any_lengths_come_back_with_their_places(codec: MelCodec) -> None:
     clips = [noise(1, frames, frames)[0] for frames in (3, 9, 3, 1)]
     found = {
@@ -199,19 +175,6 @@ def test_clips_of_any_lengths_come_back_with_their_places(codec: MelCodec) -> No
     }
     for place, clip in enumerate(clips):
         assert np.array_equal(found[place], codec.encode(clip[None])[0])
-
-
-def test_codes_ignore_a_caller_in_half_precision_or_training(codec: MelCodec) -> None:
-    clips = noise(1, 10)
-    plain, sound = codec.encode(clips), codec.decode(codec.encode(clips)[0])
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
-            assert np.array_equal(codec.encode(clips), plain)
-            assert np.array_equal(codec.decode(plain[0]), sound)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.gpu
@@ -239,27 +202,6 @@ def test_later_codebooks_write_down_what_is_left(codec: MelCodec) -> None:
         assert torch.equal(codes[:, number], nearest)
         rest = rest - book[nearest]
     torch.testing.assert_close(quantiser.decode(codes), latent - rest)
-
-
-@pytest.mark.parametrize("shape", [(1, 959), (1, 961), (1, 0), (0, 960), (960,)])
-def test_what_is_not_whole_frames_is_refused(codec: MelCodec, shape: tuple[int, ...]) -> None:
-    with pytest.raises(AudioError, match="960"):
-        codec.encode(np.zeros(shape, np.float32))
-
-
-def test_what_is_not_finite_is_refused(codec: MelCodec) -> None:
-    clips = noise(1, 2)
-    clips[0, 5] = np.nan
-    with pytest.raises(AudioError, match="not finite"):
-        codec.encode(clips)
-
-
-def test_codes_it_does_not_know_are_refused(codec: MelCodec) -> None:
-    with pytest.raises(ModelError, match="0 to 63"):
-        codec.decode(np.full((3, 8), 64, np.uint16))
-    with pytest.raises(ModelError, match="shape"):
-        codec.decode(np.zeros((3, 7), np.uint16))
-    assert codec.decode(np.zeros((0, 8), np.uint16)).shape == (0,)
 
 
 # Files

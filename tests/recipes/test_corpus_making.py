@@ -133,7 +133,8 @@ def test_lines_are_drawn_of_all_kinds(texts: Path) -> None:
     assert any(line.count(".") == 3 for line in drawn)
     assert read.draw("vi", dice) in read.of["vi"]
     natural = [read.draw_natural(dice) for _ in range(200)]
-    assert "Bird." in natural and not set(natural) & set(read.of["glosses"])
+    assert "Bird." in natural and set(natural) & set(read.of["glosses"]) and set(natural) & set(read.of["examples"])
+    assert max(line.count(".") for line in natural) == 2
 
 
 def test_without_lines_it_is_said_how_to_get_them(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Lines:
         return " ".join(self._sentence(dice) for _ in range(how_many))
 
     def draw_natural(self, dice: random.Random) -> str:
-        """The same for costly speech: mostly examples, which people say, and few words or numbers."""
+        """The same for costly speech: fewer words and numbers, and sentences alone or in pairs."""
         kind = dice.random()
         if kind < 0.04:
             return sentence(self._any("words", dice))
@@ -77,9 +77,8 @@ class Lines:
             return sentence(self._any("phrases", dice))
         if kind < 0.10:
             return numbers(dice)
-        if kind < 0.85:
-            return self._any("examples", dice)
-        return f"{self._any('examples', dice)} {self._any('examples', dice)}"
+        # Examples are what people say, but there are too few: in 26 h of them every line was learned by heart.
+        return " ".join(self._sentence(dice) for _ in range(1 if kind < 0.80 else 2))
 
     def _sentence(self, dice: random.Random) -> str:
         return self._any("examples" if dice.random() < 0.5 else "glosses", dice)

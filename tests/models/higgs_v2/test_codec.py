@@ -17,19 +17,17 @@ import soundfile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
-from myna.data.codec import Codec
 from myna.data.codes import encode_corpus
 from myna.data.corpus import Corpus, Prepared
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import AudioError, CheckpointError, ModelError
+from myna.errors import CheckpointError, ModelError
 from myna.models.higgs_v2 import codec as codec_module
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, resample
 from myna.models.higgs_v2.tiny import save_tiny_codec
+from tests.models.codec_contract import CodecContract, Tensors, edit, noise, tone
 
-Tensors = dict[str, torch.Tensor]
 G = "semantic_model.encoder.pos_conv_embed.conv.parametrizations.weight.original0"
 V = G.replace("original0", "original1")
 
@@ -49,56 +47,11 @@ def copied(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "copied")
 
 
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def noise(clips: int, frames: int, seed: int = 0) -> Any:
-    return (0.1 * np.random.default_rng(seed).standard_normal((clips, frames * 960))).astype(np.float32)
-
-
-def tone(hertz: float, seconds: float = 1.0, level: float = 0.3) -> Any:
-    return (level * np.sin(2 * np.pi * hertz * np.arange(int(24_000 * seconds)) / 24_000)).astype(np.float32)
-
-
 # Encoding and decoding
 
 
-def test_it_is_a_codec_and_says_so(codec: HiggsCodec) -> None:
-    seen: Codec = codec
-    numbers = (seen.sample_rate, seen.hop, seen.frame_rate, seen.codebooks, seen.codebook_size)
-    assert numbers == (24_000, 960, 25.0, 8, 64)
-
-
-@pytest.mark.parametrize("frames", [1, 2, 3, 7, 26])
-def test_any_whole_number_of_frames_goes_there_and_back(codec: HiggsCodec, frames: int) -> None:
-    clips = noise(2, frames)
-    codes = codec.encode(clips)
-    assert codes.shape == (2, frames, 8) and codes.dtype == np.uint16 and codes.max() < 64
-    samples = codec.decode(codes[0])
-    assert samples.shape == clips[0].shape and samples.dtype == np.float32
-    assert np.isfinite(samples).all() and np.abs(samples).max() <= 1
-
-
-@pytest.mark.parametrize("frames", [1, 5, 30])
-def test_a_batch_is_its_clips(codec: HiggsCodec, frames: int) -> None:
-    clips = noise(4, frames)
-    assert np.array_equal(codec.encode(clips), np.concatenate([codec.encode(clip[None]) for clip in clips]))
-
-
-def test_codes_ignore_a_caller_in_half_precision_or_training(codec: HiggsCodec) -> None:
-    clips = noise(1, 10)
-    plain = codec.encode(clips)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
-            assert np.array_equal(codec.encode(clips), plain)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+class TestContract(CodecContract):
+    """With this codec."""
 
 
 @pytest.mark.gpu
@@ -114,27 +67,6 @@ def test_codes_tell_sounds_apart(codec: HiggsCodec) -> None:
         assert (one == other).mean() < 0.3
     assert min(len(np.unique(hiss[:, book])) for book in range(8)) >= 8
     assert not np.allclose(codec.decode(low), codec.decode(hiss), atol=0.05)
-
-
-@pytest.mark.parametrize("shape", [(1, 959), (1, 961), (1, 0), (0, 960), (960,)])
-def test_what_is_not_whole_frames_is_refused(codec: HiggsCodec, shape: tuple[int, ...]) -> None:
-    with pytest.raises(AudioError, match="960"):
-        codec.encode(np.zeros(shape, np.float32))
-
-
-def test_what_is_not_finite_is_refused(codec: HiggsCodec) -> None:
-    clips = noise(1, 2)
-    clips[0, 5] = np.nan
-    with pytest.raises(AudioError, match="not finite"):
-        codec.encode(clips)
-
-
-def test_codes_it_does_not_know_are_refused(codec: HiggsCodec) -> None:
-    with pytest.raises(ModelError, match="0 to 63"):
-        codec.decode(np.full((3, 8), 64, np.uint16))
-    with pytest.raises(ModelError, match="shape"):
-        codec.decode(np.zeros((3, 7), np.uint16))
-    assert codec.decode(np.zeros((0, 8), np.uint16)).shape == (0,)
 
 
 def test_the_store_holds_what_the_codec_says(codec: HiggsCodec, tmp_path: Path) -> None:

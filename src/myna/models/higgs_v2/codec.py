@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -23,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch.nn import functional as F
 
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
-from myna.errors import AudioError, CheckpointError, ModelError
+from myna.errors import CheckpointError, ModelError
+from myna.models.codec_rules import check_clips, check_codes, exactly
 from myna.models.files import quiet, resolve
 from myna.models.fused import fused
 from myna.models.higgs_v2.codec_fast import why_not
@@ -71,9 +71,9 @@ class HiggsCodec:
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """(clips, samples) -> (clips, frames, codebooks); one frame is enough, nothing is padded."""
-        self._check(clips)
+        check_clips(self, clips)
         waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
-        with self._exactly():
+        with exactly(self._device):
             codes = self._model.encode(waves[:, None]).audio_codes
         wanted = (len(clips), self.codebooks, clips.shape[1] // self.hop)
         if tuple(codes.shape) != wanted:
@@ -95,7 +95,7 @@ class HiggsCodec:
             yield from by_equal_lengths(self, clips, batch_seconds)
             return
         for clip in clips:
-            self._check(clip[None])
+            check_clips(self, clip[None])
         long = [place for place, clip in enumerate(clips) if len(clip) > many.longest]
         yield from self._exact_ones(clips, long, batch_seconds)
         rest = [place for place, clip in enumerate(clips) if len(clip) <= many.longest]
@@ -122,7 +122,7 @@ class HiggsCodec:
         if fused(weight):
             reason = why_not(self._model)
             if reason is None:
-                many = ManyClips(self._model, self._device, resample, self._exactly)
+                many = ManyClips(self._model, self._device, resample)
                 reason = many.why_not(self)
                 self._many = many if reason is None else None
         else:
@@ -132,31 +132,13 @@ class HiggsCodec:
         self._decided = True
         return self._many
 
-    def _check(self, clips: npt.NDArray[np.float32]) -> None:
-        if clips.ndim != 2 or not clips.size or clips.shape[1] % self.hop:
-            raise AudioError(
-                f"the codec takes clips of equal length in whole frames of {self.hop} samples, not shape {clips.shape}",
-                hint=f"trim each clip to a multiple of {self.hop} samples and leave out what is shorter",
-            )
-        if not np.isfinite(clips).all():
-            raise AudioError("a clip holds samples that are not finite", hint="export the recording again")
-
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,), clipped to [-1, 1] since the decoder ends without a tanh."""
-        if codes.ndim != 2 or codes.shape[1] != self.codebooks:
-            raise ModelError(
-                f"codes must have the shape (frames, {self.codebooks}), not {codes.shape}",
-                hint="use codes that this codec made",
-            )
+        check_codes(self, codes)
         if not len(codes):
             return np.zeros(0, np.float32)
-        if int(codes.max()) >= self.codebook_size or int(codes.min()) < 0:
-            raise ModelError(
-                f"codes run from {codes.min()} to {codes.max()}, the codec knows 0 to {self.codebook_size - 1}",
-                hint="undo the delay pattern and drop the begin and end of stream before decoding",
-            )
         ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
-        with self._exactly():
+        with exactly(self._device):
             wave = self._model.decode(ids.T[None]).audio_values[0, 0]
         if len(wave) != len(codes) * self.hop:
             raise ModelError(
@@ -165,25 +147,6 @@ class HiggsCodec:
             )
         samples: Samples = wave.clamp(-1, 1).cpu().numpy()
         return samples
-
-    @contextmanager
-    def _exactly(self) -> Iterator[None]:
-        """Full fp32: codes are made once and kept, so neither a caller's autocast nor TF32 may blur them.
-
-        Measured on an H200 at true size with random weights: the very codes of a CPU, where TF32 changes 4 % of the
-        first codebook to 14 % of the last.
-        """
-        matmul = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            with (
-                torch.inference_mode(),
-                torch.autocast(self._device.type, enabled=False),
-                torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False),
-            ):
-                yield
-        finally:
-            torch.set_float32_matmul_precision(matmul)
 
 
 @cache

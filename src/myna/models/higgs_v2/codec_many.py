@@ -9,13 +9,14 @@ another code; therefore batches follow from the clips that are given, and from n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from myna.data.codec import Codec, Codes, Samples, by_equal_lengths
+from myna.models.codec_rules import exactly
 from myna.models.higgs_v2.codec_fast import FastEncoder
 
 PROBE_SECONDS = (16.0, 12.0, 10.0, 8.0, 6.0, 4.0, 3.0, 1.0)
@@ -36,16 +37,15 @@ class _Launched(NamedTuple):
 
 
 class ManyClips:
-    """The fast encoder and the codec's own quantiser. `exactly` is the codec's guard of its precision."""
+    """The fast encoder and the codec's own quantiser."""
 
     def __init__(
         self,
         model: Any,
         device: torch.device,
         resample: Callable[[torch.Tensor, int, int], torch.Tensor],
-        exactly: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model, self._device, self._exactly = model, device, exactly
+        self._model, self._device = model, device
         self._encoder = FastEncoder(model, resample).eval()
         self._hop, self._rate = self._encoder.hop, self._encoder.rates[0]
 
@@ -85,7 +85,7 @@ class ManyClips:
             row[: len(clip)] = clip
         lengths = torch.tensor(frames, pin_memory=on_card).to(self._device, non_blocking=True)
         # Kernels are launched on the current device, which need not be the codec's.
-        with self._exactly(), torch.cuda.device(self._device) if on_card else nullcontext():
+        with exactly(self._device), torch.cuda.device(self._device) if on_card else nullcontext():
             mixed = lengths if len(set(frames)) > 1 else None
             heard = self._encoder(waves.to(self._device, non_blocking=True), mixed)
             bandwidth = self._model.config.target_bandwidths[-1]

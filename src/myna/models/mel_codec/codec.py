@@ -6,7 +6,6 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
-from myna.errors import AudioError, CheckpointError, ModelError
+from myna.errors import CheckpointError, ModelError
+from myna.models.codec_rules import check_clips, check_codes, exactly
 from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork
 
 MODEL_TYPE = "myna_mel_codec"
@@ -56,8 +56,8 @@ class MelCodec:
 
         Clip by clip: libraries add in another order in another batch, and a code must not depend on its neighbours.
         """
-        self._check(clips)
-        with self._exactly():
+        check_clips(self, clips)
+        with exactly(self._device):
             waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
             codes = torch.cat([self._network.encode(wave[None]) for wave in waves])
         stacked: npt.NDArray[np.uint16] = codes.cpu().numpy().astype(np.uint16)
@@ -69,47 +69,14 @@ class MelCodec:
 
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,), clipped to [-1, 1]."""
-        if codes.ndim != 2 or codes.shape[1] != self.codebooks:
-            raise ModelError(
-                f"codes must have the shape (frames, {self.codebooks}), not {codes.shape}",
-                hint="use codes that this codec made",
-            )
+        check_codes(self, codes)
         if not len(codes):
             return np.zeros(0, np.float32)
-        if int(codes.max()) >= self.codebook_size or int(codes.min()) < 0:
-            raise ModelError(
-                f"codes run from {codes.min()} to {codes.max()}, the codec knows 0 to {self.codebook_size - 1}",
-                hint="undo the delay pattern and drop the begin and end of stream before decoding",
-            )
-        with self._exactly():
+        with exactly(self._device):
             ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
             wave = self._network.decode(ids[None])[0]
         samples: Samples = wave.clamp(-1, 1).cpu().numpy()
         return samples
-
-    def _check(self, clips: npt.NDArray[np.float32]) -> None:
-        if clips.ndim != 2 or not clips.size or clips.shape[1] % self.hop:
-            raise AudioError(
-                f"the codec takes clips of equal length in whole frames of {self.hop} samples, not shape {clips.shape}",
-                hint=f"trim each clip to a multiple of {self.hop} samples and leave out what is shorter",
-            )
-        if not np.isfinite(clips).all():
-            raise AudioError("a clip holds samples that are not finite", hint="export the recording again")
-
-    @contextmanager
-    def _exactly(self) -> Iterator[None]:
-        """Full fp32: codes are made once and kept, so neither a caller's autocast nor TF32 may blur them."""
-        matmul = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            with (
-                torch.inference_mode(),
-                torch.autocast(self._device.type, enabled=False),
-                torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False),
-            ):
-                yield
-        finally:
-            torch.set_float32_matmul_precision(matmul)
 
 
 def save_mel_codec(network: MelCodecNetwork, folder: Path) -> None:

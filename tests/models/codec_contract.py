@@ -1,0 +1,84 @@
+"""What must hold for every codec of 24 kHz and 25 frames a second; each test module gives its own as `codec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from myna.data.codec import Codec
+from myna.errors import AudioError, ModelError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> Path:
+    """The codec in a folder with other weights."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def noise(clips: int, frames: int, seed: int = 0) -> Any:
+    return (0.1 * np.random.default_rng(seed).standard_normal((clips, frames * 960))).astype(np.float32)
+
+
+def tone(hertz: float, seconds: float = 1.0, level: float = 0.3) -> Any:
+    return (level * np.sin(2 * np.pi * hertz * np.arange(int(24_000 * seconds)) / 24_000)).astype(np.float32)
+
+
+class CodecContract:
+    def test_it_is_a_codec_and_says_so(self, codec: Codec) -> None:
+        numbers = (codec.sample_rate, codec.hop, codec.frame_rate, codec.codebooks, codec.codebook_size)
+        assert numbers == (24_000, 960, 25.0, 8, 64)
+
+    @pytest.mark.parametrize("frames", [1, 2, 3, 7, 26])
+    def test_any_whole_number_of_frames_goes_there_and_back(self, codec: Codec, frames: int) -> None:
+        clips = noise(2, frames)
+        codes = codec.encode(clips)
+        assert codes.shape == (2, frames, 8) and codes.dtype == np.uint16 and codes.max() < 64
+        samples = codec.decode(codes[0])
+        assert samples.shape == clips[0].shape and samples.dtype == np.float32
+        assert np.isfinite(samples).all() and np.abs(samples).max() <= 1
+        assert np.array_equal(samples, codec.decode(codes[0]))
+
+    @pytest.mark.parametrize("frames", [1, 5, 30])
+    def test_a_batch_is_its_clips(self, codec: Codec, frames: int) -> None:
+        clips = noise(5, frames)
+        assert np.array_equal(codec.encode(clips), np.concatenate([codec.encode(clip[None]) for clip in clips]))
+
+    def test_codes_ignore_a_caller_in_half_precision_or_training(self, codec: Codec) -> None:
+        clips = noise(1, 10)
+        plain, sound = codec.encode(clips), codec.decode(codec.encode(clips)[0])
+        torch.set_float32_matmul_precision("medium")
+        try:
+            with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+                assert np.array_equal(codec.encode(clips), plain)
+                assert np.array_equal(codec.decode(plain[0]), sound)
+            assert torch.get_float32_matmul_precision() == "medium"
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    @pytest.mark.parametrize("shape", [(1, 959), (1, 961), (1, 0), (0, 960), (960,)])
+    def test_what_is_not_whole_frames_is_refused(self, codec: Codec, shape: tuple[int, ...]) -> None:
+        with pytest.raises(AudioError, match="960"):
+            codec.encode(np.zeros(shape, np.float32))
+
+    def test_what_is_not_finite_is_refused(self, codec: Codec) -> None:
+        clips = noise(1, 2)
+        clips[0, 5] = np.nan
+        with pytest.raises(AudioError, match="not finite"):
+            codec.encode(clips)
+
+    def test_codes_it_does_not_know_are_refused(self, codec: Codec) -> None:
+        with pytest.raises(ModelError, match="0 to 63"):
+            codec.decode(np.full((3, 8), 64, np.uint16))
+        with pytest.raises(ModelError, match="shape"):
+            codec.decode(np.zeros((3, 7), np.uint16))
+        assert codec.decode(np.zeros((0, 8), np.uint16)).shape == (0,)
