@@ -35,7 +35,6 @@ from myna.evaluate.plan import lines_of_file
 from myna.evaluate.ranking import Floors, Listening, Verdict, judge_step, mark, pick
 from myna.evaluate.statistics import difference
 from myna.evaluate.system import BASE, System
-from myna.models.base import Sampling
 from myna.panel import AT_ONCE, open_ears
 from myna.speak.engine import Engine
 from myna.speaker import Speaker
@@ -114,14 +113,13 @@ def listen_to_all(given: argparse.Namespace, runs: Mapping[int, Run]) -> dict[st
     first = next(iter(runs.values())).recipe
     data, listen = first.data, first.listen
     plan = lines_of_file(given.out / "lines.txt", data.evaluation, data, listen.seed, None, listen.language)
-    sampling = Sampling(seed=listen.seed)
 
     def speaker(name: str, run: Path | None) -> System:
         def opened() -> Engine:
             model = given.model if run is None else None
             return workflow.open_engine(run=run, model=model, codec=None, device=given.device)
 
-        return Speaker(name, opened, sampling, {})
+        return Speaker(name, opened, listen.seed, {})
 
     systems = [speaker(BASE, None)]
     for seed, run in runs.items():

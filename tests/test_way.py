@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,31 @@ def test_speak_wants_a_text_for_every_voice(way: Path) -> None:
     voice = way / "recordings" / "robin" / "robin-0.wav"
     with pytest.raises(MynaError, match="1 --voice but 0 --voice-text"):
         myna("speak", "hello", "--run", way / "run", "--voice", voice, "-o", way / "x.wav")
+
+
+def test_a_model_is_sampled_as_it_asks_unless_somebody_says_otherwise(way: Path, tmp_path: Path) -> None:
+    def codes(*extra: object, greedy: bool) -> Codes:
+        model = shutil.copytree(way / "model", tmp_path / f"model{len(list(tmp_path.iterdir()))}")
+        (model / "generation_config.json").write_text(json.dumps({"do_sample": False} if greedy else {}))
+        words = [
+            "speak",
+            "hi",
+            "--model",
+            model,
+            "--max-seconds",
+            0.4,
+            "--device",
+            "cpu",
+            "--codes",
+            tmp_path / "x.npy",
+        ]
+        myna(*words, "-o", tmp_path / "x.wav", *extra)
+        return np.asarray(np.load(tmp_path / "x.npy"))
+
+    likeliest = codes("--temperature", 0, greedy=False)
+    assert np.array_equal(codes(greedy=True), likeliest)
+    assert not np.array_equal(codes(greedy=False), likeliest)
+    assert np.array_equal(codes("--temperature", 1, greedy=True), codes(greedy=False))
 
 
 def test_a_run_opens_from_anywhere(way: Path) -> None:

@@ -45,6 +45,8 @@ TARGETS = {
 """What fledgling is to reach."""
 PACED = 11
 """Lines that are spoken one at a time to see how fast it is, the first of them to warm up."""
+LONGEST = 20.0
+"""Seconds. No held-out line takes so long: who is still speaking then has not found the end."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,21 +77,18 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=2, help="cores to use")
     add("--device", default="cpu", help="where it speaks; the ears listen on the CPU")
     add("--sweep", action="append", default=[], metavar="SETTING=A,B", help="judge these values; may be repeated")
-    # No held-out line takes twenty seconds: who is still speaking then has not found the end.
-    for name, default in (asdict(Sampling()) | {"max_seconds": 20.0}).items():
-        add(
-            f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"sampling, {default} if not given"
-        )
+    for name, default in asdict(Sampling()).items():
+        said = f"{LONGEST:g}" if name == "max_seconds" else "as the model asks"
+        add(f"--{name.replace('_', '-')}", type=type(default), help=f"sampling, {said} if not given")
     return made
 
 
 def judge_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     counts = (options.voices, options.each, options.words, options.more)
     asked = plan(options.source, read_lines(options.lines), options.choice, *counts)
-    given = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
-    chosen = list(settings(options.sweep, given))
     ears = Ears.open(options.whisper, options.threads)
     engine = open_engine(run=options.run, model=options.model, codec=None, device=options.device)
+    chosen = list(settings(options.sweep, sampling_of(engine, options)))
     heard = hear_real(options.real or options.out / "real", asked, engine, ears, options)
     reports = []
     for name, sampling in chosen:
@@ -101,6 +100,13 @@ def judge_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         write_json(options.out / "sweep.json", reports)
         (options.out / "sweep.txt").write_text(sweep_table(reports) + "\n", encoding="utf-8")
     return reports
+
+
+def sampling_of(engine: Engine, options: argparse.Namespace) -> Sampling:
+    """As the model asks, but for what was typed."""
+    typed = {field.name: getattr(options, field.name) for field in fields(Sampling)}
+    said = {name: value for name, value in typed.items() if value is not None}
+    return replace(engine.family.sampling, **({"max_seconds": LONGEST} | said))
 
 
 def settings(sweep: list[str], given: Sampling) -> Iterator[tuple[str, Sampling]]:

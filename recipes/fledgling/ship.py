@@ -17,7 +17,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.errors import CheckpointError, MynaError
 from myna.models import open_family
 from myna.models.codecs import open_codec
-from myna.models.files import load_tokenizer
+from myna.models.files import load_tokenizer, read_json, write_json
 from myna.models.higgs_v2.checkpoint import load_weights, read_config
 
 SHARD = 15_900_000
@@ -25,7 +25,7 @@ SHARD = 15_900_000
 LARGEST_FILE, LARGEST_PACKAGE = 16_000_000, 48_000_000
 
 
-def ship(model: Path, codec: Path, out: Path) -> str:
+def ship(model: Path, codec: Path, out: Path, temperature: float | None = None) -> str:
     """Write the folder, open it once, and say how large it is. What was in `out` before gives way to it as a whole."""
     config, tokenizer = read_config(model), load_tokenizer(model)
     weights = load_weights(model, config, dtype=torch.float32, device="cpu", text_head=False)
@@ -34,7 +34,9 @@ def ship(model: Path, codec: Path, out: Path) -> str:
         made = Path(scratch, "made")
         _in_halves(weights).save_pretrained(made, max_shard_size=SHARD)
         tokenizer.save_pretrained(made)
-        shutil.copy(model / "generation_config.json", made)
+        settings = read_json(model / "generation_config.json")
+        asked = {} if temperature is None else {"temperature": temperature, "do_sample": True}
+        write_json(made / "generation_config.json", settings | asked)
         shutil.copytree(codec, made / "codec")
         size = _check_sizes(made)
         family = open_family(str(made))
@@ -73,10 +75,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="finished run, or folder of a checkpoint")
     parser.add_argument("--codec", type=Path, required=True, help="folder of the codec it was trained with")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--temperature", type=float, help="at which it asks to be sampled; judge_voice.py --sweep tells"
+    )
     given = parser.parse_args()
     model = given.run / "model" if (given.run / "model").is_dir() else given.run
     try:
-        print(ship(model, given.codec, given.out))
+        print(ship(model, given.codec, given.out, given.temperature))
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

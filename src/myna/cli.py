@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,9 +190,18 @@ def speak(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
     codec: CodecOption = None,
     scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 always takes the likeliest.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Choose among the likeliest k codes; 0: all.")] = 50,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Choose within this probability.")] = 0.95,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", min=0.0, help="0 always takes the likeliest; if not given, as the model asks."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", min=0, help="Choose among the likeliest k codes, 0: all; or as the model asks."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", min=0.0, max=1.0, help="Choose within this probability; or as the model asks."),
+    ] = None,
     max_seconds: Annotated[float, typer.Option("--max-seconds", min=0.1, help="Where a runaway is cut.")] = 60.0,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same speech.")] = 0,
     device: DeviceOption = "auto",
@@ -202,7 +212,6 @@ def speak(
 
     from myna.audio.clip import check_suffix, write
     from myna.errors import SpeakError
-    from myna.models.base import Sampling
     from myna.speak.engine import Line
     from myna.workflow import open_engine, progress
 
@@ -214,7 +223,9 @@ def speak(
         )
     engine = open_engine(run=run, model=model, codec=codec, device=device)
     line = Line(text, tuple(engine.voice(*pair) for pair in zip(voices, voice_texts, strict=True)), scene, id=text)
-    sampling = Sampling(temperature, top_k, top_p, max_seconds=max_seconds, seed=seed)
+    asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    said = {name: value for name, value in asked.items() if value is not None}
+    sampling = replace(engine.family.sampling, max_seconds=max_seconds, seed=seed, **said)
     with progress("speaking", TextColumn("{task.fields[heard]}")) as bar:
         task = bar.add_task("speaking", total=None, heard="")
         rate = engine.codec.frame_rate

@@ -22,7 +22,6 @@ from myna.evaluate.summary import Summary, summarise
 from myna.evaluate.system import BASE, REAL, ROUND_TRIP, Recordings, System
 from myna.evaluate.task import Plan
 from myna.evaluate.voices import RESEMBLYZER
-from myna.models.base import Sampling
 from myna.page.document import save
 from myna.speak.engine import Engine, encode_clip
 from myna.speaker import Speaker
@@ -137,7 +136,7 @@ def speaker_of(subject: str, asked: Asked, name: str | None = None) -> Speaker:
             return open_engine(run=run.folder, model=None, codec=None, device=asked.device)
         return open_engine(run=None, model=what, codec=None, device=asked.device)
 
-    return Speaker(called, opened, Sampling(seed=asked.seed), about_run(run) if run is not None else {"model": what})
+    return Speaker(called, opened, asked.seed, about_run(run) if run is not None else {"model": what})
 
 
 def about_run(run: Run) -> dict[str, Any]:

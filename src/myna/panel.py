@@ -39,7 +39,7 @@ from myna.evaluate.results import file_name, read_rows
 from myna.evaluate.system import REAL, Recordings, System
 from myna.evaluate.task import Plan
 from myna.models import open_family
-from myna.models.base import Family, Sampling
+from myna.models.base import Family
 from myna.page.document import save
 from myna.page.picture import mel_pixels, palette, png
 from myna.speak.engine import Engine
@@ -145,8 +145,8 @@ class Panel:
         return [*conclusion(self.course), f"hear it all: {self.folder / 'report.html'}"]
 
     def _speaker(self, engine: Engine) -> Speaker:
-        sampling = Sampling(seed=self.recipe.listen.seed)
-        return Speaker(SPOKEN, lambda: engine, sampling, {}, known_by=revision_in_training, voices=self._voices)
+        seed = self.recipe.listen.seed
+        return Speaker(SPOKEN, lambda: engine, seed, {}, known_by=revision_in_training, voices=self._voices)
 
     def _judge(self, plan: Plan, system: System, folder: Path) -> list[Row]:
         batch = self.recipe.listen.batch

@@ -47,7 +47,7 @@ class Speaker:
 
     name: str
     open: Callable[[], Engine]
-    sampling: Sampling
+    seed: int
     about: Mapping[str, Any]
     known_by: Callable[[Engine], str] = revision
     """What tells its weights from others."""
@@ -55,6 +55,7 @@ class Speaker:
     """References that were encoded before, by the same codec."""
     _engine: Engine | None = None
     _revision: str = ""
+    _sampling: Sampling | None = None
 
     @property
     def engine(self) -> Engine:
@@ -62,6 +63,13 @@ class Speaker:
             self._engine = self.open()
             self._revision = self._revision or self.known_by(self._engine)
         return self._engine
+
+    @property
+    def sampling(self) -> Sampling:
+        """As the model asks for it. Kept when the weights are let go, since lines are known by it."""
+        if self._sampling is None:
+            self._sampling = replace(self.engine.family.sampling, seed=self.seed)
+        return self._sampling
 
     @property
     def sample_rate(self) -> int:

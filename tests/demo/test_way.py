@@ -28,9 +28,10 @@ from myna.data.corpus import Corpus
 from myna.data.manifest import read_manifest
 from myna.demo.listening import SYSTEMS
 from myna.demo.voice import choose
-from myna.demo.way import RUNAWAY, SAMPLING, Asked, recipe, run_demo
+from myna.demo.way import RUNAWAY, Asked, recipe, run_demo
 from myna.errors import ConfigError, DataError, ModelError, MynaError
 from myna.models import save_tiny
+from myna.models.base import Sampling
 from myna.speak.engine import Line
 from myna.train.run import Run
 from tests.birds import SAMPLE_RATE, whistle
@@ -156,7 +157,7 @@ def test_before_speaks_the_model_and_after_the_run(shown: tuple[Path, str], nest
     manifest = read_manifest(out / "voice" / "held_out" / "manifest.jsonl")
     learned = choose(read_manifest(out / "recordings" / "manifest.jsonl"), "here", seed=0)
     lengths = [len(read(utterance.audio, sample_rate=SAMPLE_RATE)) for utterance in manifest]
-    sampling = replace(SAMPLING, max_seconds=RUNAWAY * max(lengths) / SAMPLE_RATE)
+    sampling = replace(Sampling(), max_seconds=RUNAWAY * max(lengths) / SAMPLE_RATE)
     told = {}
     for name, run, model in (("before", None, str(nest / "model")), ("after", out / "run", None)):
         engine = workflow.open_engine(run=run, model=model, codec=None, device="cpu")

@@ -35,7 +35,6 @@ from myna.demo.report import Told, page
 from myna.demo.voice import BUNDLED, Voice, choose, samples_of
 from myna.errors import MynaError
 from myna.models import open_family
-from myna.models.base import Sampling
 from myna.page.document import save
 from myna.speak.engine import Line
 from myna.train.memory import peak
@@ -52,8 +51,6 @@ RUNAWAY = 2.5
 REFERENCE_NAME = "reference.wav"
 IMPORTED = {"manifest.jsonl", "rejected.jsonl", "media"}
 """What an import leaves."""
-SAMPLING = Sampling()
-"""As `myna speak` has it, so that what is heard here is what a user will hear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +210,7 @@ def _speak(asked: Asked, voice: Voice, name: str) -> Spoken:
     reference = (engine.voice(recording, voice.reference.text),)
     lines = [Line(utterance.text, reference, id=f"line {place}") for place, utterance in enumerate(voice.held_out)]
     longest = max(len(samples_of(utterance, codec.sample_rate)) for utterance in voice.held_out) / codec.sample_rate
-    sampling = replace(SAMPLING, max_seconds=RUNAWAY * longest, seed=asked.seed)
+    sampling = replace(engine.family.sampling, max_seconds=RUNAWAY * longest, seed=asked.seed)
     with workflow.progress("speaking", TextColumn("{task.fields[heard]}")) as bar:
         task = bar.add_task("speaking", total=None, heard="")
 

@@ -192,6 +192,11 @@ class Family(ABC):
         """The checkpoint's own, as transformers loads it."""
 
     @property
+    def sampling(self) -> Sampling:
+        """How the checkpoint asks to be sampled, where nobody says otherwise."""
+        return Sampling()
+
+    @property
     @abstractmethod
     def has_weights(self) -> bool:
         """False for a built-in configuration."""

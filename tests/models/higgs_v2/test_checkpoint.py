@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 from myna.errors import CheckpointError, ModelError
+from myna.models import open_family
+from myna.models.base import Sampling
 from myna.models.files import load_tokenizer, resolve
 from myna.models.higgs_v2.checkpoint import (
     TEXT_HEAD,
@@ -24,6 +26,7 @@ from myna.models.higgs_v2.checkpoint import (
     load_weights,
     meta_model,
     read_config,
+    read_sampling,
     save_original,
     save_transformers,
 )
@@ -379,6 +382,25 @@ class TestSave:
         text = "<|AUDIO_OUT|> tôi nói"
         assert load_tokenizer(tmp_path / "ours").encode(text) == tokenizer.encode(text)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "ours"], "no temporary folder is left"
+
+    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 20, 0.9, 5, 3), Sampling(0.0)])
+    def test_how_it_asks_to_be_sampled_is_kept(self, checkpoint: Path, tmp_path: Path, sampling: Sampling) -> None:
+        save_transformers(load(checkpoint), tmp_path / "saved", load_tokenizer(checkpoint), sampling)
+        convert(tmp_path / "saved", tmp_path / "again", "transformers")
+        for folder in ("saved", "again"):
+            assert open_family(str(tmp_path / folder)).sampling == sampling
+
+    def test_who_says_nothing_of_sampling_gets_what_all_get(self, checkpoint: Path) -> None:
+        (checkpoint / "generation_config.json").write_text('{"top_k": 7}')
+        assert read_sampling(checkpoint) == Sampling(top_k=7)
+        (checkpoint / "generation_config.json").unlink()
+        assert read_sampling(checkpoint) == Sampling()
+
+    @pytest.mark.parametrize("value", ['"warm"', "true", "-1", "[1]"])
+    def test_a_setting_of_sampling_that_cannot_be_is_named(self, checkpoint: Path, value: str) -> None:
+        (checkpoint / "generation_config.json").write_text(f'{{"temperature": {value}}}')
+        with pytest.raises(ModelError, match=r"generation_config.json: temperature is"):
+            read_sampling(checkpoint)
 
     def test_convert_keeps_type_head_and_codec(self, checkpoint: Path, tmp_path: Path) -> None:
         model = load(checkpoint, dtype=torch.bfloat16, text_head=False)

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from myna.errors import CheckpointError, ModelError
+from myna.models.base import Sampling
 from myna.models.files import (
     listed,
     load_tokenizer,
@@ -39,6 +40,16 @@ from myna.models.files import (
 )
 
 Layout = Literal["transformers", "original"]
+
+SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "repetition_window": "ras_win_len",
+    "repetition_limit": "ras_win_max_num_repeat",
+}
+"""Our names of what `generation_config.json` may say, and transformers'."""
+DEFAULT_SAMPLING = Sampling()
 
 RENAMES = (  # original, transformers: names of modules
     ("embed_tokens", "model.embed_tokens"),
@@ -93,6 +104,28 @@ PROMPT_TOKENS = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>", DELAY),
 )
+
+
+def read_sampling(folder: Path) -> Sampling:
+    """What `generation_config.json` says of sampling; where it says nothing, what Myna takes."""
+    file = folder / "generation_config.json"
+    stored = read_json(file) if file.is_file() else {}
+    said = {ours: stored[theirs] for ours, theirs in SAMPLING.items() if stored.get(theirs) is not None}
+    for name, value in said.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ModelError(
+                f"{file}: {SAMPLING[name]} is {value!r}, where a number of at least 0 is due",
+                hint="correct it, or download the checkpoint again",
+            )
+    return Sampling(**(said if stored.get("do_sample") is not False else said | {"temperature": 0.0}))
+
+
+def _as_transformers_says(sampling: Sampling) -> dict[str, Any]:
+    """It refuses a temperature of nothing, and settings of dice that are not thrown."""
+    said = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING.items()}
+    if sampling.temperature > 0:
+        return said | {"do_sample": True}
+    return {name: value for name, value in said.items() if name.startswith("ras_")} | {"do_sample": False}
 
 
 def read_config(folder: Path) -> HiggsAudioV2Config:
@@ -216,11 +249,14 @@ def check_weights(folder: Path, config: HiggsAudioV2Config) -> str:
 
 
 def save_transformers(
-    model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
+    model: HiggsAudioV2ForConditionalGeneration,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    sampling: Sampling = DEFAULT_SAMPLING,
 ) -> None:
     """Write a checkpoint in the transformers layout, ready for `from_pretrained` and `generate`."""
     with new_folder(folder) as made:
-        _write(model, made, tokenizer, "transformers")
+        _write(model, made, tokenizer, "transformers", sampling)
 
 
 def save_original(
@@ -244,7 +280,7 @@ def convert(source: Path, out: Path, layout: Layout) -> None:
     text_head = TEXT_HEAD in _stored_tensors(source)
     model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
     with new_folder(out) as made:
-        _write(model, made, tokenizer, layout)
+        _write(model, made, tokenizer, layout, read_sampling(source))
         if (source / "codec").is_dir():
             shutil.copytree(source / "codec", made / "codec")
 
@@ -425,7 +461,11 @@ def _check_fit(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, lis
 
 
 def _write(
-    model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast, layout: Layout
+    model: HiggsAudioV2ForConditionalGeneration,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    layout: Layout,
+    sampling: Sampling = DEFAULT_SAMPLING,
 ) -> None:
     state: dict[str, torch.Tensor] = model.state_dict()
     text_head = TEXT_HEAD in state
@@ -441,8 +481,7 @@ def _write(
             bos_token_id=_token_id(tokenizer, "<|begin_of_text|>"),
             eos_token_id=model.config.eos_token_id,
             pad_token_id=model.config.pad_token_id,
-            ras_win_len=7,
-            ras_win_max_num_repeat=2,
+            **_as_transformers_says(sampling),
         ).save_pretrained(folder)
         return
     if not text_head:

@@ -84,6 +84,10 @@ class HiggsV2(Family):
     def prompt_revision(self) -> str:
         return self.renderer.revision
 
+    @cached_property
+    def sampling(self) -> Sampling:
+        return Sampling() if self.folder is None else checkpoint.read_sampling(self.folder)
+
     @property
     def has_weights(self) -> bool:
         return self.folder is not None
@@ -174,7 +178,7 @@ class HiggsV2(Family):
         return generate(core, batch, self.delay, sampling, seeds, on_frame)
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        checkpoint.save_transformers(core_of(model), folder, self.tokenizer)
+        checkpoint.save_transformers(core_of(model), folder, self.tokenizer, self.sampling)
 
     def _checkpoint(self) -> Path:
         if self.folder is None:
