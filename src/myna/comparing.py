@@ -9,7 +9,6 @@ OUT/lines, OUT/sounds  what had to be said for it, kept as by `myna evaluate`
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from myna.evaluate.columns import COLUMNS
 from myna.evaluate.comparison import Comparison, Side, compare_sides
 from myna.evaluate.comparison_page import page
 from myna.evaluate.ears import Ears
-from myna.evaluate.judge import judge, sound_key
+from myna.evaluate.judge import sound_key
 from myna.evaluate.preferences import Count, Preferences, Trial, add_listener, add_up, listeners_of, read_listener
 from myna.evaluate.report import show, title
 from myna.evaluate.results import Results, file_name, read_rows
@@ -36,7 +35,6 @@ from myna.evaluate.voices import RESEMBLYZER
 from myna.page.document import save
 from myna.page.serving import server
 from myna.speaker import Speaker
-from myna.workflow import progress
 
 COMPARED, PAGE, EVALUATED = "compare.json", "compare.html", "evaluation.json"
 
@@ -70,6 +68,8 @@ class Asked:
             limit=self.limit,
             batch=self.batch,
             device=self.device,
+            recogniser=self.recogniser,
+            voices=self.voices,
         )
 
 
@@ -181,30 +181,11 @@ def _speak(
     folders = [one.folder for one in kept] + [
         folder for run in runs if (folder := run.folder / "evaluation") and (folder / EVALUATED).is_file()
     ]
-    at_once = min(4, os.cpu_count() or 1)
-    ears = Ears.open(asked.recogniser, asked.voices, at_once=at_once)
-    with progress("comparing") as bar:
-        bars: dict[str, Any] = {}
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = bar.add_task(what, total=total)
-                bar.console.print(what, highlight=False)
-            bar.update(bars[what], completed=done, total=total)
+    def before(system: System) -> None:
+        adopt(system, plan, folders, out)
 
-        def before(system: System) -> None:
-            adopt(system, plan, folders, out)
-
-        judged = judge(
-            plan,
-            systems,
-            ears,
-            out,
-            batch=asked.batch,
-            at_once=at_once,
-            tell=tell,
-            before=before,
-        )
+    judged, ears = evaluation.hear("comparing", plan, systems, asked.for_one(subjects[0]), out, before)
     return {name: Side(name, rows, out) for name, rows in judged.rows.items()}, ears
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from myna.config import DataSettings
 from myna.errors import ConfigError
 from myna.evaluate.columns import COLUMNS
 from myna.evaluate.ears import Ears
-from myna.evaluate.judge import judge
+from myna.evaluate.judge import Judged, judge
 from myna.evaluate.plan import lines_of_data, lines_of_file
 from myna.evaluate.report import page, show, title
 from myna.evaluate.summary import Summary, summarise
@@ -69,18 +70,7 @@ def evaluate(asked: Asked, console: Console) -> Summary:
         ),
     ]
     systems: list[System] = [*recordings, subject, *([base] if base is not None else []), *others]
-    at_once = min(4, os.cpu_count() or 1)
-    ears = Ears.open(asked.recogniser, asked.voices, at_once=at_once)
-    with progress("evaluating") as bar:
-        bars: dict[str, Any] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = bar.add_task(what, total=total)
-                bar.console.print(what, highlight=False)
-            bar.update(bars[what], completed=done, total=total)
-
-        judged = judge(plan, systems, ears, out, batch=asked.batch, at_once=at_once, tell=tell)
+    judged, ears = hear("evaluating", plan, systems, asked, out)
     about = {system.name: system.about for system in systems}
     summary = summarise(judged, ears, subject.name, about, asked=_told(asked))
     save(out / "evaluation.json", json.dumps(summary.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -125,6 +115,30 @@ def run_at(what: str) -> Run | None:
     folder = Path(what)
     is_checkpoint = folder.absolute().parent.name == "checkpoints" and folder.is_dir()
     return Run.to_speak_with(folder) if is_checkpoint or (folder / "config.yaml").is_file() else None
+
+
+def hear(
+    doing: str,
+    plan: Plan,
+    systems: Sequence[System],
+    asked: Asked,
+    out: Path,
+    before: Callable[[System], None] = lambda _: None,
+) -> tuple[Judged, Ears]:
+    """All systems by all ears that are asked for, with a bar for each."""
+    at_once = min(4, os.cpu_count() or 1)
+    ears = Ears.open(asked.recogniser, asked.voices, at_once=at_once)
+    with progress(doing) as bar:
+        bars: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = bar.add_task(what, total=total)
+                bar.console.print(what, highlight=False)
+            bar.update(bars[what], completed=done, total=total)
+
+        judged = judge(plan, systems, ears, out, batch=asked.batch, at_once=at_once, tell=tell, before=before)
+    return judged, ears
 
 
 def speaker_of(subject: str, asked: Asked, name: str | None = None) -> Speaker:

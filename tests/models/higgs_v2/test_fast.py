@@ -229,11 +229,6 @@ def test_folded_layers_equal_plain_ones_on_a_card(family: HiggsV2, kind: Base) -
 
     exact, plain, fast = found(torch.float32, False), found(torch.bfloat16, False), found(torch.bfloat16, True)
     assert torch.allclose(plain[0], fast[0], rtol=1e-2)
-    if kind == "fp8":
-        # The plain way keeps only weights in 8 bits; the folded one multiplies in 8 bits, so that streams and gradients
-        # are rounded as well. A tiny model is shaken by that (0.25 on an H200): the direction must stay.
-        assert float(fast[1].norm() / plain[1].norm()) == pytest.approx(1, abs=0.25)
-        assert distance(fast[1], exact[1]) < 0.35
-        return
-    assert float(fast[1].norm() / plain[1].norm()) == pytest.approx(1, abs=3e-2)
+    # A tiny model shakes more than a large one: what 8 bits leave of its gradient differs from way to way.
+    assert float(fast[1].norm() / plain[1].norm()) == pytest.approx(1, abs=0.25 if kind == "fp8" else 3e-2)
     assert distance(fast[1], exact[1]) < 2 * distance(plain[1], exact[1])
