@@ -8,9 +8,8 @@
 #                                                                        ($NATURAL_SOUND_SECONDS and 20 s)
 #   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
 #   encode   an egg, and the codes of all sounds                         (50 s)
-#   trial    sixty steps, to see how many fit into the time
-#   learn    the language model on everything                            ($LEARN_SECONDS)
-#   natural  its end, on natural speech alone                            ($NATURAL_SECONDS)
+#   trial    sixty steps, plain and compiled: which is quicker, and how many fit into the time?
+#   learn    the language model                                          ($LEARN_SECONDS)
 #   ship     halves in small files, copied to $OUT
 #
 # Each stage goes on where it was when it is run again, so that a command may be cut at any moment. What each training
@@ -40,13 +39,12 @@ NATURAL_JOBS=${NATURAL_JOBS:-7}
 ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
 REPEAT=${REPEAT:-1}                      # how often a natural line comes beside espeak
 ENCODERS=${ENCODERS:-$JOBS}
-LEARN_SECONDS=${LEARN_SECONDS:-400}
-NATURAL_SECONDS=${NATURAL_SECONDS:-180}
+LEARN_SECONDS=${LEARN_SECONDS:-600}
 LIMIT=${LIMIT:-}                         # seconds of a command after which it is asked to stop and to keep what it has
 DATA=${DATA:-data/fledgling}
 CARRY=${CARRY:-$DATA/carry}              # the loads that carry.py made
 RUNS=${RUNS:-runs}
-SET=${SET:-}                             # more settings for the language model: "--set train.compile=true"
+SET=${SET:-}                             # more settings for the language model: "--set train.learning_rate=1e-3"
 HERE=recipes/fledgling
 export PYTHONPATH=src:$DATA/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
@@ -129,36 +127,34 @@ encode() {
   diff -rq "$RUNS/codec/codec" "$DATA/egg/codec" >/dev/null 2>&1 ||
     { rm -rf "$DATA/egg"; $PYTHON $HERE/make_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/egg" $EGG_OPTIONS; }
   $PYTHON $HERE/mix.py --natural "$DATA/natural_shaped" --espeak "$DATA/espeak" --repeat "$REPEAT" --out "$DATA/mixed"
-  $PYTHON $HERE/mix.py --natural "$DATA/natural_shaped" --out "$DATA/mixed_natural"
   $PYTHON $HERE/encode.py --model "$DATA/egg" --work "$DATA/codes" --jobs "$ENCODERS" \
-    "$DATA/mixed/train=$DATA/prepared/train" "$DATA/mixed/held_out=$DATA/prepared/held_out" \
-    "$DATA/mixed_natural/train=$DATA/prepared_natural/train" \
-    "$DATA/mixed_natural/held_out=$DATA/prepared_natural/held_out"
+    "$DATA/mixed/train=$DATA/prepared/train" "$DATA/mixed/held_out=$DATA/prepared/held_out"
 }
 
-trial() {
-  rm -rf "$RUNS/trial"
-  # shellcheck disable=SC2086
-  $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial" --set model.source="$DATA/egg" \
-    --set data.train="$DATA/prepared/train" --set data.evaluation=null \
-    --set train.steps=60 --set train.warmup=10 $SET
-}
-
-# train RECIPE SECONDS FACTOR SETTINGS...: as many steps as fit (a step of the trial is FACTOR of these), cut by LIMIT,
-# carried on by the next command.
-train() {
-  local recipe=$1 seconds=$2 factor=$3
-  shift 3
-  [ -d "$RUNS/$recipe/model" ] && { say "$RUNS/$recipe is finished"; return; }
-  if [ -d "$RUNS/$recipe/checkpoints" ]; then
-    timeout --signal=TERM "$(left)" $PYTHON -m myna train --resume "$RUNS/$recipe" || cut $?
-  else
-    local steps
-    steps=$(($($PYTHON $HERE/plan_steps.py "$RUNS/trial" --seconds "$seconds") * factor))
-    say "$recipe: $steps steps in about $seconds s"
+trial() { # a way that fails says why, and the other one is taken
+  local compiled
+  for compiled in true false; do
+    rm -rf "$RUNS/trial-$compiled"
     # shellcheck disable=SC2086
-    timeout --signal=TERM "$(left)" $PYTHON -m myna train "$HERE/$recipe.yaml" --out "$RUNS/$recipe" \
-      --set train.steps="$steps" "$@" $SET || cut $?
+    $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial-$compiled" --set model.source="$DATA/egg" \
+      --set data.train="$DATA/prepared/train" --set data.evaluation=null \
+      --set train.steps=60 --set train.warmup=10 --set train.compile=$compiled $SET || say "train.compile=$compiled failed"
+  done
+}
+
+learn() { # as many steps as fit, by the trial; cut by LIMIT, carried on by the next command
+  local run=$RUNS/language_model steps quickest
+  [ -d "$run/model" ] && { say "$run is finished"; return; }
+  if [ -d "$run/checkpoints" ]; then
+    timeout --signal=TERM "$(left)" $PYTHON -m myna train --resume "$run" || cut $?
+  else
+    read -r steps quickest < <($PYTHON $HERE/plan_steps.py "$RUNS"/trial-* --seconds "$LEARN_SECONDS")
+    say "$steps steps in about $LEARN_SECONDS s, as in $quickest"
+    # shellcheck disable=SC2086
+    timeout --signal=TERM "$(left)" $PYTHON -m myna train $HERE/language_model.yaml --out "$run" \
+      --set model.source="$DATA/egg" --set data.train="$DATA/prepared/train" \
+      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" \
+      --set train.compile="${quickest##*-}" $SET || cut $?
   fi
 }
 
@@ -169,23 +165,8 @@ left() { # SECONDS is the shell's own clock of this command
 
 cut() { [ "$1" = 124 ] && say "stopped by the clock: the same command goes on"; return "$1"; }
 
-learn() {
-  train language_model "$LEARN_SECONDS" 1 --set model.source="$DATA/egg" \
-    --set data.train="$DATA/prepared/train" --set data.evaluation="$DATA/prepared/held_out"
-  # A copy that speaks, should the machine be gone before its end is learned. It costs the card nothing.
-  [ -z "${OUT:-}" ] || ship
-}
-
-natural() { # half the rows a step, so twice the steps
-  train language_model_natural "$NATURAL_SECONDS" 2 --set model.source="$RUNS/language_model/model" \
-    --set model.codec="$DATA/egg/codec" --set data.train="$DATA/prepared_natural/train" \
-    --set data.evaluation="$DATA/prepared_natural/held_out"
-}
-
 ship() {
-  local run=$RUNS/language_model_natural
-  [ -d "$run/model" ] || run=$RUNS/language_model
-  $PYTHON $HERE/ship.py --run "$run" --codec "$DATA/egg/codec" --out "$DATA/shipped"
+  $PYTHON $HERE/ship.py --run "$RUNS/language_model" --codec "$DATA/egg/codec" --out "$DATA/shipped"
   if [ -n "${OUT:-}" ]; then # a flat folder: only so many files come back, and they are named by what they are
     cp "$DATA"/shipped/*.safetensors "$OUT"/
     cp "$DATA/shipped/codec/model.safetensors" "$OUT/codec.safetensors"
@@ -205,8 +186,6 @@ all() {
   stage trial
   planned LEARN_SECONDS learn
   stage learn
-  planned NATURAL_SECONDS natural
-  stage natural
   stage ship
 }
 
@@ -230,7 +209,7 @@ mkdir -p "$DATA" "$RUNS" ${OUT:+"$OUT"}
 unpack
 for stage in "$@"; do
   case $stage in
-    all | check | sounds | codec | encode | trial | learn | natural | ship) say "$stage"; "$stage" ;;
+    all | check | sounds | codec | encode | trial | learn | ship) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 import soundfile
 
 from corpus_making.folder import CorpusFolder
+from corpus_making.held_out import is_held_out
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, OnnxKokoro, Request, Samples, Speaker, joined
 from corpus_making.lines import Lines
 from myna.audio.files import replacing
@@ -44,6 +45,8 @@ FEWEST_CLIPS, PART, HEAP = 6, 2, 8
 TYPICAL, SHORT, LONGEST = 3.0, 2.5, 14.0
 """Seconds of a clip: how many are asked for is counted with the first, or with the second where many are said at once,
 since a few too many cost less than another round. What is longer than the third is left out."""
+JUDGES = 60
+"""Held-out speakers at most: that many tell how well strangers are spoken for, and nothing is learned from more."""
 WRITERS = 4
 """Threads of a process that write, since a disk may take its time for every file."""
 SCHEMA = pa.schema(
@@ -62,7 +65,9 @@ class Asked:
     seed: int
 
     def names(self) -> list[str]:
-        return [f"kokoro{self.seed}-{number:04d}" for number in range(self.speakers)]
+        names = [f"kokoro{self.seed}-{number:04d}" for number in range(self.speakers)]
+        judges = set(list(filter(is_held_out, names))[:JUDGES])
+        return [name for name in names if name in judges or not is_held_out(name)]
 
     def parts(self) -> Iterator[tuple[str, list[str]]]:
         names = self.names()

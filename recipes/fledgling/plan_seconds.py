@@ -13,33 +13,30 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-Stage = Literal["sounds", "codec", "learn", "natural"]
+Stage = Literal["sounds", "codec", "learn"]
 
 SPEAKING = 0.45
-"""The share of the whole that the language model must have, both trainings together."""
-OF_SOUNDS = 0.12
+"""The share of the whole that the language model must have."""
+OF_SOUNDS = 0.11
 """The share in which natural speech is made."""
-FIRST = 0.72
-"""What the first of the language model's trainings takes of the time of both."""
 AROUND: dict[str, int] = {
     "before sounds": 15,
     "sounds": 20,
     "codec": 35,
     "encode": 110,
-    "trial": 45,
+    "trial": 80,
     "learn": 35,
-    "natural": 25,
     "ship": 15,
 }
 """Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the runs of
 2026-11-15 and 16 on an H200 with 16 cores; of sounds and codes, for the 250 hours that are expected next."""
-LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "learn": 30, "natural": 15}
+LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "learn": 30}
 """Below this a stage is not worth its start; a plan that is that late takes a little more than it was given."""
 
 
 def seconds_for(stage: Stage, budget: float, gone: float, *, codec_there: bool = False) -> int:
     left = budget - gone
-    after_codec = sum(AROUND[name] for name in ("encode", "trial", "learn", "natural", "ship"))
+    after_codec = sum(AROUND[name] for name in ("encode", "trial", "learn", "ship"))
     match stage:
         case "sounds" if codec_there:
             wanted = left - AROUND["sounds"] - after_codec - SPEAKING * budget
@@ -49,9 +46,7 @@ def seconds_for(stage: Stage, budget: float, gone: float, *, codec_there: bool =
         case "codec":
             wanted = left - AROUND["codec"] - after_codec - SPEAKING * budget
         case "learn":
-            wanted = FIRST * (left - AROUND["learn"] - AROUND["natural"] - AROUND["ship"])
-        case "natural":
-            wanted = left - AROUND["natural"] - AROUND["ship"]
+            wanted = left - AROUND["learn"] - AROUND["ship"]
     return max(LEAST[stage], int(wanted))
 
 

@@ -1,6 +1,6 @@
 """The trained fledgling as it travels inside the package: half precision, files of less than 16 MB, 48 MB in all.
 
-python recipes/fledgling/ship.py --run runs/language_model_natural --codec data/fledgling/egg/codec \\
+python recipes/fledgling/ship.py --run runs/language_model --codec data/fledgling/egg/codec \\
     --out src/myna/models/fledgling
 """
 

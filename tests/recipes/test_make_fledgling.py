@@ -213,13 +213,6 @@ def test_the_recipe_trains_it_in_full_and_goes_on_after_a_stop(home: Path, run: 
     assert same == [], "every weight has learned"
 
 
-def test_the_end_of_the_training_starts_where_the_first_part_ended(home: Path, run: Path, tmp_path: Path) -> None:
-    more = {"model.source": run / "model", "model.codec": home / "egg/codec", "model.pretrained": False}
-    chosen = settings(home, **more, **{"train.steps": 2, "train.early_stopping": 1, "train.evaluate_every": 1})
-    done = workflow.train(RECIPES / "language_model_natural.yaml", tmp_path / "run", chosen)
-    assert done is not None and done.is_finished
-
-
 # In the package
 
 
