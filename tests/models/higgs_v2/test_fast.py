@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,17 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.fast import FoldedLayer
 from myna.models.higgs_v2.fold import Fp8Group, make_group
 from myna.models.higgs_v2.forward import SortedLayer, core_of
-from myna.models.higgs_v2.passes import Copies, Copy, Norms, Wide
+from myna.models.higgs_v2.passes import FP8_PARTS, Copies, Copy, Norms, Wide
 
 from .conftest import cloning
+
+ON_A_CARD = pytest.param("cuda", marks=pytest.mark.gpu)
+INTERPRETED = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and TRITON_INTERPRET=1: the kernels, slowly"
+    ),
+)
 
 
 def adapted(
@@ -127,8 +137,8 @@ def test_a_base_in_fewer_bits_is_folded_too(family: HiggsV2, kind: Base) -> None
 
 
 @pytest.mark.parametrize("spread", [0.0001, 0.005, 0.1])
-def test_an_fp8_group_is_as_near_as_eight_bits_go(family: HiggsV2, spread: float) -> None:
-    """Products with W and with adapters from weak to far stronger than W, against the same in fp32."""
+def test_an_fp8_group_is_as_near_as_the_plain_layers(family: HiggsV2, spread: float) -> None:
+    """To products with W and with adapters from weak to far stronger than W, in fp32. Plain layers round only W's."""
     model = adapted(family, base="fp8")
     attention = core_of(model).model.layers[0].self_attn
     linears = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -141,12 +151,21 @@ def test_an_fp8_group_is_as_near_as_eight_bits_go(family: HiggsV2, spread: float
     for before, linear in zip(plain, linears, strict=True):
         assert distance(linear.base_layer.plain(), before) < 1e-3, "put together, and hardly rounded again"
     Copies(list(group.copies())).refresh()
-    x, dy = torch.randn(50, group.inputs), torch.randn(50, group.outputs)
+    x, dy = torch.randn(50, group.inputs, requires_grad=True), torch.randn(50, group.outputs)
+    plain_y = torch.cat([linear(x) for linear in linears], dim=1)
+    (plain_dx,) = torch.autograd.grad(plain_y, x, dy)
     y, dx = torch.empty(50, group.outputs), torch.empty(50, group.inputs)
-    group.project(group.around(x), y)
-    group.back(group.around(dy), dx)
-    assert distance(y, x @ weight.T) < 0.045
-    assert distance(dx, dy @ weight) < 0.045
+    with torch.no_grad():
+        group.project(group.around(x), y)
+        group.back(group.around(dy), dx)
+    assert distance(y, x @ weight.T) < 1.5 * distance(plain_y, x @ weight.T)
+    assert distance(dx, dy @ weight) < 1.5 * distance(plain_dx, dy @ weight)
+
+
+def test_an_fp8_layer_without_adapters_is_folded_too(family: HiggsV2) -> None:
+    plain, _ = losses_and_gradients(family, adapted(family, base="fp8", mode="attention_only"), fast=False)
+    fast, _ = losses_and_gradients(family, adapted(family, base="fp8", mode="attention_only"), fast=True)
+    assert torch.allclose(plain, fast, rtol=1e-3)
 
 
 def test_text_and_audio_without_targets_are_not_in_the_way(family: HiggsV2) -> None:
@@ -161,34 +180,48 @@ def test_text_and_audio_without_targets_are_not_in_the_way(family: HiggsV2) -> N
         assert torch.allclose(first[1:], second[1:], rtol=1e-5) and second[0] > 0
 
 
-@pytest.mark.gpu
-def test_every_kernel_does_what_the_torch_it_stands_for_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def convert_as_a_card_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself, the interpreter cuts bf16 off, and loses what rounding to fp8 should carry to the exponent."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+
+    def converted(numbers: Any, given: Any, wanted: Any, _: Any) -> Any:
+        exact = torch.from_numpy(numbers.copy()).view(types[given.name]).float()
+        if wanted.name == "fp8e4nv":
+            exact = exact.clamp(-passes.LARGEST, passes.LARGEST)
+        return exact.to(types[wanted.name]).view(getattr(torch, f"uint{wanted.primitive_bitwidth}")).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.mark.parametrize("device", [ON_A_CARD, INTERPRETED])
+def test_every_kernel_does_what_the_torch_it_stands_for_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, texts, width, size, queries, keys = 301, 77, 3072, 128, 3, 1
     heads = queries + 2 * keys
-    draw = torch.Generator("cuda").manual_seed(0)
+    draw = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw, device="cuda").bfloat16()
+        return torch.randn(*shape, generator=draw, device=device).bfloat16()
 
-    order = torch.randperm(rows, device="cuda")
+    order = torch.randperm(rows, device=device)
     norms = Norms(drawn(width), drawn(width), 1e-5)
-    angles = torch.rand(rows, 1, size // 2, device="cuda").repeat(1, 1, 2)
+    angles = torch.rand(rows, 1, size // 2, device=device).repeat(1, 1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     stream, update, d_normed, d_stream = (drawn(rows, width) for _ in range(4))
     qkv, both, d = drawn(rows, heads * size), drawn(rows, 2 * width), drawn(rows, width)
     dq, dk, dv = drawn(rows, queries, size), drawn(rows, keys, size), drawn(rows, keys, size)
-    trained = torch.randn(16, width, generator=draw, device="cuda")
-    scale = torch.rand(width, generator=draw, device="cuda") + 0.5
+    trained = torch.randn(16, width, generator=draw, device=device)
+    scale = torch.rand(width, generator=draw, device=device) + 0.5
 
     def everything() -> list[torch.Tensor]:
         written: list[Wide] = []
 
         def room(columns: int) -> Wide:
             """One with all there can be; what is not written must stay zero."""
-            x = torch.zeros(rows, columns + 48, device="cuda", dtype=torch.bfloat16)
-            codes = torch.zeros(rows, columns + 16, device="cuda", dtype=torch.float8_e4m3fn)
-            low = d[:, :16] * torch.tensor([0.1, 100.0], device="cuda").repeat(rows)[:rows, None]
-            written.append(Wide(x[:, :columns], low.bfloat16(), x, codes, torch.zeros(rows, 1, device="cuda")))
+            x = torch.zeros(rows, columns + 48, device=device, dtype=torch.bfloat16)
+            codes = torch.zeros(rows, columns + FP8_PARTS * 16, device=device, dtype=torch.float8_e4m3fn)
+            low = d[:, :16] * torch.tensor([0.1, 100.0], device=device).repeat(rows)[:rows, None]
+            written.append(Wide(x[:, :columns], low.bfloat16(), x, codes, torch.zeros(rows, 1, device=device)))
             return written[-1]
 
         added, factor = passes.add_norm(stream, update, order, norms, texts, room(width))
@@ -200,12 +233,16 @@ def test_every_kernel_does_what_the_torch_it_stands_for_does(monkeypatch: pytest
         passes.copy(d, room(width))
         for wide in written:
             passes.fold_in(wide)
-        kept, copied = torch.zeros(width, 40, device="cuda"), torch.zeros(20, width, device="cuda").bfloat16()
-        Copies([Copy(trained, copied[2:18], 2.0), Copy(trained, kept[:, 8:24].t(), 1.0, scale, along=1)]).refresh()
+        kept = torch.zeros(width, FP8_PARTS, 40, device=device).to(torch.float8_e4m3fn)
+        parts, copied = kept[:, :, 8:24].permute(1, 2, 0), torch.zeros(20, width, device=device).bfloat16()
+        Copies([Copy(trained, copied[2:18], 2.0), Copy(trained, parts, 1.0, scale, along=1)]).refresh()
         coded = [torch.mul(wide.codes.float(), wide.scale) for wide in written]  # type: ignore[union-attr,arg-type]
         numbers = [added, factor, d_added, rotated, kept, copied, *(wide.whole for wide in written)]
         return [part for part in (*numbers, *coded) if part is not None]
 
+    if device == "cpu":
+        convert_as_a_card_does(monkeypatch)
+    monkeypatch.setattr(passes, "fused", lambda _: True)
     fused = everything()
     monkeypatch.setattr(passes, "fused", lambda _: False)
     for number, (one, other) in enumerate(zip(fused, everything(), strict=True)):
@@ -213,16 +250,16 @@ def test_every_kernel_does_what_the_torch_it_stands_for_does(monkeypatch: pytest
         assert distance(one, other) < (3e-3 if number < 12 else 1e-2), number
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", ON_A_CARD])
 @pytest.mark.parametrize("kind", ["compute", "fp8", "int8", "nf4"])
-def test_folded_layers_equal_plain_ones_on_a_card(family: HiggsV2, kind: Base) -> None:
+def test_folded_layers_equal_plain_ones_in_half_precision(family: HiggsV2, kind: Base, device: str) -> None:
     """In bf16 two right ways differ by their rounding: the fast one may be no farther from fp32 than the plain one."""
 
     def found(dtype: torch.dtype, fast: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        model = cast_trainable(adapted(family, base=kind, device="cuda", dtype=dtype), torch.float32)
+        model = cast_trainable(adapted(family, base=kind, device=device, dtype=dtype), torch.float32)
         batch = family.collate([family.render(cloning("one")), family.render(cloning("two", target=11, seed=5))])
-        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            sums = family.objective(model, fast=fast)(batch.to(torch.device("cuda"))).sums
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            sums = family.objective(model, fast=fast)(batch.to(torch.device(device))).sums
         sums.sum().backward()
         gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         return sums.detach(), torch.cat(gradients)
@@ -230,5 +267,5 @@ def test_folded_layers_equal_plain_ones_on_a_card(family: HiggsV2, kind: Base) -
     exact, plain, fast = found(torch.float32, False), found(torch.bfloat16, False), found(torch.bfloat16, True)
     assert torch.allclose(plain[0], fast[0], rtol=1e-2)
     # A tiny model shakes more than a large one: what 8 bits leave of its gradient differs from way to way.
-    assert float(fast[1].norm() / plain[1].norm()) == pytest.approx(1, abs=0.25 if kind == "fp8" else 3e-2)
+    assert float(fast[1].norm() / plain[1].norm()) == pytest.approx(1, abs=0.1 if kind == "fp8" else 3e-2)
     assert distance(fast[1], exact[1]) < 2 * distance(plain[1], exact[1])

@@ -5,7 +5,9 @@ adapters A and B,
 
     y = [x, x A'] [W, B]'        and backwards        dx = [dy, dy B] [W; A]
 
-so that the adapters cost no pass over x or y of their own. No gradient of W is ever formed.
+so that the adapters cost no pass over x or y of their own. No gradient of W is ever formed. Where W is multiplied in 8
+bits, so are the adapters, but with each of their numbers in two parts, since plain layers do not round them so: see
+`FP8_PARTS`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import nn
 
 from myna.models.frozen import Fp8Linear, FrozenLinear, multiplies_fp8
 from myna.models.higgs_v2 import passes
-from myna.models.higgs_v2.passes import Copy, Wide
+from myna.models.higgs_v2.passes import FP8_PARTS, Copy, Wide
 
 FOLD_ALIGNMENT = 16
 """Columns of the folded part come in multiples of this, or the product leaves the card's fast path."""
@@ -175,15 +177,16 @@ class UnpackedGroup(Group):
 
 
 class Fp8Group(UnpackedGroup):
-    """Of layers kept and multiplied as 8-bit floats, the folded part too: W and B lie in one such buffer, W' and A' in
-    another. The products with A and B alone, and what becomes of their gradients, are in the compute type."""
+    """Of layers kept and multiplied as 8-bit floats, the folded part too: W and the parts of B lie in one such buffer,
+    W' and the parts of A' in another. The products with A and B alone, and what becomes of their gradients, are in the
+    compute type."""
 
     codes: torch.Tensor
-    """(outputs, inputs + fold)"""
+    """(outputs, inputs + FP8_PARTS * fold)"""
     scale: torch.Tensor
     """(outputs, 1)"""
     codes_back: torch.Tensor
-    """(inputs, outputs + fold)"""
+    """(inputs, outputs + FP8_PARTS * fold)"""
     scale_back: torch.Tensor
     """(inputs, 1)"""
 
@@ -199,7 +202,7 @@ class Fp8Group(UnpackedGroup):
         scales = [getattr(layer, scale) for layer in layers]
         largest = torch.cat(scales) if dim == 0 else torch.stack(scales).amax(0)
         common = FP8_ROOM * torch.exp2(largest.log2().ceil())
-        joined = getattr(layers[0], codes).new_zeros(rows, columns + self.fold)
+        joined = getattr(layers[0], codes).new_zeros(rows, columns + FP8_PARTS * self.fold)
         start = 0
         for layer, own in zip(layers, scales, strict=True):
             place = slice(start, start + layer.out_features)
@@ -213,12 +216,12 @@ class Fp8Group(UnpackedGroup):
 
     def copies(self) -> Iterator[Copy]:
         yield from super().copies()
+        high = self.codes[:, self.inputs :].view(self.outputs, FP8_PARTS, self.fold)
+        low = self.codes_back[:, self.outputs :].view(self.inputs, FP8_PARTS, self.fold)
         for adapter in self.adapters:
-            low = slice(self.inputs + adapter.low.start, self.inputs + adapter.low.stop)
-            b = self.codes[adapter.outputs, low]
+            b = high[adapter.outputs, :, adapter.low].transpose(0, 1)
             yield Copy(adapter.b, b, adapter.scale, self.scale[adapter.outputs], along=0)
-            low = slice(self.outputs + adapter.low.start, self.outputs + adapter.low.stop)
-            yield Copy(adapter.a, self.codes_back[:, low].t(), 1.0, self.scale_back, along=1)
+            yield Copy(adapter.a, low[:, :, adapter.low].permute(1, 2, 0), 1.0, self.scale_back, along=1)
 
     def room(self, like: torch.Tensor, width: int) -> Wide:
         return self._coded(like.new_empty(len(like), width))
@@ -231,7 +234,7 @@ class Fp8Group(UnpackedGroup):
 
     def _coded(self, x: torch.Tensor) -> Wide:
         rows, width = x.shape
-        codes = x.new_empty(rows, width + self.fold, dtype=self.codes.dtype)
+        codes = x.new_empty(rows, width + FP8_PARTS * self.fold, dtype=self.codes.dtype)
         return Wide(x, x.new_empty(rows, self.fold), None, codes, x.new_empty(rows, 1, dtype=torch.float32))
 
     def _product(self, wide: Wide, out: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myna.models.higgs_v2.passes import LARGEST, SMALLEST, Wide
+from myna.models.higgs_v2.passes import FP8_PARTS, LARGEST, SMALLEST, Wide
 
 GATE_BLOCK = 2048
 COPY_BLOCK = 1024
@@ -448,6 +448,13 @@ def copy(x: torch.Tensor, out: Wide) -> None:
 
 
 @triton.jit
+def _near_and_rest(numbers, TYPE: tl.constexpr):
+    """Two fp8 whose sum is all but the number."""
+    near = numbers.to(TYPE)
+    return near, (numbers - near.to(tl.float32)).to(TYPE)
+
+
+@triton.jit
 def _fold_in(
     x,
     low,
@@ -475,14 +482,18 @@ def _fold_in(
             at = start + tl.arange(0, BLOCK)
             numbers = tl.load(x + row * x_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
             tl.store(codes + row * code_stride + at, (numbers / step).to(codes.dtype.element_ty), mask=at < WIDTH)
-    tl.store(codes + row * code_stride + WIDTH + column, (lows / step).to(codes.dtype.element_ty), mask=inside)
+    near, rest = _near_and_rest(lows / step, codes.dtype.element_ty)
+    line = codes + row * code_stride + WIDTH + column
+    tl.store(line, near, mask=inside)
+    tl.store(line + fold, rest, mask=inside)
+    tl.store(line + 2 * fold, near, mask=inside)
 
 
-def fold_in(
-    x: torch.Tensor, low: torch.Tensor, _: None, codes: torch.Tensor, scale: torch.Tensor, largest: float
-) -> None:
+def fold_in(wide: Wide) -> None:
+    x, low, _, codes, scale = wide
     (rows, width), fold = x.shape, low.shape[1]
-    if rows and fold:
+    assert codes is not None and codes.shape[1] == width + FP8_PARTS * fold
+    if rows:
         _fold_in[(rows,)](
             x,
             low,
@@ -493,7 +504,7 @@ def fold_in(
             low.stride(0),
             codes.stride(0),
             WIDTH=width,
-            LARGEST=largest,
+            LARGEST=LARGEST,
             BLOCK=1024,
             FOLD_BLOCK=max(16, triton.next_power_of_2(fold)),
             num_warps=1,
@@ -510,20 +521,23 @@ def _copy_all(
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0)
-    line = table + entry * 8
+    line = table + entry * 9
     rows, columns = tl.load(line + 2), tl.load(line + 3)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows * columns
     row, column = at // columns, at % columns
     source = tl.load(line).to(tl.pointer_type(SOURCE))
     value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factors + entry)
+    place = tl.load(line + 1).to(tl.pointer_type(TARGET)) + row * tl.load(line + 4) + column * tl.load(line + 5)
     if SCALED:
-        scale = tl.load(line + 6).to(tl.pointer_type(tl.float32))
-        along = tl.where(tl.load(line + 7) == 0, row, column)
-        value = value / tl.load(scale + along, mask=inside, other=1.0)
-    target = tl.load(line + 1).to(tl.pointer_type(TARGET))
-    place = row * tl.load(line + 4) + column * tl.load(line + 5)
-    tl.store(target + place, value.to(TARGET), mask=inside)
+        part, scale = tl.load(line + 6), tl.load(line + 7).to(tl.pointer_type(tl.float32))
+        along = tl.where(tl.load(line + 8) == 0, row, column)
+        near, rest = _near_and_rest(value / tl.load(scale + along, mask=inside, other=1.0), TARGET)
+        tl.store(place, near, mask=inside)
+        tl.store(place + part, near, mask=inside)
+        tl.store(place + 2 * part, rest, mask=inside)
+    else:
+        tl.store(place, value.to(TARGET), mask=inside)
 
 
 _TYPES = {

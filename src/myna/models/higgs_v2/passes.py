@@ -11,10 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from myna.models.frozen import E4M3
 from myna.models.fused import fused
 
 LARGEST = 448.0
 """The largest number of fp8 (e4m3)."""
+FP8_PARTS = 3
+"""Columns of fp8 for one column of an adapter. One would leave what adapters add three bits behind the leading one, and
+plain layers do not round that to fp8 at all. So a number is the fp8 near it and, as another fp8, the rest. Of the
+products of two such sums only that of the two rests is too small to count: rows hold (near, rest, near) where weights
+hold (near, near, rest)."""
 SMALLEST = 1e-12
 """What rows of zeros are taken to reach."""
 
@@ -44,7 +50,7 @@ class Wide(NamedTuple):
     whole: torch.Tensor | None = None
     """(rows, width + fold): both, where they lie side by side."""
     codes: torch.Tensor | None = None
-    """(rows, width + fold): both as fp8."""
+    """(rows, width + FP8_PARTS * fold): both as fp8, the projection in parts."""
     scale: torch.Tensor | None = None
     """(rows, 1): what to multiply the codes with."""
 
@@ -177,12 +183,25 @@ def _encode(out: Wide) -> None:
 def fold_in(wide: Wide) -> None:
     """Put the projection behind the codes. Where it is larger than they reach, the row is coded anew to hold both."""
     assert wide.codes is not None and wide.scale is not None
-    if fused(wide.x):
-        _kernels().fold_in(*wide, LARGEST)
+    if not wide.low.shape[1]:
         return
-    whole = torch.cat([wide.x, wide.low], dim=1).float()
+    if fused(wide.x):
+        _kernels().fold_in(wide)
+        return
     wide.scale.copy_(torch.maximum(wide.scale, wide.low.float().abs().amax(1, keepdim=True) / LARGEST))
-    wide.codes.copy_((whole / wide.scale).to(wide.codes.dtype))
+    near, rest = _near_and_rest(wide.low.float() / wide.scale)
+    wide.codes.copy_(torch.cat([wide.x.float() / wide.scale, near, rest, near], dim=1))
+
+
+def _near_and_rest(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two numbers that fp8 holds, in the type they came in, whose sum is all but the number."""
+    near = _rounded(numbers)
+    return near, _rounded(numbers - near)
+
+
+def _rounded(numbers: torch.Tensor) -> torch.Tensor:
+    """To fp8. What it does not reach is cut off, as the card does; not every version of torch would."""
+    return numbers.clamp(-LARGEST, LARGEST).to(E4M3).to(numbers.dtype)
 
 
 class Copy(NamedTuple):
@@ -190,6 +209,7 @@ class Copy(NamedTuple):
 
     source: torch.Tensor
     target: torch.Tensor
+    """Of the parameter's shape. With a scale it is (FP8_PARTS, *shape), as fp8."""
     factor: float = 1.0
     scale: torch.Tensor | None = None
     along: int = 0
@@ -211,7 +231,10 @@ class Copies:
         if not fused(self.copies[0].target):
             for source, target, factor, scale, along in self.copies:
                 value = source.float() * factor
-                target.copy_(value if scale is None else value / scale.view((-1, 1) if along == 0 else (1, -1)))
+                if scale is not None:
+                    near, rest = _near_and_rest(value / scale.view((-1, 1) if along == 0 else (1, -1)))
+                    value = torch.stack([near, near, rest])
+                target.copy_(value)
             return
         # A parameter's memory is its own and may be exchanged for other memory, if seldom.
         known = tuple(copy.source.data_ptr() for copy in self.copies)
@@ -232,7 +255,8 @@ class Copies:
                     copy.source.data_ptr(),
                     copy.target.data_ptr(),
                     *copy.source.shape,
-                    *copy.target.stride(),
+                    *copy.target.stride()[-2:],
+                    copy.target.stride(0),
                     0 if copy.scale is None else copy.scale.data_ptr(),
                     copy.along,
                 ]
