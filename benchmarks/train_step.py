@@ -320,9 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=PAGE)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy model and short clips")
-    parser.add_argument(
-        "--rows", nargs="+", choices=[variant.name for variant in VARIANTS], metavar="ROW", default=None
-    )
+    rows = [variant.name for variant in (*VARIANTS, *PARITY)]
+    parser.add_argument("--rows", nargs="+", choices=rows, metavar="ROW", default=None)
     parser.add_argument("--parity", action="store_true", help="only the trainings that are held against each other")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")

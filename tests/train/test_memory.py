@@ -313,12 +313,13 @@ def test_the_choice_is_left_to_the_plan_or_taken_from_it(
 
 
 def test_a_process_that_may_have_a_part_of_its_card_plans_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5)
-    for share, expected in ((1.0, 75), (0.5, 50)):
+    card, gib = torch.device("cuda"), 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 100 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3 * gib)
+    for share, expected in ((1.0, 72), (0.5, 47)):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, share=share: share)
-        assert room(card) == expected
+        assert room(card) == expected * gib - memory.SEGMENT
 
 
 # The longest pass

@@ -43,6 +43,9 @@ SAMPLED = 8
 """Sequences of the longest pass to go through the model on paper: memory grows with the tokens, and time with these."""
 HEADROOM = 0.95
 """Share of the memory to plan with: allocators round up and leave gaps."""
+SEGMENT = 20 * 2**20
+"""What CUDA's allocator asks the card for at a time, where tensors are of a few megabytes: of the last one most may lie
+idle, which on a small part of a card is more than the headroom."""
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"})
 """Operations of torch that no kernel of ours does in passing."""
 
@@ -368,7 +371,7 @@ def room(device: torch.device) -> int:
         ours = free + torch.cuda.memory_reserved(device)
         # A process can be held to a part of its card: to share it, or to see how it would do on a smaller one.
         allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-        return int(min(ours, allowed)) - torch.cuda.memory_allocated(device)
+        return int(min(ours, allowed)) - torch.cuda.memory_allocated(device) - SEGMENT
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
