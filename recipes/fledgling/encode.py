@@ -8,12 +8,15 @@ the same length go through it together: nothing is padded, and codes differ from
 rounding decides between two entries. Each process reads and encodes a part of all sounds into a folder of its own,
 every sound once, however many lines and manifests it stands in. Every prepared folder then gets links to all shards,
 and an index by the keys that are known by then. Run again after a stop, it goes on.
+
+No lines go from process to process: each reads those that it wants, whose sounds are its own by a hash of their names.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +34,7 @@ from myna.data.codec import Encoder
 from myna.data.codes import CodeStore, edges, encode_corpus, index_corpus, place_of
 from myna.data.corpus import Corpus, Prepared
 from myna.data.lengths import text_tokens
-from myna.data.manifest import read_manifest, write_manifest
+from myna.data.manifest import iterate_manifest, no_manifest, read_manifest, write_manifest
 from myna.data.utterance import Span, Utterance
 from myna.errors import MynaError
 from myna.models import open_family
@@ -41,9 +45,8 @@ from myna.train.precision import pick_device
 
 SHARD_SECONDS, BATCH_SECONDS = 3600.0, 400.0
 """Of speech that is read before it is encoded, and that goes through the codec at once."""
-TOGETHER = 64
-"""Sounds of about one length that stay together when sounds are dealt out."""
-
+AUDIO = re.compile(rb'"audio": *"(?:[^"\\]|\\.)*"')
+"""Where a line of a manifest names its sound."""
 AWAY = Path("/nowhere")
 """A folder that no sound is in, so that all places are absolute."""
 
@@ -75,54 +78,60 @@ def opened(model: str, device: str) -> tuple[Family, Encoder]:
 def encode(sources: Mapping[Path, Path], model: str, work: Path, jobs: int, device: str) -> None:
     """Folders with a manifest, and what is to be prepared of them."""
     began = time.monotonic()
-    lines = {out: read_manifest(source / "manifest.jsonl") for source, out in sources.items()}
-    sounds = list({(one.audio, one.span): one for utterances in lines.values() for one in utterances}.values())
+    manifests = [source / "manifest.jsonl" for source in sources]
+    if missing := [manifest for manifest in manifests if not manifest.is_file()]:
+        raise no_manifest(missing[0])
     parts = [work / f"{number}-of-{jobs}" for number in range(jobs)]
-    shares = dealt_out(sounds, jobs)
 
-    def told(out: Path) -> None:
-        print(f"{out}: {len(lines[out])} utterances after {time.monotonic() - began:.0f} s", flush=True)
-
-    def done() -> None:
-        print(f"{len(sounds)} sounds have codes after {time.monotonic() - began:.0f} s", flush=True)
+    def told(what: str) -> None:
+        print(f"{what} after {time.monotonic() - began:.0f} s", flush=True)
 
     if jobs == 1:
-        _encode_part(shares[0], parts[0], model, device)
-        done()
-        for out, utterances in lines.items():
-            _prepare(utterances, out, parts, model, device)
-            told(out)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_alone) as pool:
-        list(pool.map(_encode_part, shares, parts, [model] * jobs, [device] * jobs))
-        done()
-        # The largest first; processes that have the model open already take them.
-        longest = sorted(lines, key=lambda out: -len(lines[out]))
-        waiting = {out: pool.submit(_prepare, lines[out], out, parts, model, device) for out in longest}
-        for out, prepared in waiting.items():
-            prepared.result()
-            told(out)
+        counts, lines = [_encode_part(manifests, 0, parts, model, device)], _copied(sources)
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_alone) as pool:
+            encoding = [pool.submit(_encode_part, manifests, number, parts, model, device) for number in range(jobs)]
+            lines = _copied(sources)  # which takes less than they do
+            opened(model, device)
+            counts = [part.result() for part in encoding]
+    told(f"{sum(counts)} sounds have codes")
+    for out, utterances in lines.items():
+        _prepare(utterances, out, parts, model, device)
+        told(f"{out}: {len(utterances)} utterances")
 
 
-def dealt_out(sounds: Sequence[Utterance], jobs: int) -> list[list[Utterance]]:
-    """Sounds by the size of their files, which says how long they are, in heaps that stay together."""
-    ordered = sorted(sounds, key=lambda one: (one.audio.stat().st_size, one.id))
-    shares: list[list[Utterance]] = [[] for _ in range(jobs)]
-    for number, start in enumerate(range(0, len(ordered), TOGETHER)):
-        shares[number % jobs] += ordered[start : start + TOGETHER]
-    return shares
+def _copied(sources: Mapping[Path, Path]) -> dict[Path, list[Utterance]]:
+    """The lines of each folder that is to be prepared, which are written down there."""
+    lines = {out: read_manifest(source / "manifest.jsonl") for source, out in sources.items()}
+    for out, utterances in lines.items():
+        write_manifest(out / "manifest.jsonl", utterances)
+    return lines
+
+
+def own_sounds(manifests: Iterable[Path], number: int, jobs: int) -> list[Utterance]:
+    """The sounds of one of so many processes, each once, by the size of their files, which says how long they are."""
+
+    def wanted(line: bytes) -> bool:
+        named = AUDIO.search(line)
+        return crc32(named[0] if named else line) % jobs == number
+
+    lines = (one for manifest in manifests for one in iterate_manifest(manifest, wanted))
+    sounds = {(one.audio, one.span): one for one in lines}
+    return sorted(sounds.values(), key=lambda one: (one.audio.stat().st_size, one.id))
 
 
 def _alone() -> None:
     torch.set_num_threads(1)  # there are other processes
 
 
-def _encode_part(utterances: list[Utterance], folder: Path, model: str, device: str) -> None:
-    codec = opened(model, device)[1]
-    encode_corpus(utterances, codec, folder, shard_seconds=SHARD_SECONDS, batch_seconds=BATCH_SECONDS)
+def _encode_part(manifests: Sequence[Path], number: int, parts: Sequence[Path], model: str, device: str) -> int:
+    """One part of the sounds; how many they are."""
+    sounds, codec = own_sounds(manifests, number, len(parts)), opened(model, device)[1]
+    encode_corpus(sounds, codec, parts[number], shard_seconds=SHARD_SECONDS, batch_seconds=BATCH_SECONDS)
+    return len(sounds)
 
 
-def _prepare(utterances: list[Utterance], out: Path, parts: list[Path], model: str, device: str) -> None:
+def _prepare(utterances: list[Utterance], out: Path, parts: Sequence[Path], model: str, device: str) -> None:
     """Shards are whole, and codes known by their keys: neither their order nor what else is there matters."""
     family, codec = opened(model, device)
     home = out / "codes" / codec.revision[:8]
@@ -132,7 +141,6 @@ def _prepare(utterances: list[Utterance], out: Path, parts: list[Path], model: s
         link = home / f"{number:05d}.arrow"
         if not link.exists():
             os.link(shard, link)
-    write_manifest(out / "manifest.jsonl", utterances)
     index_corpus(utterances, _known(stores, utterances), codec, out)
     Prepared.of(codec).write(out)
     text_tokens(Corpus.open(out), family)

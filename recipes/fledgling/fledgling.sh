@@ -2,13 +2,15 @@
 # Makes fledgling on one machine with a card, stage by stage: bash recipes/fledgling/fledgling.sh STAGE...
 #
 #   all      everything below in $BUDGET seconds: what is late shortens what comes after it
+#   decoder  instead: $CODEC, or the codec that ships, in $BUDGET seconds made to sound better, with the same codes;
+#            sounds, then training of the decoder alone, and no language model
 #
 #   check    is everything there that the other stages import?
 #   sounds   natural speech made and shaped, corpora of espeak voices beside it
 #                                                                        ($NATURAL_SOUND_SECONDS and 20 s)
 #   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
 #   encode   an egg, and the codes of all sounds                         (50 s)
-#   trial    sixty steps, plain and compiled: which is quicker, and how many fit into the time?
+#   trial    sixty steps, to see how many fit into the time
 #   learn    the language model                                          ($LEARN_SECONDS)
 #   ship     halves in small files, copied to $OUT
 #
@@ -19,8 +21,8 @@ cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-1400}                   # seconds of `all`
-HOURS=${HOURS:-50}                       # of espeak for the language model
-SPEAKERS=${SPEAKERS:-1500}
+HOURS=${HOURS:-40}                       # of espeak for the language model
+SPEAKERS=${SPEAKERS:-1200}
 CODEC_HOURS=${CODEC_HOURS:-8}            # of espeak for the codec, of more speakers an hour
 CODEC_SPEAKERS=${CODEC_SPEAKERS:-800}
 CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in all
@@ -31,11 +33,11 @@ CODEC=${CODEC:-}                         # a codec that is there already: none i
 EGG_OPTIONS=${EGG_OPTIONS:-}
 NATURAL_HOURS=${NATURAL_HOURS:-200}      # of natural speech to make here, if Kokoro was carried
 NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-6000}
-NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-165} # after which what is made is enough
+NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-} # after which what is made is enough: 165, or 60 for `decoder`
 NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
 NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without kernels of our own
 JOBS=${JOBS:-$(nproc)}
-NATURAL_JOBS=${NATURAL_JOBS:-7}
+NATURAL_JOBS=${NATURAL_JOBS:-10}
 ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
 REPEAT=${REPEAT:-1}                      # how often a natural line comes beside espeak
 ENCODERS=${ENCODERS:-$JOBS}
@@ -73,19 +75,19 @@ texts() { for folder in "$DATA/texts" "$CARRY/0/texts"; do [ -d "$folder" ] && e
 sounds() {
   espeak_sounds >"$DATA/espeak.log" 2>&1 &
   local beside=$!
-  natural_sounds
-  wait $beside || { cat "$DATA/espeak.log"; return 1; }
-  tail -n 2 "$DATA/espeak.log"
-  local sources=() # natural speech that was made elsewhere; what is made here is shaped already
+  local sources=() # natural speech that was made elsewhere; what is made here is shaped already, and its manifest has both
   for folder in "$CARRY"/*/natural; do [ ! -d "$folder" ] || sources+=("$folder"); done
   [ ${#sources[@]} = 0 ] ||
     $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS"
+  natural_sounds
+  wait $beside || { cat "$DATA/espeak.log"; return 1; }
+  tail -n 2 "$DATA/espeak.log"
   [ -e "$DATA/natural_shaped/manifest.jsonl" ] || { say "there is no natural speech: carry some, or Kokoro"; return 1; }
 }
 
 espeak_sounds() { # the codec's first, which is wanted first
   [ -n "$CODEC" ] || espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
-  espeak espeak --hours "$HOURS" --speakers "$SPEAKERS"
+  [ "$HOURS" = 0 ] || espeak espeak --hours "$HOURS" --speakers "$SPEAKERS"
 }
 
 espeak() {
@@ -102,7 +104,7 @@ natural_sounds() { # of another seed than what was made elsewhere, so that no tw
   # shellcheck disable=SC2086
   $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped --seed 2 \
     --jobs "$NATURAL_JOBS" --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" \
-    --seconds "$NATURAL_SOUND_SECONDS" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
+    --seconds "${NATURAL_SOUND_SECONDS:-165}" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
     >"$DATA/natural.log" 2>&1 || { tail -n 30 "$DATA/natural.log"; return 1; }
   grep -v " to .*: .* x real time" "$DATA/natural.log" | sort | uniq -c || true # what was remarked, and how often
   grep " x real time" "$DATA/natural.log" | tail -n 3 || true
@@ -121,6 +123,17 @@ codec() {
   cp "$RUNS/codec/progress.json" "$OUT/codec_progress.json"
 }
 
+decoder() { # the two stages that it takes, with a clock and a folder of their own
+  local begun=${CODEC:-src/myna/models/fledgling/codec} CODEC="" HOURS=0 RUNS=$RUNS/decoder
+  local NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-60}
+  local CODEC_OPTIONS="--decoder-only --begin-with $begun $CODEC_OPTIONS"
+  mkdir -p "$RUNS"
+  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
+  stage sounds
+  planned CODEC_SECONDS decoder
+  stage codec
+}
+
 encode() {
   # shellcheck disable=SC2086
   # A codec that has learned more since is another codec, and wants another egg.
@@ -131,30 +144,26 @@ encode() {
     "$DATA/mixed/train=$DATA/prepared/train" "$DATA/mixed/held_out=$DATA/prepared/held_out"
 }
 
-trial() { # a way that fails says why, and the other one is taken
-  local compiled
-  for compiled in true false; do
-    rm -rf "$RUNS/trial-$compiled"
-    # shellcheck disable=SC2086
-    $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial-$compiled" --set model.source="$DATA/egg" \
-      --set data.train="$DATA/prepared/train" --set data.evaluation=null \
-      --set train.steps=60 --set train.warmup=10 --set train.compile=$compiled $SET || say "train.compile=$compiled failed"
-  done
+trial() {
+  rm -rf "$RUNS/trial"
+  # shellcheck disable=SC2086
+  $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial" --set model.source="$DATA/egg" \
+    --set data.train="$DATA/prepared/train" --set data.evaluation=null \
+    --set train.steps=60 --set train.warmup=10 $SET
 }
 
 learn() { # as many steps as fit, by the trial; cut by LIMIT, carried on by the next command
-  local run=$RUNS/language_model steps quickest
+  local run=$RUNS/language_model steps
   [ -d "$run/model" ] && { say "$run is finished"; return; }
   if [ -d "$run/checkpoints" ]; then
     timeout --signal=TERM "$(left)" $PYTHON -m myna train --resume "$run" || cut $?
   else
-    read -r steps quickest < <($PYTHON $HERE/plan_steps.py "$RUNS"/trial-* --seconds "$LEARN_SECONDS")
-    say "$steps steps in about $LEARN_SECONDS s, as in $quickest"
+    steps=$($PYTHON $HERE/plan_steps.py "$RUNS/trial" --seconds "$LEARN_SECONDS")
+    say "$steps steps in about $LEARN_SECONDS s"
     # shellcheck disable=SC2086
     timeout --signal=TERM "$(left)" $PYTHON -m myna train $HERE/language_model.yaml --out "$run" \
       --set model.source="$DATA/egg" --set data.train="$DATA/prepared/train" \
-      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" \
-      --set train.compile="${quickest##*-}" $SET || cut $?
+      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" $SET || cut $?
   fi
 }
 
@@ -209,7 +218,7 @@ mkdir -p "$DATA" "$RUNS" ${OUT:+"$OUT"}
 unpack
 for stage in "$@"; do
   case $stage in
-    all | check | sounds | codec | encode | trial | learn | ship) say "$stage"; "$stage" ;;
+    all | decoder | check | sounds | codec | encode | trial | learn | ship) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

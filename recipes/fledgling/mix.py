@@ -12,33 +12,41 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+from corpus_making.folder import Line, lines_of, write_lines
 from myna.data.dice import name_of
-from myna.data.manifest import read_manifest, write_manifest
-from myna.data.utterance import Utterance
 from myna.errors import MynaError
 
 ESPEAK_JUDGES = 200
 """Held-out clips of espeak in the evaluation."""
+ALONE = b', "extras": {"references": []}'
 
 
-def mixed(natural: Path, espeak: Path | None, repeat: int, alone: float) -> Iterator[Utterance]:
+def mixed(natural: Path, espeak: Path | None, repeat: int, alone: float) -> Iterator[bytes]:
     """Lines to learn from. A share `alone` of the natural ones has no reference: then the voice is the model's own."""
-    for utterance in read_manifest(natural / "train" / "manifest.jsonl"):
+    for line in lines_of(natural / "train"):
         for number in range(repeat):
-            one = replace(utterance, id=f"{utterance.id}~{number}" if number else utterance.id)
-            left_alone = name_of(f"alone {one.id}") < alone * 2**64
-            yield replace(one, extras={"references": []}) if left_alone else one
+            id = b"%s~%d" % (line.id, number) if number else line.id
+            left_alone = name_of(f"alone {id.decode()}") < alone * 2**64
+            yield bytes(Line(id, line.audio, line.rest + ALONE if left_alone else line.rest))
     if espeak is not None:
-        yield from read_manifest(espeak / "train" / "manifest.jsonl")
+        yield from map(bytes, lines_of(espeak / "train"))
 
 
-def held_out(natural: Path, espeak: Path | None) -> Iterator[Utterance]:
-    yield from read_manifest(natural / "held_out" / "manifest.jsonl")
+def held_out(natural: Path, espeak: Path | None) -> Iterator[bytes]:
+    yield from map(bytes, lines_of(natural / "held_out"))
     if espeak is not None:
-        yield from read_manifest(espeak / "held_out" / "manifest.jsonl")[:ESPEAK_JUDGES]
+        yield from map(bytes, islice(lines_of(espeak / "held_out"), ESPEAK_JUDGES))
+
+
+def write_mix(natural: Path, espeak: Path | None, repeat: int, alone: float, out: Path) -> dict[str, int]:
+    """How many lines there are in each part."""
+    mix = {"train": list(mixed(natural, espeak, repeat, alone)), "held_out": list(held_out(natural, espeak))}
+    for part, lines in mix.items():
+        write_lines(out / part / "manifest.jsonl", lines)
+    return {part: len(lines) for part, lines in mix.items()}
 
 
 def main() -> None:
@@ -50,12 +58,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     try:
-        for part, lines in (
-            ("train", list(mixed(given.natural, given.espeak, given.repeat, given.alone))),
-            ("held_out", list(held_out(given.natural, given.espeak))),
-        ):
-            write_manifest(given.out / part / "manifest.jsonl", lines)
-            print(f"{given.out / part}: {len(lines)} lines")
+        for part, count in write_mix(given.natural, given.espeak, given.repeat, given.alone, given.out).items():
+            print(f"{given.out / part}: {count} lines")
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-Stage = Literal["sounds", "codec", "learn"]
+Stage = Literal["sounds", "codec", "decoder", "learn"]
 
 SPEAKING = 0.45
 """The share of the whole that the language model must have."""
@@ -24,13 +24,13 @@ AROUND: dict[str, int] = {
     "sounds": 20,
     "codec": 35,
     "encode": 110,
-    "trial": 80,
+    "trial": 40,
     "learn": 35,
     "ship": 15,
 }
 """Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the runs of
 2026-11-15 and 16 on an H200 with 16 cores; of sounds and codes, for the 250 hours that are expected next."""
-LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "learn": 30}
+LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "decoder": 60, "learn": 30}
 """Below this a stage is not worth its start; a plan that is that late takes a little more than it was given."""
 
 
@@ -45,6 +45,8 @@ def seconds_for(stage: Stage, budget: float, gone: float, *, codec_there: bool =
             wanted = min(OF_SOUNDS * budget, free)
         case "codec":
             wanted = left - AROUND["codec"] - after_codec - SPEAKING * budget
+        case "decoder":  # after which nothing comes
+            wanted = left - AROUND["codec"]
         case "learn":
             wanted = left - AROUND["learn"] - AROUND["ship"]
     return max(LEAST[stage], int(wanted))

@@ -3,6 +3,11 @@
     python recipes/fledgling/train_codec.py --source CORPUS/natural=0.7 --source CORPUS/espeak=0.3 \\
         --out runs/codec --seconds 520
 
+    python recipes/fledgling/train_codec.py --source CORPUS/natural=0.7 --source CORPUS/espeak=0.3 \\
+        --out runs/decoder --seconds 400 --decoder-only --begin-with src/myna/models/fledgling/codec
+
+The second one makes the sound of a codec better whose codes a language model has learned: they stay what they are.
+
 A source is a folder with manifest.jsonl, a folder of parquet files, or a file written by --gather. The same command
 once more goes on where the last one stopped, up to --total. A tenth of the speakers is held out, by their names
 (corpus_making/held_out.py).
@@ -24,7 +29,7 @@ from codec_training import sounds
 from codec_training.around import shifts_are_quicker, use_shifts
 from codec_training.bank import Bank
 from codec_training.judging import standing
-from codec_training.keeping import Progress, begin_with, go_on, keep, read_progress
+from codec_training.keeping import Progress, begin_with, go_on, keep, read_progress, refuse_other_codes
 from codec_training.learner import Learner, Lesson, Teacher
 from codec_training.letters import alphabet_of
 from codec_training.profiling import profile
@@ -54,10 +59,35 @@ LAID_OUT, LAID_OUT_EVERY = (20, 60, 200, 500), 1000
 away from the entries it had, of which few stay in use."""
 LOWEST = 0.02
 """What is left of the rate at the end."""
+DECODER_ONLY = {
+    # Critics hear every clip, since they are what teaches voices, and from the first step on: 225 steps by the mel
+    # distance alone made voices worse. Hence fewer clips, and more steps of them.
+    "batch": 32,
+    "critics_after": 0.0,
+    # The decoder sees 14 frames to either side, of which windows of 26 showed it few. Twice as many are decoded, which
+    # costs little without an encoder's way back, and critics hear as many as before.
+    "window": 52,
+    "compared": 26,
+    # What the encoder sees to either side of them is 10 frames. Longer clips were wanted to be spelled as a whole.
+    "context": 80,
+    # As where a codec was last begun with that knew something already.
+    "rate": 3e-4,
+    # These teach encoder and codebooks: to spell, to stay near entries, to put most into the first ones. A decoder that
+    # must do with some codebooks would spend weights on codes that nobody says. Hiss stays (--noise): people's
+    # recordings have it, and a decoder that never heard it again would forget what its codes sound like.
+    "letters": 0.0,
+    "pull": 0.0,
+    "pull_left": 0.0,
+    "shallow": 0.0,
+}
+"""What `--decoder-only` asks for where nothing else is said."""
+OF_THE_CODES = ("letters", "pull", "pull_left", "shallow")
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    if options.decoder_only:
+        options = parser(**DECODER_ONLY).parse_args(arguments)
     try:
         if options.gather:
             if len(options.source) > 1:
@@ -83,7 +113,8 @@ def source(text: str) -> Source:
     return Source(Path(path), float(weight)) if path else Source(Path(text), 1.0)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(**instead: float) -> argparse.ArgumentParser:
+    """With other defaults where some are given."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add(
@@ -94,16 +125,23 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--begin-with", type=Path, metavar="CODEC", help="the codec of an earlier training, to learn more than it knows"
     )
+    add(
+        "--decoder-only",
+        action="store_true",
+        help="leave encoder and codebooks of --begin-with as they are, and so its codes; other settings are "
+        + ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in DECODER_ONLY.items()),
+    )
     add("--seconds", type=float, help="train so long in this command, reading the sources not counted")
     add("--steps", type=int, help="or so many steps")
     add("--total", type=float, help="seconds (or steps) of all commands together, over which the rate falls")
     add("--batch", type=int, default=48, help="clips in a step")
     add("--context", type=int, default=128, help="frames of a clip that are encoded")
     add("--window", type=int, default=26, help="frames of it that are decoded")
+    add("--compared", type=int, help="frames of those that are compared and criticised; all if not said")
     add("--rate", type=float, default=5e-4, help="learning rate at its highest")
     add("--critics-after", type=float, default=0.08, help="the share of the training after which critics join in")
     add("--critic-width", type=int, default=32)
-    add("--criticised", type=int, help="clips of a step that the critics hear; half of them if not said")
+    add("--criticised", type=int, help="clips of a step that the critics hear; half of them if not said, or all")
     add("--fooled", type=float, default=0.5, help="weight of fooling the critics")
     add("--likeness", type=float, default=2.0, help="weight of being felt alike by them")
     add("--letters-every", type=int, default=2, help="steps from one spelling to the next")
@@ -129,11 +167,13 @@ def parser() -> argparse.ArgumentParser:
     add("--tell-every", type=float, default=10.0, help="seconds between two lines of progress")
     add("--keep-every", type=float, default=150.0, help="seconds between two checkpoints")
     add("--seed", type=int, default=0)
+    made.set_defaults(**instead)
     return made
 
 
 def train(options: argparse.Namespace) -> None:
     budget = Budget.of(options)
+    _check(options)
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
@@ -143,7 +183,10 @@ def train(options: argparse.Namespace) -> None:
     config = TINY if options.tiny else MelCodecConfig()
     learned, judged = read(options, config.sample_rate)
     before = read_progress(options.out)
-    progress = before or Progress(alphabet_of(clip.text for clips in learned for clip in clips))
+    progress = before or Progress(
+        "" if options.decoder_only else alphabet_of(clip.text for clips in learned for clip in clips),
+        decoder_only=options.decoder_only,
+    )
     torch.manual_seed(options.seed + progress.steps)
     bank = Bank(
         learned,
@@ -169,26 +212,32 @@ def train(options: argparse.Namespace) -> None:
         options.batch,
         options.letters,
         options.letters_every,
-        criticised=options.criticised or -(-options.batch // 2),
+        criticised=options.criticised or (options.batch if options.decoder_only else -(-options.batch // 2)),
         shallow=options.shallow,
         fooled=options.fooled,
         likeness=options.likeness,
         pull=options.pull,
         pull_left=options.pull_left,
         mean=options.mean,
+        compared=options.compared,
+        decoder_only=options.decoder_only,
         bf16=device.type == "cuda" and not options.fp32,
     )
     teacher = Teacher(learner, bank, lesson)
     teacher.records = teacher.records and not options.no_graph
     _choose_around(teacher, options.around)
     if options.compile:
-        for module in [*(one for one in learner.modules() if isinstance(one, Block)), *learner.critics.all]:
+        taught = learner.network.decoder if options.decoder_only else learner
+        for module in [*(one for one in taught.modules() if isinstance(one, Block)), *learner.critics.all]:
             module.compile(dynamic=False)
     warm = 0
     if before is None:
-        teacher.lay_out()
+        if not options.decoder_only:
+            teacher.lay_out()
     else:
         went_on = go_on(options.out, teacher)
+        if options.decoder_only:
+            refuse_other_codes(options.begin_with, network)
         warm = progress.steps if went_on.with_moments else 0
         print(f"goes on after {progress.steps} steps and {progress.seconds:.0f} s with {went_on.what}")
     if options.profile:
@@ -197,17 +246,42 @@ def train(options: argparse.Namespace) -> None:
     _go(teacher, progress, budget, options, judged, warm)
 
 
+def _check(options: argparse.Namespace) -> None:
+    if not 0 < (options.compared or options.window) <= options.window <= options.context:
+        raise ConfigError(
+            f"{options.compared} frames of {options.window} of {options.context} cannot be compared",
+            hint="let --compared be at most --window, and that at most --context",
+        )
+    if not options.decoder_only:
+        return
+    if options.begin_with is None:
+        raise ConfigError(
+            "--decoder-only leaves the codes of a codec as they are, and does not say of which",
+            hint="add --begin-with src/myna/models/fledgling/codec",
+        )
+    for name in OF_THE_CODES:
+        if getattr(options, name):
+            said = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{said} teaches encoder and codebooks, which --decoder-only leaves as they are",
+                hint=f"leave out {said}, or --decoder-only",
+            )
+
+
 def _choose_around(teacher: Teacher, asked: str | None) -> None:
-    """How filters of one channel each are computed: as asked, or on a card by what is quicker there."""
-    blocks, network = teacher.learner.network.encoder.fine, teacher.learner.network
+    """How filters of one channel each are computed: as asked, or on a card by what is quicker there. An encoder that
+    does not learn keeps the library's, which its codes were made with."""
+    network, bank = teacher.learner.network, teacher.bank
+    decoder_only = teacher.lesson.decoder_only
+    blocks = network.decoder.fine if decoder_only else network.encoder.fine
     shifts = asked == "shifts"
     if asked is None and teacher.device.type == "cuda":
         first = next(block for block in blocks if isinstance(block, Block))
-        places = teacher.bank.context * network.config.subframes
+        places = (bank.window if decoder_only else bank.context) * network.config.subframes
         shifts, said = shifts_are_quicker(first, teacher.lesson.clips, places, teacher._half)
         print(f"a block forward and backward: {said}")
     if shifts:
-        use_shifts(teacher.learner)
+        use_shifts(network.decoder if decoder_only else teacher.learner)
 
 
 def read(options: argparse.Namespace, sample_rate: int) -> tuple[list[list[Clip]], dict[str, list[Clip]]]:
@@ -265,11 +339,13 @@ def _go(
 ) -> None:
     """Up to the end of the budget; `warm` is the number of steps that the optimizers' moments know of."""
     at_first, since_told = budget.done(progress), 0
+    lays_out = not teacher.lesson.decoder_only
     before, began = progress.seconds, time.perf_counter()
     told_at, kept_at = began, began
     while budget.done(progress) - at_first < budget.here and budget.done(progress) < budget.total:
         share = budget.done(progress) / budget.total
-        if share < 0.5 and (progress.steps in LAID_OUT or (progress.steps and not progress.steps % LAID_OUT_EVERY)):
+        due = progress.steps in LAID_OUT or (progress.steps and not progress.steps % LAID_OUT_EVERY)
+        if lays_out and share < 0.5 and due:
             teacher.lay_out()
         teacher.rate.fill_(rate_at(share, warm, options.rate))
         teacher.step(share >= options.critics_after)

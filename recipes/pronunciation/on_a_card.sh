@@ -95,7 +95,7 @@ learn() {
   [ -e "$RUNS/steps" ] || {
     seconds=$((BUDGET - $(gone) - AFTER - STARTING))
     [ "$seconds" -ge 20 ] || seconds=20
-    $PYTHON recipes/fledgling/plan_steps.py "$RUNS/trial" --seconds "$seconds" | cut -d " " -f 1 >"$RUNS/steps"
+    $PYTHON recipes/fledgling/plan_steps.py "$RUNS/trial" --seconds "$seconds" >"$RUNS/steps"
     say "$(cat "$RUNS/steps") steps in about $seconds s"
   }
   steps=$(cat "$RUNS/steps")

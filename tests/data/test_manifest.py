@@ -1,6 +1,6 @@
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myna.data.manifest import read_manifest, write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import iterate_manifest, read_manifest, write_manifest
+from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data import sources
 
@@ -67,6 +67,49 @@ def test_a_path_from_the_working_folder_is_found_again(tmp_path: Path, monkeypat
     write_manifest(Path("m.jsonl"), [utterance(Path("a.wav")), utterance(Path("../b.wav"))])
     monkeypatch.chdir("/")
     assert [u.audio for u in read_manifest(tmp_path / "m.jsonl")] == [tmp_path / "a.wav", tmp_path.parent / "b.wav"]
+
+
+PARTS = ["..", ".", "", "here", "here2", "a..b", "é", "x y"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["", "/", "//", "FOLDER/", "OUTSIDE/"]), st.lists(st.sampled_from(PARTS), max_size=4))
+def test_audio_is_stored_as_paths_would_say(root: str, parts: list[str]) -> None:
+    """It is found by spelling, without `pathlib`, which takes most of the time of a long manifest."""
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(name)
+        here = Path(name) / "here"
+        audio = Path(root.replace("FOLDER", str(here)).replace("OUTSIDE", name) + "/".join(parts))
+        for folder in (Path("here"), here, Path()):
+            write_manifest(folder / "m.jsonl", [utterance(audio)])
+            stored = json.loads((folder / "m.jsonl").read_text(encoding="utf-8"))["audio"]
+            beside = folder.absolute()
+            whole = audio.resolve() if ".." in audio.parts else audio.absolute()
+            assert stored == (whole.relative_to(beside) if whole.is_relative_to(beside) else whole).as_posix()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"language": "vi", "span": Span(0, None), "extras": {"references": [], "scene": ""}},
+        {"id": "", "text": "", "speaker": "", "span": Span(1.5, 2)},
+        {},
+    ],
+)
+def test_a_line_says_what_is_not_empty_in_the_order_of_the_fields(more: dict[str, Any]) -> None:
+    one = replace(utterance(Path("wavs/a.wav")), **more)
+    everything = asdict(one) | {"audio": "wavs/a.wav"}
+    due = {key: value for key, value in everything.items() if value not in (None, {}, "") or key in ("text", "speaker")}
+    assert list(one.to_json().items()) == list(due.items())
+
+
+def test_lines_that_are_not_wanted_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b"{not json\n" + json.dumps(GOOD).encode() + b"\n{bad\n")
+    read = iterate_manifest(path, lambda line: b"not" not in line)
+    assert next(read).id == "a"
+    with pytest.raises(DataError, match=r"m\.jsonl:3"):
+        next(read)
 
 
 GOOD: dict[str, Any] = {"id": "a", "audio": "a.wav", "text": "hello", "speaker": "marta"}

@@ -11,7 +11,8 @@ import signal
 import tarfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,10 @@ from corpus_making.kokoro import DEMO_VOICES, ENGLISH, RESERVED, VOCABULARY
 from corpus_making.lines import Lines
 from corpus_making.packages import Package, fetch, members
 from corpus_making.survivors import done_by_survivors
+from myna.data.dice import name_of
 from myna.data.importers import import_source
-from myna.data.manifest import read_manifest
+from myna.data.manifest import read_manifest, write_manifest
+from myna.data.utterance import Utterance, normalise_text
 from myna.errors import DataError
 
 RATE = 24_000
@@ -190,6 +193,36 @@ def test_a_corpus_is_what_myna_imports_with_held_out_speakers_apart(tmp_path: Pa
         "espeak0-00000",
         "espeak0-00001",
     }
+
+
+def test_joined_manifests_are_what_reading_and_writing_every_line_would_leave(tmp_path: Path) -> None:
+    """Byte by byte, though no line is read."""
+    corpus = CorpusFolder(tmp_path / "corpus")
+    odd = ['He said: "audio": "sound/ x', "two  blanks\tand\na line ", "e\u0301\u2028x\x85y", "مرحبًا"]
+    for speaker in ("spk025", "spk001", "spk002", "spk0010"):
+        corpus.add(speaker, "en" if speaker != "spk002" else "", [(text, tone(0.1)) for text in odd])
+    assert corpus.finish() == {"train": 12, "held_out": 4}
+    everyone = []
+    for part, speakers in {"train": ("spk001", "spk0010", "spk002"), "held_out": ("spk025",)}.items():
+        home = tmp_path / "corpus" / part
+        said = [
+            Utterance(
+                f"{speaker}-{number:03d}",
+                home / "sound" / speaker / f"{number:03d}.wav",
+                normalise_text(text),
+                speaker,
+                "" if speaker == "spk002" else "en",
+            )
+            for speaker in speakers
+            for number, text in enumerate(odd)
+        ]
+        write_manifest(home / "slowly.jsonl", said)
+        assert (home / "manifest.jsonl").read_bytes() == (home / "slowly.jsonl").read_bytes()
+        everyone += said
+    write_manifest(tmp_path / "corpus" / "slowly.jsonl", everyone)
+    whole = tmp_path / "corpus" / "manifest.jsonl"
+    assert whole.read_bytes() == (tmp_path / "corpus" / "slowly.jsonl").read_bytes()
+    assert read_manifest(whole) == everyone and all(one.audio.is_file() for one in everyone)
 
 
 def test_a_corpus_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
@@ -431,32 +464,63 @@ def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> No
         for speaker in speakers:
             corpus.add(speaker, "en", [(f"Line {number}.", tone(0.3)) for number in range(10)])
         corpus.finish()
-    lines = list(mix.mixed(tmp_path / "natural", tmp_path / "espeak", repeat=3, alone=0.3))
+    counts = mix.write_mix(tmp_path / "natural", tmp_path / "espeak", 3, 0.3, tmp_path / "mixed")
+    lines, judged = (read_manifest(tmp_path / "mixed" / part / "manifest.jsonl") for part in ("train", "held_out"))
+    assert counts == {"train": len(lines), "held_out": len(judged)}
     assert len(lines) == 40 == len({one.id for one in lines})
     natural = [one for one in lines if one.speaker == "spk001"]
     assert len(natural) == 30 and len({one.audio for one in natural}) == 10
     assert 3 <= sum(one.references == () for one in natural) <= 16
     assert all(one.references is None for one in lines if one.speaker == "espeak0-00001")
-    assert {one.speaker for one in mix.held_out(tmp_path / "natural", tmp_path / "espeak")} == {
-        "spk025",
-        "espeak0-00000",
-    }
+    assert {one.speaker for one in judged} == {"spk025", "espeak0-00000"}
     assert len(list(mix.mixed(tmp_path / "natural", None, repeat=1, alone=0.0))) == 10
+    for one in (*lines, *judged):
+        assert one.audio.is_file() and one.text == f"Line {int(one.audio.stem)}." and one.language == "en"
 
 
-def test_steps_are_planned_from_the_quickest_trial(tmp_path: Path) -> None:
-    def trial(name: str, usual: float, steps: int = 60) -> Path:
-        rows = [{"step": step, "speed": {"seconds": 9.0 if step <= 20 else usual}} for step in range(1, steps + 1)]
-        rows.insert(30, {"step": 30, "evaluation": {"loss": 1.0}})
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return tmp_path / name
+def test_a_mix_is_what_reading_and_writing_every_line_would_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte by byte, though no line is read."""
+    monkeypatch.chdir(tmp_path)
+    home = Path('a "quoted" folder é')
+    corpus = CorpusFolder(home)
+    corpus.add("spk001", "en", [(f'"Zoë" said\\{number}: "audio": "sound/', tone(0.1)) for number in range(30)])
+    corpus.add("spk025", "", [("مرحبًا", tone(0.1))])
+    corpus.finish()
+    mix.write_mix(home, home, 2, 0.3, Path("mixed"))
 
-    slow, quick, short = trial("slow", 0.2), trial("quick", 0.1), trial("short", 0.0, steps=20)
-    assert plan_steps.steps_in([slow, quick, short, tmp_path / "failed"], 100.0) == (940, quick)
-    assert plan_steps.steps_in([slow], 100.0) == (470, slow)
+    def slowly() -> Iterator[Utterance]:
+        for one in read_manifest(home / "train" / "manifest.jsonl"):
+            for id in (one.id, f"{one.id}~1"):
+                extras: dict[str, list[str]] = {"references": []} if name_of(f"alone {id}") < 0.3 * 2**64 else {}
+                yield replace(one, id=id, extras=extras)
+        yield from read_manifest(home / "train" / "manifest.jsonl")
+
+    write_manifest(Path("slow/train.jsonl"), slowly())
+    judged = read_manifest(home / "held_out" / "manifest.jsonl")
+    write_manifest(Path("slow/held_out.jsonl"), judged + judged)
+    for part in ("train", "held_out"):
+        assert Path("mixed", part, "manifest.jsonl").read_bytes() == Path("slow", f"{part}.jsonl").read_bytes()
+
+
+def test_only_lines_of_our_own_are_mixed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no manifest"):
+        list(mix.mixed(tmp_path, None, 1, 0.0))
+    write_manifest(tmp_path / "train" / "manifest.jsonl", [Utterance("a", Path("/elsewhere/a.wav"), "One.", "x")])
+    with pytest.raises(DataError, match=r"manifest\.jsonl:1 is no line of a corpus that was made here"):
+        list(mix.mixed(tmp_path, None, 1, 0.0))
+
+
+def test_steps_are_planned_from_a_trial(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "speed": {"seconds": 9.0 if step <= 20 else 0.1}} for step in range(1, 61)]
+    rows.insert(30, {"step": 30, "evaluation": {"loss": 1.0}})
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plan_steps.steps_in(metrics, 100.0) == 940
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
     with pytest.raises(SystemExit, match="run longer"):
-        plan_steps.steps_in([short], 100.0)
+        plan_steps.steps_in(metrics, 100.0)
 
 
 def test_the_language_model_has_its_share_of_the_time_whatever_came_before() -> None:
@@ -473,6 +537,7 @@ def test_the_language_model_has_its_share_of_the_time_whatever_came_before() -> 
     assert plan("codec", 1400, 1300) == plan_seconds.LEAST["codec"]
     spared = around["codec"] + plan_seconds.LEAST["codec"]
     assert plan("sounds", 1400, 15, codec_there=True) > plan("sounds", 1400, 15) + spared, "its time is not lost"
+    assert plan("decoder", 600, 100) == 500 - around["codec"], "nothing comes after it"
 
 
 def test_what_travels_is_cut_into_loads(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 import myna.models
 import ship
 from corpus_making.folder import CorpusFolder
-from encode import dealt_out, encode, opened
+from encode import encode, opened, own_sounds
 from make_fledgling import SIZE, Size, fledgling_config, fledgling_tokenizer, make
-from mix import held_out, mixed
+from mix import write_mix
 from myna import workflow
 from myna.audio.files import file_hash
 from myna.cli import app
 from myna.config import load_recipe
 from myna.data import codes
 from myna.data.corpus import Corpus
-from myna.data.manifest import read_manifest, write_manifest
+from myna.data.manifest import read_manifest
 from myna.errors import CheckpointError, ModelError
 from myna.models import open_family
 from myna.models.base import Sampling
@@ -84,8 +84,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     save_mel_codec(MelCodecNetwork(TINY), home / "codec")
     make(home / "egg", home / "codec", size=TOY)
-    write_manifest(home / "mixed/train/manifest.jsonl", mixed(home / "natural", home / "espeak", 2, 0.1))
-    write_manifest(home / "mixed/held_out/manifest.jsonl", held_out(home / "natural", home / "espeak"))
+    write_mix(home / "natural", home / "espeak", 2, 0.1, home / "mixed")
     parts = {home / "mixed" / part: home / "prepared" / part for part in ("train", "held_out")}
     encode(parts, str(home / "egg"), home / "work", jobs=1, device="cpu")
     return home
@@ -163,13 +162,15 @@ def test_clips_of_one_length_go_through_the_codec_together(home: Path, monkeypat
     assert np.concatenate(same).mean() > 0.99
 
 
-def test_sounds_of_one_length_are_dealt_out_in_heaps(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encode.TOGETHER", 2)
-    sounds = read_manifest(home / "natural" / "manifest.jsonl")
-    shares = dealt_out(sounds, 3)
-    assert sorted(one.id for share in shares for one in share) == sorted(one.id for one in sounds)
-    ordered = sorted(sounds, key=lambda one: (one.audio.stat().st_size, one.id))
-    assert [one.id for one in shares[1][:2]] == [one.id for one in ordered[2:4]]
+def test_every_sound_is_one_process_s_own_by_length(home: Path) -> None:
+    manifests = [home / "mixed" / part / "manifest.jsonl" for part in ("train", "held_out", "train")]
+    lines = [one for manifest in manifests for one in read_manifest(manifest)]
+    shares = [own_sounds(manifests, number, 3) for number in range(3)]
+    assert sorted(one.audio for share in shares for one in share) == sorted({one.audio for one in lines})
+    assert len(lines) > 2 * sum(map(len, shares)), "however often it is said"
+    for share in shares:
+        sizes = [one.audio.stat().st_size for one in share]
+        assert share and sizes == sorted(sizes)
 
 
 def test_no_sound_is_read_again_for_the_index(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

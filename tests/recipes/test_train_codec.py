@@ -483,6 +483,126 @@ def test_a_codec_of_other_sizes_is_refused(bank: Bank, tmp_path: Path) -> None:
         keeping.begin_with(tmp_path / "codec", wider)
 
 
+# The decoder alone
+
+
+DECODER_ONLY = ("--decoder-only", "--compared", "8")
+
+
+@pytest.fixture(scope="module")
+def codec(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose codes are known to somebody."""
+    out = tmp_path_factory.mktemp("first")
+    run(folder, out, "--steps", "30", "--critics-after", "1")
+    return out / "codec"
+
+
+def weights(codec: Path) -> dict[str, torch.Tensor]:
+    return load_file(codec / "model.safetensors")
+
+
+def test_a_decoder_learns_alone_and_codes_stay_what_they_were(
+    folder: Path, codec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (*DECODER_ONLY, "--begin-with", str(codec), "--total", "40", "--tell-every", "0")
+    run(folder, tmp_path, "--steps", "24", *asked)
+    run(folder, tmp_path, "--steps", "16", *asked)
+    assert "goes on after 24 steps" in capsys.readouterr().out
+    before, after = weights(codec), weights(tmp_path / "codec")
+    same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    decoder = {name for name in before if name.startswith("decoder.")}
+    assert same == before.keys() - decoder and decoder, "bit by bit, and every tensor of the decoder has changed"
+
+    clip = voice(1.2, 150)[None, : 30 * 960]
+    assert np.array_equal(MelCodec.open(codec).encode(clip), MelCodec.open(tmp_path / "codec").encode(clip))
+    history = json.loads((tmp_path / "progress.json").read_text())["history"]
+    steps = [row for row in history if "norm" in row]
+    assert all(row["fooled"] > 0 for row in steps), "critics are there from the first step on"
+    assert np.mean([row["mel"] for row in steps[-8:]]) < 0.95 * np.mean([row["mel"] for row in steps[:4]])
+    assert not {"letters", "distance", "left"} & steps[0].keys()
+    moments = {name for name in kept(tmp_path) if name.startswith("moment.codec.")}
+    assert len(moments) == 3 * len(decoder), "nothing else has moments"
+    assert {name.removeprefix("mean.") for name in kept(tmp_path) if name.startswith("mean.")} == {
+        name.removeprefix("decoder.") for name in decoder
+    }
+
+
+def alone(bank: Bank, **more: Any) -> Teacher:
+    made = teacher(bank, Lesson(2, letters=0.0, compared=5, decoder_only=True, **more))
+    made.rate.fill_(1e-3)
+    return made
+
+
+def test_a_decoder_that_learns_alone_hears_the_codes_that_ship(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    learning, batch = alone(bank), bank.draw(2)
+    network = learning.learner.network
+    true, latent, loss, reported = learning._as_codes(batch)
+    codes = network.encode(batch.waves)
+    for clip, at in enumerate(batch.window.tolist()):
+        due = network.quantiser.decode(codes[clip, at : at + bank.window])
+        torch.testing.assert_close(latent[clip], due, rtol=0, atol=0)
+        assert torch.equal(true[clip], batch.waves[clip, at * 960 : (at + bank.window) * 960])
+    assert loss is None and not reported and not latent.is_inference() and not true.is_inference()
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("only encoder and codebooks learn from this")
+
+    for name in ("_letters", "_depths", "latent"):
+        monkeypatch.setattr(learning, name, never)
+    monkeypatch.setattr(learning.learner.quantiser, "forward", never)
+    learning.step(True)
+    with pytest.raises(AssertionError, match="no longer mean"):
+        learning.lay_out(1)
+
+
+def test_what_is_compared_lies_anywhere_in_what_was_decoded(bank: Bank) -> None:
+    learning = alone(bank)
+    frames = torch.arange(bank.window).repeat_interleave(bank.hop).float().repeat(400, 1)
+    made = frames.clone().requires_grad_()
+    true, cut = learning._compared(frames, made)
+    assert torch.equal(true, cut) and cut.shape == (400, 5 * bank.hop)
+    firsts = cut[:, 0].long()
+    assert set(firsts.tolist()) == set(range(bank.window - 5 + 1))
+    assert torch.equal(cut[:, -1].long(), firsts + 4)
+    (slope,) = torch.autograd.grad(cut.sum(), made)
+    assert slope.sum() == cut.numel()
+
+
+def test_a_decoder_alone_asks_the_host_nothing(bank: Bank) -> None:
+    asking = alone(bank, mean=0.9)
+    asking.optimizers = {}
+    with Asked() as asked:
+        asking._step(Kind(critics=True, letters=False))
+    assert asked.found == []
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (("--decoder-only", "--compared", "8"), "add --begin-with"),
+        (("--decoder-only", "--compared", "8", "--begin-with", "x", "--letters", "1"), "leave out --letters"),
+        (("--compared", "13"), "at most --window"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_decoder_is_said(
+    folder: Path, tmp_path: Path, more: tuple[str, ...], complaint: str
+) -> None:
+    with pytest.raises(SystemExit, match=complaint):
+        run(folder, tmp_path, "--steps", "1", *more)
+
+
+def test_a_training_goes_on_in_the_way_it_was_begun(folder: Path, codec: Path, tmp_path: Path) -> None:
+    alone_with, whole = (*DECODER_ONLY, "--begin-with", str(codec)), ()
+    for first, then, complaint in ((alone_with, whole, "with --decoder-only"), (whole, alone_with, "without")):
+        out = tmp_path / complaint.split()[0]
+        run(folder, out, "--steps", "1", "--total", "2", *first)
+        with pytest.raises(SystemExit, match=f"was begun {complaint}"):
+            run(folder, out, "--steps", "1", "--total", "2", *then)
+    other = (*DECODER_ONLY, "--begin-with", str(tmp_path / "without" / "codec"))
+    with pytest.raises(SystemExit, match="what was kept is not of"):
+        run(folder, tmp_path / "with", "--steps", "1", "--total", "2", *other)
+
+
 def test_one_pass_of_the_critics_teaches_both_sides_what_two_would(bank: Bank) -> None:
     made_by = teacher(bank)
     true, made = bank.draw(2).waves[:, :4800], 0.1 * torch.randn(2, 4800)
@@ -616,6 +736,17 @@ def test_a_profile_names_the_parts_of_a_step(
 def test_how_long_must_be_said_once(folder: Path, tmp_path: Path, budget: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match="not said, or said twice"):
         run(folder, tmp_path, *budget)
+
+
+@pytest.mark.gpu
+def test_a_decoder_alone_is_recorded_too(folder: Path, codec: Path, tmp_path: Path) -> None:
+    asked = (*DECODER_ONLY, "--begin-with", str(codec), "--device", "cuda", "--tell-every", "0")
+    run(folder, tmp_path, "--steps", "60", *asked)
+    before, after = weights(codec), weights(tmp_path / "codec")
+    changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"decoder"}
+    mels = [row["mel"] for row in json.loads((tmp_path / "progress.json").read_text())["history"] if "norm" in row]
+    assert np.mean(mels[-8:]) < 0.95 * np.mean(mels[:4])
 
 
 @pytest.mark.gpu

@@ -52,8 +52,8 @@ class Bank:
         self.samples = torch.cat([torch.from_numpy(clip.samples) for clip in clips]).to(device)
         self.starts = (lengths.cumsum(0) - lengths).to(device)
         self.lengths = lengths.to(device)
-        # What never fits the context is never spelled, and would only widen the table.
-        fits = [len(clip.samples) <= context * hop for clip in clips]
+        # What never fits the context is never spelled, and would only widen the table; nor is anything without letters.
+        fits = [bool(alphabet) and len(clip.samples) <= context * hop for clip in clips]
         texts = [clip.text if fit else "" for clip, fit in zip(clips, fits, strict=True)]
         letters, counts = as_numbers(texts, alphabet)
         self.letters, self.counts = letters.to(device), counts.to(device)

@@ -34,6 +34,7 @@ class Progress:
     steps: int = 0
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
+    decoder_only: bool = False
 
 
 def read_progress(out: Path) -> Progress | None:
@@ -64,7 +65,8 @@ class WentOn(NamedTuple):
 
 
 def go_on(out: Path, teacher: Teacher) -> WentOn:
-    """Take up what was kept."""
+    """Take up what was kept, in the way in which it was begun."""
+    _refuse_the_other_way(out, teacher)
     if (out / STATE).is_file():
         tensors = load_file(out / STATE)
         _take(teacher, {name: tensor for name, tensor in tensors.items() if not name.startswith(("moment.", "mean."))})
@@ -95,6 +97,27 @@ def begin_with(codec: Path, network: MelCodecNetwork) -> None:
         raise CheckpointError(
             f"{codec} is a codec of other sizes: {error}", hint="name one that was trained with the same sizes"
         ) from None
+
+
+def refuse_other_codes(codec: Path, network: MelCodecNetwork) -> None:
+    """A training of the decoder goes on with the encoder and the codebooks that it began with."""
+    kept = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("decoder.")}
+    given = load_file(codec / "model.safetensors")
+    if changed := [name for name, tensor in kept.items() if not torch.equal(tensor.cpu(), given[name].float())]:
+        raise CheckpointError(
+            f"what was kept is not of {codec}: {changed[0]} differs",
+            hint="go on with the codec that it was begun with, or name another --out",
+        )
+
+
+def _refuse_the_other_way(out: Path, teacher: Teacher) -> None:
+    progress, now = read_progress(out), teacher.lesson.decoder_only
+    if progress is not None and progress.decoder_only != now:
+        began = "without --decoder-only: its codes are its own" if now else "with --decoder-only: its codes must stay"
+        raise CheckpointError(
+            f"{out} was begun {began}",
+            hint=f"name another --out, or go on {'without' if now else 'with'} --decoder-only",
+        )
 
 
 def _take(teacher: Teacher, tensors: dict[str, torch.Tensor]) -> None:

@@ -20,12 +20,14 @@ from codec_training.hearing import MelDistance
 from codec_training.letters import Reader, spelling_loss
 from codec_training.quantising import LearningQuantiser
 from codec_training.running_mean import RunningMean
+from myna.models.codec_rules import exactly
 from myna.models.mel_codec.network import MelCodecNetwork
 
 MEL = 45.0
 """What the distance of mel spectrograms counts, as in HiFi-GAN."""
 CLIP = 100.0
-REPORTED = ("mel", "distance", "left", "letters", "fooled", "likeness", "critics", "norm", "critics' norm")
+OF_THE_CODES = ("distance", "left", "letters")
+REPORTED = ("mel", *OF_THE_CODES, "fooled", "likeness", "critics", "norm", "critics' norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,10 @@ class Lesson:
     """How much they are pulled to what all codebooks together make of them."""
     mean: float = 0.0
     """How much of the running mean of the codec's weights a step keeps; 0: there is none."""
+    compared: int | None = None
+    """Frames that are compared and criticised, of those that are decoded; all of them if not said."""
+    decoder_only: bool = False
+    """Whether codes mean something to somebody already: then encoder and codebooks stay as they are, bit by bit."""
     bf16: bool = False
 
 
@@ -74,6 +80,18 @@ class Kind(NamedTuple):
     letters: bool
 
 
+class Heard(NamedTuple):
+    """What the decoder is to make sound of, and what was learned on the way there."""
+
+    true: torch.Tensor
+    """(clips, window * hop)."""
+    latent: torch.Tensor
+    """(clips, window, latent)."""
+    loss: torch.Tensor | None
+    """Of encoder and codebooks; none where they do not learn."""
+    reported: dict[str, torch.Tensor]
+
+
 class Teacher:
     """Gives lessons to a learner, one step at a time."""
 
@@ -82,7 +100,12 @@ class Teacher:
         self.device = bank.device
         self.rate = torch.zeros((), device=self.device)
         on_card = self.device.type == "cuda"
-        self.taught = [*learner.network.parameters(), *learner.reader.parameters()]
+        network = learner.network
+        if lesson.decoder_only:
+            network.encoder.requires_grad_(False)
+            self.taught = list(network.decoder.parameters())
+        else:
+            self.taught = [*network.parameters(), *learner.reader.parameters()]
         self.judging = list(learner.critics.parameters())
 
         def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
@@ -91,8 +114,9 @@ class Teacher:
             )
 
         self.optimizers = {"codec": optimizer(self.taught), "critics": optimizer(self.judging)}
-        self.told = torch.zeros(len(REPORTED), device=self.device)
-        self.mean = RunningMean(learner.network, lesson.mean)
+        self.reports = tuple(name for name in REPORTED if not (lesson.decoder_only and name in OF_THE_CODES))
+        self.told = torch.zeros(len(self.reports), device=self.device)
+        self.mean = RunningMean(network.decoder if lesson.decoder_only else network, lesson.mean)
         self.lap: Callable[[str], None] = lambda _: None
         self.records = on_card
         self._steps = 0
@@ -101,6 +125,7 @@ class Teacher:
     @torch.no_grad()
     def lay_out(self, batches: int = 16) -> None:
         """Lay out the codebooks by what the encoder makes of some sounds now."""
+        assert not self.lesson.decoder_only, "codes would no longer mean what they meant"
         latents = []
         with torch.compiler.set_stance("force_eager"):
             for _ in range(batches):
@@ -132,7 +157,7 @@ class Teacher:
         """The means of so many steps since it was last asked. This is where the host waits for the card."""
         means = (self.told / steps).tolist()
         self.told.zero_()
-        return dict(zip(REPORTED, means, strict=True))
+        return dict(zip(self.reports, means, strict=True))
 
     def _record(self, kind: Kind) -> None:
         """Some plain steps first, in which libraries choose their kernels and optimizers make room for their state."""
@@ -153,21 +178,15 @@ class Teacher:
         learner, lesson = self.learner, self.lesson
         batch = self.bank.draw(lesson.clips)
         self.lap("draw")
-        latent = self.latent(batch.waves)
-        self.lap("encode")
-        quantised = learner.quantiser(latent, batch.heard, self._depths())
-        self.lap("quantise")
-        letters = self._letters(quantised.first, batch) if kind.letters else latent.new_zeros(())
-        self.lap("letters")
-        true, latent = self._window(batch, quantised.latent)
+        true, latent, loss, reported = self._as_codes(batch) if lesson.decoder_only else self._encoded(batch, kind)
         with self._half():
             made = learner.network.decoder(latent)
         self.lap("decode")
+        true, made = self._compared(true, made)
         mel = learner.mel_distance(true, made)
         self.lap("mel distance")
-        loss = MEL * mel + lesson.letters * letters
-        loss = loss + lesson.pull * quantised.distance + lesson.pull_left * quantised.left
-        reported = {"mel": mel, "distance": quantised.distance, "left": quantised.left, "letters": letters}
+        reported |= {"mel": mel}
+        loss = MEL * mel if loss is None else MEL * mel + loss
         if kind.critics:
             # The first clips are as good as any: all are drawn by dice.
             some = made[: lesson.criticised]
@@ -185,7 +204,35 @@ class Teacher:
         self.mean.follow()
         self.lap("move weights")
         zero = self.told.new_zeros(())
-        self.told += torch.stack([reported.get(name, zero).detach().float() for name in REPORTED])
+        self.told += torch.stack([reported.get(name, zero).detach().float() for name in self.reports])
+
+    def _encoded(self, batch: Batch, kind: Kind) -> Heard:
+        """By an encoder and codebooks that learn on the way."""
+        lesson = self.lesson
+        latent = self.latent(batch.waves)
+        self.lap("encode")
+        quantised = self.learner.quantiser(latent, batch.heard, self._depths())
+        self.lap("quantise")
+        letters = self._letters(quantised.first, batch) if kind.letters else latent.new_zeros(())
+        self.lap("letters")
+        loss = lesson.letters * letters + lesson.pull * quantised.distance + lesson.pull_left * quantised.left
+        reported = {"distance": quantised.distance, "left": quantised.left, "letters": letters}
+        return Heard(*self._window(batch, quantised.latent), loss, reported)
+
+    def _as_codes(self, batch: Batch) -> Heard:
+        """By an encoder and codebooks that stay as they are: the very codes that a language model learns, in fp32.
+
+        Nothing here is learned, so that nothing is there to go back to. Only what is decoded is written down, always
+        by all codebooks: no language model leaves some of them out.
+        """
+        with exactly(self.device):
+            latent = self.learner.network.encoder(self.learner.network.hear(batch.waves))
+            self.lap("encode")
+            true, latent = self._window(batch, latent)
+            latent = self.learner.quantiser.rounded(latent)
+        self.lap("quantise")
+        # Copied, since what was made under `exactly` may take no part in a way back.
+        return Heard(true.clone(), latent.clone(), None, {})
 
     def _criticise(self, true: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Gradients for the critics, and the slope of their verdict at the made sound, from one pass."""
@@ -217,11 +264,29 @@ class Teacher:
         return torch.where(dice[0] < self.lesson.shallow, fewer, books)
 
     def _window(self, batch: Batch, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sound and the latents of the frames that are compared."""
-        frames = batch.window[:, None] + torch.arange(self.bank.window, device=self.device)
-        clips = torch.arange(len(frames), device=self.device)[:, None]
-        sound = batch.waves.reshape(len(frames), -1, self.bank.hop)[clips, frames].flatten(1)
-        return sound, latent[clips, frames]
+        """The sound and the latents of the frames that are decoded."""
+        sound = batch.waves.reshape(len(latent), -1, self.bank.hop)
+        cut = self._cut(sound, batch.window, self.bank.window)
+        return cut.flatten(1), self._cut(latent, batch.window, self.bank.window)
+
+    def _compared(self, true: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some frames of each clip, anywhere in what was decoded: mostly with all that the decoder sees around them, as
+        in a whole clip, now and then at an edge, as where a recording begins."""
+        frames = self.lesson.compared
+        if frames is None or frames == self.bank.window:
+            return true, made
+        spare = self.bank.window - frames
+        starts = (torch.rand(len(made), device=self.device) * (spare + 1)).long().clamp(max=spare)
+        shape = (len(made), self.bank.window, self.bank.hop)
+        return (
+            self._cut(true.reshape(shape), starts, frames).flatten(1),
+            self._cut(made.reshape(shape), starts, frames).flatten(1),
+        )
+
+    def _cut(self, clips: torch.Tensor, starts: torch.Tensor, frames: int) -> torch.Tensor:
+        """So many frames of (clips, frames, ...), from where each clip's begin."""
+        places = starts[:, None] + torch.arange(frames, device=self.device)
+        return clips[torch.arange(len(clips), device=self.device)[:, None], places]
 
     def _half(self) -> AbstractContextManager[Any]:
         # Without the cache of casts, which would outlive the recording of a graph.

@@ -10,13 +10,13 @@ import torch
 from codec_training.learner import Kind, Teacher
 
 STEPS = 10
-EVERYTHING = Kind(critics=True, letters=True)
 
 
 def profile(teacher: Teacher) -> None:
     """A table of the parts of a step, each waited for; then whole steps as training takes them; then the kernels."""
     teacher.rate.fill_(0.0)
     recording, teacher.records = teacher.records, False
+    everything = Kind(critics=True, letters=bool(teacher.lesson.letters))
     spent: defaultdict[str, float] = defaultdict(float)
     began = 0.0
 
@@ -33,7 +33,7 @@ def profile(teacher: Teacher) -> None:
             teacher.lap = lap
         _wait(teacher.device)
         began = time.perf_counter()
-        teacher._step(EVERYTHING)
+        teacher._step(everything)
     teacher.lap = lambda _: None
     whole = sum(spent.values())
     print(f"one step in parts, {1000 * whole / STEPS:.1f} ms")
@@ -46,7 +46,7 @@ def profile(teacher: Teacher) -> None:
         for critics in (False, True):
             print(f"recorded, {'with' if critics else 'without'} critics: {_rate(teacher, critics):.1f} a second")
         teacher.records = False
-        _kernels(teacher)
+        _kernels(teacher, everything)
         teacher.records = True
 
 
@@ -62,10 +62,10 @@ def _rate(teacher: Teacher, critics: bool) -> float:
     return steps / (time.perf_counter() - began)
 
 
-def _kernels(teacher: Teacher) -> None:
+def _kernels(teacher: Teacher, kind: Kind) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(3):
-            teacher._step(EVERYTHING)
+            teacher._step(kind)
         _wait(teacher.device)
     print(found.key_averages().table(sort_by="self_device_time_total", row_limit=30, max_name_column_width=90))
 

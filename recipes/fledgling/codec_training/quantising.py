@@ -93,6 +93,14 @@ class LearningQuantiser(nn.Module):
             torch.stack(codes, -1),
         )
 
+    def rounded(self, latent: torch.Tensor) -> torch.Tensor:
+        """What the codes of (..., latent) mean, with nothing learned: `decode` of `encode`, number by number."""
+        rest, total = latent, torch.zeros_like(latent)
+        for number, book in enumerate(self.quantiser.books):
+            entry = F.embedding(self.quantiser.nearest(rest, number), book)
+            rest, total = rest - entry, total + entry
+        return total
+
     def _somewhere(self, heard: torch.Tensor) -> torch.Tensor:
         """As many random places as a codebook has entries, of frames that hold sound as far as there are."""
         size, flat = self.counts.shape[1], heard.flatten()

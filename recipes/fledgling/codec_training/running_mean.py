@@ -3,7 +3,8 @@
 Critics push the weights to and fro as long as they learn. The mean of the last thousand steps stands in the middle, and
 is what others ship (HiFi-GAN's successors, diffusion models). Codebooks are averaged with the weights that they belong
 to. The mean begins anew whenever the codebooks are laid out, which is only in the first half of a training; single
-entries that are put elsewhere later take it along within a thousand steps.
+entries that are put elsewhere later take it along within a thousand steps. Where the decoder learns alone, the mean is
+of the decoder: what does not move would only be rounded.
 """
 
 from __future__ import annotations

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from myna.audio.files import replacing
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
+
+REQUIRED = ("id", "audio", "text", "speaker")
+KINDS = {"id": str, "audio": str, "text": str, "speaker": str, "language": str, "extras": dict}
 
 
 class SpanError(ValueError):
@@ -18,11 +21,10 @@ class SpanError(ValueError):
 
 def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
     """Write the lines whole or not at all. Audio inside the manifest's folder is stored relative to it."""
-    folder = path.parent.absolute()
+    stored, encoded = _Stored(path.parent.absolute()), json.JSONEncoder(ensure_ascii=False).encode
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for utterance in utterances:
-            line = utterance.to_json() | {"audio": _stored(utterance.audio, folder)}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.write(encoded(utterance.to_line(stored(utterance.audio))) + "\n")
 
 
 def read_manifest(path: Path) -> list[Utterance]:
@@ -30,15 +32,15 @@ def read_manifest(path: Path) -> list[Utterance]:
     return list(iterate_manifest(path))
 
 
-def iterate_manifest(path: Path) -> Iterator[Utterance]:
-    """The same, one by one: a manifest may be longer than memory."""
+def iterate_manifest(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[Utterance]:
+    """The same, one by one: a manifest may be longer than memory. Lines that are not `wanted` are not even read."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):
         raise no_manifest(path) from None
     with file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
+            if line.strip() and wanted(line):
                 try:
                     yield parse_line(json.loads(line.decode("utf-8-sig")), path.parent)
                 except UnicodeDecodeError as error:
@@ -55,21 +57,16 @@ def parse_line(line: Any, folder: Path) -> Utterance:
     """One manifest line as an utterance; a `ValueError` says what is wrong with it."""
     if not isinstance(line, dict):
         raise ValueError("the line is not a JSON object")
-    if missing := [key for key in ("id", "audio", "text", "speaker") if key not in line]:
-        raise ValueError(f"there is no `{missing[0]}`")
-    for key, kind in (
-        ("id", str),
-        ("audio", str),
-        ("text", str),
-        ("speaker", str),
-        ("language", str),
-        ("extras", dict),
-    ):
-        if not isinstance(line.get(key, kind()), kind):
+    for key in REQUIRED:
+        if key not in line:
+            raise ValueError(f"there is no `{key}`")
+    for key, kind in KINDS.items():
+        if key in line and not isinstance(line[key], kind):
             raise ValueError(f"`{key}` is {line[key]!r}, which is no {kind.__name__}")
-    references = line.get("extras", {}).get("references", [])
-    if not isinstance(references, list) or not all(isinstance(id, str) for id in references):
-        raise ValueError(f"`references` is {references!r}, not a list of ids")
+    if "extras" in line:
+        references = line["extras"].get("references", [])
+        if not isinstance(references, list) or not all(isinstance(id, str) for id in references):
+            raise ValueError(f"`references` is {references!r}, not a list of ids")
     if line.get("span") is not None:
         _check_span(line["span"])
     return Utterance.from_json(line, folder)
@@ -86,6 +83,21 @@ def _check_span(span: Any) -> None:
             raise SpanError(f"`span` is {span!r}; it wants start and end in seconds")
 
 
-def _stored(audio: Path, folder: Path) -> str:
-    audio = audio.resolve() if ".." in audio.parts else audio.absolute()
-    return (audio.relative_to(folder) if audio.is_relative_to(folder) else audio).as_posix()
+class _Stored:
+    """How the manifest of a folder names audio: relative to the folder inside it, absolute elsewhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inside, self._here = (f"{place.as_posix().rstrip('/')}/" for place in (folder, Path.cwd()))
+
+    def __call__(self, audio: Path) -> str:
+        """By spelling alone where that is enough: paths are most of the time that a long manifest takes."""
+        place = audio.as_posix()
+        if ".." in place or place == "." or audio.drive:
+            return self._followed(audio)
+        place = place if audio.is_absolute() else self._here + place
+        return place.removeprefix(self._inside) if place + "/" != self._inside else "."
+
+    def _followed(self, audio: Path) -> str:
+        audio = audio.resolve() if ".." in audio.parts else audio.absolute()
+        return (audio.relative_to(self._folder) if audio.is_relative_to(self._folder) else audio).as_posix()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,19 @@ class Utterance:
         return not self.extras.get("reference_only", False)
 
     def to_json(self) -> dict[str, Any]:
-        line = asdict(self) | {"audio": self.audio.as_posix()}
-        return {key: value for key, value in line.items() if value not in (None, {}, "") or key in ("text", "speaker")}
+        return self.to_line(self.audio.as_posix())
+
+    def to_line(self, audio: str) -> dict[str, Any]:
+        """The same with another name for the audio. Written out: `asdict` copies every path and every extra."""
+        line: dict[str, Any] = {"id": self.id} if self.id else {}
+        line |= {"audio": audio, "text": self.text, "speaker": self.speaker}
+        if self.language:
+            line["language"] = self.language
+        if self.span is not None:
+            line["span"] = {"start": self.span.start, "end": self.span.end}
+        if self.extras:
+            line["extras"] = self.extras
+        return line
 
     @classmethod
     def from_json(cls, line: dict[str, Any], folder: Path) -> Utterance:
