@@ -305,6 +305,20 @@ def test_one_codebook_may_waver(flight: Make) -> None:
         preflight.labels_align(losses, look)
 
 
+def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> None:
+    it = flight()
+    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Share())
+    losses = preflight.measure(look)
+    guesses = torch.tensor(losses.chance) * losses.tallies[1].counts
+    for k in losses.decisive[1:]:
+        losses.tallies[1].sums[k] = 1.5 * guesses[k]
+    assert losses.mean(1) > losses.guess
+    preflight.base_knows_something(losses, look)
+    losses.tallies[1].sums[losses.decisive[0]] = guesses[losses.decisive[0]]
+    with pytest.raises(TrainingError, match="no better than chance"):
+        preflight.base_knows_something(losses, look)
+
+
 def test_random_weights_that_should_speak_are_refused(birds: Path, flight: Make) -> None:
     told = flight("model", model={"source": str(birds / "model"), "pretrained": True}).refused()
     assert "no better than chance" in told and "4.19" in told and "--set model.pretrained=false" in told
