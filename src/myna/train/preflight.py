@@ -326,8 +326,8 @@ def task_is_not_solved(losses: Losses, look: Look) -> None:
 
 
 def base_knows_something(losses: Losses, look: Look) -> None:
-    """One codebook is enough. A small model that meets a voice unlike all it knows may be wrong about the last ones with
-    confidence, which weighs more in a mean than what it knows of the first."""
+    """One codebook is enough. A small model that meets a voice unlike all it knows may be wrong about the last ones
+    with confidence, which weighs more in a mean than what it knows of the first."""
     found = losses.per_stream(1)
     if all(found.get(losses.streams[k], math.inf) >= CHANCE * losses.chance[k] for k in losses.decisive):
         raise TrainingError(
