@@ -19,6 +19,7 @@ from pathlib import Path
 
 import soxr  # type: ignore[import-untyped]
 
+from corpus_making.channel import Channel
 from corpus_making.espeak import Espeak, Speaker
 from corpus_making.folder import SAMPLE_RATE, CorpusFolder
 from corpus_making.lines import Lines
@@ -42,6 +43,8 @@ class Asked:
     seed: int
     other: float
     """Share of Arabic speakers, and of Vietnamese ones."""
+    channels: bool = True
+    """Whether there are microphones, rooms and noise between speakers and files."""
 
     def names(self) -> list[str]:
         return [f"espeak{self.seed}-{number:05d}" for number in range(self.speakers)]
@@ -75,6 +78,7 @@ def _clips(asked: Asked, name: str, language: str) -> Iterator[tuple[str, Sample
     espeak, lines, dice = _espeak(), _lines(asked.texts), random.Random(f"{asked.seed}/clips/{name}")
     espeak.meet(Speaker.draw(name, language, asked.seed))
     level, wanted, said = speaker_level(name, asked.seed), asked.hours * 3600 / asked.speakers, set[str]()
+    channel = Channel.draw(name, asked.seed) if asked.channels else Channel()
     seconds, clips = 0.0, 0
     while seconds < wanted or clips < FEWEST_CLIPS:
         text = lines.draw(language, dice)
@@ -82,7 +86,7 @@ def _clips(asked: Asked, name: str, language: str) -> Iterator[tuple[str, Sample
             continue
         said.add(text)
         spoken = soxr.resample(espeak.say(text), espeak.sample_rate, SAMPLE_RATE, quality="HQ")
-        samples = at_level(trim(spoken, SAMPLE_RATE, dice), SAMPLE_RATE, level, dice)
+        samples = at_level(channel.record(trim(spoken, SAMPLE_RATE, dice)), SAMPLE_RATE, level, dice)
         if SHORTEST <= len(samples) / SAMPLE_RATE <= LONGEST:
             seconds, clips = seconds + len(samples) / SAMPLE_RATE, clips + 1
             yield text, samples
@@ -97,7 +101,10 @@ def _heaps(names: Sequence[str]) -> list[Sequence[str]]:
 
 
 def make(asked: Asked, out: Path, jobs: int) -> None:
-    CorpusFolder(out).begin(asdict(asked) | {"texts": Path(asked.texts).name})
+    settings = asdict(asked) | {"texts": Path(asked.texts).name}
+    if not asked.channels:
+        del settings["channels"]  # folders of before are clean, and go on so
+    CorpusFolder(out).begin(settings)
     names, began, seconds = asked.names(), time.monotonic(), 0.0
     for number, one in enumerate(done_by_survivors(partial(_make_some, asked, out), _heaps(names), jobs), start=1):
         seconds += one
@@ -117,8 +124,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--other", type=float, default=0.04, help="share of Arabic, and of Vietnamese speakers")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--clean", action="store_true", help="no microphones, rooms and noise")
     given = parser.parse_args()
-    asked = Asked(str(given.texts), given.hours, given.speakers, given.seed, given.other)
+    asked = Asked(str(given.texts), given.hours, given.speakers, given.seed, given.other, not given.clean)
     try:
         make(asked, given.out, given.jobs)
     except MynaError as error:

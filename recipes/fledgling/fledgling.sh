@@ -36,6 +36,7 @@ NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-6000}
 NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-} # after which what is made is enough: 165, or 60 for `decoder`
 NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
 NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without kernels of our own
+CHANNELS=${CHANNELS-yes}                 # microphones, rooms and noise for two speakers in three; CHANNELS= for none
 JOBS=${JOBS:-$(nproc)}
 NATURAL_JOBS=${NATURAL_JOBS:-10}
 ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
@@ -48,6 +49,8 @@ CARRY=${CARRY:-$DATA/carry}              # the loads that carry.py made
 RUNS=${RUNS:-runs}
 SET=${SET:-}                             # more settings for the language model: "--set train.learning_rate=1e-3"
 HERE=recipes/fledgling
+CLEAN=()
+[ -n "$CHANNELS" ] || CLEAN=(--clean)
 export PYTHONPATH=src:$DATA/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 say() { echo "[$(date +%T)] $*"; }
@@ -78,7 +81,7 @@ sounds() {
   local sources=() # natural speech that was made elsewhere; what is made here is shaped already, and its manifest has both
   for folder in "$CARRY"/*/natural; do [ ! -d "$folder" ] || sources+=("$folder"); done
   [ ${#sources[@]} = 0 ] ||
-    $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS"
+    $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS" "${CLEAN[@]}"
   natural_sounds
   wait $beside || { cat "$DATA/espeak.log"; return 1; }
   tail -n 2 "$DATA/espeak.log"
@@ -94,7 +97,7 @@ espeak() {
   local name=$1
   shift
   [ -e "$DATA/$name/manifest.jsonl" ] ||
-    $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/$name" --jobs "$ESPEAK_JOBS" "$@"
+    $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/$name" --jobs "$ESPEAK_JOBS" "${CLEAN[@]}" "$@"
 }
 
 natural_sounds() { # of another seed than what was made elsewhere, so that no two speakers have one name
@@ -102,7 +105,7 @@ natural_sounds() { # of another seed than what was made elsewhere, so that no tw
   [ -d "${weights[0]}" ] || { say "Kokoro was not carried: there is only the natural speech that was"; return 0; }
   [ -e "$DATA/natural_shaped/finished" ] && return 0
   # shellcheck disable=SC2086
-  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped --seed 2 \
+  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped "${CLEAN[@]}" --seed 2 \
     --jobs "$NATURAL_JOBS" --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" \
     --seconds "${NATURAL_SOUND_SECONDS:-165}" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
     >"$DATA/natural.log" 2>&1 || { tail -n 30 "$DATA/natural.log"; return 1; }

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
+from corpus_making.channel import CLEAN, has_clean_channel
 from corpus_making.folder import Line, lines_of, write_lines
 from myna.data.dice import name_of
 from myna.errors import MynaError
+from shape_natural import SEED
 
 ESPEAK_JUDGES = 200
 """Held-out clips of espeak in the evaluation."""
@@ -25,14 +28,21 @@ ALONE = b', "extras": {"references": []}'
 
 
 def mixed(natural: Path, espeak: Path | None, repeat: int, alone: float) -> Iterator[bytes]:
-    """Lines to learn from. A share `alone` of the natural ones has no reference: then the voice is the model's own."""
+    """Lines to learn from. A share `alone` of the natural ones has no reference: then the voice is the model's own, and
+    such lines are of speakers without a channel, since nobody asks for a telephone's."""
     for line in lines_of(natural / "train"):
+        share = alone / CLEAN if _is_clean(line.id.rpartition(b"-")[0]) else 0.0
         for number in range(repeat):
             id = b"%s~%d" % (line.id, number) if number else line.id
-            left_alone = name_of(f"alone {id.decode()}") < alone * 2**64
+            left_alone = name_of(f"alone {id.decode()}") < share * 2**64
             yield bytes(Line(id, line.audio, line.rest + ALONE if left_alone else line.rest))
     if espeak is not None:
         yield from map(bytes, lines_of(espeak / "train"))
+
+
+@cache
+def _is_clean(speaker: bytes) -> bool:
+    return has_clean_channel(speaker.decode(), SEED)
 
 
 def held_out(natural: Path, espeak: Path | None) -> Iterator[bytes]:
@@ -54,7 +64,9 @@ def main() -> None:
     parser.add_argument("--natural", type=Path, required=True, help="folder made by shape_natural.py")
     parser.add_argument("--espeak", type=Path, help="folder made by espeak_corpus.py; natural speech alone without")
     parser.add_argument("--repeat", type=int, default=1, help="how often a natural line comes in one epoch")
-    parser.add_argument("--alone", type=float, default=0.1, help="share of natural lines without a reference")
+    parser.add_argument(
+        "--alone", type=float, default=0.1, help="share of natural lines without a reference, 1/3 at most"
+    )
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     try:

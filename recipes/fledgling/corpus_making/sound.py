@@ -42,12 +42,17 @@ def speaker_level(speaker: str, seed: int) -> float:
 
 def at_level(samples: Samples, sample_rate: int, level: float, dice: random.Random) -> Samples:
     """So loud where there is speech; less where it would be clipped."""
-    speech = np.repeat(_loud(samples, sample_rate), round(WINDOW * sample_rate))[: len(samples)]
-    power = float(np.mean(np.square(samples[: len(speech)][speech], dtype=np.float64))) if speech.any() else 0.0
+    power = speech_power(samples, sample_rate)
     if power == 0:
         return samples
     gain = 10 ** ((level + dice.gauss(0, WAVERING)) / 20) / np.sqrt(power)
     return np.asarray(samples * min(gain, CEILING / float(np.abs(samples).max())), np.float32)
+
+
+def speech_power(samples: Samples, sample_rate: int) -> float:
+    """Mean square where there is speech; 0 where there is none."""
+    speech = np.repeat(_loud(samples, sample_rate), round(WINDOW * sample_rate))[: len(samples)]
+    return float(np.mean(np.square(samples[: len(speech)][speech], dtype=np.float64))) if speech.any() else 0.0
 
 
 def _loud(samples: Samples, sample_rate: int) -> npt.NDArray[np.bool_]:
