@@ -351,6 +351,11 @@ def test_only_held_out_speakers_have_reserved_voices() -> None:
     assert len(VOCABULARY) == 114 and VOCABULARY[" "] == 16 and VOCABULARY["ᵻ"] == 177
 
 
+def test_numbers_are_read_as_one() -> None:
+    said = kokoro.PUNCTUATION.split("In 1994, 123,456 birds; at 10:30, 3.5 of them.")
+    assert said[::2] == ["In 1994", "123,456 birds", "at 10:30", "3.5 of them", ""]
+
+
 def test_no_speaker_has_a_voice_of_the_demo_and_most_voices_are_english() -> None:
     voices = [*RESERVED, *DEMO_VOICES, "af_heart", "am_adam", "bf_alice", "jf_alpha", "em_alex", "zm_yunxi"]
     speakers = [kokoro.Speaker.draw(f"kokoro2-{number:04d}", voices, seed=2) for number in range(600)]

@@ -52,7 +52,8 @@ VOCABULARY = {
     for place, symbol in enumerate(symbols)
 }
 """Phonemes and their numbers, which run on within each string."""
-PUNCTUATION = re.compile(r"""(\s*[;:,.!?—…"“”()]+\s*)""")
+PUNCTUATION = re.compile(r"""(\s*(?:[;:,.!?—…"“”()](?!(?<=\d.)\d))+\s*)""")
+"""Between words; between two digits it belongs to a number, which espeak-ng reads as one."""
 REPAIRS = (("ʲ", "j"), ("r", "ɹ"), ("x", "k"), ("ɬ", "l"))
 
 
