@@ -27,7 +27,7 @@ import soxr  # type: ignore[import-untyped]
 from corpus_making.channel import Channel
 from corpus_making.folder import SAMPLE_RATE, CorpusFolder
 from corpus_making.held_out import is_held_out_line
-from corpus_making.sound import Samples, at_level, speaker_level, trim
+from corpus_making.sound import Samples, at_level, resized, speaker_level, speaker_size, trim
 from myna.errors import DataError, MynaError
 
 SEED = 0
@@ -120,10 +120,10 @@ def _said(wanted: Mapping[Path, set[int]]) -> dict[str, list[Said]]:
 def shaped(speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool) -> Iterator[tuple[str, Samples]]:
     """Texts and samples of one speaker, in the order in which they were said."""
     dice, level = random.Random(f"{SEED}/shape/{speaker}"), speaker_level(speaker, SEED)
-    channel = Channel.draw(speaker, SEED) if channels else Channel()
+    channel, size = (Channel.draw(speaker, SEED), speaker_size(speaker, SEED)) if channels else (Channel(), 1.0)
     for text, samples in clips:
         # Silence is found where nothing has filled it yet.
-        recorded = channel.record(trim(samples, SAMPLE_RATE, dice))
+        recorded = channel.record(trim(resized(samples, size), SAMPLE_RATE, dice))
         yield text, at_level(recorded, SAMPLE_RATE, level, dice)
 
 

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import numpy.typing as npt
+import soxr  # type: ignore[import-untyped]
 
 Samples = npt.NDArray[np.float32]
 
@@ -22,6 +23,8 @@ LOUDNESS = (-27.0, -16.0)
 WAVERING = 1.0
 """Decibels by which the level of one speaker's clips differs, as a standard deviation."""
 CEILING = 0.97
+RESIZED, SIZES = 0.5, (0.9, 1.12)
+"""The share of speakers who become smaller or larger than they were made, and by which factors."""
 
 
 def trim(samples: Samples, sample_rate: int, dice: random.Random) -> Samples:
@@ -38,6 +41,17 @@ def trim(samples: Samples, sample_rate: int, dice: random.Random) -> Samples:
 def speaker_level(speaker: str, seed: int) -> float:
     """How loud a speaker is, in decibels of full scale: the same in all clips, so that a reference tells it."""
     return random.Random(f"{seed}/level/{speaker}").uniform(*LOUDNESS)
+
+
+def speaker_size(speaker: str, seed: int) -> float:
+    """How much longer the way from throat to lips is than a synthesiser made it; many stay as they were made."""
+    dice = random.Random(f"{seed}/size/{speaker}")
+    return dice.uniform(*SIZES) if dice.random() < RESIZED else 1.0
+
+
+def resized(samples: Samples, size: float) -> Samples:
+    """Played more slowly where the speaker is larger: deeper, darker and longer, all by the same factor."""
+    return samples if size == 1.0 else np.asarray(soxr.resample(samples, 1.0, size, quality="MQ"), np.float32)
 
 
 def at_level(samples: Samples, sample_rate: int, level: float, dice: random.Random) -> Samples:
