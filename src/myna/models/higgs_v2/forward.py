@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +36,7 @@ def run_layer(layer: Any, stream: torch.Tensor, texts: int, attend: Attend) -> t
     """One decoder layer; the first `texts` rows of the stream are text, the rest audio."""
     attention = layer.self_attn
     text, audio = stream[:texts], stream[texts:]
-    x = torch.cat([normed(layer.input_layernorm, text), normed(layer.audio_input_layernorm, audio)])
+    x = torch.cat([layer.input_layernorm(text), layer.audio_input_layernorm(audio)])
     q, k, v = (
         projection(x).unflatten(-1, (-1, attention.head_dim))
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -45,16 +44,9 @@ def run_layer(layer: Any, stream: torch.Tensor, texts: int, attend: Attend) -> t
     attended = attention.o_proj(attend(attention.layer_idx, q, k, v).flatten(1))
     stream = stream + attended.to(stream.dtype)
     text, audio = stream[:texts], stream[texts:]
-    text = layer.mlp(normed(layer.post_attention_layernorm, text))
-    audio = layer.audio_mlp(normed(layer.audio_post_attention_layernorm, audio))
+    text = layer.mlp(layer.post_attention_layernorm(text))
+    audio = layer.audio_mlp(layer.audio_post_attention_layernorm(audio))
     return stream + torch.cat([text, audio]).to(stream.dtype)
-
-
-def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """What transformers' RMS norm makes of rows, in one pass over them, and in the type that the products behind it
-    take: autocast would have each of them make a copy of its own."""
-    rows = F.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.variance_epsilon)
-    return rows.to(torch.get_autocast_dtype("cuda")) if x.is_cuda and torch.is_autocast_enabled("cuda") else rows
 
 
 def reorder(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:

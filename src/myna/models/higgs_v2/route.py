@@ -63,8 +63,7 @@ class Route(NamedTuple):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """`look` for queries and keys that were not rotated yet."""
-        cos, sin = self.cos.to(v.dtype), self.sin.to(v.dtype)
-        return self.look(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.look(rotate(q, self.cos, self.sin).to(v.dtype), rotate(k, self.cos, self.sin).to(v.dtype), v)
 
     def look(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention inside each sequence; (positions, heads, head size) in sequence order."""
