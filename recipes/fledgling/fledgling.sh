@@ -29,10 +29,12 @@ CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in a
 CODEC_TOTAL=${CODEC_TOTAL:-}
 CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source that it reads: 15 hours and more, of all speakers
 CODEC_OPTIONS=${CODEC_OPTIONS:-}
-CODEC=${CODEC:-}                         # a codec that is there already: none is trained
+BEGIN_WITH=${BEGIN_WITH:-}               # a fledgling that goes on learning, with its codec; else an egg of random weights
+CODEC=${CODEC:-${BEGIN_WITH:+$BEGIN_WITH/codec}} # a codec that is there already: none is trained
 EGG_OPTIONS=${EGG_OPTIONS:-}
 NATURAL_HOURS=${NATURAL_HOURS:-200}      # of natural speech to make here, if Kokoro was carried
 NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-6000}
+NATURAL_SEED=${NATURAL_SEED:-2}          # of another seed than what was made elsewhere: no two speakers have one name
 NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-} # after which what is made is enough: 165, or 60 for `decoder`
 NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
 NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without kernels of our own
@@ -51,6 +53,8 @@ SET=${SET:-}                             # more settings for the language model:
 HERE=recipes/fledgling
 CLEAN=()
 [ -n "$CHANNELS" ] || CLEAN=(--clean)
+GOES_ON=() # what was learned before should not be thrown away by the first steps
+[ -z "$BEGIN_WITH" ] || GOES_ON=(--set model.pretrained=true --set train.learning_rate=1e-3)
 export PYTHONPATH=src:$DATA/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 say() { echo "[$(date +%T)] $*"; }
@@ -100,12 +104,12 @@ espeak() {
     $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/$name" --jobs "$ESPEAK_JOBS" "${CLEAN[@]}" "$@"
 }
 
-natural_sounds() { # of another seed than what was made elsewhere, so that no two speakers have one name
+natural_sounds() {
   local weights=("$CARRY"/*/kokoro)
   [ -d "${weights[0]}" ] || { say "Kokoro was not carried: there is only the natural speech that was"; return 0; }
   [ -e "$DATA/natural_shaped/finished" ] && return 0
   # shellcheck disable=SC2086
-  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped "${CLEAN[@]}" --seed 2 \
+  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped "${CLEAN[@]}" --seed "$NATURAL_SEED" \
     --jobs "$NATURAL_JOBS" --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" \
     --seconds "${NATURAL_SOUND_SECONDS:-165}" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
     >"$DATA/natural.log" 2>&1 || { tail -n 30 "$DATA/natural.log"; return 1; }
@@ -138,13 +142,22 @@ decoder() { # the two stages that it takes, with a clock and a folder of their o
 }
 
 encode() {
-  # shellcheck disable=SC2086
   # A codec that has learned more since is another codec, and wants another egg.
-  diff -rq "$RUNS/codec/codec" "$DATA/egg/codec" >/dev/null 2>&1 ||
-    { rm -rf "$DATA/egg"; $PYTHON $HERE/make_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/egg" $EGG_OPTIONS; }
+  diff -rq "$RUNS/codec/codec" "$DATA/egg/codec" >/dev/null 2>&1 || egg
   $PYTHON $HERE/mix.py --natural "$DATA/natural_shaped" --espeak "$DATA/espeak" --repeat "$REPEAT" --out "$DATA/mixed"
   $PYTHON $HERE/encode.py --model "$DATA/egg" --work "$DATA/codes" --jobs "$ENCODERS" \
     "$DATA/mixed/train=$DATA/prepared/train" "$DATA/mixed/held_out=$DATA/prepared/held_out"
+}
+
+egg() {
+  rm -rf "$DATA/egg"
+  if [ -n "$BEGIN_WITH" ]; then
+    diff -rq "$RUNS/codec/codec" "$BEGIN_WITH/codec" || { say "$BEGIN_WITH knows other codes than those of $CODEC"; return 1; }
+    cp -r "$BEGIN_WITH" "$DATA/egg"
+  else
+    # shellcheck disable=SC2086
+    $PYTHON $HERE/make_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/egg" $EGG_OPTIONS
+  fi
 }
 
 trial() {
@@ -152,7 +165,7 @@ trial() {
   # shellcheck disable=SC2086
   $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial" --set model.source="$DATA/egg" \
     --set data.train="$DATA/prepared/train" --set data.evaluation=null \
-    --set train.steps=60 --set train.warmup=10 $SET
+    --set train.steps=60 --set train.warmup=10 "${GOES_ON[@]}" $SET
 }
 
 learn() { # as many steps as fit, by the trial; cut by LIMIT, carried on by the next command
@@ -166,7 +179,7 @@ learn() { # as many steps as fit, by the trial; cut by LIMIT, carried on by the 
     # shellcheck disable=SC2086
     timeout --signal=TERM "$(left)" $PYTHON -m myna train $HERE/language_model.yaml --out "$run" \
       --set model.source="$DATA/egg" --set data.train="$DATA/prepared/train" \
-      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" $SET || cut $?
+      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" "${GOES_ON[@]}" $SET || cut $?
   fi
 }
 

@@ -70,3 +70,19 @@ def test_channels_may_be_left_out_of_all_corpora(tmp_path: Path) -> None:
 def test_the_manifest_of_all_natural_speech_is_written_last(tmp_path: Path) -> None:
     asked = [Path(words[0]).name for words in asked_for(tmp_path, "sounds") if "natural" in words[0]]
     assert asked == ["shape_natural.py", "natural_corpus.py"]
+
+
+def test_a_fledgling_goes_on_learning_with_the_codec_it_knows(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    (begun / "codec").mkdir(parents=True)
+    (begun / "codec" / "model.safetensors").write_text("codes")
+    (begun / "model.safetensors").write_text("weights")
+    asked = asked_for(tmp_path, "codec", "encode", "trial", BEGIN_WITH=str(begun))
+    assert [Path(words[0]).name for words in asked[:2]] == ["mix.py", "encode.py"], "no codec and no egg is made"
+    assert (tmp_path / "data" / "egg" / "model.safetensors").read_text() == "weights"
+    assert "model.pretrained=true" in asked[2]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_text("other codes")
+    with pytest.raises(AssertionError, match="knows other codes"):
+        asked_for(tmp_path, "codec", "encode", BEGIN_WITH=str(begun), CODEC=str(other), RUNS=str(tmp_path / "again"))
