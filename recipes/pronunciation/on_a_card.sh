@@ -6,6 +6,7 @@
 #   check      is everything there that the other stages import?
 #   corpus     learners who do not exist, on all cores
 #   prepare    a small model with random weights, and the features of all recordings
+#   hear       its ear learns to spell phones, for $HEARING seconds: teach_ear.py
 #   trial      sixty steps, to see how many fit into the time
 #   learn      the small model, until $BUDGET less $AFTER
 #   listen     it answers held-out learners who read held-out sentences
@@ -23,6 +24,7 @@ PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-570}           # seconds of `all`, from its start to its report: a command there may last 600
 AFTER=${AFTER:-60}              # of these, for listening and the report
 STARTING=${STARTING:-30}        # for training to open everything and to look at it before its first step
+HEARING=${HEARING:-120}         # for the ear alone
 SPEAKERS=${SPEAKERS:-2400}
 SENTENCES=${SENTENCES:-25}      # of each: some 60 hours
 HELD_OUT=${HELD_OUT:-0.04}      # share of the speakers
@@ -81,7 +83,12 @@ prepare() { # features cost little; to read and to check recordings costs more, 
     --device cpu "$DATA/imported/train=$DATA/prepared/train" "$DATA/imported/test=$DATA/prepared/test"
 }
 
-settings() { echo "--set model.source=$DATA/model --set data.train=$DATA/prepared/train $SET"; }
+hear() { # the model that goes on is written beside the one that has heard nothing
+  $PYTHON $HERE/teach_ear.py --model "$DATA/model" --data "$DATA/prepared/train" --held-out "$DATA/prepared/test" \
+    --out "$DATA/hearing" --seconds "$HEARING"
+}
+
+settings() { echo "--set model.source=$DATA/hearing --set data.train=$DATA/prepared/train $SET"; }
 
 trial() {
   rm -rf "$RUNS/trial"
@@ -132,6 +139,7 @@ listen() {
 
 report() {
   $PYTHON $HERE/report.py --run "$RUNS/run" --answers "$RUNS/answers.jsonl" --data "$DATA/prepared/test" \
+    --hearing "$DATA/hearing/hearing.json" \
     --true-size "$RUNS/true_size.json" --out "$RUNS/report"
   keep "$RUNS"/report/pronunciation.*
 }
@@ -150,6 +158,7 @@ all() {
   JOBS=$((JOBS > 3 ? JOBS - 2 : JOBS)) stage prepare
   wait $beside || say "the true size ended with $?"
   tail -n 3 "$RUNS/true_size.txt"
+  stage hear
   stage trial
   stage learn
   stage listen
@@ -170,7 +179,7 @@ trap 'keep "$RUNS/log.txt"' EXIT
 for stage in "$@"; do
   case $stage in
     all) all ;;
-    check | corpus | prepare | trial | learn | listen | report | true_size) stage "$stage" ;;
+    check | corpus | prepare | hear | trial | learn | listen | report | true_size) stage "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -1,7 +1,7 @@
 """What a small listener has learned of learners who do not exist, as numbers, a table and a curve.
 
 python recipes/pronunciation/report.py --run runs/learners/run --answers runs/learners/answers.jsonl \\
-    --data data/learners/prepared/test --out docs/benchmarks
+    --data data/learners/prepared/test --hearing data/learners/hearing/hearing.json --out docs/benchmarks
 python recipes/pronunciation/report.py --json pronunciation.json --true-size true_size.json --out docs/benchmarks
 
 The second makes page and curve again from numbers that came from elsewhere. `--true-size` adds what
@@ -35,8 +35,8 @@ most."""
 Tree = dict[str, Any]
 
 
-def measured(run: Path, answers: Path, data: Path) -> Tree:
-    """Everything that is known of a run."""
+def measured(run: Path, answers: Path, data: Path, hearing: Path | None) -> Tree:
+    """Everything that is known of a run, and of how its ear was taught before it, if it was."""
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     utterances = {one.id: one for one in read_manifest(data / "manifest.jsonl")}
     due = [Due.of(utterances[row["id"]]) for row in rows]
@@ -52,6 +52,7 @@ def measured(run: Path, answers: Path, data: Path) -> Tree:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+        "hearing": None if hearing is None else json.loads(hearing.read_text(encoding="utf-8")),
         "training": training(run),
         "held_out": {"speakers": len({one.speaker for one in utterances.values()}), "sentences": len(rows)},
         "ended_by_itself": sum(row["stopped"] for row in rows),
@@ -119,6 +120,7 @@ def page(facts: Tree, true_size: Tree | None) -> str:
         "do not exist ([how they are made](../guides/pronunciation.md#learners-who-do-not-exist)) and by nothing else:",
         f"{train['steps']:,} steps, {train['epochs']:.1f} epochs, {train['seconds']:.0f} s on one {facts['machine']}",
         f"({1000 * train['seconds_per_step']:.0f} ms a step, {train['heard_seconds_per_second']:,.0f} x real time).",
+        *_taught(facts["hearing"]),
         "",
         f"It answers {facts['held_out']['sentences']:,} held-out sentences of {facts['held_out']['speakers']} held-out",
         f"speakers; {unreadable} of these answers cannot be read, and count against it.",
@@ -155,6 +157,16 @@ def page(facts: Tree, true_size: Tree | None) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _taught(hearing: Tree | None) -> list[str]:
+    if hearing is None:
+        return []
+    last = hearing["curve"][-1]
+    return [
+        f"Before that its ear alone learned to spell phones (`teach_ear.py`): {last['steps']:,} steps in",
+        f"{last['seconds']:.0f} s, after which it spelt {hearing['phone_error_rate']:.1%} of held-out phones wrongly.",
+    ]
 
 
 def _number(figure: Tree) -> str:
@@ -202,6 +214,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="run folder of the small model")
     parser.add_argument("--answers", type=Path, help="what `myna listen` wrote")
     parser.add_argument("--data", type=Path, help="prepared folder of the held-out learners")
+    parser.add_argument("--hearing", type=Path, help="hearing.json of teach_ear.py, if the ear was taught first")
     parser.add_argument("--json", type=Path, help="numbers of another time, instead of these three")
     parser.add_argument("--true-size", type=Path, help="true_size.json, if it is there")
     parser.add_argument("--out", type=Path, required=True)
@@ -215,7 +228,7 @@ def main() -> None:
         elif None in (given.run, given.answers, given.data):
             parser.error("give --json, or --run with --answers and --data")
         else:
-            facts = measured(given.run, given.answers, given.data)
+            facts = measured(given.run, given.answers, given.data, given.hearing)
     except MynaError as error:
         sys.exit(f"{error.what}\n  → {error.hint}")
     write(given.out, facts, true_size)

@@ -53,7 +53,7 @@ def answers(data: Path, folder: Path, *, right: bool) -> Path:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_what_is_wanted_is_there_or_not(run: Path, data: Path, tmp_path: Path, right: bool) -> None:
-    facts = report.measured(run, answers(data, tmp_path, right=right), data)
+    facts = report.measured(run, answers(data, tmp_path, right=right), data, None)
     assert [good for _, good in report.verdicts(facts).values()] == [right] * 3
     assert facts["training"]["steps"] == 900 and facts["training"]["parameters"] > 10_000
     assert facts["held_out"] == {"speakers": 4, "sentences": 16}
@@ -61,7 +61,10 @@ def test_what_is_wanted_is_there_or_not(run: Path, data: Path, tmp_path: Path, r
 
 
 def test_page_and_curve_can_be_made_again_from_numbers(run: Path, data: Path, tmp_path: Path) -> None:
-    facts = report.measured(run, answers(data, tmp_path, right=True), data)
+    hearing = tmp_path / "hearing.json"
+    curve = [{"steps": 9, "seconds": 10.5, "loss": 3.0}, {"steps": 1234, "seconds": 61.0, "loss": 0.2}]
+    hearing.write_text(json.dumps({"curve": curve, "phone_error_rate": 0.054}))
+    facts = report.measured(run, answers(data, tmp_path, right=True), data, hearing)
     row = {"name": "as-planned", "recomputed_layers": 3, "seconds_per_step": 1.5, "peak_gib": 20.0, "skipped_steps": 1}
     row |= {"finite_gradients": 256, "adapters": 256}
     true_size = {"machine": "a card", "card_gib": 24.0, "old_system_seconds_per_step": 15.3, "rows": [row]}
@@ -71,7 +74,9 @@ def test_page_and_curve_can_be_made_again_from_numbers(run: Path, data: Path, tm
     for kind in ("json", "md", "svg"):
         one, two = ((tmp_path / name / f"pronunciation.{kind}").read_text() for name in ("one", "two"))
         assert one == two
-    assert "| as-planned | 3 | 1.50 | 20.0 | 1 | 256 of 256 |" in (tmp_path / "one" / "pronunciation.md").read_text()
+    told = (tmp_path / "one" / "pronunciation.md").read_text()
+    assert "| as-planned | 3 | 1.50 | 20.0 | 1 | 256 of 256 |" in told
+    assert "1,234 steps in\n61 s, after which it spelt 5.4% of held-out phones wrongly" in told
     assert len(again["training"]["losses"]) <= 460, "no more points than can be seen"
     drawn = ElementTree.fromstring((tmp_path / "one" / "pronunciation.svg").read_text())
     assert len(drawn.findall("{http://www.w3.org/2000/svg}circle")) == 2

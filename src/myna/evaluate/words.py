@@ -130,8 +130,8 @@ def _text(heard: Heard | str) -> str:
     return heard.text if isinstance(heard, Heard) else heard
 
 
-def edits(due: Sequence[str], heard: Sequence[str]) -> int:
-    """Words to change, add or drop."""
+def edits(due: Sequence[object], heard: Sequence[object]) -> int:
+    """Words, or whatever else is put in a row, to change, add or drop."""
     row = list(range(len(heard) + 1))
     for number, word in enumerate(due, start=1):
         above, row = row, [number]
