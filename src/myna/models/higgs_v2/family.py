@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,23 @@ from torch import nn
 from myna.data.codec import Codec
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
-from myna.models.base import AdaptTargets, Family, Rendered, Sampling, Spoken
+from myna.models.base import AdaptTargets, Rendered, Sampling, Spoken
 from myna.models.codecs import open_codec
-from myna.models.files import load_tokenizer
 from myna.models.higgs_v2 import adapt, checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.forward import HiggsObjective, core_of
 from myna.models.higgs_v2.generate import generate
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
+from myna.models.opened import OpenedFamily
 
 DEFAULT_CODEC = "eustlb/higgs-audio-v2-tokenizer"
 """The released codec as safetensors."""
 
 
-class HiggsV2(Family):
+class HiggsV2(OpenedFamily):
     name = "higgs_v2"
     model_types = ("higgs_audio_v2", "higgs_audio")
-
-    def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
-        self.source = source
-        self.config = config
-        self.folder = folder
-        self._codec = codec
 
     @classmethod
     def open(cls, source: str, folder: Path, codec: str | None = None) -> HiggsV2:
@@ -49,10 +43,6 @@ class HiggsV2(Family):
     def builtin(cls, name: str) -> HiggsV2:
         """A true-size configuration without weights or tokenizer, for arithmetic."""
         return cls(name, builtin_config(name), None)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self._checkpoint())
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -80,17 +70,9 @@ class HiggsV2(Family):
         config = self.config
         return (math.log(config.vocab_size), *[math.log(config.codebook_size)] * config.num_codebooks)
 
-    @property
-    def prompt_revision(self) -> str:
-        return self.renderer.revision
-
     @cached_property
     def sampling(self) -> Sampling:
         return Sampling() if self.folder is None else checkpoint.read_sampling(self.folder)
-
-    @property
-    def has_weights(self) -> bool:
-        return self.folder is not None
 
     def check_weights(self) -> str:
         return checkpoint.check_weights(self._checkpoint(), self.config)
@@ -126,19 +108,6 @@ class HiggsV2(Family):
         return self.renderer.render(
             conversation, supervise_text=supervise_text, supervise_all_audio=supervise_all_audio
         )
-
-    @cached_property
-    def text_revision(self) -> str:
-        return self.renderer.text_revision
-
-    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        return self.renderer.count_tokens(texts)
-
-    def length(self, conversation: Conversation) -> int:
-        return self.renderer.length(conversation)
-
-    def show_token(self, id: int) -> str:
-        return str(self.tokenizer.decode([id]))
 
     def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
         config = self.config
@@ -179,13 +148,6 @@ class HiggsV2(Family):
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         checkpoint.save_transformers(core_of(model), folder, self.tokenizer, self.sampling)
-
-    def _checkpoint(self) -> Path:
-        if self.folder is None:
-            raise ModelError(
-                f"{self.source} is a configuration without weights", hint="name a checkpoint: a folder or a hub name"
-            )
-        return self.folder
 
 
 def _codes(config: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from myna.data.answer_grammar import Grammar
 from myna.data.codec import Encoder
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
-from myna.models.base import AdaptTargets, Answered, Family, Rendered, core_of
+from myna.models.base import AdaptTargets, Answered, Rendered, core_of
 from myna.models.constrain import Constraint, Vocabulary
-from myna.models.files import load_tokenizer, resolve
+from myna.models.files import resolve
+from myna.models.opened import OpenedFamily
 from myna.models.phi4 import adapt, checkpoint
 from myna.models.phi4.batch import PhiBatch, collate
 from myna.models.phi4.builtin import builtin_config
@@ -32,16 +33,13 @@ FRAME_RATE = 100.0
 """Spectra a second."""
 
 
-class Phi4(Family):
+class Phi4(OpenedFamily):
     name = "phi4"
     model_types = ("phi4_multimodal",)
     listens = True
 
     def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
-        self.source = source
-        self.config = config
-        self.folder = folder
-        self._codec = codec
+        super().__init__(source, config, folder, codec)
         self._held: Constraint | None = None
 
     @classmethod
@@ -54,10 +52,6 @@ class Phi4(Family):
     def builtin(cls, name: str) -> Phi4:
         """A true-size configuration without weights or tokenizer, for arithmetic."""
         return cls(name, builtin_config(name), None)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self._checkpoint())
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -78,14 +72,6 @@ class Phi4(Family):
     @property
     def chance(self) -> tuple[float, ...]:
         return (math.log(self.config.vocab_size),)
-
-    @property
-    def prompt_revision(self) -> str:
-        return self.renderer.revision
-
-    @property
-    def has_weights(self) -> bool:
-        return self.folder is not None
 
     def check_weights(self) -> str:
         return checkpoint.check_weights(self._checkpoint(), self.config)
@@ -124,21 +110,8 @@ class Phi4(Family):
     ) -> Rendered:
         return self.renderer.render(conversation)
 
-    @cached_property
-    def text_revision(self) -> str:
-        return self.renderer.text_revision
-
-    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        return self.renderer.count_tokens(texts)
-
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         return self.renderer.positions(frames)
-
-    def length(self, conversation: Conversation) -> int:
-        return self.renderer.length(conversation)
-
-    def show_token(self, id: int) -> str:
-        return str(self.tokenizer.decode([id]))
 
     def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> PhiBatch:
         return collate(sequences, self.config.audio_config.input_size, offset)
@@ -178,10 +151,3 @@ class Phi4(Family):
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         checkpoint.save(core_of(model), folder, self.tokenizer, self._checkpoint())
-
-    def _checkpoint(self) -> Path:
-        if self.folder is None:
-            raise ModelError(
-                f"{self.source} is a configuration without weights", hint="name a checkpoint: a folder or a hub name"
-            )
-        return self.folder
