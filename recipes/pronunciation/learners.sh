@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# What Myna claims of pronunciation, measured on one machine with a card: bash recipes/pronunciation/on_a_card.sh STAGE...
+# What Myna claims of pronunciation, measured on one machine: bash recipes/pronunciation/learners.sh STAGE...
 #
-#   all        everything below in $BUDGET seconds, the true size while the corpus is made
+#   all        on a machine with a card: everything below in $BUDGET seconds, the true size while the corpus is made
+#   small      on any machine: all but the true size. Two cores took an hour and a half with
+#                BUDGET=5400 AFTER=300 HEARING=900 SPEAKERS=800 HELD_OUT=0.03 OMP_NUM_THREADS=2 \
+#                MODEL_SIZE="--hidden 256 --layers 4 --blocks 4 --channels 16" HEAR_OPTIONS="--spectra 6000" \
+#                SET="--set data.row_tokens=4096 --set data.workers=1 --set train.ema=0.99"
 #
 #   check      is everything there that the other stages import?
 #   corpus     learners who do not exist, on all cores
@@ -29,6 +33,7 @@ SPEAKERS=${SPEAKERS:-2400}
 SENTENCES=${SENTENCES:-25}      # of each: some 60 hours
 HELD_OUT=${HELD_OUT:-0.04}      # share of the speakers
 MODEL_SIZE=${MODEL_SIZE:-}      # options of make_small.py
+HEAR_OPTIONS=${HEAR_OPTIONS:-}  # of teach_ear.py
 TRIAL_STEPS=${TRIAL_STEPS:-60}
 TOGETHER=${TOGETHER:-192}       # recordings answered at once
 TRUE_SIZE=${TRUE_SIZE:-}        # options of benchmarks/pronunciation.py
@@ -84,8 +89,9 @@ prepare() { # features cost little; to read and to check recordings costs more, 
 }
 
 hear() { # the model that goes on is written beside the one that has heard nothing
+  # shellcheck disable=SC2086
   $PYTHON $HERE/teach_ear.py --model "$DATA/model" --data "$DATA/prepared/train" --held-out "$DATA/prepared/test" \
-    --out "$DATA/hearing" --seconds "$HEARING"
+    --out "$DATA/hearing" --seconds "$HEARING" $HEAR_OPTIONS
 }
 
 settings() { echo "--set model.source=$DATA/hearing --set data.train=$DATA/prepared/train $SET"; }
@@ -158,6 +164,13 @@ all() {
   JOBS=$((JOBS > 3 ? JOBS - 2 : JOBS)) stage prepare
   wait $beside || say "the true size ended with $?"
   tail -n 3 "$RUNS/true_size.txt"
+  small
+}
+
+small() {
+  stage check
+  stage corpus
+  stage prepare
   stage hear
   stage trial
   stage learn
@@ -178,7 +191,7 @@ exec > >(tee -a "$RUNS/log.txt") 2>&1
 trap 'keep "$RUNS/log.txt"' EXIT
 for stage in "$@"; do
   case $stage in
-    all) all ;;
+    all | small) $stage ;;
     check | corpus | prepare | hear | trial | learn | listen | report | true_size) stage "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac

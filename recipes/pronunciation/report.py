@@ -112,7 +112,7 @@ def page(facts: Tree, true_size: Tree | None) -> str:
     lines = [
         "# A listener of learners",
         "",
-        "Made by `recipes/pronunciation/on_a_card.sh`; the numbers are in [pronunciation.json](pronunciation.json).",
+        "Made by `recipes/pronunciation/learners.sh`; the numbers are in [pronunciation.json](pronunciation.json).",
         "",
         "## A small model, from random weights",
         "",

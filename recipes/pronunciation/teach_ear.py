@@ -39,7 +39,7 @@ from myna.models.phi4.hear import hear
 PARTS = 3
 """Into which the head divides a position: 80 ms of quick speech hold more than one phone."""
 SPECTRA = 40_000
-"""Of a batch at most, 400 s of sound with what fills it up."""
+"""Of a batch at most, 400 s of sound with what fills it up: much for a card, and too much for a few cores."""
 ROUND = 64
 """Spectra to which a batch is filled up: libraries choose their kernels anew for every length they have not met."""
 WARM_UP = 0.08
@@ -78,13 +78,13 @@ class Lessons:
             names,
         )
 
-    def batches(self, dice: torch.Generator | None) -> Iterator[list[int]]:
+    def batches(self, spectra: int, dice: torch.Generator | None) -> Iterator[list[int]]:
         """Clips of about one length together; in a random order, with other neighbours each time, if there are dice."""
         lengths = self.lengths.cpu().double()
         jitter = torch.rand(len(lengths), generator=dice, dtype=torch.double) if dice else torch.zeros(len(lengths))
         made: list[list[int]] = [[]]
         for clip in (lengths * (1 + 0.1 * jitter)).argsort().tolist():
-            if made[-1] and (len(made[-1]) + 1) * rounded(int(lengths[clip] * 1.1)) > SPECTRA:
+            if made[-1] and (len(made[-1]) + 1) * rounded(int(lengths[clip] * 1.1)) > spectra:
                 made.append([])
             made[-1].append(clip)
         order = torch.randperm(len(made), generator=dice).tolist() if dice else range(len(made))
@@ -128,7 +128,7 @@ def within(seconds: float) -> Callable[[int], float]:
 
 
 def teach(
-    speller: Speller, lessons: Lessons, share_gone: Callable[[int], float], rate: float, seed: int
+    speller: Speller, lessons: Lessons, share_gone: Callable[[int], float], *, spectra: int, rate: float, seed: int
 ) -> list[dict[str, float]]:
     """Until all is gone; what was told on the way."""
     device = lessons.features.device
@@ -137,7 +137,7 @@ def teach(
     began, steps, told = time.monotonic(), 0, [{"steps": 0.0, "seconds": 0.0, "loss": math.nan}]
     losses: list[torch.Tensor] = []
     while True:
-        for clips in lessons.batches(dice):
+        for clips in lessons.batches(spectra, dice):
             gone = share_gone(steps)
             if gone >= 1:
                 return told[1:]
@@ -173,7 +173,7 @@ def phone_errors(speller: Speller, lessons: Lessons) -> float:
     """Of the likeliest reading, against what was said."""
     wrong = 0
     speller.eval()
-    for clips in lessons.batches(None):
+    for clips in lessons.batches(SPECTRA, None):
         read, parts = speller(*lessons.side_by_side(clips))
         for clip, best, count in zip(clips, read.argmax(-1).tolist(), parts.tolist(), strict=True):
             row = best[:count]
@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, help="prepared folder of others, who are listened to at the end")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--spectra", type=int, default=SPECTRA, help="of a batch: 100 a second; 6000 suit a few cores")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -201,7 +202,9 @@ def main() -> None:
         model = family.load_model(dtype=torch.float32, device=device, text_head=True)
         lessons = Lessons.open(given.data, device)
         speller = Speller(core_of(model), len(lessons.names))
-        told: dict[str, Any] = {"curve": teach(speller, lessons, within(given.seconds), given.rate, given.seed)}
+        lasts = within(given.seconds)
+        curve = teach(speller, lessons, lasts, spectra=given.spectra, rate=given.rate, seed=given.seed)
+        told: dict[str, Any] = {"curve": curve}
         if given.held_out is not None:
             told["phone_error_rate"] = phone_errors(speller, Lessons.open(given.held_out, device, lessons.names))
             print(f"{told['phone_error_rate']:.1%} of held-out phones are wrong")

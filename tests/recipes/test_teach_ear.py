@@ -40,7 +40,7 @@ def test_lessons_are_the_phones_that_were_heard(prepared: Path) -> None:
 
 def test_clips_lie_side_by_side_as_they_are(prepared: Path) -> None:
     learned = lessons(prepared)
-    (clips,) = learned.batches(None)
+    (clips,) = learned.batches(teach_ear.SPECTRA, None)
     features, lengths = learned.side_by_side(clips)
     for clip, row, length in zip(clips, features, lengths.tolist(), strict=True):
         start = int(learned.starts[clip])
@@ -48,10 +48,9 @@ def test_clips_lie_side_by_side_as_they_are(prepared: Path) -> None:
         assert not row[length:].any()
 
 
-def test_every_clip_is_heard_once_a_round(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teach_ear, "SPECTRA", 300)
+def test_every_clip_is_heard_once_a_round(prepared: Path) -> None:
     learned = lessons(prepared)
-    rounds = [list(learned.batches(torch.Generator().manual_seed(seed))) for seed in (0, 1)]
+    rounds = [list(learned.batches(300, torch.Generator().manual_seed(seed))) for seed in (0, 1)]
     assert rounds[0] != rounds[1]
     for batches in rounds:
         assert len(batches) > 1 and sorted(clip for batch in batches for clip in batch) == list(range(16))
@@ -63,7 +62,7 @@ def test_an_ear_learns_to_spell(prepared: Path) -> None:
     learned = lessons(prepared)
     speller = teach_ear.Speller(core_of(model), len(learned.names))
     before = teach_ear.phone_errors(speller, learned)
-    teach_ear.teach(speller, learned, lambda steps: steps / STEPS, 5e-3, seed=0)
+    teach_ear.teach(speller, learned, lambda steps: steps / STEPS, spectra=teach_ear.SPECTRA, rate=5e-3, seed=0)
     assert before > 0.5 and teach_ear.phone_errors(speller, learned) == 0.0
 
 
