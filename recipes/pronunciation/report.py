@@ -46,7 +46,9 @@ def measured(run: Path, answers: Path, data: Path, hearing: Path | None) -> Tree
     cuda = torch.cuda.is_available()
     return {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "machine": torch.cuda.get_device_name()
+        if cuda
+        else f"{platform.machine()} ({torch.get_num_threads()} threads)",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -68,7 +70,7 @@ def training(run: Path) -> Tree:
     said = (run / "log.txt").read_text(encoding="utf-8").splitlines()
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "corpus": next((line for line in said if " targets, " in line), ""),
+        "corpus": next((line.partition(" from ")[0] for line in said if " targets, " in line), ""),
         "steps": steps[-1]["step"],
         "epochs": steps[-1]["epoch"],
         "seconds": sum(row["speed"]["seconds"] for row in steps),
