@@ -64,13 +64,30 @@ def test_a_line_is_marked_by_voice_and_letters(said: dict[str, Any], expected: f
 # The rule
 
 
-def test_the_highest_mark_is_the_best_and_the_earlier_of_two() -> None:
+def test_what_is_surely_better_is_the_best_and_the_earlier_of_two() -> None:
     base, first, second, third = verdicts(heard(0), heard(10, 0.05), heard(20, 0.1), heard(30, 0.08))
     best = pick([base, first, second, third])
     assert best is second and second.beats_base and first.beats_base and not base.beats_base
     assert second.gain.mean == pytest.approx(0.1, abs=0.01) and base.gain.n == 0
     assert pick([replace(second, step=40), second]) is second
     assert pick([base]) is None, "the untuned model is no checkpoint"
+
+
+def test_what_a_few_lines_decide_is_not_better() -> None:
+    """A later checkpoint has to be better on the same lines by more than one standard error of the difference."""
+    base, first = verdicts(heard(0), heard(10, 0.05))
+
+    def later(step: int, *more: float) -> Verdict:
+        """Better than the first by so much on its lines, taking turns."""
+        marks = {line: value + more[n % len(more)] for n, (line, value) in enumerate(first.marks.items())}
+        return replace(first, step=step, marks=marks)
+
+    lucky, steady = later(20, 0.1, -0.08), later(30, 0.03, 0.01)  # by 0.01 and 0.021, and by 0.02 and 0.002
+    assert not lucky.is_better_than(first) and steady.is_better_than(first) and not first.is_better_than(steady)
+    assert pick([base, first, lucky]) is first and pick([base, first, lucky, steady]) is steady
+    assert not first.is_better_than(first) and not replace(first, marks={}).is_better_than(first)
+    one_line = replace(first, marks={"line-3": 1.0})
+    assert one_line.is_better_than(first), "on the lines that both have said"
 
 
 def test_similarity_does_not_make_up_for_words() -> None:
@@ -97,6 +114,16 @@ def test_the_quality_that_is_asked_for_comes_before_what_the_base_has() -> None:
     assert quality_floor(rows, FLOORS) == 3.0 and quality_floor(rows, Floors(0.9, quality=3.4)) == 3.4
     _, poor = verdicts(heard(0), heard(10, 0.1, distillmos=3.3), floors=Floors(0.9, quality=3.4))
     assert "3.40 is asked for" in poor.faults[0]
+
+
+@pytest.mark.parametrize("floors", [FLOORS, Floors(0.9, quality=3.0)])
+def test_a_floor_that_a_few_lines_decide_is_kept(floors: Floors) -> None:
+    """A mean of 2.95 over lines from 2.45 to 3.45 is not surely below 3; the same mean of equal lines is."""
+    step, base = heard(10, 0.1), heard(0)
+    doubtful = [replace(one, distillmos=2.45 + (n % 2)) for n, one in enumerate(step.rows)]
+    certain = [replace(one, distillmos=2.95) for one in step.rows]
+    assert not judge_step(Listening(10, doubtful), base, floors).faults
+    assert "its DistillMOS is 2.95" in judge_step(Listening(10, certain), base, floors).faults[0]
 
 
 def test_what_forgets_is_not_the_best() -> None:

@@ -23,8 +23,9 @@ SHOWN = 6
 COLUMNS = ("wer", "similarity", "distillmos", "stop_rate")
 RULE = (
     "The mark of a line is how alike its voice is, less the share of its letters that was not understood; a "
-    "checkpoint has the mean over its lines. The best is the highest mark among those that find the end of enough "
-    "lines, sound good enough, and have not become worse at the lines of the guard."
+    "checkpoint has the mean over its lines. The first is the best until a later one is better on the same lines by "
+    "more than one standard error. Only those count that find the end of enough lines, sound good enough, and have not "
+    "become worse at the lines of the guard."
 )
 
 

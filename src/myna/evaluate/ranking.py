@@ -1,19 +1,20 @@
 """Which checkpoint is the best to hear: one rule, written down here, and for people in docs/guides/evaluate.md.
 
 The mark of a line is how alike its voice is, less the share of its letters that was not understood. The mark of a
-checkpoint is the mean over its lines. The best checkpoint is the one with the highest mark among those that
+checkpoint is the mean over its lines. The first checkpoint is the best until a later one has a higher mark, by more
+than one standard error of the difference on the same lines: what cannot be told apart is not worth more training,
+and a choice that hangs on the luck of a few lines would be another on other lines. Only those count that
 
 - find the end of enough lines by themselves,
-- do not sound worse than the quality that was asked for,
+- do not sound worse than the quality that was asked for, beyond the interval,
 - and are not worse than the untuned model, beyond the interval, on the lines of the guard.
-
-Of two with the same mark the earlier is the better one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import Any
 
 from myna.evaluate.columns import BY_KEY
@@ -61,11 +62,18 @@ class Verdict:
     """The same on the lines of the guard; without a guard nothing."""
     faults: tuple[str, ...]
     """Why it cannot be the best, in words; empty where it can."""
+    marks: Mapping[str, float]
+    """Of each line."""
     figures: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def may_be_best(self) -> bool:
         return not self.faults
+
+    def is_better_than(self, other: Verdict) -> bool:
+        """By more than one standard error of the difference, on the lines that both have said."""
+        both = [value - other.marks[line] for line, value in self.marks.items() if line in other.marks]
+        return bool(both) and fmean(both) > (stdev(both) / len(both) ** 0.5 if len(both) > 1 else 0.0)
 
     @property
     def beats_base(self) -> bool:
@@ -97,21 +105,25 @@ def judge_step(heard: Listening, base: Listening, floors: Floors) -> Verdict:
     """A checkpoint beside the untuned model, which is judged by this too."""
     figures = {key: _mean(key, heard.rows) for key in TOLD}
     change = _gain(heard.guard, base.guard)
-    faults = [*_floors(figures, base, floors), *_forgotten(heard, base, change)]
+    faults = [*_floors(heard, figures, base, floors), *_forgotten(heard, base, change)]
     return Verdict(
         step=heard.step,
         mark=estimate([mark(row) for row in heard.rows]),
         gain=_gain(heard.rows, base.rows) if heard.step != base.step else Estimate(),
         guard_change=change if heard.step != base.step else Estimate(),
         faults=tuple(faults),
+        marks={row.id: mark(row).above for row in heard.rows},
         figures=figures,
     )
 
 
 def pick(verdicts: Iterable[Verdict]) -> Verdict | None:
     """The best of them, or None where none may be. The untuned model is no checkpoint."""
-    allowed = [one for one in verdicts if one.step > 0 and one.may_be_best and one.mark.mean is not None]
-    return max(allowed, key=lambda one: (one.mark.mean or 0.0, -one.step), default=None)
+    best: Verdict | None = None
+    for one in sorted(verdicts, key=lambda one: one.step):
+        if one.step > 0 and one.may_be_best and (best is None or one.is_better_than(best)):
+            best = one
+    return best
 
 
 def quality_floor(base: Sequence[Row], floors: Floors) -> float | None:
@@ -122,7 +134,7 @@ def quality_floor(base: Sequence[Row], floors: Floors) -> float | None:
     return untuned - QUALITY_MAY_FALL if untuned is not None else None
 
 
-def _floors(figures: Mapping[str, float | None], base: Listening, floors: Floors) -> list[str]:
+def _floors(heard: Listening, figures: Mapping[str, float | None], base: Listening, floors: Floors) -> list[str]:
     found = []
     stops, quality, lowest = figures["stop_rate"], figures["distillmos"], quality_floor(base.rows, floors)
     if (stops or 0.0) < floors.stop_rate:
@@ -130,9 +142,18 @@ def _floors(figures: Mapping[str, float | None], base: Listening, floors: Floors
     if quality is None:
         # Every line was silent, or was broken off before there was anything to hear.
         found.append("there is nothing to hear of it")
-    elif lowest is not None and quality < lowest:
+    elif lowest is not None and _surely_below(lowest, heard, base, floors):
         found.append(f"its DistillMOS is {quality:.2f}, and {lowest:.2f} is asked for")
     return found
+
+
+def _surely_below(lowest: float, heard: Listening, base: Listening, floors: Floors) -> bool:
+    """Beyond the interval: of the quality, or of how far it fell on the same lines where that is what counts."""
+    if floors.quality is None:
+        fallen = _change("distillmos", heard.rows, base.rows)
+        return fallen.high is not None and fallen.high < -QUALITY_MAY_FALL
+    quality = _estimate("distillmos", heard.rows)
+    return quality.high is not None and quality.high < lowest
 
 
 def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]:
@@ -147,8 +168,12 @@ def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]
     return found
 
 
+def _estimate(key: str, rows: Sequence[Row]) -> Estimate:
+    return estimate([part for row in rows if (part := BY_KEY[key].part(row)) is not None])
+
+
 def _mean(key: str, rows: Sequence[Row]) -> float | None:
-    return estimate([part for row in rows if (part := BY_KEY[key].part(row)) is not None]).mean
+    return _estimate(key, rows).mean
 
 
 def _gain(rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
