@@ -188,6 +188,10 @@ def speak(
     ] = None,
     run: Annotated[Path | None, typer.Option("--run", help="Run folder whose voice to use.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
+    strength: Annotated[
+        float,
+        typer.Option("--strength", min=0.0, help="Share of what the run's LoRA learned: less keeps more of the old."),
+    ] = 1.0,
     codec: CodecOption = None,
     scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
     temperature: Annotated[
@@ -221,7 +225,7 @@ def speak(
         raise SpeakError(
             f"{len(voices)} --voice but {len(voice_texts)} --voice-text", hint="say what is spoken in each recording"
         )
-    engine = open_engine(run=run, model=model, codec=codec, device=device)
+    engine = open_engine(run=run, model=model, codec=codec, device=device, strength=strength)
     line = Line(text, tuple(engine.voice(*pair) for pair in zip(voices, voice_texts, strict=True)), scene, id=text)
     asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     said = {name: value for name, value in asked.items() if value is not None}
@@ -411,11 +415,16 @@ def demo(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting of the recipe, e.g. train.steps=30; repeatable.")
     ] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option("--strength", min=0.0, help="Share of what is learned to speak with; if not given, by the model."),
+    ] = None,
 ) -> None:
     """A voice before and after: recordings, codes, speech, a LoRA, speech again, and a page to compare them."""
     from myna.demo.way import MODEL, Asked, run_demo
 
-    run_demo(Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ())), console)
+    asked = Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ()), strength)
+    run_demo(asked, console)
 
 
 @model_app.command()

@@ -142,9 +142,11 @@ def _set(settings: list[str] | None) -> list[str]:
     return [f"--set={setting}" for setting in settings or []]
 
 
-def open_engine(*, run: Path | None, model: str | None, codec: str | None, device: str) -> Engine:
-    """The engine for a run or for an untuned model."""
-    opened = _open_model(run, model, codec, device)
+def open_engine(
+    *, run: Path | None, model: str | None, codec: str | None, device: str, strength: float = 1.0
+) -> Engine:
+    """The engine for a run or for an untuned model; for a run by so much of what its LoRA has learned."""
+    opened = _open_model(run, model, codec, device, strength)
     coder = opened.family.load_codec(device=opened.device)
     if opened.run is None:
         return Engine(opened.family, opened.weights, coder)
@@ -207,9 +209,11 @@ class _Opened(NamedTuple):
     device: torch.device
 
 
-def _open_model(run: Path | None, model: str | None, codec: str | None, device: str) -> _Opened:
+def _open_model(run: Path | None, model: str | None, codec: str | None, device: str, strength: float = 1.0) -> _Opened:
     if (run is None) == (model is None):
         raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
+    if run is None and strength != 1.0:
+        raise SpeakError("--strength is of what a run has learned", hint="give --run, or leave it out")
     target = pick_device(device)
     dtype = decide("auto", target).frozen
     if run is None:
@@ -219,11 +223,13 @@ def _open_model(run: Path | None, model: str | None, codec: str | None, device: 
     settings = tuned.recipe.model
     family = open_family(settings.source, revision=settings.revision, codec=codec or settings.codec)
     if tuned.model.is_dir():
+        if strength != 1.0:
+            raise SpeakError(f"{run} was trained in full, and has no LoRA", hint="leave out --strength")
         # Full training saves the model and not its codec, which is the base's still.
         family = open_family(str(tuned.model), codec=family.codec_source)
     weights = family.load_model(dtype=dtype, device=target, text_head=tuned.recipe.needs_text_head)
     if not tuned.model.is_dir():
-        weights = merge(load_adapter(weights, tuned.adapter))
+        weights = merge(load_adapter(weights, tuned.adapter), strength)
     return _Opened(family, weights, tuned, target)
 
 

@@ -298,12 +298,18 @@ def test_the_command_takes_what_it_says(nest: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("myna.demo.way.run_demo", lambda asked, _console: caught.append(asked))
     words = ["demo", "--out", str(tmp_path), "--voice", "mine", "--model", str(nest / "model"), "--seed", "3"]
     words += ["--recogniser", "base", "--language", "vi", "--format", "ljspeech", "--set", "train.steps=2"]
+    words += ["--strength", "0.7"]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     model = str(nest / "model")
-    assert caught == [Asked(tmp_path, "mine", "ljspeech", "vi", model, 3, "base", ("train.steps=2",))]
+    assert caught == [Asked(tmp_path, "mine", "ljspeech", "vi", model, 3, "base", ("train.steps=2",), 0.7)]
     CliRunner().invoke(app, ["demo"], catch_exceptions=False)
     assert caught[1] == Asked(Path("demo"), model="fledgling")
+
+
+def test_only_fledgling_speaks_with_a_share_of_what_it_learned(tmp_path: Path) -> None:
+    assert Asked(tmp_path).applied < 1 == Asked(tmp_path, model="another").applied
+    assert Asked(tmp_path, strength=0.7).applied == Asked(tmp_path, model="another", strength=0.7).applied == 0.7
 
 
 def test_the_seed_is_that_of_the_training_too(tmp_path: Path) -> None:
@@ -314,5 +320,8 @@ def test_the_bundled_voice_goes_through_with_fledgling(tmp_path: Path, monkeypat
     """Two steps and no ears: that the parts fit, not how it sounds."""
     take_ears(monkeypatch)
     quick = ("train.steps=2", "train.evaluate_every=2", "train.rows_per_step=1", "train.warmup=1")
-    run_demo(Asked(tmp_path / "demo", settings=quick), Console(quiet=True))
-    assert (tmp_path / "demo" / "report.html").is_file()
+    asked = Asked(tmp_path / "demo", settings=quick)
+    run_demo(asked, Console(quiet=True))
+    page = Reader((tmp_path / "demo" / "report.html").read_text(encoding="utf-8")).text
+    assert f"the training alone, {asked.applied:.0%} of it" in page and f"--strength {asked.applied:g}" in page
+    assert json.loads((tmp_path / "demo" / "scores.json").read_text(encoding="utf-8"))["strength"] == asked.applied

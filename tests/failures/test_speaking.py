@@ -13,7 +13,7 @@ from myna.audio.clip import read
 from myna.data.conversation import Reference
 from myna.data.corpus import Corpus
 from myna.data.loader import Share
-from myna.errors import AudioError, DataError, ModelError, TrainingError
+from myna.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
 from myna.models.base import IGNORED, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
@@ -150,6 +150,25 @@ def test_row_25_a_run_remembers_where_its_references_stood(house: Path, tmp_path
     recipe = make_recipe(house, data={"reference_place": "system"}, train={"steps": 1, "learning_rate": 1e-2})
     run, _ = learn(recipe, tmp_path / "run")
     assert open_engine(run=run.folder, model=None, codec=None, device="cpu").place == "system"
+
+
+def test_less_of_what_was_learned_can_be_spoken_with(taught: Run, engine: Engine, house: Path) -> None:
+    def opened(strength: float) -> Engine:
+        return open_engine(run=taught.folder, model=None, codec=None, device="cpu", strength=strength)
+
+    untuned = Engine(engine.family, load(engine.family), engine.codec, engine.place)
+    none, some, whole = (say(one, house, "robin", "you").codes.tolist() for one in map(opened, (0.0, 0.5, 1.0)))
+    assert none == say(untuned, house, "robin", "you").codes.tolist()
+    assert whole == say(engine, house, "robin", "you").codes.tolist() and some != whole
+
+
+def test_strength_is_refused_where_nothing_could_follow_it(house: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(house, adapt={"mode": "full"}, train={"steps": 1})
+    run, _ = learn(recipe, tmp_path / "run")
+    with pytest.raises(SpeakError, match="was trained in full"):
+        open_engine(run=run.folder, model=None, codec=None, device="cpu", strength=0.5)
+    with pytest.raises(SpeakError, match="of what a run has learned"):
+        open_engine(run=None, model=str(house / "model"), codec=None, device="cpu", strength=0.5)
 
 
 def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:

@@ -138,6 +138,21 @@ def test_merged_it_says_the_same(kind: str) -> None:
     torch.testing.assert_close(logits_of(merged), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["lora", "lora_with_heads"])
+def test_a_share_of_what_was_learned_lies_between_both(kind: str) -> None:
+    base, whole = make_model().state_dict(), merge(train(adapted(kind))).state_dict()
+    for strength in (0.0, 0.25, 1.0):
+        merged = merge(train(adapted(kind)), strength).state_dict()
+        for name, weight in merged.items():
+            torch.testing.assert_close(weight, torch.lerp(base[name], whole[name], strength), atol=1e-6, rtol=1e-5)
+    assert any(not torch.equal(base[name], whole[name]) for name in base)
+
+
+def test_a_dora_has_no_share() -> None:
+    with pytest.raises(ModelError, match="applied as a whole"):
+        merge(train(adapted("dora")), 0.5)
+
+
 @pytest.mark.parametrize("kind", ["lora_with_heads", "dora_with_heads"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_trainables_are_fp32_on_a_half_precision_base(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class Told:
     asked_voice: str | None
     """None for the voice that comes with Myna."""
     model: str
+    strength: float
+    """Share of what was learned with which the tuned model speaks."""
     voice: Voice
     sounds: Sounds
     stopped: Mapping[str, Sequence[bool]]
@@ -79,7 +81,7 @@ class Told:
 
     def to_json(self) -> dict[str, Any]:
         ended = {name: sum(stopped) for name, stopped in self.stopped.items()}
-        about = {"model": self.model, "speaker": self.voice.speaker, "lines": self.texts}
+        about = {"model": self.model, "strength": self.strength, "speaker": self.voice.speaker, "lines": self.texts}
         return about | self.scores.to_json() | {"ended_by_itself": ended, "seconds": dict(self.seconds)}
 
     def _score_row(self, name: str) -> list[Cell]:
@@ -123,7 +125,7 @@ def page(told: Told) -> str:
             f"{told.model} had never heard {voice.speaker}. It was given {len(voice.train)} clips, "
             f"{_minutes(voice.seconds)} in all, and learned a LoRA from them on this machine's processor. The lines "
             "below were kept from it. All of them are spoken with the same clip as a reference, so what differs "
-            "between before and after is the training alone.",
+            f"between before and after is the training alone{_share(told.strength)}.",
             class_="lead",
         ),
         _figures(told),
@@ -232,6 +234,12 @@ def _losses(told: Told) -> Markup:
     return plot(curves, title="Loss while training", across="optimizer step", upwards="loss")
 
 
+def _share(strength: float) -> str:
+    if strength == 1.0:
+        return ""
+    return f", {strength:.0%} of it: with more the voice is more alike, and more words are lost"
+
+
 def _next(told: Told) -> Markup:
     out = told.out
     reference = (
@@ -243,7 +251,11 @@ def _next(told: Told) -> Markup:
             element("p", "The same with your own recordings, each beside a text file of the same name:"),
             element("pre", "myna demo --voice FOLDER --out demo-mine"),
             element("p", "Say something else in this voice:"),
-            element("pre", f'myna speak "Good morning." --run {run} \\\n  {reference} \\\n  --out good-morning.wav'),
+            element(
+                "pre",
+                f'myna speak "Good morning." --run {run} --strength {told.strength:g} \\\n  {reference} \\\n'
+                "  --out good-morning.wav",
+            ),
             element("p", "Train for longer, or otherwise; every setting of the recipe may be changed:"),
             element(
                 "pre",

@@ -40,6 +40,9 @@ from myna.speak.engine import Line
 from myna.train.memory import peak
 
 MODEL = "fledgling"
+STRENGTHS = {MODEL: 0.2}
+"""Of what a LoRA has learned, by model; others speak with all of it. A small model that takes on the whole of a far
+voice loses words with it; a fifth brings half of the likeness, and the words stay: docs/decisions/0011-fledgling.md."""
 DEVICE = "cpu"
 THREADS = 1
 """Two would save a third of the training on an idle machine, and lose tenfold on a busy one: so small are the pieces of
@@ -69,6 +72,12 @@ class Asked:
     """A Whisper's folder or name, to count wrong words with."""
     settings: tuple[str, ...] = ()
     """Changes to the recipe, as `--set` takes them."""
+    strength: float | None = None
+    """Share of what was learned with which the tuned model speaks; None for what suits the model."""
+
+    @property
+    def applied(self) -> float:
+        return STRENGTHS.get(self.model, 1.0) if self.strength is None else self.strength
 
 
 @dataclass(slots=True)
@@ -106,13 +115,12 @@ def recipe(asked: Asked) -> dict[str, Any]:
             "evaluation": str(asked.out / "prepared" / "held_out"),
             "row_tokens": 1024,
         },
-        # A voice is little to learn: a rank of 2 came as near to it as 16, in fewer steps, and lost no more words.
-        "adapt": {"rank": 2, "alpha": 4},
+        "adapt": {"rank": 8, "alpha": 16},
         "loss": {"codebook_weights": "1/k"},
         "train": {
             "steps": 60,
             "rows_per_step": 2,
-            "learning_rate": 1e-3,
+            "learning_rate": 2e-3,
             "warmup": 10,
             "evaluate_every": 20,
             "early_stopping": 3,
@@ -159,6 +167,7 @@ def run_demo(asked: Asked, console: Console) -> Scores:
     told = Told(
         asked_voice=asked.voice,
         model=asked.model,
+        strength=asked.applied,
         voice=voice,
         sounds=sounds,
         stopped={BEFORE: before.stopped, AFTER: after.stopped},
@@ -204,8 +213,9 @@ def _voice(asked: Asked, console: Console) -> Voice:
 
 def _speak(asked: Asked, voice: Voice, name: str) -> Spoken:
     """All lines at once, which takes hardly longer than one, and with the same reference."""
-    run, model = (asked.out / "run", None) if name == AFTER else (None, asked.model)
-    engine = workflow.open_engine(run=run, model=model, codec=None, device=DEVICE)
+    tuned = name == AFTER
+    run, model, strength = (asked.out / "run", None, asked.applied) if tuned else (None, asked.model, 1.0)
+    engine = workflow.open_engine(run=run, model=model, codec=None, device=DEVICE, strength=strength)
     codec = engine.codec
     recording = asked.out / REFERENCE_NAME
     write(recording, samples_of(voice.reference, codec.sample_rate), codec.sample_rate)

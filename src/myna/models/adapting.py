@@ -197,8 +197,9 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     return wrapped.eval()
 
 
-def merge(model: nn.Module) -> nn.Module:
-    """Fold the adapter into the model, which comes back unwrapped and in its own dtype."""
+def merge(model: nn.Module, strength: float = 1.0) -> nn.Module:
+    """Fold the adapter into the model, which comes back unwrapped and in its own dtype. `strength` is the share of what
+    was learned that is folded in: less than 1 lies between the model as it was and as it was tuned."""
     if not isinstance(model, PeftModel):
         raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
     for module in model.modules():
@@ -206,7 +207,13 @@ def merge(model: nn.Module) -> nn.Module:
             for copy, original in zip(
                 module.modules_to_save[_ADAPTER].parameters(), module.original_module.parameters(), strict=True
             ):
-                copy.data = copy.data.to(original.dtype)
+                copy.data = torch.lerp(original.float(), copy.float(), strength).to(original.dtype)
+        elif isinstance(module, LoraLayer) and strength != 1.0:
+            if _ADAPTER in module.lora_magnitude_vector:
+                raise ModelError(
+                    "a DoRA has magnitudes of its own, and is applied as a whole", hint="leave out --strength"
+                )
+            module.scaling[_ADAPTER] *= strength
     try:
         merged: nn.Module = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
