@@ -139,7 +139,7 @@ class Panel:
         best = course.best.step if course.best is not None else None
         verdict = next(one for one in course.verdicts if one.step == step)
         samples = [_sample(row, folder, codec.sample_rate) for row in rows[:TRACKED] if row.sound]
-        return Heard(verdict.row(best), best == step, samples)
+        return Heard(verdict.row(best), best == step, course.goes_up, samples)
 
     def conclude(self) -> Sequence[str]:
         return [*conclusion(self.course), f"hear it all: {self.folder / 'report.html'}"]

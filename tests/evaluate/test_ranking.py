@@ -136,6 +136,14 @@ def test_what_forgets_is_not_the_best() -> None:
     assert any("finds the end of 100% fewer of the guard's lines" in fault for fault in told)
 
 
+def test_it_may_go_up_without_being_better() -> None:
+    def course(*gains: float) -> Course:
+        return Course("run", [heard(10 * n, gain) for n, gain in enumerate((0.0, *gains))], FLOORS)
+
+    assert course(0.05, 0.0505).goes_up and course(0.05).goes_up and not course(0.05, 0.02).goes_up
+    assert not Course("run", [heard(0), heard(10, 0.05), heard(20, 0.1, stopped=False)], FLOORS).goes_up
+
+
 # In words
 
 

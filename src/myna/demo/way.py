@@ -122,6 +122,7 @@ def recipe(asked: Asked) -> dict[str, Any]:
             "rows_per_step": 2,
             "learning_rate": 2e-3,
             "warmup": 10,
+            "ema": 0.95,
             "evaluate_every": 20,
             "early_stopping": 3,
             "device": DEVICE,

@@ -47,6 +47,13 @@ class Course:
     def best(self) -> Verdict | None:
         return pick(self.verdicts)
 
+    @property
+    def goes_up(self) -> bool:
+        """Whether the latest that may be the best has a higher mark than those before it, be it sure or not."""
+        *before, latest = self.verdicts
+        known = [one.mark.mean or 0.0 for one in before if one.step > 0 and one.may_be_best]
+        return latest.may_be_best and (latest.mark.mean or 0.0) > max(known, default=-1.0)
+
 
 def conclusion(course: Course) -> list[str]:
     """What a person should know at the end: which step is the best, whether it was worth it, and why if not."""

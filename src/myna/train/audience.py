@@ -1,7 +1,8 @@
 """Whoever hears the model while it learns, and how they are given it to hear.
 
-The loop knows no ears. It is handed an `Audience` from above, has it hear the model as it stands, and learns one thing:
-whether this was the best so far. Listening leaves no trace in what is learned, not even in the dice.
+The loop knows no ears. It is handed an `Audience` from above, has it hear the model as it stands, and learns two
+things: whether this is the best now, and whether it may still become better. Listening leaves no trace in what is
+learned, not even in the dice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Heard(NamedTuple):
     row: dict[str, Any]
     """For metrics.jsonl and the trackers; nothing of the clock."""
     is_best: bool
-    """Better than everything that was heard before it, and allowed to be the best."""
+    """Better than what was the best before it, and allowed to be."""
+    goes_up: bool = False
+    """Higher than everything that was heard before it, though perhaps by chance: worth some more patience."""
     samples: Sequence[Sample] = ()
 
 
@@ -78,8 +81,8 @@ def let_hear(student: Student, audience: Audience | None, step: int) -> Heard:
                     hint="make room there, then go on from the last checkpoint: myna train --resume RUN",
                 )
     if accelerator.num_processes > 1:
-        is_best, failure = broadcast_object_list([(heard.is_best, failure)])[0]
-        heard = heard._replace(is_best=is_best)
+        is_best, goes_up, failure = broadcast_object_list([(heard.is_best, heard.goes_up, failure)])[0]
+        heard = heard._replace(is_best=is_best, goes_up=goes_up)
     if failure is not None:
         raise failure
     return heard

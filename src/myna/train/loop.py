@@ -201,7 +201,7 @@ def _train(
                 check_same_weights(student)
                 by_ear = let_hear(student, audience, step)
                 _tell_heard(student, run, watcher, step, by_ear)
-                progress = _rank_heard(progress, is_best=by_ear.is_best)
+                progress = _rank_heard(progress, by_ear)
             enough = _is_enough(recipe, progress)
             if enough:
                 say(f"no better evaluation since step {progress.best_step}: stopping early")
@@ -256,13 +256,15 @@ def _rank(progress: Progress, loss: float) -> Progress:
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
 
-def _rank_heard(progress: Progress, *, is_best: bool) -> Progress:
+def _rank_heard(progress: Progress, heard: Heard) -> Progress:
     """By ear there may be no best one yet, and until then nobody loses patience: a model that is trained from nothing
-    does not find its ends at first."""
-    if is_best:
+    does not find its ends at first. Nor does anybody while it goes up, however slowly."""
+    if heard.is_best:
         return replace(progress, best_step=progress.step, evaluations_since_best=0)
     if progress.best_step is None:
         return progress
+    if heard.goes_up:
+        return replace(progress, evaluations_since_best=0)
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
 
