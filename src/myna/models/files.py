@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,29 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise ModelError(
             f"{file} cannot be read: {first_line(error)}", hint="it is damaged: download the tokenizer files again"
         ) from error
+
+
+def check_belongs(
+    tokenizer: PreTrainedTokenizerFast, vocab_size: int, single: Iterable[str], other_ids: Iterable[str]
+) -> None:
+    """Tokenizer and configuration must speak of the same ids: what a prompt is made of are `single` tokens, and there
+    is room for all. `other_ids` says which ids the configuration has otherwise."""
+    vocabulary = tokenizer.get_vocab()
+    wrong = [
+        *(
+            f"the tokenizer has no single token {token}"
+            for token in single
+            if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]
+        ),
+        *other_ids,
+    ]
+    if len(tokenizer) > vocab_size:
+        wrong.append(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {vocab_size}")
+    if wrong:
+        raise ModelError(
+            f"configuration and tokenizer do not belong together: {'; '.join(wrong)}",
+            hint="use the tokenizer files and the config.json of one checkpoint",
+        )
 
 
 def weight_files(folder: Path, stem: str = "model") -> list[Path]:

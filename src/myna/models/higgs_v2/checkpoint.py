@@ -30,6 +30,7 @@ from transformers import (
 from myna.errors import CheckpointError, ModelError
 from myna.models.base import Sampling
 from myna.models.files import (
+    check_belongs,
     listed,
     load_tokenizer,
     new_folder,
@@ -162,23 +163,12 @@ def read_config(folder: Path) -> HiggsAudioV2Config:
 
 def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast) -> None:
     """Tokenizer and configuration must speak of the same ids, and the prompt's tokens must be single ones."""
-    vocabulary = tokenizer.get_vocab()
-    wrong = [
-        f"the tokenizer has no single token {token}"
-        for token in PROMPT_TOKENS
-        if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]
-    ]
+    vocabulary, other_ids = tokenizer.get_vocab(), []
     for setting, token in SPECIAL_IDS.items():
         token = tokenizer.pad_token or token if setting == "pad_token_id" else token
         if token in vocabulary and vocabulary[token] not in _ids(config, setting):
-            wrong.append(f"{setting} is {getattr(config, setting)}, but {token} is {vocabulary[token]}")
-    if len(tokenizer) > config.vocab_size:
-        wrong.append(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}")
-    if wrong:
-        raise ModelError(
-            f"configuration and tokenizer do not belong together: {'; '.join(wrong)}",
-            hint="use the tokenizer files and the config.json of one checkpoint",
-        )
+            other_ids.append(f"{setting} is {getattr(config, setting)}, but {token} is {vocabulary[token]}")
+    check_belongs(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
 
 
 def meta_model(

@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import Phi4MultimodalConfig, Phi4MultimodalForCausalLM, PreTrainedTokenizerFast
 
 from myna.errors import CheckpointError, ModelError
-from myna.models.files import listed, new_folder, opened, read_json, weight_files, write_json
+from myna.models.files import check_belongs, listed, new_folder, opened, read_json, weight_files, write_json
 from myna.models.phi4.codec import FILES
 from myna.models.phi4.render import END, ROLES
 
@@ -62,21 +62,9 @@ def read_config(folder: Path) -> Phi4MultimodalConfig:
 
 def check_tokenizer(config: Phi4MultimodalConfig, tokenizer: PreTrainedTokenizerFast) -> None:
     """Tokenizer and configuration must speak of the same ids, and the prompt's tokens must be single ones."""
-    vocabulary = tokenizer.get_vocab()
-    wrong = [
-        f"the tokenizer has no single token {token}"
-        for token in (*ROLES, END)
-        if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]
-    ]
-    if vocabulary.get(END) not in end_ids(config):
-        wrong.append(f"eos_token_id is {config.eos_token_id}, but {END} is {vocabulary.get(END)}")
-    if len(tokenizer) > config.vocab_size:
-        wrong.append(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {config.vocab_size}")
-    if wrong:
-        raise ModelError(
-            f"configuration and tokenizer do not belong together: {'; '.join(wrong)}",
-            hint="use the tokenizer files and the config.json of one checkpoint",
-        )
+    end = tokenizer.get_vocab().get(END)
+    other_ids = [] if end in end_ids(config) else [f"eos_token_id is {config.eos_token_id}, but {END} is {end}"]
+    check_belongs(tokenizer, config.vocab_size, (*ROLES, END), other_ids)
 
 
 def end_ids(config: Phi4MultimodalConfig) -> tuple[int, ...]:
