@@ -2,7 +2,7 @@
 # What Myna claims of pronunciation, measured on one machine: bash recipes/pronunciation/learners.sh STAGE...
 #
 #   all        on a machine with a card: everything below in $BUDGET seconds, the true size while the corpus is made
-#   small      on any machine: all but the true size. An hour of two cores is enough with
+#   small      on any machine: all but the true size. For a few cores, as docs/benchmarks/pronunciation.md was made:
 #                BUDGET=3900 AFTER=150 HEARING=900 SPEAKERS=800 HELD_OUT=0.03 TOGETHER=64 OMP_NUM_THREADS=1 \
 #                MODEL_SIZE="--hidden 256 --layers 4 --blocks 4 --channels 16" HEAR_OPTIONS="--spectra 6000" \
 #                SET="--set data.row_tokens=4096 --set data.workers=1 --set train.ema=0.99"

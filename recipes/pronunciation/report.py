@@ -43,12 +43,11 @@ def measured(run: Path, answers: Path, data: Path, hearing: Path | None) -> Tree
     meant = [one.assessment for one in due if one is not None]
     if not rows or len(meant) < len(rows):
         raise DataError(f"{data} has lines without scores", hint="prepare it from learner_corpus.py's scores.jsonl")
-    cuda = torch.cuda.is_available()
+    threads = torch.get_num_threads()
+    processor = f"{'thread' if threads == 1 else f'processor with {threads} threads'} of {platform.machine()}"
     return {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": torch.cuda.get_device_name()
-        if cuda
-        else f"{platform.machine()} ({torch.get_num_threads()} threads)",
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -3,11 +3,11 @@
 python recipes/pronunciation/teach_ear.py --model data/learners/model --data data/learners/prepared/train \\
     --held-out data/learners/prepared/test --out data/learners/hearing --seconds 120
 
-The true Phi-4-multimodal begins with an ear that has heard two million hours. Random weights that must find out what
-phones are, and where in the sound each stands, from the answers alone guess the likeliest sentences for thousands of
-steps instead. So a head that is thrown away reads phones off the ear's output (CTC: in order, wherever they are), and
-the model that is written to OUT goes on with `learners.yaml`. All features lie on the device; the rate falls over the
-time that was given, so that it ends when it should. Prints the phone errors of held-out learners.
+The true Phi-4-multimodal begins with an ear that was taught before. Random weights that must find out what phones are,
+and where in the sound each stands, from the answers alone guess the likeliest sentences for thousands of steps instead.
+So a head that is thrown away reads phones off the ear's output (CTC: in order, wherever they are), and the model that
+is written to OUT goes on with `learners.yaml`. All features lie on the device; the rate falls over the time that was
+given, so that it ends when it should. Prints the phone errors of held-out learners.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Lessons:
         names = names or tuple(sorted({name for phones in said for name in phones}))
         number = {name: place for place, name in enumerate(names, start=1)}
         if strange := {name for phones in said for name in phones} - number.keys():
-            raise DataError(f"{folder} has phones that are not learned: {', '.join(sorted(strange))}", hint="mix them")
+            raise DataError(
+                f"{folder} has phones that are not learned: {', '.join(sorted(strange))}",
+                hint="prepare both folders from one corpus of learner_corpus.py",
+            )
         lengths = torch.tensor([len(clip) for clip in clips])
         flat = torch.from_numpy(np.concatenate(clips).astype(np.int32))
         return cls(
@@ -136,10 +139,18 @@ def teach(
     optimizer = torch.optim.AdamW(speller.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     began, steps, told = time.monotonic(), 0, [{"steps": 0.0, "seconds": 0.0, "loss": math.nan}]
     losses: list[torch.Tensor] = []
+
+    def tell(now: float) -> None:
+        told.append({"steps": steps, "seconds": now, "loss": float(torch.stack(losses).mean())})
+        print(f"{steps:7,d} steps  {now:5.0f} s  {told[-1]['loss']:.3f} a phone", flush=True)
+        losses.clear()
+
     while True:
         for clips in lessons.batches(spectra, dice):
             gone = share_gone(steps)
             if gone >= 1:
+                if losses:
+                    tell(time.monotonic() - began)
                 return told[1:]
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, (gone + 1e-3) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * gone))
@@ -163,9 +174,7 @@ def teach(
             steps += 1
             now = time.monotonic() - began
             if now - told[-1]["seconds"] >= TELL_EVERY:
-                told.append({"steps": steps, "seconds": now, "loss": float(torch.stack(losses).mean())})
-                print(f"{steps:7,d} steps  {now:5.0f} s  {told[-1]['loss']:.3f} a phone", flush=True)
-                losses.clear()
+                tell(now)
 
 
 @torch.no_grad()
@@ -187,7 +196,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the small model")
     parser.add_argument("--data", type=Path, required=True, help="prepared folder to learn from")
-    parser.add_argument("--held-out", type=Path, help="prepared folder of others, who are listened to at the end")
+    parser.add_argument(
+        "--held-out", type=Path, required=True, help="prepared folder of others, who are listened to at the end"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--spectra", type=int, default=SPECTRA, help="of a batch: 100 a second; 6000 suit a few cores")
@@ -204,10 +215,9 @@ def main() -> None:
         speller = Speller(core_of(model), len(lessons.names))
         lasts = within(given.seconds)
         curve = teach(speller, lessons, lasts, spectra=given.spectra, rate=given.rate, seed=given.seed)
-        told: dict[str, Any] = {"curve": curve}
-        if given.held_out is not None:
-            told["phone_error_rate"] = phone_errors(speller, Lessons.open(given.held_out, device, lessons.names))
-            print(f"{told['phone_error_rate']:.1%} of held-out phones are wrong")
+        wrong = phone_errors(speller, Lessons.open(given.held_out, device, lessons.names))
+        print(f"{wrong:.1%} of held-out phones are wrong")
+        told = {"curve": curve, "phone_error_rate": wrong}
         family.save_model(model, given.out)
         (given.out / "hearing.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     except MynaError as error:

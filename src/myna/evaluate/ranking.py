@@ -6,7 +6,7 @@ than one standard error of the difference on the same lines: what cannot be told
 and a choice that hangs on the luck of a few lines would be another on other lines. Only those count that
 
 - find the end of enough lines by themselves,
-- do not sound worse than the quality that was asked for, beyond the interval,
+- do not sound worse than the quality that was asked for,
 - and are not worse than the untuned model, beyond the interval, on the lines of the guard.
 """
 
@@ -105,7 +105,7 @@ def judge_step(heard: Listening, base: Listening, floors: Floors) -> Verdict:
     """A checkpoint beside the untuned model, which is judged by this too."""
     figures = {key: _mean(key, heard.rows) for key in TOLD}
     change = _gain(heard.guard, base.guard)
-    faults = [*_floors(heard, figures, base, floors), *_forgotten(heard, base, change)]
+    faults = [*_floors(figures, base, floors), *_forgotten(heard, base, change)]
     return Verdict(
         step=heard.step,
         mark=estimate([mark(row) for row in heard.rows]),
@@ -134,7 +134,7 @@ def quality_floor(base: Sequence[Row], floors: Floors) -> float | None:
     return untuned - QUALITY_MAY_FALL if untuned is not None else None
 
 
-def _floors(heard: Listening, figures: Mapping[str, float | None], base: Listening, floors: Floors) -> list[str]:
+def _floors(figures: Mapping[str, float | None], base: Listening, floors: Floors) -> list[str]:
     found = []
     stops, quality, lowest = figures["stop_rate"], figures["distillmos"], quality_floor(base.rows, floors)
     if (stops or 0.0) < floors.stop_rate:
@@ -142,18 +142,9 @@ def _floors(heard: Listening, figures: Mapping[str, float | None], base: Listeni
     if quality is None:
         # Every line was silent, or was broken off before there was anything to hear.
         found.append("there is nothing to hear of it")
-    elif lowest is not None and _surely_below(lowest, heard, base, floors):
+    elif lowest is not None and quality < lowest:
         found.append(f"its DistillMOS is {quality:.2f}, and {lowest:.2f} is asked for")
     return found
-
-
-def _surely_below(lowest: float, heard: Listening, base: Listening, floors: Floors) -> bool:
-    """Beyond the interval: of the quality, or of how far it fell on the same lines where that is what counts."""
-    if floors.quality is None:
-        fallen = _change("distillmos", heard.rows, base.rows)
-        return fallen.high is not None and fallen.high < -QUALITY_MAY_FALL
-    quality = _estimate("distillmos", heard.rows)
-    return quality.high is not None and quality.high < lowest
 
 
 def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]:
@@ -168,12 +159,8 @@ def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]
     return found
 
 
-def _estimate(key: str, rows: Sequence[Row]) -> Estimate:
-    return estimate([part for row in rows if (part := BY_KEY[key].part(row)) is not None])
-
-
 def _mean(key: str, rows: Sequence[Row]) -> float | None:
-    return _estimate(key, rows).mean
+    return estimate([part for row in rows if (part := BY_KEY[key].part(row)) is not None]).mean
 
 
 def _gain(rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
