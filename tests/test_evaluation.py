@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from myna.cli import app
-from myna.errors import ConfigError
+from myna.errors import ConfigError, SpeakError
 from myna.evaluate.results import read_rows
 from myna.evaluate.system import BASE, REAL, ROUND_TRIP
 from myna.evaluation import Asked, about_run, evaluate
@@ -97,6 +97,25 @@ def test_lines_of_a_file_and_models_against_one_another(house: Path, tmp_path: P
         *("--device", "cpu", "--out", tmp_path / "beside"),
     )
     assert "equal to the base" in beside, "the first that stands against a model is what it is measured by"
+
+
+def test_a_run_is_judged_as_it_will_be_spoken_with(house: Path, told: dict[str, Any], tmp_path: Path) -> None:
+    """With none of its LoRA it says what its base says, and with half of it something else than with all."""
+
+    def said(strength: float) -> dict[str, dict[str, str]]:
+        against, out = (f"all={house / 'run'}",), tmp_path / str(strength)
+        asked = Asked(
+            str(house / "run"), house / "prepared", None, against, out, limit=2, device="cpu", strength=strength
+        )
+        summary = evaluate(asked, QUIET)
+        assert summary.to_json()["about"]["run"]["strength"] == strength and "strength" not in told["about"]["run"]
+        return {name: {row.id: row.sound_hash for row in rows} for name, rows in summary.judged.rows.items()}
+
+    none, half = said(0.0), said(0.5)
+    assert none["run"] == none[BASE] != none["all"] == half["all"]
+    assert half["run"] not in (half[BASE], half["all"])
+    with pytest.raises(SpeakError, match="of what a run has learned"):
+        evaluate(Asked(str(house / "model"), house / "prepared", device="cpu", strength=0.5), QUIET)
 
 
 def test_what_cannot_be_judged_is_told(house: Path) -> None:

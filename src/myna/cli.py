@@ -51,6 +51,10 @@ VoicesOption = Annotated[
     str,
     typer.Option("--voices", help="Ear for voices: resemblyzer, ecapa:FILE.safetensors, wavlm, or a WavLM's folder."),
 ]
+StrengthOption = Annotated[
+    float,
+    typer.Option("--strength", min=0.0, help="Share of what the run's LoRA learned: less keeps more of the old."),
+]
 
 
 def main() -> None:
@@ -188,10 +192,7 @@ def speak(
     ] = None,
     run: Annotated[Path | None, typer.Option("--run", help="Run folder whose voice to use.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
-    strength: Annotated[
-        float,
-        typer.Option("--strength", min=0.0, help="Share of what the run's LoRA learned: less keeps more of the old."),
-    ] = 1.0,
+    strength: StrengthOption = 1.0,
     codec: CodecOption = None,
     scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
     temperature: Annotated[
@@ -304,6 +305,7 @@ def evaluate(
         Path | None, typer.Option("--out", "-o", help="Folder; RUN/evaluation or evaluations/NAME by default.")
     ] = None,
     language: LanguageOption = "",
+    strength: StrengthOption = 1.0,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Judge so many lines; speakers take turns.")
     ] = None,
@@ -319,7 +321,8 @@ def evaluate(
     from myna.evaluation import evaluate as run_evaluation
 
     asked = Asked(
-        subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device, voices
+        *(subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device, voices),
+        strength=strength,
     )
     summary = run_evaluation(asked, complaints)
     if as_json:

@@ -49,11 +49,13 @@ class Asked:
     batch: int = 16
     device: str = "auto"
     voices: str = RESEMBLYZER
+    strength: float = 1.0
+    """Share of what the subject's LoRA has learned; what stands against it speaks with all of its own."""
 
 
 def evaluate(asked: Asked, console: Console) -> Summary:
     """Speak, listen, put down `evaluation.json`, `lines.parquet` and `report.html`."""
-    plan, subject = plan_of(asked), speaker_of(asked.subject, asked)
+    plan, subject = plan_of(asked), speaker_of(asked.subject, asked, strength=asked.strength)
     others = [speaker_of(one, asked) for one in asked.against]
     base = _base(asked, others)
     out = asked.out or _out(asked)
@@ -141,16 +143,16 @@ def hear(
     return judged, ears
 
 
-def speaker_of(subject: str, asked: Asked, name: str | None = None) -> Speaker:
+def speaker_of(subject: str, asked: Asked, name: str | None = None, strength: float = 1.0) -> Speaker:
     called, what = split_name(subject) if name is None else (name, subject)
     run = run_at(what)
 
     def opened() -> Engine:
-        if run is not None:
-            return open_engine(run=run.folder, model=None, codec=None, device=asked.device)
-        return open_engine(run=None, model=what, codec=None, device=asked.device)
+        folder, model = (run.folder, None) if run is not None else (None, what)
+        return open_engine(run=folder, model=model, codec=None, device=asked.device, strength=strength)
 
-    return Speaker(called, opened, asked.seed, about_run(run) if run is not None else {"model": what})
+    about = about_run(run) if run is not None else {"model": what}
+    return Speaker(called, opened, asked.seed, about | ({"strength": strength} if strength != 1.0 else {}))
 
 
 def about_run(run: Run) -> dict[str, Any]:
