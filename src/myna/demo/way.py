@@ -40,9 +40,9 @@ from myna.speak.engine import Line
 from myna.train.memory import peak
 
 MODEL = "fledgling"
-STRENGTHS = {MODEL: 0.2}
+STRENGTHS = {MODEL: 0.4}
 """Of what a LoRA has learned, by model; others speak with all of it. A small model that takes on the whole of a far
-voice loses words with it; a fifth brings half of the likeness, and the words stay: docs/decisions/0011-fledgling.md."""
+voice loses words with it, and less than half brings most of the likeness: docs/decisions/0011-fledgling.md."""
 DEVICE = "cpu"
 THREADS = 1
 """Two would save a third of the training on an idle machine, and lose tenfold on a busy one: so small are the pieces of
