@@ -42,9 +42,9 @@ from shape_natural import shaped_at_once
 
 FEWEST_CLIPS, PART, HEAP = 6, 2, 8
 """Clips of a speaker, speakers of a file, and speakers that take turns where no file is to be filled."""
-TYPICAL, SHORT, LONGEST = 3.0, 2.5, 14.0
-"""Seconds of a clip: how many are asked for is counted with the first, or with the second where many are said at once,
-since a few too many cost less than another round. What is longer than the third is left out."""
+SHORT, LONGEST = 3.8, 14.0
+"""Seconds of a clip, which has 4.3 in the mean: how many are asked for at once is counted with the first, since a few
+too many cost less than another round. What is longer than the second is left out."""
 JUDGES = 60
 """Held-out speakers at most: that many tell how well strangers are spoken for, and nothing is learned from more."""
 WRITERS = 4
@@ -184,8 +184,7 @@ class Session:
 
     def ask(self, lines: Lines, most: int) -> Iterator[Request]:
         """Lines for about what is still wanted, each of them new."""
-        typical = TYPICAL if most == 1 else SHORT
-        count = max(math.ceil((self.wanted - self.seconds) / typical), FEWEST_CLIPS - len(self.clips), 1)
+        count = max(math.ceil((self.wanted - self.seconds) / SHORT), FEWEST_CLIPS - len(self.clips), 1)
         for _ in range(min(count, most)):
             text = lines.draw_natural(self.dice)
             while text in self.said:
