@@ -192,6 +192,8 @@ def learn(student: Student, steps: Sequence[list[Batch]]) -> dict[str, Any]:
         "tokens_per_second": tokens / sum(measured),
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if cuda else None,
+        # Near the limit the allocator gives back what it keeps and asks again, which takes long and looks like nothing.
+        "allocator_retries": torch.cuda.memory_stats(device)["num_alloc_retries"] if cuda else None,
         "skipped_steps": sum(not math.isfinite(norm) for norm in norms),
         "skipped_after_warm_up": sum(not math.isfinite(norm) for norm in norms[WARM_UP:]),
         "scale": scaler.get_scale() if scaler is not None else None,
