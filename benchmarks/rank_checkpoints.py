@@ -7,7 +7,7 @@ For each seed the voice that comes with Myna, or `--voice`, is learned as `myna 
 among them those; the same ears listen, and the same rule ranks. What was said and heard is kept in OUT and not done
 again, so that it can be stopped at any moment. `OUT/ranking.json` has both rankings, and whether they agree:
 
-- `while_training` is the best by what the run itself heard, as it lies in its `listen/`,
+- `while_training` is the step that the run itself has called its best,
 - `same_lines` is the best by the same lines, said by the saved checkpoints,
 - `exhaustive` is the best by all lines,
 - `lost` is the mark, on all lines, by which the run's choice lies below the exhaustive one, with its interval.
@@ -29,18 +29,16 @@ from myna.config import parse_recipe
 from myna.data.manifest import write_manifest
 from myna.demo.voice import BUNDLED, choose
 from myna.demo.way import Asked, recipe
-from myna.evaluate.course import step_folder
 from myna.evaluate.hearing import Row
 from myna.evaluate.judge import judge
 from myna.evaluate.plan import lines_of_file
 from myna.evaluate.ranking import Floors, Listening, Verdict, judge_step, mark, pick
-from myna.evaluate.results import read_rows
 from myna.evaluate.statistics import difference
 from myna.evaluate.system import BASE, System
 from myna.panel import AT_ONCE, open_ears
 from myna.speak.engine import Engine
 from myna.speaker import Speaker
-from myna.train.checkpoint import checkpoint_folder, checkpoint_steps
+from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, facts_of
 from myna.train.run import Run
 
 WHO = (
@@ -152,10 +150,7 @@ def compare(seed: int, run: Run, rows: Mapping[str, Sequence[Row]], heard: int) 
         return [judge_step(Listening(step, rows[name_of(seed, step)][:count]), base, floors) for step in steps]
 
     some, every = ranked(heard), ranked(None)
-    told = [
-        Listening(step, read_rows(run.folder / "listen" / step_folder(step) / "lines.parquet")) for step in (0, *steps)
-    ]
-    chosen = _step(pick([judge_step(one, told[0], floors) for one in told]))
+    chosen = facts_of(run.best)["progress"]["step"] if run.best.is_dir() else None
     picks = {"while_training": chosen, "same_lines": _step(pick(some)), "exhaustive": _step(pick(every))}
     in_training = {
         row["step"]: row["listen"]["mark"]
