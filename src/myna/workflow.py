@@ -22,7 +22,7 @@ from myna.data.corpus import Corpus, Prepared
 from myna.data.importers import import_source, write_import
 from myna.data.lengths import text_tokens
 from myna.data.utterance import Utterance
-from myna.errors import DataError, SpeakError
+from myna.errors import DataError, SpeakError, TrainingError
 from myna.evaluate import pronunciation
 from myna.models import open_family
 from myna.models.adapting import load_adapter, merge
@@ -30,7 +30,7 @@ from myna.models.base import Family
 from myna.panel import Panel
 from myna.speak.engine import Engine
 from myna.speak.listener import Listener
-from myna.train.checkpoint import learned_with
+from myna.train.checkpoint import checkpoint_steps, learned_with
 from myna.train.loop import train as run_training
 from myna.train.precision import decide, pick_device
 from myna.train.processes import Place, launch, reporting
@@ -103,7 +103,7 @@ def train(
     folder = out or Path("runs") / loaded.name
     if gpus > 1:
         words = ["train", recipe, "--out", folder, *_set(settings), *(["--dry-run"] if dry_run else [])]
-        launch(gpus, words, loaded.train.device)
+        _launch(gpus, words, Run(folder, loaded))
         return None
     with reporting(), _TrainDisplay(shown=place.leads) as display:
         panel = _panel(loaded, folder, place, display)
@@ -117,12 +117,25 @@ def resume(folder: Path, settings: list[str] | None = None, gpus: int = 1) -> Ru
     """Go on with a run from its newest checkpoint. `settings` may say how it is trained, not what it learns."""
     run, place = Run.open(folder, settings), Place.find()
     if gpus > 1:
-        launch(gpus, ["train", "--resume", folder, *_set(settings)], run.recipe.train.device)
+        _launch(gpus, ["train", "--resume", folder, *_set(settings)], run)
         return None
     with reporting(), _TrainDisplay(shown=place.leads) as display:
         panel = _panel(run.recipe, folder, place, display) if not run.is_finished else None
         run_training(run.recipe, run, display, panel, resume=True)
     return run if place.leads else None
+
+
+def _launch(gpus: int, words: list[Any], run: Run) -> None:
+    """Train in several processes. Asked to stop while they learn, they save and say how to go on; before their first
+    step they just end, and only we can say so."""
+    before = checkpoint_steps(run)
+    if launch(gpus, words, run.recipe.train.device) or run.is_finished or checkpoint_steps(run) != before:
+        return
+    begun = (run.folder / "config.yaml").is_file()
+    raise TrainingError(
+        "stopped as asked, before a step was done: nothing new was saved",
+        hint=f"myna train --resume {run.folder}" if begun else "give the same command again",
+    )
 
 
 def _panel(recipe: Recipe, folder: Path, place: Place, display: _TrainDisplay) -> Panel | None:

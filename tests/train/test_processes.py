@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import yaml
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from myna import workflow
 from myna.audio.clip import write
 from myna.config import load_recipe
 from myna.errors import ConfigError, MynaError, TrainingError
 from myna.models import save_tiny
 from myna.train import processes
+from myna.train.checkpoint import checkpoint_folder
 from myna.train.precision import Precision, decide
 from myna.train.processes import Place, launch, reporting, start
 from myna.train.run import Run
@@ -325,15 +327,23 @@ def test_gpus_is_for_a_single_machine(environment: pytest.MonkeyPatch) -> None:
         launch(2, [], "cuda")
 
 
-def ranks_of(launcher: subprocess.Popen[str], run: Path) -> list[int]:
-    """The processes of a launcher, by rank, once the first step is done."""
+def wait_for(launcher: subprocess.Popen[str], is_there: Callable[[], object]) -> None:
     until = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists():
+    while not is_there():
         assert time.monotonic() < until and launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.1)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+
+
+def children_of(launcher: subprocess.Popen[str]) -> list[str]:
+    return Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+
+
+def ranks_of(launcher: subprocess.Popen[str], run: Path) -> list[int]:
+    """The processes of a launcher, by rank, once the first step is done; the untuned model's row is no step."""
+    rows = run / "metrics.jsonl"
+    wait_for(launcher, lambda: rows.exists() and '"step": 1,' in rows.read_text())
     ranks = {}
-    for child in children:
+    for child in children_of(launcher):
         said = dict(part.partition("=")[::2] for part in Path(f"/proc/{child}/environ").read_text().split("\0"))
         ranks[int(said["RANK"])] = int(child)
     return [ranks[rank] for rank in range(2)]
@@ -367,6 +377,38 @@ def test_processes_asked_to_stop_save_and_end_well(birds: Path) -> None:
     assert launcher.returncode == 0 and "as asked; go on with" in said, said
     resume(run)
     same_course(birds / "straight", run)
+
+
+@linux
+def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_well(birds: Path) -> None:
+    run = birds / "stopped early"
+    with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2) as launcher:
+        wait_for(launcher, lambda: len(children_of(launcher)) == 2)
+        launcher.terminate()
+        said = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 1, said
+    assert "before a step was done" in said and "give the same command again" in said and "Traceback" not in said
+
+
+def test_a_stopped_launch_is_told_by_what_it_has_saved(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = birds / "asked"
+    with asked_to_stop(2):
+        train(birds / "lora.yaml", run)
+
+    def stopped_after(step: int | None) -> Callable[..., bool]:
+        def stopped(*_: object) -> bool:
+            if step is not None:
+                checkpoint_folder(Run.open(run), step).mkdir()
+            return False
+
+        return stopped
+
+    monkeypatch.setattr(workflow, "launch", stopped_after(3))
+    resume(run, gpus=2)
+    monkeypatch.setattr(workflow, "launch", stopped_after(None))
+    with pytest.raises(TrainingError, match="nothing new was saved") as failure:
+        resume(run, gpus=2)
+    assert failure.value.hint == f"myna train --resume {run}"
 
 
 @pytest.mark.parametrize(

@@ -294,8 +294,11 @@ def leave(student: Student) -> None:
 # How we begin and end
 
 
-def launch(count: int, words: Sequence[object], device: str) -> None:
-    """Run `python -m myna WORDS` in several processes on this machine, and name the one that failed."""
+def launch(count: int, words: Sequence[object], device: str) -> bool:
+    """Run `python -m myna WORDS` in several processes on this machine, and name the one that failed.
+
+    Whether they came to their end: False where somebody asked them to stop, however far they were.
+    """
     _check_room(count, device)
     variables = {
         LAUNCHED: "1",
@@ -321,12 +324,13 @@ def launch(count: int, words: Sequence[object], device: str) -> None:
     except ChildFailedError as error:
         raise _first_failure(error) from None
     except SignalException:
-        # We were asked to stop; so were the processes, and they have said how to go on.
-        return
+        # We were asked to stop, and so were the processes.
+        return False
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    return True
 
 
 def _check_room(count: int, device: str) -> None:
