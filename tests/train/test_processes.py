@@ -367,7 +367,7 @@ def test_when_a_rank_dies_the_others_stop_and_it_is_named(birds: Path) -> None:
 
 @linux
 def test_processes_asked_to_stop_save_and_end_well(birds: Path) -> None:
-    run, longer = birds / "stopped", ["train.steps=30", "train.evaluate_every=30"]
+    run, longer = birds / "stopped", ["train.steps=120", "train.evaluate_every=120"]
     train(birds / "lora.yaml", birds / "straight", longer)
     settings = [f"--set={setting}" for setting in longer]
     with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
