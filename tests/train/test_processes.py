@@ -358,7 +358,7 @@ def test_when_a_rank_dies_the_others_stop_and_it_is_named(birds: Path) -> None:
     with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, "--set=train.steps=5000") as launcher:
         first, second = ranks_of(launcher, run)
         os.kill(second, signal.SIGKILL)
-        said = launcher.communicate(timeout=120)[0]
+        said = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == 1
     assert "error rank 1 died (exit code -9)" in said and "Traceback" not in said
     with pytest.raises(ProcessLookupError):
@@ -385,7 +385,7 @@ def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_we
     with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2) as launcher:
         wait_for(launcher, lambda: len(children_of(launcher)) == 2)
         launcher.terminate()
-        said = launcher.communicate(timeout=120)[0]
+        said = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == 1, said
     assert "before a step was done" in said and "give the same command again" in said and "Traceback" not in said
 
