@@ -126,14 +126,14 @@ def resume(folder: Path, settings: list[str] | None = None, gpus: int = 1) -> Ru
 
 
 def _launch(gpus: int, words: list[Any], run: Run) -> None:
-    """Train in several processes. Asked to stop while they learn, they save and say how to go on; before their first
-    step they just end, and only we can say so."""
+    """Train in several processes. Asked to stop while they learn, they save and say how to go on; before that
+    they just end, and only we can say so."""
     before = checkpoint_steps(run)
     if launch(gpus, words, run.recipe.train.device) or run.is_finished or checkpoint_steps(run) != before:
         return
     begun = (run.folder / "config.yaml").is_file()
     raise TrainingError(
-        "stopped as asked, before a step was done: nothing new was saved",
+        "stopped as asked, before anything new was saved",
         hint=f"myna train --resume {run.folder}" if begun else "give the same command again",
     )
 

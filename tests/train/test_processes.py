@@ -387,7 +387,22 @@ def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_we
         launcher.terminate()
         said = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == 1, said
-    assert "before a step was done" in said and "give the same command again" in said and "Traceback" not in said
+    assert "before anything new was saved" in said and "give the same command again" in said and "Traceback" not in said
+
+
+@linux
+def test_processes_that_cannot_save_when_they_are_asked_to_stop_say_why(birds: Path) -> None:
+    run = birds / "unsaved"
+    settings = ["--set=train.steps=5000", "--set=train.evaluate_every=5000"]
+    with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
+        ranks_of(launcher, run)
+        (run / "checkpoints").write_text("a file, where a folder should be")
+        launcher.terminate()
+        said = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 1, said
+    unwrapped = "".join(said.split())
+    assert "couldnotbewritten" in unwrapped and f"--resume{run}" in unwrapped, said
+    assert "before anything new was saved" not in said and "Traceback" not in said
 
 
 def test_a_stopped_launch_is_told_by_what_it_has_saved(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +421,7 @@ def test_a_stopped_launch_is_told_by_what_it_has_saved(birds: Path, monkeypatch:
     monkeypatch.setattr(workflow, "launch", stopped_after(3))
     resume(run, gpus=2)
     monkeypatch.setattr(workflow, "launch", stopped_after(None))
-    with pytest.raises(TrainingError, match="nothing new was saved") as failure:
+    with pytest.raises(TrainingError, match="before anything new was saved") as failure:
         resume(run, gpus=2)
     assert failure.value.hint == f"myna train --resume {run}"
 

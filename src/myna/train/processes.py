@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed import DistError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -320,12 +320,15 @@ def launch(count: int, words: Sequence[object], device: str) -> bool:
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
             )
-            launch_agent(config, sys.executable, ["-m", "myna", *map(str, words)])
+            try:
+                launch_agent(config, sys.executable, ["-m", "myna", *map(str, words)])
+            except SignalException:
+                # We were asked to stop, and so were the processes. The launcher does not look how they took it.
+                if failures := _reasons_in(Path(folder)):
+                    raise ChildFailedError("myna", failures) from None
+                return False
     except ChildFailedError as error:
         raise _first_failure(error) from None
-    except SignalException:
-        # We were asked to stop, and so were the processes.
-        return False
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
@@ -350,12 +353,8 @@ def _check_room(count: int, device: str) -> None:
 
 def _first_failure(error: ChildFailedError) -> TrainingError:
     """The rank to blame: not one that only lost touch with it."""
-
-    def told(failure: Any) -> str:
-        return str(failure.message["message"] if isinstance(failure.message, dict) else "")
-
-    rank, failure = min(error.failures.items(), key=lambda item: (LOST in told(item[1]), item[1].timestamp))
-    what, _, hint = told(failure).partition("\n  → ")
+    rank, failure = min(error.failures.items(), key=lambda item: (LOST in _told(item[1]), item[1].timestamp))
+    what, _, hint = _told(failure).partition("\n  → ")
     if hint:
         return TrainingError(f"rank {rank} stopped: {what.partition(': ')[2]}", hint=hint)
     if what:
@@ -367,6 +366,19 @@ def _first_failure(error: ChildFailedError) -> TrainingError:
         if killed
         else "what it printed last stands above",
     )
+
+
+def _reasons_in(folder: Path) -> dict[int, ProcessFailure]:
+    """Why processes stopped that were asked to, and failed over it, by rank. Not all of them get the signal at once, so
+    that one which lost touch with the others has failed over nothing."""
+    files = sorted((int(file.parent.name), file) for file in folder.rglob("error.json"))
+    failures = {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files}
+    return {rank: failure for rank, failure in failures.items() if LOST not in _told(failure)}
+
+
+def _told(failure: ProcessFailure) -> str:
+    message: Any = failure.message
+    return str(message["message"] if isinstance(message, dict) else "")
 
 
 @contextmanager
