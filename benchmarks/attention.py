@@ -33,9 +33,9 @@ from benchmarks.drawn import (
     WINDOW,
 )
 
-from myna.data.pack import first_fit_decreasing
+from myna.data.packing import first_fit_decreasing
+from myna.models.higgs_v2.packing import PackedAttention, attend_within
 from myna.models.higgs_v2.render import FRAME_RATE
-from myna.models.higgs_v2.route import Route, attend_within
 
 QUERIES, KEYS, SIZE = 24, 8, 128
 """Heads of queries and of keys, and the size of one, in Higgs Audio v2."""
@@ -66,10 +66,10 @@ def measure(tokens: int) -> dict[str, Any]:
     qkv = torch.randn(sum(row), QUERIES + 2 * KEYS, SIZE, device="cuda", dtype=torch.bfloat16)
     q, k, v = (part.detach().requires_grad_() for part in qkv.split([QUERIES, KEYS, KEYS], dim=1))
     slope = torch.randn(sum(row), QUERIES, SIZE, device="cuda", dtype=torch.bfloat16)
-    from myna.models.higgs_v2.attention_kernels import Tiles
+    from myna.models.higgs_v2.fused.attention_kernels import Tiles
 
     longest = -(-max(row) // 1024) * 1024
-    route = Route(bounds, bounds, bounds, bounds, bounds, (), longest, Tiles.of(bounds, sum(row)))
+    route = PackedAttention(bounds, bounds, bounds, bounds, bounds, (), longest, Tiles.of(bounds, sum(row)))
     exact = _exact(q, k, v, slope, bounds.tolist())
     useful = sum(n * (n + 1) / 2 for n in row) * 4 * SIZE * QUERIES
     found = [

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from myna.data.pack import first_fit_decreasing
-from myna.models.base import IGNORED, Rendered
+from myna.data.packing import first_fit_decreasing
+from myna.models.base import IGNORED, RenderedSequence
 from myna.models.higgs_v2.checkpoint import meta_model
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.render import FRAME_RATE
@@ -34,7 +34,7 @@ REFERENCE_SECONDS = (3.0, 10.0)
 TEXT_PER_SECOND, PROMPT, TURN = 4, 30, 5
 """Text tokens: per second of speech, before the reference, and before the target."""
 WINDOW = 1024
-"""Utterances that are packed together, as `data.window` has it."""
+"""Utterances that are packed together, as `data.packing_window` has it."""
 CHECKED = 8
 """How many utterances every variant sees in its first step; together they fit the shortest row."""
 
@@ -186,7 +186,7 @@ def walk(codebooks: int, codebook_size: int, *, length: int = 1 << 20) -> MakeCo
     return piece
 
 
-def utterances(family: HiggsV2, codes: MakeCodes, *, pace: float = 1.0, seed: int = 0) -> Iterator[Rendered]:
+def utterances(family: HiggsV2, codes: MakeCodes, *, pace: float = 1.0, seed: int = 0) -> Iterator[RenderedSequence]:
     """Cloning samples for ever: a prompt, a reference of the voice, and the target, the only thing supervised."""
     config, delay = family.config, family.delay
     # Below all special tokens, and so never a placeholder.
@@ -205,7 +205,7 @@ def utterances(family: HiggsV2, codes: MakeCodes, *, pace: float = 1.0, seed: in
             ids.append(np.array([config.audio_token_id] * (positions - tail) + [config.audio_delay_token_id] * tail))
         said, spoken = (clip.astype(np.uint16) for clip in frames)
         whole = np.concatenate(ids)
-        yield Rendered(
+        yield RenderedSequence(
             id=f"drawn-{number}",
             ids=whole,
             codes=np.concatenate([delay.apply(said), delay.apply(spoken)]),
@@ -217,7 +217,7 @@ def utterances(family: HiggsV2, codes: MakeCodes, *, pace: float = 1.0, seed: in
         number += 1
 
 
-def rows(drawn: Iterable[Rendered], budget: int, *, window: int = WINDOW) -> Iterator[list[Rendered]]:
+def rows(drawn: Iterable[RenderedSequence], budget: int, *, window: int = WINDOW) -> Iterator[list[RenderedSequence]]:
     """Full rows, packed as the loader packs them: window by window, the rows of each in random order.
 
     The last row of a window is what was left over, and is left out: with a window as large as a corpus there is one in
@@ -231,7 +231,7 @@ def rows(drawn: Iterable[Rendered], budget: int, *, window: int = WINDOW) -> Ite
         yield from ([pool[index] for index in row] for row in packed)
 
 
-def checked(family: HiggsV2, codes: MakeCodes, *, shortest_row: int, pace: float = 1.0) -> list[Rendered]:
+def checked(family: HiggsV2, codes: MakeCodes, *, shortest_row: int, pace: float = 1.0) -> list[RenderedSequence]:
     """The few short utterances that every variant begins with."""
     drawn = utterances(family, codes, pace=pace, seed=1)
     return list(islice((one for one in drawn if len(one) <= shortest_row // CHECKED), CHECKED))

@@ -30,10 +30,10 @@ import torch
 import transformers
 
 from myna.data.codec import Codes, Encoded, Samples, by_equal_lengths
-from myna.models.fused import fused
 from myna.models.higgs_v2 import tiny
+from myna.models.higgs_v2.batched_codec import BatchedCodec, voices
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, resample
-from myna.models.higgs_v2.codec_many import ManyClips, voices
+from myna.models.triton_support import fused
 
 MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 8.3, 0.55, 1.0, 30.0
 SHARD_SECONDS, BATCH_SECONDS = 600.0, 60.0
@@ -180,7 +180,7 @@ def measure(bench: Bench, some: int, batch_seconds: Sequence[float]) -> None:
         coarse = CoarseCodec(codec._model, name, codec._device)
         coarse.half = half
         bench.row(name, lambda clips, coarse=coarse: by_equal_lengths(coarse, clips, BATCH_SECONDS), some)  # type: ignore[misc]
-    many = ManyClips(codec._model, codec._device, resample)
+    many = BatchedCodec(codec._model, codec._device, resample)
     for size in batch_seconds:
         bench.row(f"ours, mixed lengths, {size:g} s", lambda clips, size=size: many.encode(clips, size))  # type: ignore[misc]
 

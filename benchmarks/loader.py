@@ -36,15 +36,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from myna.config import Recipe, parse_recipe
-from myna.data.codes import FORMAT, INDEX
-from myna.data.corpus import Prepared
-from myna.data.loader import Share, hire
-from myna.data.pack import first_fit_decreasing
+from myna.data.code_store import FORMAT, INDEX
+from myna.data.dataset import DatasetInfo
+from myna.data.loader import Shard, start_workers
+from myna.data.packing import first_fit_decreasing
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import SPECIAL_TOKENS
 from myna.train.loop import make_loader
-from myna.train.memory import longest_pass
+from myna.train.memory_plan import longest_pass
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 ROW_TOKENS, ROWS_PER_STEP = 16_384, 4
@@ -56,7 +56,7 @@ CARD_EATS = 60_000
 MEAN_SECONDS, SPREAD, SHORTEST, LONGEST = 9.7, 0.55, 1.0, 30.0
 CLIPS_PER_SPEAKER, SHARD_SECONDS = 100, 600.0
 WORDS, WORDS_PER_SECOND = 2_000, 2.6
-PREPARED = Prepared("d" * 32, sample_rate=24_000, frame_rate=25.0, codebooks=8, codebook_size=1024)
+PREPARED = DatasetInfo("d" * 32, sample_rate=24_000, frame_rate=25.0, codebooks=8, codebook_size=1024)
 LABEL = {"format": FORMAT, "codec": PREPARED.codec_revision, "sample_rate": str(PREPARED.sample_rate)}
 
 
@@ -150,7 +150,7 @@ def make_recipe(folder: Path) -> Recipe:
     tree = {
         "model": {"source": "drawn"},
         "data": {"train": str(folder), "row_tokens": ROW_TOKENS, "reference_seconds": [3.0, 10.0]},
-        "train": {"epochs": 1, "rows_per_step": ROWS_PER_STEP},
+        "train": {"epochs": 1, "batch_size": ROWS_PER_STEP},
     }
     return parse_recipe(tree, where="benchmark")
 
@@ -158,7 +158,7 @@ def make_recipe(folder: Path) -> Recipe:
 def open_for_training(family: HiggsV2, recipe: Recipe) -> Any:
     """Everything `myna train` asks of its data before the first step."""
     loader = make_loader(recipe, family, recipe.data.train)
-    longest_pass(loader, recipe, Share())
+    longest_pass(loader, recipe, Shard())
     assert loader.identity and loader.rows_in_first_epoch()
     return loader
 
@@ -193,7 +193,7 @@ def measure(folder: Path) -> dict[str, Any]:
     references = loader.pairing.draw(loader.pairing.targets.rows, epoch=0)
     lengths = loader.lengths.of(loader.pairing.targets.rows, references)
     by_threads = read(loader)
-    with closing(hire([loader], recipe.data.workers)):
+    with closing(start_workers([loader], recipe.data.workers)):
         by_processes = read(loader)
     return {
         "utterances": size,
@@ -208,14 +208,14 @@ def measure(folder: Path) -> dict[str, Any]:
         "rows_in_epoch": rows,
         "tokens_per_sequence": float(lengths.mean()),
         "fill": float(lengths.sum() / (rows * ROW_TOKENS)),
-        "fill_by_row_tokens": {budget: fill(lengths, recipe.data.window, budget) for budget in BUDGETS},
+        "fill_by_row_tokens": {budget: fill(lengths, recipe.data.packing_window, budget) for budget in BUDGETS},
     }
 
 
 def read(loader: Any) -> dict[str, float]:
     """Steps one after another, for a while, by someone who has nothing else to do. Seconds of the processor are this
     process's own."""
-    steps = loader.steps(ROWS_PER_STEP, 1, Share())
+    steps = loader.steps(ROWS_PER_STEP, 1, Shard())
     for _ in range(BEFORE_READING):
         next(steps)
     tokens = count = 0
@@ -326,7 +326,11 @@ def main() -> int:
         "command": f"python {' '.join(sys.argv)}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "pyarrow": pa.__version__},
-        "data": {"row_tokens": ROW_TOKENS, "rows_per_step": ROWS_PER_STEP, "window": make_recipe(Path()).data.window},
+        "data": {
+            "row_tokens": ROW_TOKENS,
+            "batch_size": ROWS_PER_STEP,
+            "window": make_recipe(Path()).data.packing_window,
+        },
         "rows": rows,
     }
     asked.out.mkdir(parents=True, exist_ok=True)

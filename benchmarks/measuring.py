@@ -35,15 +35,15 @@ from benchmarks.peers import ALL_PROJECTIONS, ATTENTION, RATE, Peer, make_step
 from benchmarks.variants import Variant
 
 from myna.config import Recipe, load_recipe, override, parse_recipe
-from myna.data.pack import first_fit_decreasing
-from myna.models.base import Rendered
+from myna.data.packing import first_fit_decreasing
+from myna.models.base import RenderedSequence
+from myna.train.distributed import start
 from myna.train.lora import adapt
-from myna.train.memory import Pass, plan
+from myna.train.loss import stream_weights
+from myna.train.memory_plan import Pass, plan
 from myna.train.precision import decide
-from myna.train.processes import start
 from myna.train.schedule import learning_rate
-from myna.train.streams import stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 CONTEXT_GIB = 0.6
@@ -196,16 +196,16 @@ class Bench:
             asked = {
                 "row_tokens": recipe.data.row_tokens,
                 "rank": recipe.adapt.rank,
-                "base": recipe.model.base,
-                "checkpointing": recipe.train.checkpointing,
+                "base": recipe.model.quantization,
+                "gradient_checkpointing": recipe.train.gradient_checkpointing,
                 "recomputed_layers": recomputed,
             }
             steps = [self._own_step(one, recipe) for one in passes]
             return {**asked, "seconds_to_load": loading, **self.timed_row(learner, steps, work)}
 
-    def recomputed(self, recipe: Recipe, longest: list[Rendered], room: int | None) -> int | None:
+    def recomputed(self, recipe: Recipe, longest: list[RenderedSequence], room: int | None) -> int | None:
         """The layers that the memory plan would have recomputed on such a card; None where the recipe says it."""
-        if recipe.train.checkpointing != "auto":
+        if recipe.train.gradient_checkpointing != "auto":
             return None
         precision = decide(recipe.train.precision, self.device)
         planned = plan(self.family, recipe, precision, self.device, Pass(tuple(longest), max(map(len, longest))))
@@ -225,9 +225,9 @@ class Bench:
             "adapt": {"rank": 16, "alpha": 32},
             "train": {
                 "steps": size.parity_steps,
-                "rows_per_step": 1,
+                "batch_size": 1,
                 "precision": self.precision,
-                "checkpointing": "none",
+                "gradient_checkpointing": "none",
             },
         }
         for setting in variant.settings:
@@ -308,15 +308,15 @@ class Bench:
     def _pool(self) -> Any:
         return utterances(self.family, noise(*self.codes), pace=self.size.pace)
 
-    def _first(self, room: int) -> list[Rendered]:
+    def _first(self, room: int) -> list[RenderedSequence]:
         """The utterances that all begin with, as often as they fit: repeated, they have the same mean loss."""
         few = checked(self.family, noise(*self.codes), shortest_row=self.size.small_row_tokens, pace=self.size.pace)
         return few * max(1, room // sum(map(len, few)))
 
-    def _own_passes(self, recipe: Recipe) -> list[list[list[Rendered]]]:
+    def _own_passes(self, recipe: Recipe) -> list[list[list[RenderedSequence]]]:
         """The passes of every step, cut to so many as it takes to see what a step costs."""
-        per_pass, budget = recipe.train.rows_per_pass, recipe.data.row_tokens
-        per_step = min(recipe.train.rows_per_step, PASSES * per_pass)
+        per_pass, budget = recipe.train.micro_batch_size, recipe.data.row_tokens
+        per_step = min(recipe.train.batch_size, PASSES * per_pass)
         packed = rows(self._pool(), budget)
         first = self._first(budget)
         # Into one row, unless a recipe's rows are shorter than those few.
@@ -327,12 +327,12 @@ class Bench:
             steps.append([list(chain.from_iterable(part)) for part in parts])
         return steps
 
-    def _own_step(self, passes: list[list[Rendered]], recipe: Recipe) -> Step:
+    def _own_step(self, passes: list[list[RenderedSequence]], recipe: Recipe) -> Step:
         sequences = list(chain.from_iterable(passes))
         return Step(
             data=[batch.pin() if self.device.type == "cuda" else batch for batch in map(self.family.collate, passes)],
             tokens=sum(map(len, sequences)),
-            room=len(passes) * recipe.train.rows_per_pass * recipe.data.row_tokens,
+            room=len(passes) * recipe.train.micro_batch_size * recipe.data.row_tokens,
             target_seconds=sum(sequence.target_seconds for sequence in sequences),
         )
 
@@ -349,7 +349,7 @@ class Bench:
         return [self._peer_step(step, None) for step in ([self._first(budget)], *([row] for row in packed))]
 
     @staticmethod
-    def _peer_step(passes: list[list[Rendered]], pad: int | None) -> Step:
+    def _peer_step(passes: list[list[RenderedSequence]], pad: int | None) -> Step:
         data = make_step(passes, pad)
         seconds = sum(one.target_seconds for one in data)
         return Step(data, sum(one.tokens for one in data), sum(one.positions for one in data), seconds)
@@ -363,7 +363,7 @@ class Ours:
     ) -> None:
         precision = decide(recipe.train.precision, device)
         accelerator = start(recipe, precision, device, folder)
-        self.student = Student.make(recipe, family, precision, accelerator, lambda _: None, recomputed)
+        self.student = Trainer.make(recipe, family, precision, accelerator, lambda _: None, recomputed)
         draw_adapter(self.student.trainables)
         self.weights = stream_weights(family.streams, recipe.loss)
         self.rate = RATE

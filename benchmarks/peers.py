@@ -15,7 +15,7 @@ from benchmarks.drawn import draw_adapter, draw_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from myna.models.base import IGNORED, Rendered
+from myna.models.base import IGNORED, RenderedSequence
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_PROJECTIONS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -38,7 +38,7 @@ class PeerPass:
 PeerStep = list[PeerPass]
 
 
-def padded(sequences: Sequence[Rendered], pad_id: int) -> dict[str, torch.Tensor]:
+def padded(sequences: Sequence[RenderedSequence], pad_id: int) -> dict[str, torch.Tensor]:
     """A batch padded on the right, as the processor of transformers makes it."""
     count, codebooks = len(sequences), sequences[0].codes.shape[1]
     longest, frames = max(map(len, sequences)), max(len(sequence.codes) for sequence in sequences)
@@ -63,7 +63,7 @@ def padded(sequences: Sequence[Rendered], pad_id: int) -> dict[str, torch.Tensor
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def packed(sequences: Sequence[Rendered]) -> dict[str, torch.Tensor]:
+def packed(sequences: Sequence[RenderedSequence]) -> dict[str, torch.Tensor]:
     """One row of all sequences, told apart by positions that start over; with a mask of ones they would leak."""
     arrays = {
         "input_ids": np.concatenate([sequence.ids for sequence in sequences]),
@@ -75,7 +75,7 @@ def packed(sequences: Sequence[Rendered]) -> dict[str, torch.Tensor]:
     return inputs | {"audio_input_ids_mask": torch.ones(inputs["audio_input_ids"].shape[:2], dtype=torch.bool)}
 
 
-def make_step(passes: Sequence[Sequence[Rendered]], pad_id: int | None) -> PeerStep:
+def make_step(passes: Sequence[Sequence[RenderedSequence]], pad_id: int | None) -> PeerStep:
     """One optimizer step; sequences are padded with `pad_id`, or packed without one."""
     # Every codebook has the same number of targets, and so the same share of them.
     targets = [sum(int((one.code_labels[:, 0] != IGNORED).sum()) for one in sequences) for sequences in passes]

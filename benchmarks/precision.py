@@ -31,15 +31,15 @@ import torch
 import transformers
 
 from myna.config import AdaptSettings, DataSettings, ModelSettings, Recipe, TrainSettings
-from myna.data.conversation import Clip, script
+from myna.data.conversation import AudioClip, script
 from myna.models import open_family
 from myna.models.base import Batch, Family
 from myna.models.higgs_v2.tiny import save_tiny
+from myna.train.distributed import ProcessInfo, start
+from myna.train.loss import LossAccumulator, stream_weights
 from myna.train.precision import Name, Precision, decide
-from myna.train.processes import Place, start
 from myna.train.schedule import learning_rate
-from myna.train.streams import Tally, stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 
 STEPS, CODES, FRAMES, TOLERANCE = 200, 64, 40, 0.02
 HIDDEN, LAYERS = 256, 4
@@ -57,7 +57,7 @@ def draw_steps(family: Family, steps: int, *, seed: int = 0) -> list[Step]:
         for frame in range(1, FRAMES):
             kept = random.random(8) < 0.8
             codes[frame, kept] = follows[np.arange(8), codes[frame - 1]][kept]
-        clip = Clip(id, codes.astype(np.uint16), target=True)
+        clip = AudioClip(id, codes.astype(np.uint16), target=True)
         return family.render(script(f"Line {id}.", id=id, target=clip))
 
     return [
@@ -71,17 +71,17 @@ def make_recipe(source: Path, name: Name, steps: int = STEPS) -> Recipe:
         model=ModelSettings(source=str(source)),
         data=DataSettings(train=Path("drawn")),
         adapt=AdaptSettings(rank=16, train_modules=("audio_head", "audio_embedding")),
-        train=TrainSettings(steps=steps, learning_rate=3e-3, precision=name, checkpointing="full"),
+        train=TrainSettings(steps=steps, learning_rate=3e-3, precision=name, gradient_checkpointing="full"),
     )
 
 
-def make_student(recipe: Recipe, family: Family, precision: Precision, device: torch.device, folder: Path) -> Student:
-    return Student.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
+def make_student(recipe: Recipe, family: Family, precision: Precision, device: torch.device, folder: Path) -> Trainer:
+    return Trainer.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
 
 
-def gradients_are_finite(student: Student, step: Step, weights: torch.Tensor) -> bool:
+def gradients_are_finite(student: Trainer, step: Step, weights: torch.Tensor) -> bool:
     """Whether a backward pass reaches every trained weight with a finite gradient, before any unscaling."""
-    tally = Tally.of(len(student.family.streams))
+    tally = LossAccumulator.of(len(student.family.streams))
     tally.counts = torch.stack([batch.counts for batch in step]).sum(0)
     student.backward(step, weights, tally)
     gradients = [parameter.grad for parameter in student.trainables.values()]
@@ -90,7 +90,7 @@ def gradients_are_finite(student: Student, step: Step, weights: torch.Tensor) ->
     return finite
 
 
-def learn(student: Student, steps: Sequence[Step]) -> dict[str, Any]:
+def learn(student: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
     """One training from its first to its last step, and what it cost."""
     settings, device = student.recipe.train, student.accelerator.device
     weights = stream_weights(student.family.streams, student.recipe.loss)
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=get_args(Name), default=get_args(Name))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    device = Place.find().device(asked.device)
+    device = ProcessInfo.find().device(asked.device)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         source = save_tiny(Path(scratch) / "tiny", hidden=HIDDEN, layers=LAYERS, codebook_size=CODES)

@@ -39,18 +39,18 @@ if str(ROOT) not in sys.path:  # run as a script, which knows only its own folde
 from benchmarks.drawn import draw_weight  # noqa: E402
 from benchmarks.measuring import CONTEXT_GIB, Bench, synchronize  # noqa: E402
 
-from myna.audio.files import replacing  # noqa: E402
 from myna.config import Recipe, load_recipe  # noqa: E402
-from myna.models.base import IGNORED, Batch, Piece, Rendered  # noqa: E402
+from myna.io import replacing  # noqa: E402
+from myna.models.base import IGNORED, Batch, RenderedSequence, TokenSpan  # noqa: E402
 from myna.models.phi4.checkpoint import meta_model  # noqa: E402
 from myna.models.phi4.codec import LARGEST, STEPS  # noqa: E402
 from myna.models.phi4.family import Phi4  # noqa: E402
 from myna.models.phi4.tiny import tiny_config  # noqa: E402
-from myna.train.memory import Pass, plan  # noqa: E402
+from myna.train.distributed import start  # noqa: E402
+from myna.train.loss import LossAccumulator, stream_weights  # noqa: E402
+from myna.train.memory_plan import Pass, plan  # noqa: E402
 from myna.train.precision import decide  # noqa: E402
-from myna.train.processes import start  # noqa: E402
-from myna.train.streams import Tally, stream_weights  # noqa: E402
-from myna.train.student import Student  # noqa: E402
+from myna.train.trainer import Trainer  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "pronunciation_paper_r64.yaml"
 CARD_GIB = 24.0
@@ -96,7 +96,7 @@ class DrawnPhi(Phi4):
         return draw_weight(name, like, self.drawn_on)
 
 
-def utterances(family: Phi4, seed: int = 0) -> Iterator[Rendered]:
+def utterances(family: Phi4, seed: int = 0) -> Iterator[RenderedSequence]:
     """Learners for ever: a prompt with a clip in it, and an answer, the only thing supervised."""
     config, audio = family.config, family.config.audio_config
     # Below the special tokens, and so never a placeholder.
@@ -110,9 +110,9 @@ def utterances(family: Phi4, seed: int = 0) -> Iterator[Rendered]:
         labels = np.where(np.arange(len(ids)) < PROMPT + sound, IGNORED, ids)
         features = stream.normal(10, 4, size=(sound, audio.time_reduction * audio.input_size))
         codes = np.clip(np.rint(features * STEPS), 0, LARGEST).astype(np.int64)
-        piece = Piece("audio", PROMPT // 2, PROMPT // 2 + sound, "", supervised=False)
+        piece = TokenSpan("audio", PROMPT // 2, PROMPT // 2 + sound, "", supervised=False)
         unlearned = np.broadcast_to(np.int64(IGNORED), codes.shape)
-        yield Rendered(f"drawn-{number}", ids, codes, labels, unlearned, (piece,), seconds)
+        yield RenderedSequence(f"drawn-{number}", ids, codes, labels, unlearned, (piece,), seconds)
         number += 1
 
 
@@ -121,15 +121,19 @@ def make_recipe(checkpointing: str, device: torch.device) -> Recipe:
     precision = "fp16" if device.type == "cuda" else "fp32"
     return load_recipe(
         RECIPE,
-        [f"train.precision={precision}", f"train.checkpointing={checkpointing}", f"train.device={device.type}"],
+        [
+            f"train.precision={precision}",
+            f"train.gradient_checkpointing={checkpointing}",
+            f"train.device={device.type}",
+        ],
     )
 
 
-def draw_steps(family: Phi4, recipe: Recipe, count: int) -> list[list[list[Rendered]]]:
+def draw_steps(family: Phi4, recipe: Recipe, count: int) -> list[list[list[RenderedSequence]]]:
     """Steps of passes of utterances."""
     pool, train = utterances(family), recipe.train
-    passes = train.rows_per_step // train.rows_per_pass
-    return [[list(islice(pool, train.rows_per_pass)) for _ in range(passes)] for _ in range(count)]
+    passes = train.batch_size // train.micro_batch_size
+    return [[list(islice(pool, train.micro_batch_size)) for _ in range(passes)] for _ in range(count)]
 
 
 def hold_to(gib: float, device: torch.device) -> int:
@@ -149,18 +153,18 @@ def measure(name: str, family: DrawnPhi, device: torch.device, room: int, timed:
     began = time.perf_counter()
     longest = tuple(max((one for step in steps for one in step), key=lambda one: sum(map(len, one))))
     planned = plan(family, recipe, precision, device, Pass(longest, max(map(len, longest))))
-    if recipe.train.checkpointing == "auto":
+    if recipe.train.gradient_checkpointing == "auto":
         planned = replace(planned, room=room).with_least_recomputed()
     with tempfile.TemporaryDirectory() as scratch:
         accelerator = start(recipe, precision, device, Path(scratch))
-        student = Student.make(recipe, family, precision, accelerator, lambda _: None, planned.recomputed)
+        student = Trainer.make(recipe, family, precision, accelerator, lambda _: None, planned.recomputed)
         loading = time.perf_counter() - began
         told = learn(student, [[_pinned(family.collate(one), cuda) for one in step] for step in steps])
     return {
         "name": name,
         "precision": str(precision),
         "rank": recipe.adapt.rank,
-        "batch": f"{recipe.train.rows_per_step // recipe.train.rows_per_pass} x {recipe.train.rows_per_pass}",
+        "batch": f"{recipe.train.batch_size // recipe.train.micro_batch_size} x {recipe.train.micro_batch_size}",
         "recomputed_layers": planned.recomputed,
         "planned_gib": planned.total / 2**30,
         "seconds_to_load": loading,
@@ -169,7 +173,7 @@ def measure(name: str, family: DrawnPhi, device: torch.device, room: int, timed:
     }
 
 
-def learn(student: Student, steps: Sequence[list[Batch]]) -> dict[str, Any]:
+def learn(student: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
     """Warm-up, the timed steps, and one more backward pass for a look at every gradient."""
     device, settings = student.accelerator.device, student.recipe.train
     weights = stream_weights(student.family.streams, student.recipe.loss)
@@ -203,9 +207,9 @@ def learn(student: Student, steps: Sequence[list[Batch]]) -> dict[str, Any]:
     }
 
 
-def gradients(student: Student, step: list[Batch], weights: torch.Tensor) -> dict[str, int]:
+def gradients(student: Trainer, step: list[Batch], weights: torch.Tensor) -> dict[str, int]:
     """How many adapters got a gradient that is finite, and one that is not nothing, as the scaler hands them on."""
-    tally = Tally.of(len(student.family.streams))
+    tally = LossAccumulator.of(len(student.family.streams))
     tally.counts = torch.stack([batch.counts for batch in step]).sum(0)
     student.backward(step, weights, tally)
     found = [parameter.grad for parameter in student.trainables.values()]

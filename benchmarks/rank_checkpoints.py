@@ -24,20 +24,27 @@ from typing import Any
 import yaml
 
 from myna import workflow
-from myna.audio.files import replacing
 from myna.config import parse_recipe
 from myna.data.manifest import write_manifest
+from myna.demo.run import Asked, recipe
 from myna.demo.voice import BUNDLED, choose
-from myna.demo.way import Asked, recipe
-from myna.evaluate.hearing import Row
-from myna.evaluate.judge import judge
-from myna.evaluate.plan import lines_of_file
-from myna.evaluate.ranking import Floors, Listening, Verdict, judge_step, mark, pick
-from myna.evaluate.statistics import difference
-from myna.evaluate.system import BASE, System
-from myna.panel import AT_ONCE, open_ears
+from myna.evaluate.callback import AT_ONCE, open_required_scorers
+from myna.evaluate.eval_set import eval_set_from_file
+from myna.evaluate.pipeline import score_systems
+from myna.evaluate.ranking import (
+    CheckpointScore,
+    Constraints,
+    StepScores,
+    best_checkpoint,
+    item_score,
+    score_checkpoint,
+)
+from myna.evaluate.scoring import ItemScores
+from myna.evaluate.speech_system import SpeechSystem
+from myna.evaluate.systems import BASE, System
+from myna.io import replacing
 from myna.speak.engine import Engine
-from myna.speaker import Speaker
+from myna.statistics import difference
 from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, facts_of
 from myna.train.run import Run
 
@@ -83,10 +90,10 @@ def settings(given: argparse.Namespace, seed: int, voice: Path, language: str) -
     tree["name"] = f"seed-{seed}"
     prepared = voice / "prepared"
     tree["data"] |= {"train": str(prepared / "train"), "evaluation": str(prepared / "held_out")}
-    tree["train"] |= {"early_stopping": None, "keep_last": 1000, "device": given.device}
-    tree["listen"] = tree.get("listen", {}) | {
-        "recogniser": given.recogniser,
-        "lines": str(given.out / "lines.txt"),
+    tree["train"] |= {"early_stopping_patience": None, "keep_checkpoints": 1000, "device": given.device}
+    tree["speech_eval"] = tree.get("speech_eval", {}) | {
+        "asr": given.recogniser,
+        "sentences": str(given.out / "lines.txt"),
         "limit": given.heard,
         "language": language,
     }
@@ -108,18 +115,20 @@ def train(given: argparse.Namespace, seed: int, voice: Path, language: str) -> R
     return run
 
 
-def listen_to_all(given: argparse.Namespace, runs: Mapping[int, Run]) -> dict[str, list[Row]]:
+def listen_to_all(given: argparse.Namespace, runs: Mapping[int, Run]) -> dict[str, list[ItemScores]]:
     """The untuned model and every checkpoint of every run say all lines; rows by system."""
     first = next(iter(runs.values())).recipe
-    data, listen = first.data, first.listen
-    plan = lines_of_file(given.out / "lines.txt", data.evaluation, data, listen.seed, None, listen.language)
+    data, speech_eval = first.data, first.speech_eval
+    plan = eval_set_from_file(
+        given.out / "lines.txt", data.evaluation, data, speech_eval.seed, None, speech_eval.language
+    )
 
     def speaker(name: str, run: Path | None) -> System:
         def opened() -> Engine:
             model = given.model if run is None else None
             return workflow.open_engine(run=run, model=model, codec=None, device=given.device)
 
-        return Speaker(name, opened, listen.seed, {})
+        return SpeechSystem(name, opened, speech_eval.seed, {})
 
     systems = [speaker(BASE, None)]
     for seed, run in runs.items():
@@ -131,8 +140,14 @@ def listen_to_all(given: argparse.Namespace, runs: Mapping[int, Run]) -> dict[st
             print(f"{what}: {done} of {total}", flush=True)
             told.add(what)
 
-    return judge(
-        plan, systems, open_ears(listen), given.out / "exhaustive", batch=given.batch, at_once=AT_ONCE, tell=tell
+    return score_systems(
+        plan,
+        systems,
+        open_required_scorers(speech_eval),
+        given.out / "exhaustive",
+        batch=given.batch,
+        at_once=AT_ONCE,
+        tell=tell,
     ).rows
 
 
@@ -140,22 +155,26 @@ def name_of(seed: int, step: int) -> str:
     return f"seed-{seed}-step-{step:06d}"
 
 
-def compare(seed: int, run: Run, rows: Mapping[str, Sequence[Row]], heard: int) -> dict[str, Any]:
+def compare(seed: int, run: Run, rows: Mapping[str, Sequence[ItemScores]], heard: int) -> dict[str, Any]:
     """Both rankings of one run. `heard` of the lines were heard in training: the first."""
-    listen = run.recipe.listen
-    floors, steps = Floors(listen.stop_rate, listen.quality), checkpoint_steps(run)
+    speech_eval = run.recipe.speech_eval
+    floors, steps = Constraints(speech_eval.min_stop_rate, speech_eval.min_mos), checkpoint_steps(run)
 
-    def ranked(count: int | None) -> list[Verdict]:
-        base = Listening(0, rows[BASE][:count])
-        return [judge_step(Listening(step, rows[name_of(seed, step)][:count]), base, floors) for step in steps]
+    def ranked(count: int | None) -> list[CheckpointScore]:
+        base = StepScores(0, rows[BASE][:count])
+        return [score_checkpoint(StepScores(step, rows[name_of(seed, step)][:count]), base, floors) for step in steps]
 
     some, every = ranked(heard), ranked(None)
     chosen = facts_of(run.best)["progress"]["step"] if run.best.is_dir() else None
-    picks = {"while_training": chosen, "same_lines": _step(pick(some)), "exhaustive": _step(pick(every))}
+    picks = {
+        "while_training": chosen,
+        "same_lines": _step(best_checkpoint(some)),
+        "exhaustive": _step(best_checkpoint(every)),
+    }
     in_training = {
-        row["step"]: row["listen"]["mark"]
+        row["step"]: row["speech_eval"]["mark"]
         for row in map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())
-        if "listen" in row
+        if "speech_eval" in row
     }
     found: dict[str, Any] = {"seed": seed, **picks, "agree": chosen == picks["exhaustive"]}
     found["marks"] = {
@@ -170,11 +189,11 @@ def compare(seed: int, run: Run, rows: Mapping[str, Sequence[Row]], heard: int) 
     }
     if chosen is not None and picks["exhaustive"] is not None:
         ours, theirs = (rows[name_of(seed, step)] for step in (chosen, picks["exhaustive"]))
-        found["lost"] = difference([mark(row) for row in theirs], [mark(row) for row in ours]).to_json()
+        found["lost"] = difference([item_score(row) for row in theirs], [item_score(row) for row in ours]).to_json()
     return found
 
 
-def _step(verdict: Verdict | None) -> int | None:
+def _step(verdict: CheckpointScore | None) -> int | None:
     return verdict.step if verdict is not None else None
 
 

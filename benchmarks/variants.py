@@ -62,13 +62,13 @@ VARIANTS = (
         layout="packed",
         attention="flex_attention",
     ),
-    Variant("ours-plain-bf16", "ours without the fast path, bf16", "ours", settings=("train.fast=false",)),
+    Variant("ours-plain-bf16", "ours without the fast path, bf16", "ours", settings=("train.fused_lora=false",)),
     Variant("ours-bf16", "ours, bf16, 32,768-token rows", "ours", long_rows=True),
     Variant(
         "ours-fp8",
         "ours, frozen base in fp8, 32,768-token rows",
         "ours",
-        settings=("model.base=fp8",),
+        settings=("model.quantization=fp8",),
         long_rows=True,
         tolerance=ROUNDED,
     ),
@@ -96,8 +96,8 @@ VARIANTS = (
 
 PARITY = (
     Variant("parity-bf16", "200 steps, bf16", "parity", small_rows=True),
-    Variant("parity-fp8", "200 steps, fp8 base", "parity", settings=("model.base=fp8",), small_rows=True),
-    Variant("parity-nf4", "200 steps, NF4 base", "parity", settings=("model.base=nf4",), small_rows=True),
+    Variant("parity-fp8", "200 steps, fp8 base", "parity", settings=("model.quantization=fp8",), small_rows=True),
+    Variant("parity-nf4", "200 steps, NF4 base", "parity", settings=("model.quantization=nf4",), small_rows=True),
 )
 
 CEILINGS = (

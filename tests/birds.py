@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from myna.audio.clip import write
+from myna.audio.files import write
 from myna.data.codec import Codes, Samples
 
 SAMPLE_RATE = 24_000
@@ -45,10 +45,10 @@ def record(folder: Path) -> None:
 def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
     return {
         "name": "birds",
-        "model": {"source": str(out / "model"), "pretrained": False},
+        "model": {"source": str(out / "model"), "check_pretrained": False},
         "data": {"train": str(out / "prepared"), "row_tokens": 1024, "reference_seconds": [0.2, 10]},
         "adapt": {"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
-        "train": {"steps": steps, "rows_per_step": 4, "learning_rate": 5e-3, "warmup": 10, "device": "cpu"},
+        "train": {"steps": steps, "batch_size": 4, "learning_rate": 5e-3, "warmup": 10, "device": "cpu"},
     }
 
 

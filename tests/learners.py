@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from myna.audio.clip import write
+from myna.audio.files import write
 
 RATE = 16_000
 TONES = {"T": 400, "K": 900, "S": 1900, "M": 3600}
@@ -49,13 +49,13 @@ def recipe(folder: Path) -> dict[str, Any]:
     """A LoRA on every layer, with all that a random model cannot do without trained in full beside it."""
     return {
         "name": "learners",
-        "model": {"source": str(folder / "model"), "pretrained": False},
+        "model": {"source": str(folder / "model"), "check_pretrained": False},
         "data": {"train": str(folder / "prepared"), "reference": "none", "row_tokens": 4096, "workers": 0},
         "adapt": {"rank": 16, "train_modules": ["text_embedding", "text_head", "audio_projection"]},
         "loss": {"text_weight": 1.0},
         "train": {
             "steps": 300,
-            "rows_per_step": 1,
+            "batch_size": 1,
             "learning_rate": 0.005,
             "warmup": 10,
             "precision": "fp32",

@@ -140,9 +140,9 @@ def test_set_reads_values_as_yaml(recipe: Path) -> None:
 
 def test_a_later_set_wins_and_groups_may_be_absent_or_empty(recipe: Path) -> None:
     recipe.write_text("model: {source: x}\ndata: {train: y}\ntrain:\nadapt:\n")
-    found = load_recipe(recipe, ["train.steps=1", "train.steps=2", "loss.all_audio=true"])
+    found = load_recipe(recipe, ["train.steps=1", "train.steps=2", "loss.supervise_references=true"])
     assert found.train.steps == 2
-    assert found.loss.all_audio
+    assert found.loss.supervise_references
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     [
         (["train.epochs=1"], "either `train.epochs` or `train.steps`"),
         (["train.steps=null"], "either `train.epochs` or `train.steps`"),
-        (["train.rows_per_pass=3"], "`train.rows_per_step` (8) is no multiple"),
+        (["train.micro_batch_size=3"], "`train.batch_size` (8) is no multiple"),
         (["adapt.mode=custom"], "needs `adapt.targets`"),
         (["adapt.targets=[q_proj]"], "`adapt.targets` only counts"),
         (["adapt.freeze=[norms]"], "`adapt.freeze` only counts"),
@@ -264,13 +264,16 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (["data.reference_seconds=[3, 2]"], "`data.reference_seconds` runs"),
         (["data.reference=none", "data.require_reference=true"], "contradicts `data.reference: none`"),
         (["data.evaluation=./data/../data/x"], "`data.evaluation` is the training data"),
-        (["listen.limit=3"], "`listen.limit` says nothing as long as nobody listens"),
-        (["listen.recogniser=base"], "there are no lines to be heard"),
-        (["listen.recogniser=base", "listen.data=./data/x"], "`listen.data` is the training data"),
-        (["listen.recogniser=base", "listen.lines=x.txt", "listen.stop_rate=2"], "`listen.stop_rate`"),
+        (["speech_eval.limit=3"], "`speech_eval.limit` does nothing without `speech_eval.asr`"),
+        (["speech_eval.asr=base"], "there are no sentences to speak"),
+        (["speech_eval.asr=base", "speech_eval.data=./data/x"], "`speech_eval.data` is the training data"),
         (
-            ["listen.recogniser=base", "data.evaluation=data/y", "train.early_stopping=3"],
-            "`train.early_stopping` goes by the loss",
+            ["speech_eval.asr=base", "speech_eval.sentences=x.txt", "speech_eval.min_stop_rate=2"],
+            "`speech_eval.min_stop_rate`",
+        ),
+        (
+            ["speech_eval.asr=base", "data.evaluation=data/y", "train.early_stopping_patience=3"],
+            "`train.early_stopping_patience` goes by the loss",
         ),
     ],
 )
@@ -290,17 +293,29 @@ def test_a_text_head_may_learn_from_text(recipe: Path) -> None:
 
 
 def test_somebody_listens_where_a_recogniser_is_named(recipe: Path, tmp_path: Path) -> None:
-    assert not load_recipe(recipe).listens
-    assert not load_recipe(recipe, ["listen.limit=3", "listen.recogniser=null"]).listens, "for once it is switched off"
+    assert not load_recipe(recipe).evaluates_speech
+    assert not load_recipe(recipe, ["speech_eval.limit=3", "speech_eval.asr=null"]).evaluates_speech, (
+        "for once it is switched off"
+    )
     (tmp_path / "whisper").mkdir()
-    asked = ["listen.recogniser=whisper", "listen.lines=lines.txt", "listen.guard=data/others", "listen.quality=3"]
+    asked = [
+        "speech_eval.asr=whisper",
+        "speech_eval.sentences=lines.txt",
+        "speech_eval.forgetting_data=data/others",
+        "speech_eval.min_mos=3",
+    ]
     found = load_recipe(recipe, asked)
-    assert found.listens and found.absolute().listen.recogniser == "whisper", "a name, as long as no folder has it"
+    assert found.evaluates_speech and found.absolute().speech_eval.asr == "whisper", (
+        "a name, as long as no folder has it"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        listen = found.absolute().listen
-    assert listen.recogniser == str(tmp_path / "whisper")
-    assert (listen.lines, listen.guard) == (tmp_path / "lines.txt", tmp_path / "data" / "others")
+        speech_eval = found.absolute().speech_eval
+    assert speech_eval.asr == str(tmp_path / "whisper")
+    assert (speech_eval.sentences, speech_eval.forgetting_data) == (
+        tmp_path / "lines.txt",
+        tmp_path / "data" / "others",
+    )
 
 
 # Round trip and reference.

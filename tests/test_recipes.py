@@ -13,12 +13,13 @@ import yaml
 
 from myna.config import Settings, load_recipe
 from myna.models import open_family
-from myna.train import memory
-from myna.train.memory import Pass, plan
+from myna.train import memory_plan
+from myna.train.memory_plan import Pass, plan
 from myna.train.precision import Precision
-from tests.train.test_memory import speech
+from tests.train.test_memory_plan import speech
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("**/*.yaml"))
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted([*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "training").glob("**/*.yaml")])
 CARDS = {"8gb": (7.4, 7.3), "16gb": (15.4, 14.0), "24gb": (23.4, 22.0), "h200": (139.0, 60.0)}
 """GiB that a card has for us, less what the driver takes, and the most that its recipe may take of them."""
 by_name = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -55,7 +56,7 @@ def test_a_repeated_default_would_be_found(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("model: {source: x}\ndata: {train: y, pack: true}\nadapt: {rank: 16}\ntrain: {steps: 1, clip: 1}")
     found = repeated(yaml.safe_load(path.read_text()), load_recipe(path))
-    assert found == ["data.pack", "adapt.rank", "train.clip"]
+    assert found == ["data.pack", "adapt.rank", "train.max_grad_norm"]
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -63,7 +64,7 @@ def test_a_recipe_fits_its_card_and_says_what_it_takes(card: str, monkeypatch: p
     room, most = CARDS[card]
     path = next(path for path in RECIPES if path.stem == f"higgs_v2_lora_{card}")
     recipe, family = load_recipe(path), open_family("higgs-v2")
-    monkeypatch.setattr(memory, "room", lambda _: int(room * 2**30))
+    monkeypatch.setattr(memory_plan, "room", lambda _: int(room * 2**30))
     few = Pass((speech(family, 150, 500),) * 2, 650)
     planned = plan(family, recipe, Precision("bf16", "a test"), torch.device("cuda"), few)
     planned = replace(planned, tokens=recipe.data.row_tokens)
@@ -71,5 +72,5 @@ def test_a_recipe_fits_its_card_and_says_what_it_takes(card: str, monkeypatch: p
     assert planned.total <= most * 2**30, planned.table()
     told = re.search(r"Planned peak: ([\d.]+) GiB", path.read_text(encoding="utf-8"))
     assert told and float(told[1]) == pytest.approx(planned.total / 2**30, rel=0.03)
-    assert recipe.data.row_tokens * recipe.train.rows_per_step == 16_384, "one card learns as the other"
+    assert recipe.data.row_tokens * recipe.train.batch_size == 16_384, "one card learns as the other"
     assert planned.recomputed == (28 if card in ("8gb", "16gb") else 0)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from myna.cli import app
 from myna.data.codec import Codes
-from myna.data.corpus import Corpus
+from myna.data.dataset import PreparedDataset
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from tests.birds import BIRDS, LINES, REFERENCE, match, recipe, record
@@ -50,7 +50,7 @@ def speak(way: Path, bird: str, text: str, *extra: object) -> Codes:
 @pytest.mark.parametrize("bird", BIRDS)
 def test_overfitted_lines_come_back_code_for_code_in_the_voice_of_the_reference(way: Path, bird: str) -> None:
     """Each line exists in two voices, so only the reference can tell the model which codes to speak."""
-    corpus = Corpus.open(way / "prepared")
+    corpus = PreparedDataset.open(way / "prepared")
     real = {(u.speaker, u.text): corpus.codes(u) for u in corpus.utterances}
     other = next(name for name in BIRDS if name != bird)
     for text in LINES:

@@ -135,7 +135,7 @@ def render(
     from myna.config import override, parse_recipe
     from myna.errors import DataError
     from myna.models import open_family
-    from myna.models.picture import picture
+    from myna.models.token_view import token_view
     from myna.train.loop import make_loader
 
     tree: dict[str, Any] = {"model": {"source": model}, "data": {"train": str(data)}, "train": {"steps": 1}}
@@ -150,7 +150,7 @@ def render(
         if not targets:
             raise DataError(f"{data} has no target {id}", hint="the ids stand in its manifest.jsonl")
     for target in targets[:count]:
-        console.print(picture(loader.sequence(target, epoch=0), family, all_frames=frames), soft_wrap=True)
+        console.print(token_view(loader.sequence(target, epoch=0), family, all_frames=frames), soft_wrap=True)
 
 
 @app.command()
@@ -215,9 +215,9 @@ def speak(
     """Say something, in the voice of a recording, with a model as it is or as a run has tuned it."""
     import numpy as np
 
-    from myna.audio.clip import check_suffix, write
+    from myna.audio.files import check_suffix, write
     from myna.errors import SpeakError
-    from myna.speak.engine import Line
+    from myna.speak.engine import SpeechRequest
     from myna.workflow import open_engine, progress
 
     check_suffix(out)
@@ -227,7 +227,9 @@ def speak(
             f"{len(voices)} --voice but {len(voice_texts)} --voice-text", hint="say what is spoken in each recording"
         )
     engine = open_engine(run=run, model=model, codec=codec, device=device, strength=strength)
-    line = Line(text, tuple(engine.voice(*pair) for pair in zip(voices, voice_texts, strict=True)), scene, id=text)
+    line = SpeechRequest(
+        text, tuple(engine.voice(*pair) for pair in zip(voices, voice_texts, strict=True)), scene, id=text
+    )
     asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     said = {name: value for name, value in asked.items() if value is not None}
     sampling = replace(engine.family.sampling, max_seconds=max_seconds, seed=seed, **said)
@@ -259,9 +261,9 @@ def listen(
     device: DeviceOption = "auto",
 ) -> None:
     """Have a model that listens answer: print what it says of recordings, or compare its answers with a folder's."""
-    from myna.data.answer_grammar import AnswerGrammar
-    from myna.data.assessment import QUESTION
-    from myna.data.corpus import PREPARED, Corpus
+    from myna.data.dataset import PREPARED, PreparedDataset
+    from myna.data.pronunciation.assessment import QUESTION
+    from myna.data.pronunciation.grammar import AnswerGrammar
     from myna.errors import SpeakError
     from myna.workflow import judge_answers, open_listener
     from myna.workflow import listen as run_listen
@@ -279,7 +281,7 @@ def listen(
         for clip, said in zip(clips, listener.answer(clips, max_tokens), strict=True):
             console.print(f"{clip.id}: {said.text}", markup=False, highlight=False, soft_wrap=True)
         return
-    corpus = Corpus.open(folder)
+    corpus = PreparedDataset.open(folder)
     rows = run_listen(listener, corpus, out, max_tokens)
     if table := judge_answers(corpus, rows):
         console.print(table)
@@ -317,8 +319,8 @@ def evaluate(
     """Judge by ear: words, voice, quality and stopping, beside the real recordings and the untuned base.
 
     Run again after a stop, or with another recogniser: only what is missing is done."""
-    from myna.evaluation import Asked, folder_of, show_summary
-    from myna.evaluation import evaluate as run_evaluation
+    from myna.evaluate.runner import Asked, folder_of, show_summary
+    from myna.evaluate.runner import evaluate as run_evaluation
 
     asked = Asked(
         *(subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device, voices),
@@ -373,31 +375,29 @@ def compare(
 
     What `myna evaluate` has said and heard of a run is taken over. A folder of an evaluation is taken as it is, with
     no weights opened: `runs/marta/evaluation`, and `runs/marta/evaluation:base` for the untuned model beside it."""
-    from myna import comparing
+    from myna.compare import runner
     from myna.errors import ConfigError
 
     folder = Path(subjects[0])
-    if len(subjects) > 1 or not comparing.is_comparison(folder):
+    if len(subjects) > 1 or not runner.is_comparison(folder):
         if preferences:
             raise ConfigError(
                 "preferences belong to a comparison that is made already",
                 hint="myna compare FOLDER --preferences FILE, where FOLDER holds compare.json",
             )
-        asked = comparing.Asked(
+        asked = runner.Asked(
             tuple(subjects), data, lines, out, recogniser, language, seed, limit, listen, batch, device, voices
         )
-        made, folder = comparing.compare(asked, complaints)
+        made, folder = runner.compare(asked, complaints)
         if not as_json:
-            comparing.show_comparison(made, folder, console)
+            runner.show_comparison(made, folder, console)
     else:
-        comparing.show_preferences(
-            comparing.add_preferences(folder, preferences or []), complaints if as_json else console
-        )
+        runner.show_preferences(runner.add_preferences(folder, preferences or []), complaints if as_json else console)
     if serve:
-        comparing.serve(folder, port, console)
-        comparing.show_preferences(comparing.add_preferences(folder, []), console)
+        runner.serve(folder, port, console)
+        runner.show_preferences(runner.add_preferences(folder, []), console)
     if as_json:
-        print((folder / comparing.COMPARED).read_text(encoding="utf-8"), end="")
+        print((folder / runner.COMPARED).read_text(encoding="utf-8"), end="")
 
 
 @app.command()
@@ -424,7 +424,7 @@ def demo(
     ] = None,
 ) -> None:
     """A voice before and after: recordings, codes, speech, a LoRA, speech again, and a page to compare them."""
-    from myna.demo.way import MODEL, Asked, run_demo
+    from myna.demo.run import MODEL, Asked, run_demo
 
     asked = Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ()), strength)
     run_demo(asked, console)
@@ -448,7 +448,7 @@ def stats(
 
     from myna.config import AdaptSettings, parse_settings
     from myna.models import open_family
-    from myna.models.stats import stats as count
+    from myna.models.stats import model_stats as count
 
     settings = parse_settings(
         AdaptSettings,

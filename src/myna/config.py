@@ -21,7 +21,7 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Base = Literal["compute", "fp8", "int8", "nf4"]
+Quantization = Literal["none", "fp8", "int8", "nf4"]
 
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
@@ -42,10 +42,10 @@ class ModelSettings(Settings):
     """Hub revision: a branch, a tag or a commit."""
     codec: str | None = None
     """Hub name or folder of the codec; by default the one that belongs to the model."""
-    pretrained: bool = True
+    check_pretrained: bool = True
     """The model can speak: training stops before the first step if its loss is that of a guess, or if it would rather
     predict labels from another position. False for random weights."""
-    base: Base = "compute"
+    quantization: Quantization = "none"
     """In what the layers under a LoRA are kept: the compute type; `fp8`, to be faster on Hopper and later; `int8` or
     `nf4`, to take half or a quarter of the memory on any device. What learns stays fp32."""
 
@@ -62,7 +62,7 @@ class DataSettings(Settings):
     or nothing."""
     require_reference: bool = False
     """Stop if a target finds no reference, instead of training it without."""
-    reference_place: Literal["turn", "system"] = "turn"
+    reference_placement: Literal["turn", "system"] = "turn"
     """Put the reference into turns of its own, or into the system message."""
     reference_seconds: tuple[Positive, Positive] = (1.0, 15.0)
     """Shortest and longest reference to pick by ourselves."""
@@ -77,7 +77,7 @@ class DataSettings(Settings):
     workers: Annotated[int, Field(ge=0)] = 2
     """Who makes batches ahead of the training: so many processes where a card learns, threads elsewhere. 0 leaves it to
     the training itself. The data does not depend on it."""
-    window: Count = 4096
+    packing_window: Count = 4096
     """Utterances packed together at a time: more fill the rows better."""
 
 
@@ -116,7 +116,7 @@ class LossSettings(Settings):
     """Weight of the assistant's text; 0 leaves the text head unloaded."""
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the audio, a mean over codebooks."""
-    all_audio: bool = False
+    supervise_references: bool = False
     """Supervise every audio turn, references too."""
     label_smoothing: BelowOne = 0.0
     """Share of each target spread over all classes."""
@@ -140,9 +140,9 @@ class TrainSettings(Settings):
     """Passes over the data. Give this or `steps`."""
     steps: Count | None = None
     """Optimizer steps. Give this or `epochs`."""
-    rows_per_step: Count = 8
+    batch_size: Count = 8
     """Rows behind one optimizer step, over all processes and accumulation."""
-    rows_per_pass: Count = 1
+    micro_batch_size: Count = 1
     """Rows in one forward pass on one device; accumulation follows from this."""
     learning_rate: Positive = 1e-4
     """The highest, after the warm-up."""
@@ -150,20 +150,20 @@ class TrainSettings(Settings):
     """Optimizer steps, or a share of them below 1."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
-    final_learning_rate: Share = 0.0
+    final_learning_rate_ratio: Share = 0.0
     """Where the schedule ends, as a share of `learning_rate`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's pull towards zero, times the learning rate."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
     """AdamW's memory of gradients and of their squares."""
-    clip: Positive = 1.0
+    max_grad_norm: Positive = 1.0
     """Largest gradient norm."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "pure-fp16"] = "auto"
     """Compute type of the frozen part; trainable weights are fp32, except with `pure-fp16`, which is a last resort."""
-    checkpointing: Literal["auto", "none", "full"] | Count = "auto"
+    gradient_checkpointing: Literal["auto", "none", "full"] | Count = "auto"
     """Recompute layers in the backward pass to save memory: as few as fit the device by the memory plan, none, all of
     them, or one in n."""
-    fast: bool = True
+    fused_lora: bool = True
     """Fold a plain LoRA (no dropout, no DoRA) into its frozen weights, and on a card use kernels made for it: the same
     training, sooner."""
     compile: bool = False
@@ -176,11 +176,11 @@ class TrainSettings(Settings):
     """Optimizer steps between evaluations; by default ten times in a run."""
     save_every: Count | None = None
     """Optimizer steps between checkpoints; by default with each evaluation."""
-    keep_last: Count = 2
+    keep_checkpoints: Count = 2
     """Checkpoints to keep, beside the best one."""
-    early_stopping: Count | None = None
+    early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a better loss; the best checkpoint is then the result."""
-    ema: BelowOne | None = None
+    ema_decay: BelowOne | None = None
     """Decay of a running mean of the trained weights, which is then what is evaluated and saved."""
     stages: tuple[Stage, ...] = ()
     """A curriculum: other loss weights for the first part of the run."""
@@ -188,19 +188,18 @@ class TrainSettings(Settings):
     """Where else metrics go, beside `metrics.jsonl`."""
 
 
-class ListenSettings(Settings):
-    """What is heard of the model while it learns, and which checkpoint is the best by it. Nobody listens unless a
-    `recogniser` is named."""
+class SpeechEvalSettings(Settings):
+    """Speech evaluation during training, and by it the choice of the best checkpoint. Off unless `asr` is named."""
 
-    recogniser: str | None = None
+    asr: str | None = None
     """Name or folder of a Whisper. With one, the untuned model and then the model in training say the same lines at
     every evaluation, and `best/` in the run is the checkpoint that was heard best."""
-    voices: str = "resemblyzer"
+    speaker_encoder: str = "resemblyzer"
     """Who tells voices apart: `resemblyzer`, or what `myna evaluate --voices` takes. Marks of one cannot be compared
     with those of another."""
-    lines: Path | None = None
-    """A text file, one sentence a line, spoken by the speakers of `listen.data` in turn, or a list as of seed-tts-eval;
-    by default the lines of `listen.data`."""
+    sentences: Path | None = None
+    """A text file, one sentence a line, spoken by the speakers of `speech_eval.data` in turn, or a list as of
+    seed-tts-eval; by default the texts of `speech_eval.data`."""
     data: Path | None = None
     """A prepared folder with voices and lines that are not trained on; `data.evaluation` by default."""
     limit: Count = 24
@@ -211,16 +210,16 @@ class ListenSettings(Settings):
     """Which lines, and how they are said: the same every time."""
     language: str = ""
     """Language of lines that name none, such as `en`."""
-    guard: Path | None = None
+    forgetting_data: Path | None = None
     """Other languages and speakers, a prepared folder or a list as of seed-tts-eval: a checkpoint that gets worse at
     saying these cannot be the best."""
     patience: Count | None = None
-    """Stop once so many listenings in a row have heard nothing better."""
-    stop_rate: Share = 0.9
+    """Stop after this many speech evaluations without a better checkpoint."""
+    min_stop_rate: Share = 0.9
     """The least share of lines that must find their end by themselves in a checkpoint that may be the best."""
-    quality: Annotated[float, Field(ge=1, le=5)] | None = None
+    min_mos: Annotated[float, Field(ge=1, le=5)] | None = None
     """The lowest DistillMOS of a checkpoint that may be the best; by default half a point below the untuned model's."""
-    batch: Count = 16
+    batch_size: Count = 16
     """Lines said at once: fewer need less memory. What is said does not depend on it."""
 
 
@@ -234,28 +233,29 @@ class Recipe(Settings):
     adapt: AdaptSettings = AdaptSettings()
     loss: LossSettings = LossSettings()
     train: TrainSettings = TrainSettings()
-    listen: ListenSettings = ListenSettings()
+    speech_eval: SpeechEvalSettings = SpeechEvalSettings()
 
     def absolute(self) -> Recipe:
         """The same with full paths, so that a run opens from anywhere."""
         data = {"train": self.data.train.absolute()}
         data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
-        named = {"source": self.model.source, "codec": self.model.codec, "recogniser": self.listen.recogniser}
+        evaluation = self.speech_eval
+        named = {"source": self.model.source, "codec": self.model.codec, "asr": evaluation.asr}
         folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
-        heard: dict[str, Any] = {key: folders.pop(key) for key in ("recogniser",) if key in folders}
-        paths = {"lines": self.listen.lines, "data": self.listen.data, "guard": self.listen.guard}
-        heard |= {key: path.absolute() for key, path in paths.items() if path is not None}
+        speech: dict[str, Any] = {key: folders.pop(key) for key in ("asr",) if key in folders}
+        paths = {key: getattr(evaluation, key) for key in ("sentences", "data", "forgetting_data")}
+        speech |= {key: path.absolute() for key, path in paths.items() if path is not None}
         changed = {
             "data": self.data.model_copy(update=data),
             "model": self.model.model_copy(update=folders),
-            "listen": self.listen.model_copy(update=heard),
+            "speech_eval": evaluation.model_copy(update=speech),
         }
         return self.model_copy(update=changed)
 
     @property
-    def listens(self) -> bool:
-        """Whether the model is heard while it learns."""
-        return self.listen.recogniser is not None
+    def evaluates_speech(self) -> bool:
+        """Whether speech is evaluated during training."""
+        return self.speech_eval.asr is not None
 
     @property
     def needs_text_head(self) -> bool:
@@ -452,10 +452,10 @@ def _check_sense(recipe: Recipe, where: str) -> None:
 
     if (train.epochs is None) == (train.steps is None):
         refuse("give either `train.epochs` or `train.steps`", "for example --set train.steps=1000")
-    if train.rows_per_step % train.rows_per_pass:
+    if train.batch_size % train.micro_batch_size:
         refuse(
-            f"`train.rows_per_step` ({train.rows_per_step}) is no multiple of `rows_per_pass` ({train.rows_per_pass})",
-            "lower rows_per_pass, or raise rows_per_step to a multiple of it",
+            f"`train.batch_size` ({train.batch_size}) is no multiple of `micro_batch_size` ({train.micro_batch_size})",
+            "lower micro_batch_size, or raise batch_size to a multiple of it",
         )
     if adapt.mode == "custom" and not adapt.targets:
         refuse("`adapt.mode: custom` needs `adapt.targets`", "for example targets: [self_attn.q_proj]")
@@ -473,19 +473,19 @@ def _check_sense(recipe: Recipe, where: str) -> None:
             "`adapt.train_modules` names `text_head`, but an audio-only loss teaches it nothing",
             "drop it, or set loss.text_weight above 0",
         )
-    base = recipe.model.base
-    if base != "compute" and adapt.mode == "full":
+    base = recipe.model.quantization
+    if base != "none" and adapt.mode == "full":
         refuse(
-            f"`model.base: {base}` keeps frozen weights in fewer bits, and `adapt.mode: full` trains them",
-            "--set model.base=compute, or train a LoRA: --set adapt.mode=comprehensive",
+            f"`model.quantization: {base}` keeps frozen weights in fewer bits, and `adapt.mode: full` trains them",
+            "--set model.quantization=none, or train a LoRA: --set adapt.mode=comprehensive",
         )
-    if base != "compute" and adapt.dora:
+    if base != "none" and adapt.dora:
         refuse(
-            f"`adapt.dora` reads the weights as they are, and `model.base: {base}` keeps them in fewer bits",
-            "--set adapt.dora=false, or --set model.base=compute",
+            f"`adapt.dora` reads the weights as they are, and `model.quantization: {base}` keeps them in fewer bits",
+            "--set adapt.dora=false, or --set model.quantization=none",
         )
-    if train.early_stopping and data.evaluation is None:
-        refuse("`train.early_stopping` has nothing to go by", "set data.evaluation to a prepared folder")
+    if train.early_stopping_patience and data.evaluation is None:
+        refuse("`train.early_stopping_patience` has nothing to go by", "set data.evaluation to a prepared folder")
     if list(train.stages) != sorted(train.stages, key=lambda stage: stage.until):
         refuse("`train.stages` are not in order", "sort them by `until`")
     weights = [(part.text_weight, part.audio_weight) for part in train.stages] + [(loss.text_weight, loss.audio_weight)]
@@ -500,27 +500,31 @@ def _check_sense(recipe: Recipe, where: str) -> None:
         refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
     if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
         refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
-    _check_listening(recipe, refuse)
+    _check_speech_eval(recipe, refuse)
 
 
-def _check_listening(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
-    listen, data = recipe.listen, recipe.data
-    if listen.recogniser is None:
+def _check_speech_eval(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
+    speech_eval, data = recipe.speech_eval, recipe.data
+    if speech_eval.asr is None:
         # Written out it is meant: the rest may stay in the recipe for another time.
-        for key in sorted(listen.model_fields_set) if "recogniser" not in listen.model_fields_set else ():
-            refuse(f"`listen.{key}` says nothing as long as nobody listens", "--set listen.recogniser=base")
+        for key in sorted(speech_eval.model_fields_set) if "asr" not in speech_eval.model_fields_set else ():
+            refuse(f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base")
         return
-    if listen.lines is None and listen.data is None and data.evaluation is None:
+    if speech_eval.sentences is None and speech_eval.data is None and data.evaluation is None:
         refuse(
-            "`listen.recogniser` is named, but there are no lines to be heard",
-            "--set data.evaluation=data/HELD_OUT, or --set listen.lines=FILE with one sentence a line",
+            "`speech_eval.asr` is named, but there are no sentences to speak",
+            "--set data.evaluation=data/HELD_OUT, or --set speech_eval.sentences=FILE with one sentence a line",
         )
-    if listen.lines is None and listen.data is not None and listen.data.resolve() == data.train.resolve():
-        refuse("`listen.data` is the training data", "prepare a folder of other utterances, or set listen.lines")
-    if recipe.train.early_stopping:
+    on_training_data = speech_eval.data is not None and speech_eval.data.resolve() == data.train.resolve()
+    if speech_eval.sentences is None and on_training_data:
         refuse(
-            "`train.early_stopping` goes by the loss, and `listen.recogniser` has the run go by what is heard",
-            "--set train.early_stopping=null --set listen.patience=3",
+            "`speech_eval.data` is the training data",
+            "prepare a folder of other utterances, or set speech_eval.sentences",
+        )
+    if recipe.train.early_stopping_patience:
+        refuse(
+            "`train.early_stopping_patience` goes by the loss, and `speech_eval.asr` has the run go by its speech",
+            "--set train.early_stopping_patience=null --set speech_eval.patience=3",
         )
 
 

@@ -258,7 +258,7 @@ def audio() -> Iterator[Check]:
     import soundfile
     import soxr  # type: ignore[import-untyped]
 
-    from myna.audio.clip import FORMATS
+    from myna.audio.files import FORMATS
 
     rate = 24_000
     tone = (0.3 * np.sin(2 * np.pi * 440 * np.arange(rate) / rate)).astype(np.float32)
@@ -342,7 +342,7 @@ def hub() -> Iterator[Check]:
 
 def processes() -> Iterator[Check]:
     """What torchrun, accelerate or srun has put into the environment."""
-    from myna.train.processes import Place
+    from myna.train.distributed import ProcessInfo
 
     there = {name: os.environ[name] for name in PLACE if name in os.environ}
     told = ", ".join(f"{name}={value}" for name, value in there.items())
@@ -350,7 +350,7 @@ def processes() -> Iterator[Check]:
     if bad := [name for name in PLACE[:3] if not there.get(name, "0").removeprefix("-").isdecimal()]:
         yield Check("processes", "failed", f"{' and '.join(bad)} should be a number: {told}", start_over)
         return
-    place, launched = Place.find(), "WORLD_SIZE" in there  # srun tells its tasks otherwise, and the rest follows
+    place, launched = ProcessInfo.find(), "WORLD_SIZE" in there  # srun tells its tasks otherwise, and the rest follows
     absent = [name for name in PLACE[3:] if name not in there and launched and place.world > 1]
     if absent:
         yield Check("processes", "failed", f"several processes, but no {' and '.join(absent)}: {told}", start_over)

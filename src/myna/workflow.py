@@ -14,26 +14,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
-from myna.audio.files import replacing
 from myna.config import Recipe, load_recipe
+from myna.data.code_store import encode_corpus
 from myna.data.codec import Encoder
-from myna.data.codes import encode_corpus
-from myna.data.corpus import Corpus, Prepared
+from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.importers import import_source, write_import
 from myna.data.lengths import text_tokens
+from myna.data.pronunciation import metrics
 from myna.data.utterance import Utterance
 from myna.errors import DataError, SpeakError, TrainingError
-from myna.evaluate import pronunciation
+from myna.evaluate.callback import SpeechEvaluation
+from myna.io import replacing
 from myna.models import open_family
-from myna.models.adapting import load_adapter, merge
 from myna.models.base import Family
-from myna.panel import Panel
+from myna.models.lora import load_adapter, merge
+from myna.speak.answering import AnswerEngine
 from myna.speak.engine import Engine
-from myna.speak.listener import Listener
 from myna.train.checkpoint import checkpoint_steps, learned_with
+from myna.train.distributed import ProcessInfo, launch, reporting
 from myna.train.loop import train as run_training
 from myna.train.precision import decide, pick_device
-from myna.train.processes import Place, launch, reporting
 from myna.train.run import Run
 
 console = Console()
@@ -87,9 +87,9 @@ def prepare(
         report = encode_corpus(utterances, coder, out, on_progress=advance, on_notice=bar.console.print)
     for id in report.too_short:
         console.print(f"left out: {id} is shorter than one frame")
-    Prepared.of(coder).write(out)
+    DatasetInfo.of(coder).write(out)
     # What training wants to know of all utterances at once, so that it need not wait for it.
-    corpus = Corpus.open(out)
+    corpus = PreparedDataset.open(out)
     if family.has_weights:
         text_tokens(corpus, family)
     console.print(f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now")
@@ -99,7 +99,7 @@ def train(
     recipe: Path, out: Path | None = None, settings: list[str] | None = None, gpus: int = 1, dry_run: bool = False
 ) -> Run | None:
     """Train a recipe into a run folder. None where another process has the last word."""
-    loaded, place = load_recipe(recipe, settings).absolute(), Place.find()
+    loaded, place = load_recipe(recipe, settings).absolute(), ProcessInfo.find()
     folder = out or Path("runs") / loaded.name
     if gpus > 1:
         words = ["train", recipe, "--out", folder, *_set(settings), *(["--dry-run"] if dry_run else [])]
@@ -115,7 +115,7 @@ def train(
 
 def resume(folder: Path, settings: list[str] | None = None, gpus: int = 1) -> Run | None:
     """Go on with a run from its newest checkpoint. `settings` may say how it is trained, not what it learns."""
-    run, place = Run.open(folder, settings), Place.find()
+    run, place = Run.open(folder, settings), ProcessInfo.find()
     if gpus > 1:
         _launch(gpus, ["train", "--resume", folder, *_set(settings)], run)
         return None
@@ -138,9 +138,11 @@ def _launch(gpus: int, words: list[Any], run: Run) -> None:
     )
 
 
-def _panel(recipe: Recipe, folder: Path, place: Place, display: _TrainDisplay) -> Panel | None:
+def _panel(recipe: Recipe, folder: Path, place: ProcessInfo, display: _TrainDisplay) -> SpeechEvaluation | None:
     """Whoever listens while the model learns, where the recipe asks for it: on rank 0."""
-    return Panel.convene(recipe, folder, display.listening) if recipe.listens and place.leads else None
+    return (
+        SpeechEvaluation.convene(recipe, folder, display.listening) if recipe.evaluates_speech and place.leads else None
+    )
 
 
 def how_to_try(run: Run) -> str:
@@ -164,19 +166,19 @@ def open_engine(
     if opened.run is None:
         return Engine(opened.family, opened.weights, coder)
     _check_made_with(opened.run, coder, opened.family)
-    return Engine(opened.family, opened.weights, coder, opened.run.recipe.data.reference_place)
+    return Engine(opened.family, opened.weights, coder, opened.run.recipe.data.reference_placement)
 
 
-def open_listener(*, run: Path | None, model: str | None, device: str) -> Listener:
+def open_listener(*, run: Path | None, model: str | None, device: str) -> AnswerEngine:
     """The same for a model that answers in words."""
     opened = _open_model(run, model, None, device)
     encoder = opened.family.load_encoder(device=opened.device)
     if opened.run is not None:
         _check_made_with(opened.run, encoder, opened.family)
-    return Listener(opened.family, opened.weights, encoder)
+    return AnswerEngine(opened.family, opened.weights, encoder)
 
 
-def listen(listener: Listener, corpus: Corpus, out: Path, max_tokens: int) -> list[dict[str, Any]]:
+def listen(listener: AnswerEngine, corpus: PreparedDataset, out: Path, max_tokens: int) -> list[dict[str, Any]]:
     """Answer every clip of a prepared folder that has an answer; what was said beside what was due, a line each."""
     clips = listener.corpus(corpus)
     if not clips:
@@ -195,17 +197,17 @@ def listen(listener: Listener, corpus: Corpus, out: Path, max_tokens: int) -> li
     return rows
 
 
-def judge_answers(corpus: Corpus, rows: list[dict[str, Any]]) -> Table | None:
+def judge_answers(corpus: PreparedDataset, rows: list[dict[str, Any]]) -> Table | None:
     """Figures of pronunciation, for people; None where the answers of a folder are no assessments."""
     utterances = {utterance.id: utterance for utterance in corpus.utterances}
-    due = [pronunciation.Due.of(utterances[row["id"]]) for row in rows]
+    due = [metrics.Due.of(utterances[row["id"]]) for row in rows]
     known = [each for each in due if each is not None]
     if len(known) < len(due):
         return None
     meant = [each.assessment for each in known]
-    judged = pronunciation.judge(meant, [row["answer"] for row in rows])
-    deaf = pronunciation.judge(meant, pronunciation.canonical(meant))
-    published = {each.corpus for each in known} == {pronunciation.PUBLISHED_FOR}
+    judged = metrics.score_answers(meant, [row["answer"] for row in rows])
+    deaf = metrics.score_answers(meant, metrics.canonical(meant))
+    published = {each.corpus for each in known} == {metrics.PUBLISHED_FOR}
     unreadable = sum(judged.unreadable.values())
     table = Table(title=f"{judged.utterances} utterances, {unreadable} answers that cannot be read")
     for title in ("", "ours", "who hears no mistake", *(["the paper"] if published else [])):
@@ -312,7 +314,7 @@ class _TrainDisplay:
             gain = f", {heard['against_base']:+.4f} against the untuned model" if "against_base" in heard else ""
             self.say(f"step {row['step']}: evaluation loss {heard['loss']:.4f}{gain}")
             return
-        if "listen" in row:
+        if "speech_eval" in row:
             self.say(f"step {row['step']}: {_heard(row['listen'])}")
             return
         speed = row["speed"]

@@ -1,39 +1,145 @@
-import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 
-from myna.audio.clip import FORMATS, write
-from myna.audio.files import bytes_hash, file_hash, replacing, sniff_suffix
+from myna.audio.files import AudioInfo, ClipError, Samples, check, probe, read, write
+from myna.errors import AudioError
 
-
-def test_the_hash_is_blake2b_of_the_bytes(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 5_000
-    (tmp_path / "a").write_bytes(data)
-    assert file_hash(tmp_path / "a") == bytes_hash(data) == hashlib.blake2b(data, digest_size=16).hexdigest()
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
+LOSSLESS = (".wav", ".flac")
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_encoded_audio_is_known_by_its_first_bytes(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / f"a{suffix}", np.zeros(4_800, np.float32), 24_000)
-    assert sniff_suffix((tmp_path / f"a{suffix}").read_bytes()) == suffix
+def sine(seconds: float, rate: int, hertz: float = 440.0, level: float = 0.5) -> Samples:
+    return (level * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+
+
+def peak_hertz(samples: Samples, rate: int) -> float:
+    spectrum = np.abs(np.fft.rfft(samples * np.hanning(len(samples))))
+    return float(np.argmax(spectrum) * rate / len(samples))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_format_comes_back(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"tone{suffix}"
+    write(path, sine(1.0, 24_000), 24_000)
+    assert check(path) == probe(path) == AudioInfo(1.0, 24_000, 1)
+    samples = read(path)
+    assert samples.dtype == np.float32 and samples.shape == (24_000,)
+    assert peak_hertz(samples, 24_000) == pytest.approx(440, abs=1)
+    assert np.sqrt(np.mean(samples**2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac", ".mp3", ".ogg"])
+def test_stereo_of_another_rate_becomes_mono(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"stereo{suffix}"
+    tone = sine(1.5, 44_100, hertz=1000)
+    write(path, np.stack([tone, tone * 0.5], axis=1), 44_100)
+    assert probe(path) == AudioInfo(1.5, 44_100, 2)
+    samples = read(path, sample_rate=24_000)
+    assert samples.shape == (36_000,)
+    assert peak_hertz(samples, 24_000) == pytest.approx(1000, abs=1)
+    assert np.sqrt(np.mean(samples**2)) == pytest.approx(0.75 * 0.5 / np.sqrt(2), rel=0.02)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_span_is_a_slice(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"noise{suffix}"
+    write(path, np.random.default_rng(0).uniform(-0.5, 0.5, 48_000).astype(np.float32), 24_000)
+    whole = read(path, sample_rate=24_000)
+    tolerance = 0 if suffix in LOSSLESS else 1e-3
+    for start, end in [(0.0, 0.5), (0.25, 0.75), (0.5, None), (1.25, 1.5), (0.0, 2.0)]:
+        part = read(path, sample_rate=24_000, span=(start, end))
+        expected = whole[round(start * 24_000) : None if end is None else round(end * 24_000)]
+        assert part.shape == expected.shape
+        assert np.abs(part - expected).max() <= tolerance
+
+
+def test_a_span_resampled_matches_the_whole_resampled(tmp_path: Path) -> None:
+    path = tmp_path / "tone.wav"
+    write(path, sine(1.0, 44_100), 44_100)
+    part, whole = read(path, span=(0.25, 0.75)), read(path)
+    assert part.shape == (12_000,)
+    assert np.abs(part - whole[6_000:18_000])[1_000:-1_000].max() < 1e-3
 
 
 @pytest.mark.parametrize(
-    ("data", "suffix"),
-    [(b"ID3\x04", ".mp3"), (b"\0\0\0 ftypM4A ", ".m4a"), (b"FORM", ".aiff"), (b"", ".bin"), (b"\xff", ".bin")],
+    "span", [(0.5, 1.5), (1.0, None), (0.4, 0.4), (0.6, 0.2), (-0.1, 0.5), (2.0, 3.0), (0.5, np.inf), (np.nan, None)]
 )
-def test_other_first_bytes(data: bytes, suffix: str) -> None:
-    assert sniff_suffix(data) == suffix
+def test_a_span_outside_the_recording_is_refused(tmp_path: Path, span: tuple[float, float | None]) -> None:
+    path = tmp_path / "tone.wav"
+    write(path, sine(1.0, 8_000), 8_000)
+    with pytest.raises(AudioError, match=r"tone\.wav: bad span") as caught:
+        read(path, span=span)
+    assert caught.value.hint
 
 
-def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "file"
-    with pytest.raises(RuntimeError), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    assert list(path.parent.iterdir()) == []
-    with replacing(path) as temporary:
-        temporary.write_text("whole")
-    assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]
+def broken(folder: Path) -> dict[str, tuple[Path, str]]:
+    """A file for each flaw."""
+    files = {
+        name: folder / name
+        for name in (
+            "garbage.wav",
+            "empty.wav",
+            "no-frames.wav",
+            "nan.wav",
+            "inf.wav",
+            "cut.flac",
+            "cut.mp3",
+            "no-length.flac",
+        )
+    }
+    files["garbage.wav"].write_bytes(b"this is not a recording" * 9)
+    files["empty.wav"].write_bytes(b"")
+    soundfile.write(files["no-frames.wav"], np.zeros(0, np.float32), 8_000)
+    for name, value in (("nan.wav", np.nan), ("inf.wav", np.inf)):
+        soundfile.write(files[name], np.array([0.0, value, 0.0], np.float32), 8_000, subtype="FLOAT")
+    for name in ("cut.flac", "cut.mp3"):
+        write(files[name], sine(2.0, 24_000), 24_000)
+        data = files[name].read_bytes()
+        files[name].write_bytes(data[: len(data) // 2])
+    write(files["no-length.flac"], sine(1.0, 24_000), 24_000)
+    streamed = bytearray(files["no-length.flac"].read_bytes())
+    streamed[21] &= 0xF0  # the count of samples in the header, as an encoder leaves it that writes to a pipe
+    streamed[22:26] = bytes(4)
+    files["no-length.flac"].write_bytes(streamed)
+    flaws = ["unreadable audio", "zero length", "zero length", "NaN samples", "NaN samples", *["unreadable audio"] * 3]
+    return {path.name: (path, flaw) for path, flaw in zip(files.values(), flaws, strict=True)}
+
+
+def test_each_flaw_is_named_with_the_file(tmp_path: Path) -> None:
+    for name, (path, flaw) in broken(tmp_path).items():
+        for open_it in (read, check):
+            with pytest.raises(ClipError, match=f"{name}: {flaw}") as caught:
+                open_it(path)
+            assert caught.value.flaw == flaw and caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["gone.wav", ".", "x" * 5_000])
+def test_what_is_no_file_is_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(AudioError, match="missing file"):
+        probe(tmp_path / name)
+
+
+def test_wav_is_written_as_16_bit(tmp_path: Path) -> None:
+    write(tmp_path / "deep" / "a.wav", sine(0.1, 8_000), 8_000)
+    assert soundfile.info(tmp_path / "deep" / "a.wav").subtype == "PCM_16"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.opus"
+    write(path, sine(0.1, 24_000), 24_000)
+    before = path.read_bytes()
+    with pytest.raises(soundfile.SoundFileError):
+        write(path, sine(0.1, 44_100), 44_100)  # a rate that Opus does not have
+    with pytest.raises(AudioError, match="NaN"):
+        write(path, np.array([np.nan], np.float32), 24_000)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_unknown_suffix_is_refused_with_those_we_know(tmp_path: Path) -> None:
+    with pytest.raises(AudioError, match=r"`\.aac`") as caught:
+        write(tmp_path / "a.aac", sine(0.1, 8_000), 8_000)
+    assert ".flac" in caught.value.hint

@@ -39,7 +39,7 @@ def test_the_batch_is_the_papers() -> None:
 
 
 def test_all_rows_are_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ["train.rows_per_step=4", "train.rows_per_pass=2", "train.device=cpu", "train.precision=fp32"]
+    few = ["train.batch_size=4", "train.micro_batch_size=2", "train.device=cpu", "train.precision=fp32"]
     monkeypatch.setattr(pronunciation, "load_recipe", lambda path, asked: load_recipe(path, [*asked, *few]))
     words = ["pronunciation.py", "--tiny", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)

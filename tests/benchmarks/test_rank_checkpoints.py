@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks import rank_checkpoints
-from myna.audio.clip import Samples, write
-from myna.evaluate.ears import Ears
-from myna.evaluate.similarity import Voice
-from myna.evaluate.words import Heard
+from myna.audio.files import Samples, write
+from myna.evaluate.resemblyzer import Voice
+from myna.evaluate.scorers import Scorers
+from myna.evaluate.wer import Transcript
 from myna.models import save_tiny
 from myna.train.run import Run
 from tests.birds import BIRDS, SAMPLE_RATE, whistle
@@ -23,8 +23,8 @@ from tests.birds import BIRDS, SAMPLE_RATE, whistle
 class Ear:
     """A voice is how loud its pitches are; words are never understood, and everything sounds alike good."""
 
-    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Heard:  # noqa: ARG002
-        return Heard("something else", looped=False)
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript:  # noqa: ARG002
+        return Transcript("something else", looped=False)
 
     def embed(self, samples: Samples, sample_rate: int) -> Voice:  # noqa: ARG002
         return np.asarray(np.abs(np.fft.rfft(samples, 2048))[:1024].reshape(64, 16).sum(axis=1), np.float32)
@@ -51,12 +51,17 @@ def test_both_rankings_are_put_side_by_side(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "lines.txt").write_text("hello\nyou\ngood day\nso far\n")
     asked = ["--out", tmp_path / "out", "--model", tmp_path / "model", "--recogniser", "any", "--seeds", 0]
     asked += ["--voice", tmp_path / "recordings", "--sentences", tmp_path / "lines.txt", "--heard", 2, "--lines", 4]
-    for setting in ("train.steps=2", "train.evaluate_every=1", "model.pretrained=false", "listen.stop_rate=0.5"):
+    for setting in (
+        "train.steps=2",
+        "train.evaluate_every=1",
+        "model.check_pretrained=false",
+        "speech_eval.min_stop_rate=0.5",
+    ):
         asked += ["--set", setting]
     ear = Ear()
-    ears = Ears(words=ear, voice=ear, distillmos=ear, names={"words": "w", "voice": "v", "distillmos": "d"})
+    ears = Scorers(words=ear, voice=ear, distillmos=ear, names={"words": "w", "voice": "v", "distillmos": "d"})
     with (
-        patch("myna.panel.open_ears", lambda _: ears),
+        patch("myna.evaluate.callback.open_required_scorers", lambda _: ears),
         patch.object(rank_checkpoints, "open_ears", lambda _: ears),
         patch.object(sys, "argv", ["rank_checkpoints.py", *map(str, asked)]),
     ):
@@ -65,8 +70,8 @@ def test_both_rankings_are_put_side_by_side(tmp_path: Path, capsys: pytest.Captu
         with patch("myna.workflow.run_training", lambda *_, **__: pytest.fail("it was trained before")):
             rank_checkpoints.main()
     assert found == json.loads((tmp_path / "out" / "ranking.json").read_text())
-    listen = Run.open(tmp_path / "out" / "seed-0").recipe.listen
-    assert (listen.stop_rate, listen.limit) == (0.5, 2), "what was set, and what the comparison needs"
+    speech_eval = Run.open(tmp_path / "out" / "seed-0").recipe.speech_eval
+    assert (speech_eval.min_stop_rate, speech_eval.limit) == (0.5, 2), "what was set, and what the comparison needs"
     [one] = found["seeds"]
     assert (found["lines"], found["heard"], one["seed"], set(one["marks"])) == (4, 2, 0, {"1", "2"})
     for marks in one["marks"].values():

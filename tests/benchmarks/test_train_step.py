@@ -139,7 +139,7 @@ def test_a_recipe_is_measured_as_it_stands(
 ) -> None:
     (tmp_path / "higgs_v2_lora_16gb.yaml").write_text(
         "model: {source: somewhere}\ndata: {train: nowhere, row_tokens: 4096}\nadapt: {rank: 4}\n"
-        "train: {steps: 9, rows_per_step: 8, fast: true, checkpointing: auto}\n"
+        "train: {steps: 9, batch_size: 8, fused_lora: true, gradient_checkpointing: auto}\n"
     )
     monkeypatch.setattr(measuring, "RECIPES", tmp_path)
     measured = bench.measure(BY_NAME["ours-16gb"])
@@ -159,7 +159,7 @@ class Plan:
 def test_the_plan_is_made_for_the_smaller_card(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "plan", lambda *_: Plan())
     row = next(rows(utterances(bench.family, noise(8, 64), pace=bench.size.pace), bench.size.row_tokens))
-    variant = dataclasses.replace(BY_NAME["ours-bf16"], settings=("train.checkpointing=auto",))
+    variant = dataclasses.replace(BY_NAME["ours-bf16"], settings=("train.gradient_checkpointing=auto",))
     assert bench.recomputed(bench.recipe(variant), row, None) == 0
     assert bench.recomputed(bench.recipe(variant), row, 16) == 64
     assert bench.recomputed(bench.recipe(BY_NAME["ours-bf16"]), row, 16) is None

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myna.audio.clip import write
+from myna.audio.files import write
 
 SECONDS = 0.25
 RATE = 8_000

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from myna.data.codes import encode_corpus
-from myna.data.corpus import Corpus, Prepared
+from myna.data.code_store import encode_corpus
+from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance
 from tests.data.kill_helper import FakeCodec
@@ -39,10 +39,10 @@ def said(
     return Utterance(id, path, text if text is not None else f"text of {id}", speaker, span=span, extras=extras)
 
 
-def prepared(folder: Path, utterances: Sequence[Utterance]) -> Corpus:
+def prepared(folder: Path, utterances: Sequence[Utterance]) -> PreparedDataset:
     """What `myna prepare` leaves, opened."""
     codec = FakeCodec()
     write_manifest(folder / "manifest.jsonl", utterances)
     encode_corpus(utterances, codec, folder)
-    Prepared.of(codec).write(folder)
-    return Corpus.open(folder)
+    DatasetInfo.of(codec).write(folder)
+    return PreparedDataset.open(folder)

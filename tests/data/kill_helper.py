@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from myna.data.code_store import encode_corpus
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
-from myna.data.codes import encode_corpus
 from myna.data.utterance import Utterance
 
 SHARD_SECONDS = 0.5

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from myna.audio.files import file_hash
 from myna.data.importers import Imported, import_source
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance, normalise_text
+from myna.io import file_hash
 
 Write = Callable[[Path, list[Utterance]], Path]
 

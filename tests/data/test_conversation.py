@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.data.conversation import Clip, Conversation, Reference, ReferencePlace, Turn, script
+from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, script
 
-VOICES = tuple(Reference(f"voice {n}", Clip(f"r{n}", np.full((3, 8), n, np.uint16))) for n in range(2))
-TARGET = Clip("t", np.zeros((4, 8), np.uint16), target=True)
+VOICES = tuple(Reference(f"voice {n}", AudioClip(f"r{n}", np.full((3, 8), n, np.uint16))) for n in range(2))
+TARGET = AudioClip("t", np.zeros((4, 8), np.uint16), target=True)
 
 
 def shape(conversation: Conversation) -> list[tuple[str, ...]]:
     """Roles with texts, and clips in angle brackets."""
     return [
-        (turn.role, *(f"<{part.id}>" if isinstance(part, Clip) else part for part in turn.parts))
+        (turn.role, *(f"<{part.id}>" if isinstance(part, AudioClip) else part for part in turn.parts))
         for turn in conversation.turns
     ]
 
@@ -62,13 +62,13 @@ def test_in_the_system_message_there_are_clips_alone() -> None:
 @pytest.mark.parametrize("place", ["turn", "system"])
 @pytest.mark.parametrize("references", [(), VOICES[:1], VOICES])
 def test_training_sees_what_speaking_sees_and_then_the_target(
-    references: tuple[Reference, ...], place: ReferencePlace
+    references: tuple[Reference, ...], place: ReferencePlacement
 ) -> None:
     trained = script("hi", id="x", references=references, target=TARGET, scene="A room.", place=place)
     spoken = script("hi", id="x", references=references, scene="A room.", place=place)
     assert shape(trained) == [*shape(spoken), ("assistant", "<t>")]
     assert spoken.is_open and not trained.is_open
-    clips = [part for turn in trained.turns for part in turn.parts if isinstance(part, Clip)]
+    clips = [part for turn in trained.turns for part in turn.parts if isinstance(part, AudioClip)]
     assert [clip.id for clip in clips if clip.target] == ["t"], "nothing else is learned"
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from myna.data.conversation import Clip, Conversation, Turn
-from myna.data.corpus import Corpus
+from myna.data.conversation import AudioClip, Conversation, Turn
+from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader
 from tests.data.corpora import prepared, said
 from tests.data.test_loader import Characters, Line, load, rows_of
@@ -26,7 +26,7 @@ class Stacking(Characters):
         length = 3 * len(conversation.turns) + len(conversation.scene)
         for turn in conversation.turns:
             for part in turn.parts:
-                length += (len(part.codes) + 3) // 4 if isinstance(part, Clip) else len(part)
+                length += (len(part.codes) + 3) // 4 if isinstance(part, AudioClip) else len(part)
         return length
 
 
@@ -34,7 +34,7 @@ def render(conversation: Conversation) -> Line:
     return Line(conversation.id, (), Stacking().length(conversation))
 
 
-def both(folder: Path) -> Corpus:
+def both(folder: Path) -> PreparedDataset:
     """Spoken and heard, asked this and that, one of them in words that are another's scene."""
     clips = [
         said(folder, f"spoken{n}", seconds=1 + n / 10, text="x" * n, scene="A room." * (n % 2)) for n in range(1, 5)
@@ -45,7 +45,7 @@ def both(folder: Path) -> Corpus:
     return prepared(folder, clips)
 
 
-def loaded(corpus: Corpus) -> Loader[Line, list[Line]]:
+def loaded(corpus: PreparedDataset) -> Loader[Line, list[Line]]:
     return load(corpus, ruler=Stacking(), render=render)
 
 
@@ -67,7 +67,7 @@ def test_what_is_heard_is_asked_about_and_answered(tmp_path: Path) -> None:
     assert loader.pairing.references(target, 0) == (), "nobody's voice is needed"
     turns = loader.conversation(target, ()).turns
     [clip, asked] = turns[0].parts
-    assert isinstance(clip, Clip) and not clip.target and asked == "How was that?"
+    assert isinstance(clip, AudioClip) and not clip.target and asked == "How was that?"
     assert turns[1] == Turn("assistant", ("well well well ",))
 
 

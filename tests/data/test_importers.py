@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from myna.audio.clip import AudioInfo, check
+from myna.audio.files import AudioInfo, check
 from myna.data.importers import FORMATS, Imported, detect_format, import_source, write_import
 from myna.data.importers.base import Reason
 from myna.data.manifest import read_manifest
@@ -113,7 +113,7 @@ def test_a_recording_with_many_spans_is_decoded_once(
         opened.append(path)
         return check(path)
 
-    monkeypatch.setattr("myna.data.importers.check.check", check_once)
+    monkeypatch.setattr("myna.data.importers.validation.check", check_once)
     spans = [{"start": start / 10, "end": start / 10 + 0.05} for start in range(3)]
     result = manifest(tmp_path, *[line(clips[0], id=str(n), span=span) for n, span in enumerate(spans)])
     assert len(result.utterances) == 3 and opened == [clips[0]]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from myna.data.conversation import Clip, Conversation
-from myna.data.corpus import Corpus
+from myna.data.conversation import AudioClip, Conversation
+from myna.data.dataset import PreparedDataset
 from myna.data.lengths import text_tokens
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
@@ -40,11 +40,11 @@ class Prompted(Characters):
         speakers = {tag for tag in ("[SPEAKER0]", "[SPEAKER1]") if any(tag in text for text in texts)}
         length = 11 + 5 * len(conversation.turns) + 3 * len(speakers) + (2 + len(conversation.scene) // 2)
         for part in parts:
-            length += len(part.codes) + 9 if isinstance(part, Clip) else len(part)
+            length += len(part.codes) + 9 if isinstance(part, AudioClip) else len(part)
         return length
 
 
-def spoken(folder: Path) -> Corpus:
+def spoken(folder: Path) -> PreparedDataset:
     """Every text and scene, with drawn references, given ones, many and none."""
     clips = [
         said(folder, f"{scene}-{text}", f"speaker{text % 3}", text=TEXTS[text], scene=SCENES[scene])
@@ -65,7 +65,7 @@ def spoken(folder: Path) -> Corpus:
 @pytest.mark.parametrize("scene", ["", "A room."])
 def test_sums_are_what_the_family_measures(tmp_path: Path, place: str, scene: str) -> None:
     ruler = Prompted()
-    loader = load(spoken(tmp_path), ruler=ruler, reference_place=place, scene=scene)
+    loader = load(spoken(tmp_path), ruler=ruler, reference_placement=place, scene=scene)
     targets = loader.pairing.targets
     for epoch in range(3):
         references = loader.pairing.draw(targets.rows, epoch)
@@ -112,7 +112,7 @@ def utterances(folder: Path) -> list[Utterance]:
 def test_texts_are_counted_once_for_each_tokenizer(tmp_path: Path) -> None:
     corpus, first, again, other = prepared(tmp_path, utterances(tmp_path)), Counting(), Counting(), Counting("other")
     assert text_tokens(corpus, first).tolist() == [0, 1, 2, 3, 4] and len(first.counted) == 5
-    assert text_tokens(Corpus.open(tmp_path), again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
+    assert text_tokens(PreparedDataset.open(tmp_path), again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
     assert text_tokens(corpus, other).tolist() == [0, 1, 2, 3, 4] and len(other.counted) == 5
     assert text_tokens(corpus, again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
 
@@ -130,7 +130,7 @@ def test_a_changed_text_is_counted_anew(tmp_path: Path) -> None:
     lines = utterances(tmp_path)
     lines[0] = said(tmp_path, "0", text="a longer text")
     write_manifest(tmp_path / "manifest.jsonl", lines)
-    assert text_tokens(Corpus.open(tmp_path), later).tolist() == [13, 1, 2, 3, 4]
+    assert text_tokens(PreparedDataset.open(tmp_path), later).tolist() == [13, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("damage", [b"", b"ARROW1", None])

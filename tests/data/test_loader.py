@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pytest
 
 from myna.config import DataSettings
-from myna.data.conversation import Clip, Conversation
-from myna.data.corpus import Corpus
-from myna.data.lengths import Ruler
-from myna.data.loader import Loader, Share
-from myna.data.pack import first_fit_decreasing
+from myna.data.conversation import AudioClip, Conversation
+from myna.data.dataset import PreparedDataset
+from myna.data.lengths import LengthEstimator
+from myna.data.loader import Loader, Shard
+from myna.data.packing import first_fit_decreasing
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
@@ -41,8 +41,10 @@ class Line:
 
 def render(conversation: Conversation) -> Line:
     parts = [part for turn in conversation.turns for part in turn.parts]
-    clips = [part for part in parts if isinstance(part, Clip)]
-    length = len(conversation.scene) + sum(len(part.codes) if isinstance(part, Clip) else len(part) for part in parts)
+    clips = [part for part in parts if isinstance(part, AudioClip)]
+    length = len(conversation.scene) + sum(
+        len(part.codes) if isinstance(part, AudioClip) else len(part) for part in parts
+    )
     return Line(conversation.id, tuple(clip.id for clip in clips if not clip.target), length)
 
 
@@ -65,13 +67,13 @@ Step = list[list[Line]]
 
 
 def load(
-    corpus: Corpus,
+    corpus: PreparedDataset,
     seed: int = 0,
     render: Callable[[Conversation], Line] = render,
-    ruler: Ruler = Characters(),  # noqa: B008 - it holds nothing
+    ruler: LengthEstimator = Characters(),  # noqa: B008 - it holds nothing
     **settings: Any,
 ) -> Loader[Line, list[Line]]:
-    chosen = DataSettings(train=corpus.folder, **({"row_tokens": ROW, "window": 16} | settings))
+    chosen = DataSettings(train=corpus.folder, **({"row_tokens": ROW, "packing_window": 16} | settings))
     return Loader(corpus, chosen, render=render, collate=list, ruler=ruler, seed=seed)
 
 
@@ -81,40 +83,40 @@ def first(steps: Iterator[Step], count: int) -> list[Step]:
 
 def rows_of(loader: Loader[Line, list[Line]], count: int) -> list[list[Line]]:
     """The stream, a row a step."""
-    return [passes[0] for passes in first(loader.steps(1, 1, Share()), count)]
+    return [passes[0] for passes in first(loader.steps(1, 1, Shard()), count)]
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     """Fifty clips of two speakers, between half a second and three."""
     folder, dice = tmp_path_factory.mktemp("corpus"), random.Random(0)
     clips = [said(folder, f"{n}", "anna" if n % 3 else "bert", seconds=dice.uniform(0.5, 3)) for n in range(50)]
     return prepared(folder, clips)
 
 
-@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"window": 7}, {"window": 500}, {"row_tokens": 700}])
-def test_every_target_comes_once_an_epoch(corpus: Corpus, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"packing_window": 7}, {"window": 500}, {"row_tokens": 700}])
+def test_every_target_comes_once_an_epoch(corpus: PreparedDataset, settings: dict[str, Any]) -> None:
     loader = load(corpus, **settings)
     rows = loader.rows_in_first_epoch()
     ids = sorted(line.id for row in rows_of(loader, rows) for line in row)
     assert ids == sorted(u.id for u in corpus.utterances)
 
 
-def test_rows_hold_several_and_never_too_much(corpus: Corpus) -> None:
+def test_rows_hold_several_and_never_too_much(corpus: PreparedDataset) -> None:
     rows = rows_of(load(corpus), 60)
     assert max(sum(map(len, row)) for row in rows) <= ROW
     assert max(len(row) for row in rows) > 1
     assert all(rows)
 
 
-def test_without_packing_every_utterance_has_a_row_of_its_own(corpus: Corpus) -> None:
+def test_without_packing_every_utterance_has_a_row_of_its_own(corpus: PreparedDataset) -> None:
     loader = load(corpus, pack=False, row_tokens=1)
     loader.check_lengths()
     assert loader.rows_in_first_epoch() == 50
     assert all(len(row) == 1 for row in rows_of(loader, 60))
 
 
-def test_epochs_and_seeds_differ_in_order_company_and_reference(corpus: Corpus) -> None:
+def test_epochs_and_seeds_differ_in_order_company_and_reference(corpus: PreparedDataset) -> None:
     loader = load(corpus, pack=False)
     rows = [row[0] for row in rows_of(loader, 100)]
     one, two = rows[:50], rows[50:]
@@ -126,11 +128,13 @@ def test_epochs_and_seeds_differ_in_order_company_and_reference(corpus: Corpus) 
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
-@pytest.mark.parametrize("rows_per_pass", [1, 2, 4])
-def test_a_step_is_the_same_rows_for_any_number_of_processes(corpus: Corpus, world: int, rows_per_pass: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_a_step_is_the_same_rows_for_any_number_of_processes(
+    corpus: PreparedDataset, world: int, micro_batch_size: int
+) -> None:
     loader = load(corpus)
     stream = rows_of(loader, 24)
-    ranks = [first(loader.steps(6, rows_per_pass, Share(rank, world)), 4) for rank in range(world)]
+    ranks = [first(loader.steps(6, micro_batch_size, Shard(rank, world)), 4) for rank in range(world)]
     for step in range(4):
         rows = stream[6 * step : 6 * step + 6]
         shares = [ranks[rank][step] for rank in range(world)]
@@ -142,17 +146,17 @@ def test_a_step_is_the_same_rows_for_any_number_of_processes(corpus: Corpus, wor
         )
         for batch in batches:
             whole = [row for row in rows if set(row) <= set(batch)]
-            assert len(whole) <= rows_per_pass and sum(map(len, whole)) == len(batch), "rows stay whole"
+            assert len(whole) <= micro_batch_size and sum(map(len, whole)) == len(batch), "rows stay whole"
 
 
-def test_shares_that_do_not_come_out_even_are_refused(corpus: Corpus) -> None:
+def test_shares_that_do_not_come_out_even_are_refused(corpus: PreparedDataset) -> None:
     with pytest.raises(AssertionError, match="wait for ever"):
-        next(load(corpus).steps(3, 1, Share(0, 2)))
+        next(load(corpus).steps(3, 1, Shard(0, 2)))
 
 
 @pytest.mark.parametrize("start", [1, 4, 23])
-def test_starting_at_a_step_is_skipping_those_before(corpus: Corpus, start: int) -> None:
-    share = Share(1, 2)
+def test_starting_at_a_step_is_skipping_those_before(corpus: PreparedDataset, start: int) -> None:
+    share = Shard(1, 2)
     whole = first(load(corpus).steps(4, 1, share), start + 3)
     assert first(load(corpus).steps(4, 1, share, start=start), 3) == whole[start:]
 
@@ -161,10 +165,10 @@ def test_starting_at_a_step_is_skipping_those_before(corpus: Corpus, start: int)
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_threads_change_nothing(corpus: Corpus, workers: int) -> None:
+def test_threads_change_nothing(corpus: PreparedDataset, workers: int) -> None:
     inline, threaded = load(corpus, workers=0), load(corpus, workers=workers)
-    assert first(threaded.steps(2, 1, Share(), start=3), 20) == first(inline.steps(2, 1, Share(), start=3), 20)
-    assert list(threaded.once(2, Share())) == list(inline.once(2, Share()))
+    assert first(threaded.steps(2, 1, Shard(), start=3), 20) == first(inline.steps(2, 1, Shard(), start=3), 20)
+    assert list(threaded.once(2, Shard())) == list(inline.once(2, Shard()))
     assert threaded.rows_in_first_epoch() == inline.rows_in_first_epoch()
 
 
@@ -172,8 +176,8 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("myna-")]
 
 
-def test_closing_the_stream_ends_its_threads(corpus: Corpus) -> None:
-    steps = load(corpus, workers=2).steps(2, 1, Share())
+def test_closing_the_stream_ends_its_threads(corpus: PreparedDataset) -> None:
+    steps = load(corpus, workers=2).steps(2, 1, Shard())
     next(steps)
     assert threads()
     steps.close()
@@ -181,8 +185,8 @@ def test_closing_the_stream_ends_its_threads(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int) -> None:
-    settings: dict[str, Any] = {"pack": False, "window": 5, "workers": workers}
+def test_an_error_comes_with_the_step_it_belongs_to(corpus: PreparedDataset, workers: int) -> None:
+    settings: dict[str, Any] = {"pack": False, "packing_window": 5, "workers": workers}
     rows = rows_of(load(corpus, **settings), 20)
     bad = rows[12][0].id
 
@@ -191,15 +195,15 @@ def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int
             raise DataError(f"{bad} is bad", hint="mend it")
         return render(conversation)
 
-    steps = load(corpus, render=refuse, **settings).steps(1, 1, Share())
+    steps = load(corpus, render=refuse, **settings).steps(1, 1, Shard())
     assert [passes[0] for passes in first(steps, 12)] == rows[:12], "everything before the bad one"
     with pytest.raises(DataError, match=f"{bad} is bad"):
         next(steps)
     assert threads() == []
 
 
-def test_nothing_is_rendered_to_be_counted_or_skipped(corpus: Corpus) -> None:
-    whole = first(load(corpus).steps(2, 1, Share()), 25)
+def test_nothing_is_rendered_to_be_counted_or_skipped(corpus: PreparedDataset) -> None:
+    whole = first(load(corpus).steps(2, 1, Shard()), 25)
     seen: list[str] = []
 
     def note(conversation: Conversation) -> Line:
@@ -209,16 +213,18 @@ def test_nothing_is_rendered_to_be_counted_or_skipped(corpus: Corpus) -> None:
     loader = load(corpus, render=note, workers=0)
     loader.check_lengths()
     assert loader.rows_in_first_epoch() and seen == []
-    assert first(loader.steps(2, 1, Share(), start=20), 5) == whole[20:]
+    assert first(loader.steps(2, 1, Shard(), start=20), 5) == whole[20:]
     assert len(seen) == sum(len(batch) for step in whole[20:] for batch in step)
     seen.clear()
-    [step] = first(loader.steps(2, 1, Share(1, 2), start=20), 1)
+    [step] = first(loader.steps(2, 1, Shard(1, 2), start=20), 1)
     assert seen == [line.id for batch in step for line in batch], "nor the rows of other ranks"
 
 
-def test_what_was_counted_once_is_not_packed_to_be_skipped(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_counted_once_is_not_packed_to_be_skipped(
+    corpus: PreparedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = load(corpus)
-    whole = first(before.steps(2, 1, Share()), 25)
+    whole = first(before.steps(2, 1, Shard()), 25)
     windows = 0
 
     def note(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -231,14 +237,14 @@ def test_what_was_counted_once_is_not_packed_to_be_skipped(corpus: Corpus, monke
         windows = 0
         loader = load(corpus, workers=0)
         loader.recall(counted)
-        assert first(loader.steps(2, 1, Share(), start=20), 5) == whole[20:]
+        assert first(loader.steps(2, 1, Shard(), start=20), 5) == whole[20:]
         return windows
 
     monkeypatch.setattr("myna.data.loader.first_fit_decreasing", note)
     assert packed(before.counted) < packed({}) / 2
 
 
-def test_a_length_that_was_miscounted_stops_the_training(corpus: Corpus) -> None:
+def test_a_length_that_was_miscounted_stops_the_training(corpus: PreparedDataset) -> None:
     """Counts of another tokenizer, say, that found their way into the folder."""
 
     class Wrong(Characters):
@@ -272,28 +278,28 @@ def test_its_identity_is_what_it_is_made_of(tmp_path: Path) -> None:
 # Evaluation
 
 
-@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"window": 7}])
+@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"packing_window": 7}])
 @pytest.mark.parametrize("world", [1, 3])
-def test_an_evaluation_hears_everything_once(corpus: Corpus, settings: dict[str, Any], world: int) -> None:
+def test_an_evaluation_hears_everything_once(corpus: PreparedDataset, settings: dict[str, Any], world: int) -> None:
     loader = load(corpus, **settings)
-    batches = [batch for rank in range(world) for batch in loader.once(2, Share(rank, world))]
+    batches = [batch for rank in range(world) for batch in loader.once(2, Shard(rank, world))]
     assert sorted(line.id for batch in batches for line in batch) == sorted(u.id for u in corpus.utterances)
     assert max(sum(map(len, batch)) for batch in batches) <= 2 * ROW
-    again = [batch for rank in range(world) for batch in load(corpus, **settings).once(2, Share(rank, world))]
+    again = [batch for rank in range(world) for batch in load(corpus, **settings).once(2, Shard(rank, world))]
     assert again == batches
 
 
-def test_an_evaluation_has_the_same_references_for_any_number_of_processes(corpus: Corpus) -> None:
+def test_an_evaluation_has_the_same_references_for_any_number_of_processes(corpus: PreparedDataset) -> None:
     loader = load(corpus)
     heard = [
-        {line for rank in range(n) for batch in loader.once(1, Share(rank, n)) for line in batch} for n in (1, 2, 7)
+        {line for rank in range(n) for batch in loader.once(1, Shard(rank, n)) for line in batch} for n in (1, 2, 7)
     ]
     assert heard[0] == heard[1] == heard[2]
 
 
 def test_more_processes_than_targets_leave_some_with_nothing(tmp_path: Path) -> None:
     loader = load(prepared(tmp_path, [said(tmp_path, "a"), said(tmp_path, "b")]))
-    assert [len(list(loader.once(1, Share(rank, 3)))) for rank in range(3)] == [1, 1, 0]
+    assert [len(list(loader.once(1, Shard(rank, 3)))) for rank in range(3)] == [1, 1, 0]
 
 
 # What a conversation holds
@@ -307,18 +313,18 @@ def test_a_conversation_holds_the_corpus_own_codes_texts_and_scene(tmp_path: Pat
     made = loader.conversation(a, (b,))
     assert (made.id, made.scene) == ("a", "A cave.")
     assert [
-        (turn.role, [part.id if isinstance(part, Clip) else part for part in turn.parts]) for turn in made.turns
+        (turn.role, [part.id if isinstance(part, AudioClip) else part for part in turn.parts]) for turn in made.turns
     ] == [
         ("user", ["as I said"]),
         ("assistant", ["b"]),
         ("user", ["hello"]),
         ("assistant", ["a"]),
     ]
-    clips_of = [part for turn in made.turns for part in turn.parts if isinstance(part, Clip)]
+    clips_of = [part for turn in made.turns for part in turn.parts if isinstance(part, AudioClip)]
     assert [clip.target for clip in clips_of] == [False, True]
     assert all((clip.codes == corpus.codes(u)).all() for clip, u in zip(clips_of, (b, a), strict=True))
     assert loader.conversation(b, ()).scene == "A room."
-    in_system = load(corpus, reference_place="system").conversation(a, (b,))
+    in_system = load(corpus, reference_placement="system").conversation(a, (b,))
     assert [turn.role for turn in in_system.turns] == ["system", "user", "assistant"]
 
 
@@ -336,7 +342,7 @@ def longest_of(loader: Loader[Line, list[Line]], pairs: Sequence[tuple[Utterance
     return max(len(render(loader.conversation(target, references))) for target, references in pairs)
 
 
-def test_a_sequence_longer_than_a_row_is_refused_with_its_name(corpus: Corpus) -> None:
+def test_a_sequence_longer_than_a_row_is_refused_with_its_name(corpus: PreparedDataset) -> None:
     by_id = {u.id: u for u in corpus.utterances}
     pairs = [
         (target, (other,)) for target in by_id.values() for other in by_id.values()

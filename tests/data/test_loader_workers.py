@@ -16,8 +16,8 @@ import pytest
 
 from myna.config import DataSettings
 from myna.data.conversation import Conversation
-from myna.data.corpus import Corpus
-from myna.data.loader import STEPS_AHEAD, Loader, Share, hire
+from myna.data.dataset import PreparedDataset
+from myna.data.loader import STEPS_AHEAD, Loader, Shard, start_workers
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
 from tests.data.test_loader import Characters, Line, load, render
@@ -48,13 +48,13 @@ class Kitchen:
         self.collated += 1
         return list(sequences)
 
-    def loader(self, corpus: Corpus, **settings: Any) -> Loader[Line, Lines]:
-        chosen = DataSettings(train=corpus.folder, **({"row_tokens": 1000, "window": 16} | settings))
+    def loader(self, corpus: PreparedDataset, **settings: Any) -> Loader[Line, Lines]:
+        chosen = DataSettings(train=corpus.folder, **({"row_tokens": 1000, "packing_window": 16} | settings))
         return Loader(corpus, chosen, render=self.render, collate=self.collate, ruler=Characters(), seed=0)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     folder, dice = tmp_path_factory.mktemp("corpus"), random.Random(0)
     return prepared(folder, [said(folder, f"{n}", seconds=dice.uniform(0.5, 3)) for n in range(50)])
 
@@ -65,19 +65,19 @@ def ours() -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("start", [0, 9])
-def test_any_number_of_workers_gives_the_same_batches(corpus: Corpus, workers: int, start: int) -> None:
+def test_any_number_of_workers_gives_the_same_batches(corpus: PreparedDataset, workers: int, start: int) -> None:
     inline, kitchen = Kitchen(), Kitchen()
     kitchen.idle = 0.002  # so that threads overtake one another
-    expected = list(islice(inline.loader(corpus, workers=0).steps(4, 2, Share(), start=start), 12))
+    expected = list(islice(inline.loader(corpus, workers=0).steps(4, 2, Shard(), start=start), 12))
     loader = kitchen.loader(corpus, workers=workers)
-    assert list(islice(loader.steps(4, 2, Share(), start=start), 12)) == expected
-    assert list(loader.once(3, Share())) == list(inline.loader(corpus, workers=0).once(3, Share()))
+    assert list(islice(loader.steps(4, 2, Shard(), start=start), 12)) == expected
+    assert list(loader.once(3, Shard())) == list(inline.loader(corpus, workers=0).once(3, Shard()))
     assert inline.threads == {"MainThread"} and kitchen.threads == {"myna-render"}
 
 
-def test_steps_are_ready_before_they_are_asked_for(corpus: Corpus) -> None:
+def test_steps_are_ready_before_they_are_asked_for(corpus: PreparedDataset) -> None:
     kitchen = Kitchen()
-    steps = kitchen.loader(corpus).steps(2, 1, Share())
+    steps = kitchen.loader(corpus).steps(2, 1, Shard())
     next(steps)
     deadline = time.monotonic() + 10
     while kitchen.collated < 2 * (1 + STEPS_AHEAD) and time.monotonic() < deadline:
@@ -88,10 +88,10 @@ def test_steps_are_ready_before_they_are_asked_for(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize(("workers", "passes", "ahead"), [(5, 2, 3), (4, 1, 4), (1, 1, STEPS_AHEAD)])
-def test_all_workers_have_something_to_do(corpus: Corpus, workers: int, passes: int, ahead: int) -> None:
+def test_all_workers_have_something_to_do(corpus: PreparedDataset, workers: int, passes: int, ahead: int) -> None:
     """A pass is one worker's, so that few passes to a step take more steps ahead."""
     kitchen = Kitchen()
-    steps = kitchen.loader(corpus, workers=workers).steps(passes, 1, Share())
+    steps = kitchen.loader(corpus, workers=workers).steps(passes, 1, Shard())
     next(steps)
     deadline = time.monotonic() + 10
     while kitchen.collated < passes * (1 + ahead) and time.monotonic() < deadline:
@@ -102,11 +102,11 @@ def test_all_workers_have_something_to_do(corpus: Corpus, workers: int, passes: 
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int) -> None:
+def test_an_error_comes_with_the_step_it_belongs_to(corpus: PreparedDataset, workers: int) -> None:
     kitchen = Kitchen()
-    order = [batch[0].id for [batch] in islice(kitchen.loader(corpus, workers=0, pack=False).steps(1, 1, Share()), 50)]
+    order = [batch[0].id for [batch] in islice(kitchen.loader(corpus, workers=0, pack=False).steps(1, 1, Shard()), 50)]
     kitchen.bad = {order[20], order[22]}
-    steps, seen = kitchen.loader(corpus, workers=workers, pack=False).steps(1, 1, Share()), []
+    steps, seen = kitchen.loader(corpus, workers=workers, pack=False).steps(1, 1, Shard()), []
     with pytest.raises(DataError, match=r"^\d+ is bad"):
         for [batch] in steps:
             seen.append(batch[0].id)
@@ -117,9 +117,9 @@ def test_an_error_comes_with_the_step_it_belongs_to(corpus: Corpus, workers: int
 
 
 @pytest.mark.parametrize("end", ["close", "forget", "exhaust"])
-def test_no_thread_is_left(corpus: Corpus, end: str) -> None:
+def test_no_thread_is_left(corpus: PreparedDataset, end: str) -> None:
     loader = Kitchen().loader(corpus, workers=3)
-    iterator = loader.once(1, Share()) if end == "exhaust" else loader.steps(1, 1, Share())
+    iterator = loader.once(1, Shard()) if end == "exhaust" else loader.steps(1, 1, Shard())
     assert ours() == [], "none before the first batch"
     next(iterator)
     assert len(ours()) > 1
@@ -146,89 +146,89 @@ def render_otherwise(conversation: Conversation) -> Line:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_processes_make_the_same_batches(corpus: Corpus, workers: int) -> None:
+def test_processes_make_the_same_batches(corpus: PreparedDataset, workers: int) -> None:
     inline, loader = (load(corpus, workers=number) for number in (0, workers))
     other, evaluation = (load(corpus, render=render_otherwise, workers=number) for number in (0, workers))
-    with closing(hire([loader, evaluation], workers)):
-        steps = loader.steps(4, 2, Share(), start=9)
-        expected = inline.steps(4, 2, Share(), start=9)
+    with closing(start_workers([loader, evaluation], workers)):
+        steps = loader.steps(4, 2, Shard(), start=9)
+        expected = inline.steps(4, 2, Shard(), start=9)
         assert list(islice(steps, 6)) == list(islice(expected, 6))
-        assert list(evaluation.once(3, Share())) == list(other.once(3, Share())), "while the others wait"
+        assert list(evaluation.once(3, Shard())) == list(other.once(3, Shard())), "while the others wait"
         assert list(islice(steps, 6)) == list(islice(expected, 6))
         steps.close()
     assert ours() == []
 
 
-def test_an_error_in_a_process_comes_with_the_step_it_belongs_to(corpus: Corpus) -> None:
-    order = [batch[0].id for [batch] in islice(load(corpus, workers=0, pack=False).steps(1, 1, Share()), 50)]
+def test_an_error_in_a_process_comes_with_the_step_it_belongs_to(corpus: PreparedDataset) -> None:
+    order = [batch[0].id for [batch] in islice(load(corpus, workers=0, pack=False).steps(1, 1, Shard()), 50)]
     loader, seen = load(corpus, render=refuse_number_7, workers=2, pack=False), []
-    with closing(hire([loader], 2)), pytest.raises(DataError, match=r"^7 is bad") as caught:
-        for [batch] in loader.steps(1, 1, Share()):
+    with closing(start_workers([loader], 2)), pytest.raises(DataError, match=r"^7 is bad") as caught:
+        for [batch] in loader.steps(1, 1, Shard()):
             seen.append(batch[0].id)
     assert seen == order[: order.index("7")] and caught.value.hint == "remove it"
     assert ours() == []
 
 
 @pytest.mark.parametrize("workers", [0, 1, "hired"])
-def test_batches_are_finished_here_whoever_makes_them(corpus: Corpus, workers: int | str) -> None:
+def test_batches_are_finished_here_whoever_makes_them(corpus: PreparedDataset, workers: int | str) -> None:
     finished: list[Lines] = []
 
     def finish(batch: Lines) -> Lines:
         finished.append(batch)
         return batch[::-1]
 
-    settings = DataSettings(train=corpus.folder, row_tokens=1000, window=16, workers=1 if workers else 0)
+    settings = DataSettings(train=corpus.folder, row_tokens=1000, packing_window=16, workers=1 if workers else 0)
     loader: Loader[Line, Lines] = Loader(
         corpus, settings, render=render, collate=list, ruler=Characters(), seed=0, finish=finish
     )
     if workers == "hired":
-        with closing(hire([loader], 1)):
-            batches = list(loader.once(2, Share()))
+        with closing(start_workers([loader], 1)):
+            batches = list(loader.once(2, Shard()))
     else:
-        batches = list(loader.once(2, Share()))
-    assert batches == [batch[::-1] for batch in finished] == [batch[::-1] for batch in load(corpus).once(2, Share())]
+        batches = list(loader.once(2, Shard()))
+    assert batches == [batch[::-1] for batch in finished] == [batch[::-1] for batch in load(corpus).once(2, Shard())]
 
 
-def test_rows_are_counted_without_rendering(corpus: Corpus) -> None:
+def test_rows_are_counted_without_rendering(corpus: PreparedDataset) -> None:
     kitchen = Kitchen()
     loader = kitchen.loader(corpus, workers=0)
     rows = loader.rows_in_first_epoch()
     assert kitchen.rendered == [] and len(loader.counted) == 4, "windows of the first epoch"
-    list(islice(loader.steps(1, 1, Share()), rows))
+    list(islice(loader.steps(1, 1, Shard()), rows))
     assert sorted(kitchen.rendered) == sorted(u.id for u in corpus.utterances), "and all of it is in those rows"
 
 
-def test_what_is_skipped_is_not_rendered(corpus: Corpus) -> None:
+def test_what_is_skipped_is_not_rendered(corpus: PreparedDataset) -> None:
     """Three epochs on, only what is asked for is rendered, whether the rows before it were counted or not."""
     kitchen = Kitchen()
     whole = kitchen.loader(corpus, workers=0)
     rows = sum(rows for (epoch, _), rows in _counted(whole, epochs=3).items() if epoch < 3)
-    expected = list(islice(whole.steps(2, 1, Share()), rows // 2 + 3))
+    expected = list(islice(whole.steps(2, 1, Shard()), rows // 2 + 3))
 
     fresh = Kitchen()
     resumed = fresh.loader(corpus, workers=0)
     resumed.recall(whole.counted)
-    assert list(islice(resumed.steps(2, 1, Share(), start=rows // 2), 3)) == expected[-3:]
+    assert list(islice(resumed.steps(2, 1, Shard(), start=rows // 2), 3)) == expected[-3:]
     assert fresh.rendered == [line.id for step in expected[-3:] for batch in step for line in batch]
     assert fresh.collated == 3 * 2
 
     slow = Kitchen()
-    assert list(islice(slow.loader(corpus, workers=0).steps(2, 1, Share(), start=rows // 2), 3)) == expected[-3:]
+    assert list(islice(slow.loader(corpus, workers=0).steps(2, 1, Shard(), start=rows // 2), 3)) == expected[-3:]
     assert slow.rendered == fresh.rendered and slow.collated == 3 * 2
 
 
 def _counted(loader: Loader[Line, Lines], epochs: int) -> dict[tuple[int, int], int]:
-    steps = loader.steps(1, 1, Share())
+    steps = loader.steps(1, 1, Shard())
     while max((epoch for epoch, _ in loader.counted), default=0) < epochs:
         next(steps)
     return loader.counted
 
 
-def test_rows_of_their_own_are_skipped_without_counts(corpus: Corpus) -> None:
+def test_rows_of_their_own_are_skipped_without_counts(corpus: PreparedDataset) -> None:
     kitchen = Kitchen()
-    expected = list(islice(kitchen.loader(corpus, workers=0, pack=False).steps(5, 1, Share()), 33))
+    expected = list(islice(kitchen.loader(corpus, workers=0, pack=False).steps(5, 1, Shard()), 33))
     fresh = Kitchen()
-    assert list(islice(fresh.loader(corpus, workers=0, pack=False).steps(5, 1, Share(), start=30), 3)) == expected[-3:]
+    assert list(islice(fresh.loader(corpus, workers=0, pack=False).steps(5, 1, Shard(), start=30), 3)) == expected[-3:]
     assert len(fresh.rendered) <= 2 * 16
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from myna.config import DataSettings
 from myna.data import pairing as pairing_module
+from myna.data.manifest_table import ManifestTable, Rows
 from myna.data.pairing import Mask, Pairing
-from myna.data.table import Rows, Table
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
@@ -267,7 +267,7 @@ def test_one_speaker_with_many_clips_is_not_compared_pair_by_pair(
     corpus = prepared(tmp_path, clips)
     compared, share_sound = 0, pairing_module._share_sound
 
-    def count(table: Table, ones: Rows, others: Rows) -> Mask:
+    def count(table: ManifestTable, ones: Rows, others: Rows) -> Mask:
         nonlocal compared
         compared += len(others)
         return share_sound(table, ones, others)

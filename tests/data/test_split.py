@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.data.corpus import Corpus
+from myna.data.dataset import PreparedDataset
 from myna.data.split import PARTS, SPEAKERS, TEXTS, TRAIN, Split, check_leaks, choose, plain, split
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
@@ -112,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_parts_are_prepared_folders_with_the_same_codes(folder: Path) -> None:
     made = split(folder, speakers=1, texts=2)
-    whole, parts = Corpus.open(folder), {part: Corpus.open(folder / "parts" / part) for part in PARTS}
+    whole, parts = PreparedDataset.open(folder), {part: PreparedDataset.open(folder / "parts" / part) for part in PARTS}
     assert {part: len(corpus.utterances) for part, corpus in parts.items()} == {TRAIN: 9, TEXTS: 6, SPEAKERS: 5}
     assert len({utterance.speaker for utterance in parts[SPEAKERS].utterances}) == 1
     learned = {plain(utterance.text) for utterance in parts[TRAIN].utterances}

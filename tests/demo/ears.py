@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.audio.clip import Samples
+from myna.audio.files import Samples
 from myna.errors import ConfigError, ModelError
-from myna.evaluate.similarity import Voice, VoiceEar
-from myna.evaluate.words import Heard, Recogniser, is_loop
+from myna.evaluate.resemblyzer import ResemblyzerEncoder, Voice
+from myna.evaluate.wer import ASR, Transcript, is_loop
 
 
-class SpectrumEar(VoiceEar):
+class SpectrumEar(ResemblyzerEncoder):
     """A voice is how loud eight ranges of pitch are."""
 
     def __init__(self) -> None:
@@ -22,27 +22,27 @@ class SpectrumEar(VoiceEar):
         return np.asarray(spectrum / (np.linalg.norm(spectrum) or 1), np.float32)
 
 
-class Parrot(Recogniser):
+class Parrot(ASR):
     """Whatever it hears, it writes down the same."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Heard:  # noqa: ARG002
-        return Heard(self._text, is_loop(self._text))
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:  # noqa: ARG002
+        return Transcript(self._text, is_loop(self._text))
 
 
 def give_ears(monkeypatch: pytest.MonkeyPatch, heard: str) -> None:
-    monkeypatch.setattr(VoiceEar, "open", staticmethod(SpectrumEar))
-    monkeypatch.setattr(Recogniser, "open", staticmethod(lambda _name: Parrot(heard)))
+    monkeypatch.setattr(ResemblyzerEncoder, "open", staticmethod(SpectrumEar))
+    monkeypatch.setattr(ASR, "open", staticmethod(lambda _name: Parrot(heard)))
 
 
 def take_ears(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_voice() -> VoiceEar:
+    def no_voice() -> ResemblyzerEncoder:
         raise ConfigError("resemblyzer cannot be imported", hint="pip install --no-deps resemblyzer==0.1.4")
 
-    def no_words(name: str) -> Recogniser:
+    def no_words(name: str) -> ASR:
         raise ModelError(f"no recogniser {name} here", hint="name a folder")
 
-    monkeypatch.setattr(VoiceEar, "open", staticmethod(no_voice))
-    monkeypatch.setattr(Recogniser, "open", staticmethod(no_words))
+    monkeypatch.setattr(ResemblyzerEncoder, "open", staticmethod(no_voice))
+    monkeypatch.setattr(ASR, "open", staticmethod(no_words))

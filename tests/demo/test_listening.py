@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.audio.clip import Samples
+from myna.audio.files import Samples
 from myna.demo.listening import AFTER, BEFORE, REAL, Scores, listen
-from myna.evaluate.similarity import VoiceEar
+from myna.evaluate.resemblyzer import ResemblyzerEncoder
 from tests.demo.ears import SpectrumEar, give_ears, take_ears
 
 RATE = 24_000
@@ -39,11 +39,11 @@ def test_likeness_is_to_the_real_recordings_of_the_other_lines(monkeypatch: pyte
     ear, real = SpectrumEar(), SOUNDS[REAL]
     voices = [ear.embed(samples, RATE) for samples in real]
     others = np.mean(voices[1:], axis=0)
-    assert scores.likeness[REAL].to_voice[0] == pytest.approx(VoiceEar.similarity(voices[0], others))
+    assert scores.likeness[REAL].to_voice[0] == pytest.approx(ResemblyzerEncoder.similarity(voices[0], others))
     assert scores.likeness[REAL].to_voice[0] < 0.9, "a recording is not compared with itself"
     assert scores.likeness[REAL].to_line is None and scores.likeness[REAL].line_mean is None
     assert scores.likeness[AFTER].to_line == pytest.approx(
-        [VoiceEar.similarity(ear.embed(SOUNDS[AFTER][line], RATE), voices[line]) for line in range(3)]
+        [ResemblyzerEncoder.similarity(ear.embed(SOUNDS[AFTER][line], RATE), voices[line]) for line in range(3)]
     )
     assert scores.likeness[AFTER].mean > scores.likeness[BEFORE].mean
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myna.audio.clip import check, write
+from myna.audio.files import check, write
 from myna.data.utterance import Span, Utterance
 from myna.demo import voice as demo_voice
 from myna.demo.voice import BUNDLED, choose, samples_of

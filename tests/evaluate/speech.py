@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.audio.clip import Samples, write
+from myna.audio.files import Samples, write
 from myna.data.utterance import Utterance
-from myna.evaluate.ears import Ears
-from myna.evaluate.similarity import Voice
-from myna.evaluate.system import Spoken
-from myna.evaluate.task import Plan, Task
-from myna.evaluate.words import Heard, is_loop
+from myna.evaluate.items import EvalItem, EvalSet
+from myna.evaluate.resemblyzer import Voice
+from myna.evaluate.scorers import Scorers
+from myna.evaluate.systems import SystemOutput
+from myna.evaluate.wer import Transcript, is_loop
 
 RATE = 16_000
 LETTER = 960
@@ -58,7 +58,7 @@ def _spectrum(frames: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 class LetterEar:
     """Reads the tones back."""
 
-    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Heard:  # noqa: ARG002
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript:  # noqa: ARG002
         assert sample_rate == RATE
         loud = np.flatnonzero(np.abs(samples) > 0.01)
         spelled = ""
@@ -68,7 +68,7 @@ class LetterEar:
             letter = chr(ord("a") + int(spectrum.argmax()) * BIN // APART)
             spelled += letter if spectrum.max() > 2 else " "
         text = " ".join(spelled.split())
-        return Heard(text, is_loop(text))
+        return Transcript(text, is_loop(text))
 
 
 class HumEar:
@@ -93,11 +93,11 @@ class PurityEar:
         return float(1 + 4 * power[: len(power) // 20].sum() / (power.sum() or 1.0))
 
 
-def ears(**missing: str) -> Ears:
+def ears(**missing: str) -> Scorers:
     """All of them, less those that are said to be missing, and why."""
     there: dict[str, Any] = {"words": LetterEar(), "voice": HumEar(), "distillmos": PurityEar(), "dnsmos": PurityEar()}
     there = {name: ear for name, ear in there.items() if name not in missing}
-    return Ears(**there, names={name: f"test {name}" for name in there}, missing=missing)
+    return Scorers(**there, names={name: f"test {name}" for name in there}, missing=missing)
 
 
 def record(folder: Path, id: str, text: str, speaker: str) -> Utterance:
@@ -108,15 +108,15 @@ def record(folder: Path, id: str, text: str, speaker: str) -> Utterance:
     return Utterance(id, path, text, speaker, "en")
 
 
-def plan(folder: Path, speakers: Sequence[str] = tuple(SPEAKERS)) -> Plan:
+def plan(folder: Path, speakers: Sequence[str] = tuple(SPEAKERS)) -> EvalSet:
     """Every line by every speaker, with recordings, and a reference that says something else."""
     tasks, clips = [], {}
     for speaker in speakers:
         reference = record(folder, f"{speaker}-reference", REFERENCE, speaker)
         real = [record(folder, f"{speaker}-{number}", text, speaker) for number, text in enumerate(LINES)]
-        tasks += [Task(one.id, one.text, speaker, "en", (reference,), one) for one in real]
+        tasks += [EvalItem(one.id, one.text, speaker, "en", (reference,), one) for one in real]
         clips[speaker] = (reference, *real)
-    return Plan(tuple(tasks), clips)
+    return EvalSet(tuple(tasks), clips)
 
 
 @dataclass(slots=True)
@@ -124,19 +124,19 @@ class Puppet:
     """A model that says what a test gives it to say."""
 
     name: str
-    voice: Callable[[Task], Spoken]
+    voice: Callable[[EvalItem], SystemOutput]
     about: Mapping[str, Any] = field(default_factory=dict)
     sample_rate: int = RATE
     asked: list[str] = field(default_factory=list)
     """Lines that it was made to say, in order."""
 
-    def key(self, task: Task) -> str:  # noqa: ARG002
+    def key(self, task: EvalItem) -> str:  # noqa: ARG002
         return self.name
 
-    def can_say(self, task: Task) -> bool:  # noqa: ARG002
+    def can_say(self, task: EvalItem) -> bool:  # noqa: ARG002
         return True
 
-    def speak(self, tasks: Sequence[Task]) -> list[Spoken]:
+    def speak(self, tasks: Sequence[EvalItem]) -> list[SystemOutput]:
         assert len({task.cap for task in tasks}) == 1
         self.asked += [task.id for task in tasks]
         return [self.voice(task) for task in tasks]
@@ -145,12 +145,12 @@ class Puppet:
         pass
 
 
-def well(task: Task) -> Spoken:
+def well(task: EvalItem) -> SystemOutput:
     """The line, in the right voice, at another pace than the recording has."""
-    return Spoken(say(task.text, SPEAKERS[task.speaker] * 1.01, rest=2), stopped=True)
+    return SystemOutput(say(task.text, SPEAKERS[task.speaker] * 1.01, rest=2), stopped=True)
 
 
-def poorly(task: Task) -> Spoken:
+def poorly(task: EvalItem) -> SystemOutput:
     """An untuned model: vowels slip, and the voice is only near."""
     slips = task.text.replace("e", "o").replace("a", "u")
-    return Spoken(say(slips, SPEAKERS[task.speaker] * 1.04, rest=2), stopped=True)
+    return SystemOutput(say(slips, SPEAKERS[task.speaker] * 1.04, rest=2), stopped=True)

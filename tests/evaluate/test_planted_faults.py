@@ -9,65 +9,65 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myna.evaluate.columns import BY_KEY
-from myna.evaluate.judge import judge
+from myna.evaluate.items import EvalItem, samples_of
+from myna.evaluate.metrics import BY_KEY
+from myna.evaluate.pipeline import score_systems
 from myna.evaluate.report import page
 from myna.evaluate.summary import Summary, summarise
-from myna.evaluate.system import BASE, REAL, ROUND_TRIP, Recordings, Spoken, System
-from myna.evaluate.task import Task, samples_of
+from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, System, SystemOutput
 from tests.evaluate.speech import RATE, SPEAKERS, Puppet, ears, plan, poorly, say, well
 
 
-def never_stops(task: Task) -> Spoken:
+def never_stops(task: EvalItem) -> SystemOutput:
     babble = say(task.text + " mo na li ta ru se ko vi da pu ge fo" * 20, SPEAKERS[task.speaker], rest=2)
-    return Spoken(babble[: int(task.cap * RATE)], stopped=False)
+    return SystemOutput(babble[: int(task.cap * RATE)], stopped=False)
 
 
-def stops_at_once(_: Task) -> Spoken:
-    return Spoken(np.zeros(0, np.float32), stopped=True)
+def stops_at_once(_: EvalItem) -> SystemOutput:
+    return SystemOutput(np.zeros(0, np.float32), stopped=True)
 
 
-def stops_after_a_syllable(task: Task) -> Spoken:
-    return Spoken(say(task.text[:2], SPEAKERS[task.speaker]), stopped=True)
+def stops_after_a_syllable(task: EvalItem) -> SystemOutput:
+    return SystemOutput(say(task.text[:2], SPEAKERS[task.speaker]), stopped=True)
 
 
-def speaks_the_prompt(task: Task) -> Spoken:
-    return Spoken(say(task.references[0].text, SPEAKERS[task.speaker], rest=4), stopped=True)
+def speaks_the_prompt(task: EvalItem) -> SystemOutput:
+    return SystemOutput(say(task.references[0].text, SPEAKERS[task.speaker], rest=4), stopped=True)
 
 
-def swaps_speakers(task: Task) -> Spoken:
+def swaps_speakers(task: EvalItem) -> SystemOutput:
     names = list(SPEAKERS)
-    return Spoken(say(task.text, SPEAKERS[names[names.index(task.speaker) - 1]], rest=2), stopped=True)
+    return SystemOutput(say(task.text, SPEAKERS[names[names.index(task.speaker) - 1]], rest=2), stopped=True)
 
 
-def is_noise(task: Task) -> Spoken:
+def is_noise(task: EvalItem) -> SystemOutput:
     dice = np.random.default_rng(zlib.crc32(task.id.encode()))
     length = int(task.expected_seconds * RATE)
-    return Spoken(dice.normal(0, 0.1, length).clip(-1, 1).astype(np.float32), stopped=True)
+    return SystemOutput(dice.normal(0, 0.1, length).clip(-1, 1).astype(np.float32), stopped=True)
 
 
-def is_silent(task: Task) -> Spoken:
-    return Spoken(np.zeros(int(task.expected_seconds * RATE), np.float32), stopped=True)
+def is_silent(task: EvalItem) -> SystemOutput:
+    return SystemOutput(np.zeros(int(task.expected_seconds * RATE), np.float32), stopped=True)
 
 
-def copies(task: Task) -> Spoken:
+def copies(task: EvalItem) -> SystemOutput:
     """What training on pairs of one and the same clip comes to: the loss is as good as nothing."""
-    return Spoken(samples_of(task.references[0], RATE), stopped=True)
+    return SystemOutput(samples_of(task.references[0], RATE), stopped=True)
 
 
-def stutters(task: Task) -> Spoken:
-    return Spoken(say(f"{task.text} {task.text} {task.text}", SPEAKERS[task.speaker], rest=2), stopped=True)
+def stutters(task: EvalItem) -> SystemOutput:
+    return SystemOutput(say(f"{task.text} {task.text} {task.text}", SPEAKERS[task.speaker], rest=2), stopped=True)
 
 
-def evaluated(folder: Path, voice: Callable[[Task], Spoken], **about: float) -> Summary:
+def evaluated(folder: Path, voice: Callable[[EvalItem], SystemOutput], **about: float) -> Summary:
     codec = Recordings(ROUND_TRIP, RATE, "eight bits", lambda samples: np.round(samples * 128) / np.float32(128))
     model = Puppet("model", voice, about)
     systems: list[System] = [Recordings(REAL, RATE), codec, model, Puppet(BASE, poorly)]
-    judged = judge(plan(folder), systems, ears(), folder / "out")
+    judged = score_systems(plan(folder), systems, ears(), folder / "out")
     return summarise(judged, ears(), "model", {system.name: system.about for system in systems})
 
 
-PLANTED: list[tuple[Callable[[Task], Spoken], str, str, dict[str, float]]] = [
+PLANTED: list[tuple[Callable[[EvalItem], SystemOutput], str, str, dict[str, float]]] = [
     (never_stops, "never stops", "runaway_rate", {"runaway_rate": 1.0, "stop_rate": 0.0}),
     (stops_at_once, "stops at once", "early_rate", {"early_rate": 1.0, "stop_rate": 1.0, "silent_rate": 0.0}),
     (stops_after_a_syllable, "stops at once", "early_rate", {"early_rate": 15 / 18, "silent_rate": 0.0}),
@@ -82,7 +82,7 @@ PLANTED: list[tuple[Callable[[Task], Spoken], str, str, dict[str, float]]] = [
 
 @pytest.mark.parametrize(("voice", "name", "column", "figures"), PLANTED, ids=[one[0].__name__ for one in PLANTED])
 def test_a_planted_fault_is_caught_by_its_column_and_named(
-    tmp_path: Path, voice: Callable[[Task], Spoken], name: str, column: str, figures: dict[str, float]
+    tmp_path: Path, voice: Callable[[EvalItem], SystemOutput], name: str, column: str, figures: dict[str, float]
 ) -> None:
     summary = evaluated(tmp_path, voice)
     fault = next((one for one in summary.faults if one.system == "model" and one.name == name), None)
@@ -117,7 +117,7 @@ def test_a_model_that_is_its_base_is_told(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_told_from_its_base_is_told(tmp_path: Path) -> None:
     """Other sounds, the same words and voice."""
-    summary = evaluated(tmp_path, lambda task: Spoken(0.9 * poorly(task).samples, stopped=True))
+    summary = evaluated(tmp_path, lambda task: SystemOutput(0.9 * poorly(task).samples, stopped=True))
     names = [fault.name for fault in summary.faults if fault.system == "model"]
     assert "no better than the base" in names and "equal to the base" not in names
 
@@ -134,16 +134,16 @@ def test_a_copy_is_told_however_small_its_loss(tmp_path: Path) -> None:
 
 def test_the_base_itself_is_looked_at(tmp_path: Path) -> None:
     systems: list[System] = [Recordings(REAL, RATE), Puppet("model", well), Puppet(BASE, never_stops)]
-    summary = summarise(judge(plan(tmp_path), systems, ears(), tmp_path / "out"), ears(), "model", {})
+    summary = summarise(score_systems(plan(tmp_path), systems, ears(), tmp_path / "out"), ears(), "model", {})
     assert [(fault.system, fault.name) for fault in summary.faults if fault.column == "runaway_rate"] == [
         (BASE, "never stops")
     ]
 
 
 def test_loops_of_the_recogniser_are_marked_and_not_averaged_in(tmp_path: Path) -> None:
-    def circles(task: Task) -> Spoken:
+    def circles(task: EvalItem) -> SystemOutput:
         if task.text == "yes":
-            return Spoken(say(" ".join(["so sorry"] * 6), SPEAKERS[task.speaker]), stopped=True)
+            return SystemOutput(say(" ".join(["so sorry"] * 6), SPEAKERS[task.speaker]), stopped=True)
         return well(task)
 
     summary = evaluated(tmp_path, circles)
@@ -158,6 +158,6 @@ def test_a_codec_that_damages_speech_is_told(tmp_path: Path) -> None:
     dice = np.random.default_rng(0)
     deaf = Recordings(ROUND_TRIP, RATE, "noise", lambda samples: dice.normal(0, 0.1, len(samples)).astype(np.float32))
     systems: list[System] = [Recordings(REAL, RATE), deaf, Puppet("model", well)]
-    summary = summarise(judge(plan(tmp_path), systems, ears(), tmp_path / "out"), ears(), "model", {})
+    summary = summarise(score_systems(plan(tmp_path), systems, ears(), tmp_path / "out"), ears(), "model", {})
     assert [(fault.system, fault.column) for fault in summary.faults] == [(ROUND_TRIP, "wer")]
     assert "the codec limits every model" in page(summary, tmp_path / "out")

@@ -89,7 +89,7 @@ def taught(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     recipe = make_recipe(
         house,
         adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
-        train={"steps": 120, "learning_rate": 1e-2, "warmup": 5, "schedule": "cosine", "rows_per_pass": 2},
+        train={"steps": 120, "learning_rate": 1e-2, "warmup": 5, "schedule": "cosine", "micro_batch_size": 2},
     )
     return learn(recipe, tmp_path_factory.mktemp("taught") / "run")[0]
 

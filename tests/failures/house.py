@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from myna.audio.clip import write
+from myna.audio.files import write
 from myna.config import Recipe, parse_recipe
 from myna.data.codec import Codes
-from myna.data.conversation import Clip, Conversation, Reference, script
-from myna.models.base import IGNORED, Batch, Family, Rendered
+from myna.data.conversation import AudioClip, Conversation, Reference, script
+from myna.models.base import IGNORED, Batch, Family, RenderedSequence
 from myna.train.loop import make_loader, train
 from myna.train.run import Run
 from tests.birds import BIRDS, SAMPLE_RATE, whistle
@@ -73,7 +73,7 @@ def recordings(folder: Path) -> Path:
 
 def make_recipe(house: Path, **changes: dict[str, Any]) -> Recipe:
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(house / "model"), "pretrained": False},
+        "model": {"source": str(house / "model"), "check_pretrained": False},
         "data": {
             "train": str(house / "prepared"),
             "row_tokens": 400,
@@ -84,7 +84,7 @@ def make_recipe(house: Path, **changes: dict[str, Any]) -> Recipe:
         "adapt": {"rank": 4, "alpha": 8},
         "train": {
             "steps": 3,
-            "rows_per_step": 2,
+            "batch_size": 2,
             "learning_rate": 2e-3,
             "warmup": 0,
             "schedule": "constant",
@@ -113,7 +113,7 @@ def load(family: Family, dtype: torch.dtype = torch.float32, *, text_head: bool 
     return family.load_model(dtype=dtype, device="cpu", text_head=text_head)
 
 
-def sequences_of(family: Family, recipe: Recipe) -> list[Rendered]:
+def sequences_of(family: Family, recipe: Recipe) -> list[RenderedSequence]:
     """What there is to learn, each target with every reference it meets in two epochs."""
     loader = make_loader(recipe, family, recipe.data.train)
     return [loader.sequence(target, epoch) for target in loader.pairing.targets for epoch in range(2)]
@@ -128,8 +128,10 @@ def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, see
     return script(
         text,
         id=text,
-        references=(Reference("as I said", Clip("reference", random_codes(reference, seed))),) if reference else (),
-        target=Clip("target", random_codes(target, seed + 1), target=True) if target else None,
+        references=(Reference("as I said", AudioClip("reference", random_codes(reference, seed))),)
+        if reference
+        else (),
+        target=AudioClip("target", random_codes(target, seed + 1), target=True) if target else None,
     )
 
 
@@ -155,7 +157,7 @@ def code_loss(family: Family, model: nn.Module, batch: Batch) -> float:
     return float(sums[1:].sum() / batch.counts[1:].sum())
 
 
-def stock_inputs(*sequences: Rendered) -> dict[str, torch.Tensor]:
+def stock_inputs(*sequences: RenderedSequence) -> dict[str, torch.Tensor]:
     """Sequences end to end in one row, as transformers' own forward takes them."""
     codes = torch.from_numpy(np.concatenate([sequence.codes for sequence in sequences]))[None]
     return {
@@ -165,7 +167,7 @@ def stock_inputs(*sequences: Rendered) -> dict[str, torch.Tensor]:
     }
 
 
-def stock_code_sums(model: Any, rendered: Rendered, logits: torch.Tensor) -> torch.Tensor:
+def stock_code_sums(model: Any, rendered: RenderedSequence, logits: torch.Tensor) -> torch.Tensor:
     """Per codebook, the loss sum that follows from (positions, codebooks x classes) of transformers' logits."""
     config = model.config
     labels = np.full((len(rendered), config.num_codebooks), IGNORED)

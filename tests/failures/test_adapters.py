@@ -17,9 +17,9 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
-from myna.models.adapting import adapter_tensors, load_adapter, merge, save_adapter
 from myna.models.base import Family, Sampling
-from myna.speak.engine import Engine, Line
+from myna.models.lora import adapter_tensors, load_adapter, merge, save_adapter
+from myna.speak.engine import Engine, SpeechRequest
 from myna.train.lora import adapt
 from myna.train.run import Run
 from myna.workflow import open_engine
@@ -202,6 +202,6 @@ def test_row_27_a_loaded_adapter_differs_from_the_base_and_merges_to_itself(
     assert torch.equal(said_by(engine.model, family), said_by(merged, family)), "what `myna speak` opens"
 
     untuned = Engine(family, load(family), engine.codec)
-    lines, greedy = [Line("hi")], Sampling(temperature=0, max_seconds=0.4)
+    lines, greedy = [SpeechRequest("hi")], Sampling(temperature=0, max_seconds=0.4)
     (before,), (after,) = (one.speak(lines, greedy) for one in (untuned, engine))
     assert before.codes.tolist() != after.codes.tolist()

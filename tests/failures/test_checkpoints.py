@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from myna import doctor
-from myna.data.corpus import Corpus
+from myna.data.dataset import PreparedDataset
 from myna.errors import CheckpointError, ModelError, TrainingError
 from myna.models import convert, open_family
 from myna.models.higgs_v2.tiny import save_tiny_codec
@@ -174,11 +174,11 @@ def test_row_28_a_codec_of_another_size_is_an_error(house: Path, tmp_path: Path)
 def test_row_28_codes_are_pinned_to_the_weights_that_made_them(house: Path, copy: Path, tmp_path: Path) -> None:
     """The codec changes behind an unchanged path: nothing of the old codes is used for the new."""
     out = Path(shutil.copytree(house / "prepared", tmp_path / "prepared"))
-    before = Corpus.open(out)
+    before = PreparedDataset.open(out)
     shutil.rmtree(copy / "codec")
     save_tiny_codec(copy / "codec", seed=1)
     prepare(str(house / "recordings"), out, model=str(copy), device="cpu")
-    after = Corpus.open(out)
+    after = PreparedDataset.open(out)
     assert after.prepared.codec_revision != before.prepared.codec_revision
     one = after.utterances[0]
     assert after.key(one) != before.key(one) and after.codes(one).tolist() != before.codes(one).tolist()
@@ -206,9 +206,16 @@ def whole_and_broken(house: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     """A run that was never disturbed, and the same one, broken off after step 5 with a checkpoint of step 4."""
     recipe = make_recipe(
         house,
-        data={"evaluation": str(house / "evaluation"), "window": 4},
+        data={"evaluation": str(house / "evaluation"), "packing_window": 4},
         adapt={"dropout": 0.3, "train_modules": ["audio_head"]},
-        train={"steps": 7, "save_every": 2, "evaluate_every": 3, "rows_per_pass": 1, "ema": 0.9, "schedule": "cosine"},
+        train={
+            "steps": 7,
+            "save_every": 2,
+            "evaluate_every": 3,
+            "micro_batch_size": 1,
+            "ema_decay": 0.9,
+            "schedule": "cosine",
+        },
     )
     folder = tmp_path_factory.mktemp("resume")
     start(recipe, folder / "whole")

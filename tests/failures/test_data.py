@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from myna.audio.clip import read, write
-from myna.data.conversation import Clip
-from myna.data.corpus import Corpus
+from myna.audio.files import read, write
+from myna.data.conversation import AudioClip
+from myna.data.dataset import PreparedDataset
 from myna.data.importers import import_source, write_import
 from myna.errors import ConfigError, DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family
 from myna.models.higgs_v2.family import HiggsV2
 from myna.train.loop import make_loader
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from myna.workflow import prepare
 from tests.birds import BIRDS, SAMPLE_RATE, whistle
 
@@ -86,7 +86,7 @@ def test_row_14_a_placeholder_without_a_clip_is_never_filled_with_another(house:
     recipe = make_recipe(house, data={"train": str(corpus_of), "reference": "given", "require_reference": True})
     loader = make_loader(recipe, open_family(str(house / "model")), corpus_of)
     [conversation] = [loader.conversation(one, loader.pairing.references(one, 0)) for one in loader.pairing.targets]
-    assert [clip.id for turn in conversation.turns for clip in turn.parts if isinstance(clip, Clip)] == [
+    assert [clip.id for turn in conversation.turns for clip in turn.parts if isinstance(clip, AudioClip)] == [
         "sample-2/ref0",
         "sample-2",
     ]
@@ -154,7 +154,7 @@ def test_row_23_bad_samples_are_counted_named_and_too_many_stop_the_import(house
     assert not (tmp_path / "out" / "manifest.jsonl").exists()
 
     prepare(str(source), tmp_path / "out", model=str(house / "model"), device="cpu", max_bad=0.38)
-    assert len(Corpus.open(tmp_path / "out").utterances) == 5
+    assert len(PreparedDataset.open(tmp_path / "out").utterances) == 5
 
 
 def test_row_23_a_bad_sample_in_prepared_data_stops_the_run_by_name(house: Path, tmp_path: Path) -> None:
@@ -169,15 +169,15 @@ def test_row_23_a_bad_sample_in_prepared_data_stops_the_run_by_name(house: Path,
 def test_row_23_a_step_that_fails_is_the_last_one(
     teach: Learn, monkeypatch: Patch, tmp_path: Path, workers: int
 ) -> None:
-    whole, calls = Student.learn, []
+    whole, calls = Trainer.learn, []
 
-    def fails_at_the_second(self: Student, passes: Sequence[Batch], *given: Any) -> Any:
+    def fails_at_the_second(self: Trainer, passes: Sequence[Batch], *given: Any) -> Any:
         calls.append(passes)
         if len(calls) == 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return whole(self, passes, *given)
 
-    monkeypatch.setattr(Student, "learn", fails_at_the_second)
+    monkeypatch.setattr(Trainer, "learn", fails_at_the_second)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         teach(train={"steps": 5}, data={"workers": workers})
     assert len(calls) == 2, "nothing went on"
@@ -221,7 +221,7 @@ def test_row_30_the_base_is_measured_first_and_every_evaluation_is_told_against_
 
 def test_row_31_early_stopping_without_evaluation_is_refused(house: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to go by"):
-        make_recipe(house, train={"early_stopping": 2})
+        make_recipe(house, train={"early_stopping_patience": 2})
 
 
 def test_row_31_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(house: Path, teach: Learn) -> None:
@@ -229,7 +229,7 @@ def test_row_31_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(
     run, notes = teach(
         data={"evaluation": str(house / "evaluation")},
         adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
-        train={"steps": 60, "learning_rate": 1e-2, "evaluate_every": 5, "early_stopping": 2},
+        train={"steps": 60, "learning_rate": 1e-2, "evaluate_every": 5, "early_stopping_patience": 2},
     )
     heard = {row["step"]: row["evaluation"]["loss"] for row in notes.evaluations}
     best = min(heard, key=lambda step: heard[step])

@@ -15,13 +15,13 @@ import torch
 
 from myna.errors import DataError, ModelError, TrainingError
 from myna.models import convert, open_family
-from myna.models.base import IGNORED, Family, Rendered
-from myna.models.higgs_v2 import forward, route
+from myna.models.base import IGNORED, Family, RenderedSequence
+from myna.models.higgs_v2 import forward, packing
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.render import DelayPattern
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 
 from .conftest import Learn
 from .house import cloning, code_loss, load, make_recipe, overfit, sequences_of, stock_code_sums, stock_inputs
@@ -65,7 +65,7 @@ def test_row_03_samples_without_labels_are_refused_and_not_learned_at_a_loss_of_
 def test_row_03_labels_that_the_batch_loses_are_missed(teach: Learn, monkeypatch: Patch) -> None:
     collate = HiggsV2.collate
 
-    def forgetful(self: HiggsV2, sequences: list[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def forgetful(self: HiggsV2, sequences: list[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         batch = collate(self, sequences, offset=offset)
         targets = batch.audio_targets[:0]
         return replace(batch, audio_place=batch.audio_place[:0], audio_targets=targets, counts=torch.zeros(9))
@@ -134,7 +134,7 @@ def test_row_05_a_loss_too_good_to_be_true_is_an_alarm(
     with pytest.raises(
         TrainingError, match=r"before the first step (9\d|100)\.\d% of the targets are right.* a copy task"
     ):
-        teach(model={"source": str(tmp_path / "copyist"), "pretrained": False})
+        teach(model={"source": str(tmp_path / "copyist"), "check_pretrained": False})
 
 
 def test_row_05_the_shift_is_made_in_one_place(family: Family, model: Any) -> None:
@@ -207,12 +207,12 @@ def test_row_07_a_base_at_chance_is_refused_and_the_numbers_are_told(teach: Lear
     with pytest.raises(
         TrainingError, match=r"no better than chance on this data: 4\.2\d, where .* guess has 4\.19"
     ) as caught:
-        teach(model={"pretrained": True})
-    assert "model.pretrained=false" in caught.value.hint and "myna prepare" in caught.value.hint
+        teach(model={"check_pretrained": True})
+    assert "model.check_pretrained=false" in caught.value.hint and "myna prepare" in caught.value.hint
 
 
 def test_row_07_the_bases_loss_is_printed_beside_chance(teach: Learn, schooled: Path) -> None:
-    _, notes = teach(model={"source": str(schooled), "pretrained": True}, train={"steps": 1})
+    _, notes = teach(model={"source": str(schooled), "check_pretrained": True}, train={"steps": 1})
     told = next(line for line in notes.said if line.startswith("before training: loss "))
     loss = float(told.split("loss ")[1].split(",")[0])
     assert loss < 0.6 * math.log(66) and "where chance is 4.19" in told and "code7" in told
@@ -243,19 +243,19 @@ def test_row_09_weights_that_the_loss_does_not_reach_are_named(teach: Learn, mon
 
     monkeypatch.setattr(forward, "run_layer", cut_off)
     with pytest.raises(TrainingError, match=r"20 of 40 trainable weights get no gradient: .*layers\.0"):
-        teach(train={"fast": False})
+        teach(train={"fused_lora": False})
 
 
 def test_row_09_an_optimizer_made_too_early_is_found(teach: Learn, monkeypatch: Patch) -> None:
-    make = Student.make
+    make = Trainer.make
 
-    def stale(*given: Any) -> Student:
+    def stale(*given: Any) -> Trainer:
         student = make(*given)
         group = student.optimizer.param_groups[0]
         group["params"] = [torch.nn.Parameter(parameter.detach().clone()) for parameter in group["params"]]
         return student
 
-    monkeypatch.setattr(Student, "make", stale)
+    monkeypatch.setattr(Trainer, "make", stale)
     with pytest.raises(TrainingError, match=r"the optimizer does not hold 40 of 40 trainable weights"):
         teach()
 
@@ -281,18 +281,18 @@ def test_row_29_labels_at_the_wrong_frame_are_found_by_the_base(
 ) -> None:
     shift_labels(monkeypatch, by)
     with pytest.raises(TrainingError, match=rf"(?s)predicts them best at offset {best} instead of \+1\n.*code7"):
-        teach(model={"source": str(schooled), "pretrained": True})
+        teach(model={"source": str(schooled), "check_pretrained": True})
 
 
 def test_row_29_the_right_frame_passes(teach: Learn, schooled: Path) -> None:
-    _, notes = teach(model={"source": str(schooled), "pretrained": True}, train={"steps": 1})
+    _, notes = teach(model={"source": str(schooled), "check_pretrained": True}, train={"steps": 1})
     assert any(line.startswith("preflight passed") for line in notes.said)
 
 
 # Row 33: clips that hear one another
 
 
-def hidden_logits(model: Any, *sequences: Rendered, mask: bool) -> torch.Tensor:
+def hidden_logits(model: Any, *sequences: RenderedSequence, mask: bool) -> torch.Tensor:
     """transformers' own logits of a packed row, with positions that start over."""
     inputs = stock_inputs(*sequences)
     inputs["position_ids"] = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
@@ -319,8 +319,8 @@ def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
 def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
     teach: Learn, monkeypatch: Patch
 ) -> None:
-    within: Callable[..., torch.Tensor] = route.attend_within
-    monkeypatch.setattr(route, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
+    within: Callable[..., torch.Tensor] = packing.attend_within
+    monkeypatch.setattr(packing, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
     with pytest.raises(TrainingError, match="packed sequences see one another"):
         teach()
 

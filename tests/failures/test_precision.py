@@ -17,22 +17,22 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from myna.config import AdaptSettings, Recipe, dump_recipe, load_recipe
-from myna.data.loader import Share
+from myna.data.loader import Shard
 from myna.errors import ConfigError, TrainingError
 from myna.models import open_family
-from myna.models.base import Batch, Family, Rendered
+from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.higgs_v2 import forward
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.forward import HiggsObjective, core_of
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.train import memory
+from myna.train import memory_plan
+from myna.train.distributed import start
 from myna.train.loop import make_loader
 from myna.train.lora import adapt
-from myna.train.memory import Pass, plan
+from myna.train.loss import stream_weights
+from myna.train.memory_plan import Pass, plan
 from myna.train.precision import Name, Precision, decide
-from myna.train.processes import start
-from myna.train.streams import stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 
 from .conftest import Learn
 from .house import cloning, learn, load, make_recipe, stock_inputs
@@ -66,18 +66,18 @@ def part_of(card: torch.device, share: float) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, card)
 
 
-def student_for(recipe: Recipe, name: Name, device: torch.device, folder: Path) -> Student:
+def student_for(recipe: Recipe, name: Name, device: torch.device, folder: Path) -> Trainer:
     precision = Precision(name, "a test")
     family = open_family(recipe.model.source)
-    return Student.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
+    return Trainer.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
 
 
-def first_steps(student: Student, count: int = 3) -> list[float]:
+def first_steps(student: Trainer, count: int = 3) -> list[float]:
     """Losses of the first optimizer steps."""
     recipe = student.recipe
     loader = make_loader(recipe, student.family, recipe.data.train)
     weights = stream_weights(student.family.streams, recipe.loss)
-    stream = loader.steps(recipe.train.rows_per_step, recipe.train.rows_per_pass, Share())
+    stream = loader.steps(recipe.train.batch_size, recipe.train.micro_batch_size, Shard())
     tallies = [student.learn(next(stream), weights, recipe.train.learning_rate)[0] for _ in range(count)]
     return [tally.row(student.family.streams, weights)["loss"] for tally in tallies]
 
@@ -117,7 +117,7 @@ def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(house: Path, tmp_path
     recipe = make_recipe(
         house,
         adapt={"train_modules": list(HEADS)},
-        train={"device": "cuda", "precision": "fp16", "steps": 4, "checkpointing": checkpointing},
+        train={"device": "cuda", "precision": "fp16", "steps": 4, "gradient_checkpointing": checkpointing},
     )
     _, notes = learn(recipe, tmp_path / "fp16")
     _, exact = learn(make_recipe(house, adapt={"train_modules": list(HEADS)}, train={"steps": 4}), tmp_path / "fp32")
@@ -222,13 +222,13 @@ def test_row_13_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
     monkeypatch.setattr(HiggsCodec, "open", refuse)
     monkeypatch.setattr(HiggsCodec, "encode", refuse)
     learned: list[Batch] = []
-    whole = Student.learn
+    whole = Trainer.learn
 
-    def watched(self: Student, passes: Sequence[Batch], *given: Any) -> Any:
+    def watched(self: Trainer, passes: Sequence[Batch], *given: Any) -> Any:
         learned.extend(passes)
         return whole(self, passes, *given)
 
-    monkeypatch.setattr(Student, "learn", watched)
+    monkeypatch.setattr(Trainer, "learn", watched)
     teach(train={"steps": 2}, data={"workers": 2})
     assert learned and all(tensor.device == CPU for batch in learned for tensor in tensors_of(batch).values())
 
@@ -315,14 +315,14 @@ def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> 
 
 def test_row_19_the_recipe_switches_it_on(teach: Learn, monkeypatch: Patch) -> None:
     seen = []
-    learn_ = Student.learn
+    learn_ = Trainer.learn
 
-    def note(self: Student, *given: Any) -> Any:
+    def note(self: Trainer, *given: Any) -> Any:
         seen.append(self.accelerator.unwrap_model(self.objective).recompute)
         return learn_(self, *given)
 
-    monkeypatch.setattr(Student, "learn", note)
-    (_, plain), (_, full) = (teach(train={"checkpointing": how}) for how in ("none", "full"))
+    monkeypatch.setattr(Trainer, "learn", note)
+    (_, plain), (_, full) = (teach(train={"gradient_checkpointing": how}) for how in ("none", "full"))
     assert seen == [0] * len(plain.steps) + [2] * len(full.steps), "of two layers"
     assert [row["loss"] for row in plain.steps] == pytest.approx([row["loss"] for row in full.steps], abs=1e-6)
 
@@ -348,7 +348,7 @@ def test_row_19_on_a_card_it_saves_memory(card: torch.device, family: Family, tm
 # Row 20: out of memory
 
 
-def true_size(tiny: Family, rendered: Rendered) -> Rendered:
+def true_size(tiny: Family, rendered: RenderedSequence) -> RenderedSequence:
     """The same sequence in the ids of the released model."""
     ours, theirs = (getattr(family, "config") for family in (tiny, open_family("higgs-v2")))  # noqa: B009
     ids = np.where(rendered.ids == ours.audio_token_id, theirs.audio_token_id, rendered.ids)
@@ -376,8 +376,8 @@ def test_row_20_the_plan_is_told_before_anything_is_loaded_and_measured_after(te
     ]
     assert order == sorted(order)
 
-    monkeypatch.setattr(memory, "room", lambda _: 100_000)
-    monkeypatch.setattr(Student, "make", lambda *_: pytest.fail("it was loaded all the same"))
+    monkeypatch.setattr(memory_plan, "room", lambda _: 100_000)
+    monkeypatch.setattr(Trainer, "make", lambda *_: pytest.fail("it was loaded all the same"))
     with pytest.raises(TrainingError, match=r"the weights alone take \d"):
         teach()
 
@@ -413,14 +413,14 @@ def typed(recipe: Recipe, settings: dict[str, str], folder: Path) -> Recipe:
 
 
 def test_row_20_running_out_of_memory_ends_with_what_to_type_and_that_helps(house: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(house, data={"row_tokens": 300}, train={"rows_per_pass": 4, "rows_per_step": 4, "steps": 1})
+    recipe = make_recipe(house, data={"row_tokens": 300}, train={"micro_batch_size": 4, "batch_size": 4, "steps": 1})
     with memory_for(tokens=700):
         with pytest.raises(
             TrainingError, match=r"out of memory in the longest pass, [\d,]+ tokens\nmemory plan"
         ) as caught:
             learn(recipe, tmp_path / "first")
         settings = follow(caught.value, {})
-        assert settings == {"train.rows_per_pass": "2"}
+        assert settings == {"train.micro_batch_size": "2"}
         _, notes = learn(typed(recipe, settings, tmp_path), tmp_path / "second")
     assert len(notes.steps) == 1
 
@@ -431,8 +431,8 @@ def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, hous
     wide = save_tiny(tmp_path / "wide", hidden=256, layers=8)
     recipe = make_recipe(
         house,
-        model={"source": str(wide), "pretrained": False},
-        train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda", "checkpointing": "none"},
+        model={"source": str(wide), "check_pretrained": False},
+        train={"micro_batch_size": 8, "batch_size": 8, "steps": 2, "device": "cuda", "gradient_checkpointing": "none"},
     )
     _, notes = learn(recipe, tmp_path / "free")
     assert any("measured in two" in line for line in notes.said)
@@ -460,8 +460,8 @@ def test_row_20_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
     wide = save_tiny(tmp_path / "wide", hidden=512, layers=8)
     recipe = make_recipe(
         house,
-        model={"source": str(wide), "pretrained": False},
-        train={"rows_per_pass": 8, "rows_per_step": 8, "steps": 2, "device": "cuda"},
+        model={"source": str(wide), "check_pretrained": False},
+        train={"micro_batch_size": 8, "batch_size": 8, "steps": 2, "device": "cuda"},
     )
     _, notes = learn(recipe, tmp_path / "free")
     assert any("no layer recomputed, since everything fits" in line for line in notes.said)

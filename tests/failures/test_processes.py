@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from myna.data.loader import Share
+from myna.data.loader import Shard
 from myna.doctor import processes
 from myna.errors import ConfigError, TrainingError
 from myna.train import loop
-from myna.train.processes import Place
+from myna.train.distributed import ProcessInfo
 from myna.train.schedule import learning_rate
 
 from .conftest import Learn
@@ -59,7 +59,7 @@ def met(together: Path, scenario: str) -> list[dict[str, Any]]:
 def test_row_16_a_local_rank_of_minus_one_is_a_single_process(teach: Learn, monkeypatch: Patch) -> None:
     for name in ("LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "-1")
-    assert Place.find() == Place(rank=0, local_rank=0, world=1)
+    assert ProcessInfo.find() == ProcessInfo(rank=0, local_rank=0, world=1)
     _, notes = teach(train={"steps": 1})
     assert any(line.startswith("device cpu x 1") for line in notes.said)
     assert os.environ["LOCAL_RANK"] == "-1", "the environment is left as it was"
@@ -83,17 +83,17 @@ def test_row_16_a_device_has_the_number_of_its_process(monkeypatch: Patch, said:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for asked in ("auto", "cuda"):
-        assert Place.find().device(asked) == torch.device("cuda", index)
+        assert ProcessInfo.find().device(asked) == torch.device("cuda", index)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: index)
     with pytest.raises(ConfigError, match=f"wants card {index}, and there are {index}"):
-        Place(local_rank=index).device("cuda")
+        ProcessInfo(local_rank=index).device("cuda")
 
 
 def test_row_16_a_process_that_does_not_know_which_it_is_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     with pytest.raises(TrainingError, match="RANK does not say which"):
-        Place.find()
+        ProcessInfo.find()
 
 
 # Row 17: ranks that part
@@ -137,7 +137,7 @@ def test_row_22_the_learning_rate_knows_neither_passes_nor_processes(
 ) -> None:
     rates = {"two processes": [row["learning_rate"] for row in met(together, "honest")[0]["rows"] if "loss" in row]}
     for rows in (4, 1):
-        recipe = make_recipe(house, train=SCHEDULE | {"rows_per_pass": rows})
+        recipe = make_recipe(house, train=SCHEDULE | {"micro_batch_size": rows})
         _, notes = learn(recipe, tmp_path / str(rows))
         assert notes.plan == 4, "optimizer steps"
         rates[f"{4 // rows} passes"] = [row["learning_rate"] for row in notes.steps]
@@ -149,7 +149,7 @@ def test_row_22_the_learning_rate_knows_neither_passes_nor_processes(
 def test_row_22_epochs_become_optimizer_steps(house: Path, tmp_path: Path) -> None:
     """Six rows, two a step: three steps an epoch, however many passes a step takes."""
     for rows in (2, 1):
-        changes = {"steps": None, "epochs": 2, "rows_per_step": 2, "rows_per_pass": rows, "schedule": "linear"}
+        changes = {"steps": None, "epochs": 2, "batch_size": 2, "micro_batch_size": rows, "schedule": "linear"}
         recipe = make_recipe(house, data={"pack": False}, train=changes)
         _, notes = learn(recipe, tmp_path / str(rows))
         assert notes.plan == len(notes.steps) == 6
@@ -158,7 +158,7 @@ def test_row_22_epochs_become_optimizer_steps(house: Path, tmp_path: Path) -> No
 
 
 def test_row_22_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, teach: Learn) -> None:
-    monkeypatch.setattr(loop, "Share", lambda *_: Share(rank=0, world=2))
+    monkeypatch.setattr(loop, "Share", lambda *_: Shard(rank=0, world=2))
     with pytest.raises(TrainingError, match="3 rows a step cannot be shared by 2 processes of 1 rows a pass") as caught:
-        teach(train={"rows_per_step": 3})
-    assert "train.rows_per_step=2" in caught.value.hint
+        teach(train={"batch_size": 3})
+    assert "train.batch_size=2" in caught.value.hint

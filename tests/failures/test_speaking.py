@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from myna.audio.clip import read
+from myna.audio.files import read
 from myna.data.conversation import Reference
-from myna.data.corpus import Corpus
-from myna.data.loader import Share
+from myna.data.dataset import PreparedDataset
+from myna.data.loader import Shard
 from myna.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
 from myna.models.base import IGNORED, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.generate import _Sampler
 from myna.models.higgs_v2.render import DelayPattern
-from myna.speak.engine import Engine, Line, Speech, encode_clip
+from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.train.loop import make_loader
 from myna.train.run import Run
 from myna.workflow import open_engine, prepare
@@ -38,11 +38,11 @@ def voice(engine: Engine, house: Path, bird: str) -> Reference:
 
 
 def say(engine: Engine, house: Path, bird: str, text: str, sampling: Sampling = GREEDY) -> Speech:
-    return engine.speak([Line(text, (voice(engine, house, bird),), id=text)], sampling)[0]
+    return engine.speak([SpeechRequest(text, (voice(engine, house, bird),), id=text)], sampling)[0]
 
 
 def real(house: Path, bird: str, text: str) -> Any:
-    corpus = Corpus.open(house / "prepared")
+    corpus = PreparedDataset.open(house / "prepared")
     return next(corpus.codes(u) for u in corpus.utterances if (u.speaker, u.text) == (bird, text))
 
 
@@ -96,7 +96,7 @@ def test_row_24_every_target_keeps_one_end_per_codebook_to_the_last_row(house: P
     tight = int(caught.value.hint.split("data.row_tokens=")[1].split(",")[0])
     loader = make_loader(make_recipe(house, data={"row_tokens": tight}), family, house / "prepared")
     ends = torch.zeros(8)
-    for batch in loader.once(1, Share()):
+    for batch in loader.once(1, Shard()):
         assert isinstance(batch, HiggsBatch)
         ends += (batch.audio_targets == 65).sum(0)
     assert ends.tolist() == [6.0] * 8
@@ -131,7 +131,7 @@ def test_row_25_speaking_continues_what_training_rendered(engine: Engine, house:
         return []
 
     monkeypatch.setattr(HiggsV2, "generate", listen)
-    engine.speak([Line(" you\n", (voice(engine, house, "robin"),))], GREEDY)
+    engine.speak([SpeechRequest(" you\n", (voice(engine, house, "robin"),))], GREEDY)
     [prompt] = prompts
     assert prompt.ids.tolist() == trained.ids[: len(prompt)].tolist()
     assert prompt.codes.tolist() == trained.codes[: len(prompt.codes)].tolist()
@@ -147,7 +147,7 @@ def test_row_25_another_prompt_spoils_what_was_learned(engine: Engine, house: Pa
 
 
 def test_row_25_a_run_remembers_where_its_references_stood(house: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(house, data={"reference_place": "system"}, train={"steps": 1, "learning_rate": 1e-2})
+    recipe = make_recipe(house, data={"reference_placement": "system"}, train={"steps": 1, "learning_rate": 1e-2})
     run, _ = learn(recipe, tmp_path / "run")
     assert open_engine(run=run.folder, model=None, codec=None, device="cpu").place == "system"
 
@@ -173,7 +173,7 @@ def test_strength_is_refused_where_nothing_could_follow_it(house: Path, tmp_path
 
 def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
     with pytest.raises(DataError, match=r"control token <\|eot_id\|>"):
-        engine.speak([Line("hi<|eot_id|>you")], GREEDY)
+        engine.speak([SpeechRequest("hi<|eot_id|>you")], GREEDY)
 
 
 def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
@@ -246,7 +246,7 @@ def short(house: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         house,
         data={"train": str(folder / "prepared")},
         adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
-        train={"steps": 120, "learning_rate": 1e-2, "warmup": 5, "schedule": "cosine", "rows_per_pass": 2},
+        train={"steps": 120, "learning_rate": 1e-2, "warmup": 5, "schedule": "cosine", "micro_batch_size": 2},
     )
     return folder, learn(recipe, folder / "run")[0]
 
@@ -254,7 +254,7 @@ def short(house: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple[Path, Run], house: Path) -> None:
     folder, run = short
     engine = open_engine(run=run.folder, model=None, codec=None, device="cpu")
-    corpus = Corpus.open(folder / "prepared")
+    corpus = PreparedDataset.open(folder / "prepared")
     lengths = set()
     for utterance in corpus.utterances:
         if utterance.text == VOICE:
@@ -277,6 +277,6 @@ def test_row_34_short_lines_that_are_left_out_are_counted_and_named(
 
 
 def test_row_34_a_word_without_a_voice_is_spoken_too(engine: Engine) -> None:
-    [spoken] = engine.speak([Line("hi")], Sampling(max_seconds=0.4, seed=1))
+    [spoken] = engine.speak([SpeechRequest("hi")], Sampling(max_seconds=0.4, seed=1))
     assert spoken.samples.shape == (len(spoken.codes) * engine.codec.hop,)
     assert len(spoken.codes) <= 10

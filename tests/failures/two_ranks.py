@@ -23,12 +23,12 @@ from myna.errors import MynaError
 from myna.train import checkpoint
 from myna.train.loop import train
 from myna.train.run import Run
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from tests.failures.house import Notes, make_recipe
 
 SCHEDULE = {
     "steps": 4,
-    "rows_per_step": 4,
+    "batch_size": 4,
     "learning_rate": 2e-3,
     "warmup": 1,
     "schedule": "linear",
@@ -42,9 +42,9 @@ def honest(_: Patch) -> None: ...
 
 def bypassed(patch: Patch) -> None:
     """The module inside the wrapper is called, as one does who needs its attributes."""
-    whole = Student.backward
+    whole = Trainer.backward
 
-    def around(self: Student, *given: Any) -> None:
+    def around(self: Trainer, *given: Any) -> None:
         wrapped = self.objective
         self.objective = self.accelerator.unwrap_model(wrapped)
         self.objective.no_sync = wrapped.no_sync
@@ -53,7 +53,7 @@ def bypassed(patch: Patch) -> None:
         finally:
             self.objective = wrapped
 
-    patch.setattr(Student, "backward", around)
+    patch.setattr(Trainer, "backward", around)
 
 
 def full_disk(patch: Patch) -> None:

@@ -16,10 +16,10 @@ from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError
 from myna.models import extract as extract_module
 from myna.models import open_family
-from myna.models.adapting import load_adapter, merge
 from myna.models.extract import extract, extract_lora
-from myna.models.higgs_v2.adapt import adapt_targets, module_names
+from myna.models.higgs_v2.lora_targets import adapt_targets, module_names
 from myna.models.higgs_v2.tiny import save_tiny, tiny_config
+from myna.models.lora import load_adapter, merge
 
 CONFIG = tiny_config()
 

@@ -16,9 +16,9 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.config import AdaptSettings
 from myna.errors import ConfigError
-from myna.models.higgs_v2.adapt import adapt_targets, module_names
 from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.stats import stats
+from myna.models.higgs_v2.lora_targets import adapt_targets, module_names
+from myna.models.stats import model_stats
 
 TOTAL = 5_771_283_456
 ALL_THREE = ("text_head", "audio_head", "audio_embedding")
@@ -42,7 +42,7 @@ class TrueSize:
 
 
 def count(**settings: Any) -> dict[str, Any]:
-    return stats(TrueSize(), AdaptSettings(**settings))
+    return model_stats(TrueSize(), AdaptSettings(**settings))
 
 
 def test_comprehensive_with_all_three_train_modules() -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from myna.audio.clip import read, write
-from myna.data.conversation import Clip, Reference, ReferencePlace, script
+from myna.audio.files import read, write
+from myna.data.conversation import AudioClip, Reference, ReferencePlacement, script
 from myna.errors import AudioError, MynaError, SpeakError
 from myna.models import open_family, save_tiny
 from myna.models.base import Sampling
-from myna.speak.engine import Engine, Line, encode_clip
+from myna.speak.engine import Engine, SpeechRequest, encode_clip
 
 GREEDY = Sampling(temperature=0, max_seconds=0.4)
 
@@ -76,13 +76,13 @@ def test_a_recording_that_is_not_there_is_named(engine: Engine, tmp_path: Path) 
 def test_a_line_without_words_is_refused_by_name(engine: Engine, text: str) -> None:
     frames: list[int] = []
     with pytest.raises(SpeakError, match="greeting has no text to speak") as caught:
-        engine.speak([Line("fine"), Line(text, id="greeting")], GREEDY, frames.append)
+        engine.speak([SpeechRequest("fine"), SpeechRequest(text, id="greeting")], GREEDY, frames.append)
     assert caught.value.hint and frames == [], "before anything is spoken"
 
 
 def test_a_control_token_in_a_line_is_refused(engine: Engine) -> None:
     with pytest.raises(MynaError, match="control token"):
-        engine.speak([Line("hello <|eot_id|>")], GREEDY)
+        engine.speak([SpeechRequest("hello <|eot_id|>")], GREEDY)
 
 
 def test_nothing_to_say_is_nothing_said(engine: Engine) -> None:
@@ -91,11 +91,11 @@ def test_nothing_to_say_is_nothing_said(engine: Engine) -> None:
 
 @pytest.mark.parametrize("place", ["turn", "system"])
 def test_it_speaks_what_the_training_renderer_leaves_open(
-    engine: Engine, voices: list[Path], place: ReferencePlace
+    engine: Engine, voices: list[Path], place: ReferencePlacement
 ) -> None:
     reference = engine.voice(voices[0], "good morning")
     placed = Engine(engine.family, engine.model, engine.codec, place)
-    speech = placed.speak([Line(" hello  there ", (reference,), scene="A room.")], GREEDY)[0]
+    speech = placed.speak([SpeechRequest(" hello  there ", (reference,), scene="A room.")], GREEDY)[0]
     prompt = engine.family.render(
         script("hello there", id="line", references=(reference,), scene="A room.", place=place)
     )
@@ -108,7 +108,7 @@ def test_it_speaks_what_the_training_renderer_leaves_open(
 
 def test_frames_are_told_as_they_come(engine: Engine) -> None:
     frames: list[int] = []
-    speech = engine.speak([Line("hello")], GREEDY, frames.append)[0]
+    speech = engine.speak([SpeechRequest("hello")], GREEDY, frames.append)[0]
     assert frames == list(range(1, len(speech.codes) + 1 + 8 + 1)), "the codes, their begin and their end"
 
 
@@ -134,14 +134,14 @@ def determined(engine: Engine, code: int, from_frame: int = 0) -> Iterator[None]
 
 def test_a_model_that_ends_at_once_gives_silence_of_no_length(engine: Engine) -> None:
     with determined(engine, code=65):
-        speech = engine.speak([Line("hello")], GREEDY)[0]
+        speech = engine.speak([SpeechRequest("hello")], GREEDY)[0]
     assert speech.stopped and speech.codes.shape == (0, 8)
     assert speech.samples.shape == (0,) and speech.samples.dtype == np.float32
 
 
 def test_a_model_that_ends_says_so(engine: Engine) -> None:
     with determined(engine, code=65, from_frame=6):
-        speech = engine.speak([Line("hello")], GREEDY)[0]
+        speech = engine.speak([SpeechRequest("hello")], GREEDY)[0]
     assert speech.stopped and len(speech.codes) == 5
     assert len(speech.samples) == 5 * engine.codec.hop
 
@@ -149,7 +149,7 @@ def test_a_model_that_ends_says_so(engine: Engine) -> None:
 # Several speakers
 
 
-def thoughts(engine: Engine, line: Line) -> torch.Tensor:
+def thoughts(engine: Engine, line: SpeechRequest) -> torch.Tensor:
     """The model's logits for the first frame; a random model's choice alone hardly depends on what it has heard."""
     seen: list[torch.Tensor] = []
     head: Any = engine.model.audio_lm_head
@@ -163,7 +163,7 @@ def test_several_speakers_are_heard_in_their_order(engine: Engine, voices: list[
     robin, heron = engine.voice(voices[0], "good morning"), engine.voice(voices[1], "good evening")
     text = "[SPEAKER0] hello [SPEAKER1] well hello"
     ways: list[tuple[Reference, ...]] = [(robin, heron), (heron, robin), (robin,), ()]
-    lines = [Line(text, references, id=f"{number}") for number, references in enumerate(ways)]
+    lines = [SpeechRequest(text, references, id=f"{number}") for number, references in enumerate(ways)]
     heard = [thoughts(engine, line) for line in lines]
     for one, other in itertools.combinations(heard, 2):
         assert not torch.allclose(one, other, atol=1e-4)
@@ -173,13 +173,13 @@ def test_several_speakers_are_heard_in_their_order(engine: Engine, voices: list[
 
 def test_lines_with_the_same_words_sound_alike_only_under_the_same_seed_and_id(engine: Engine) -> None:
     def codes(id: str, seed: int) -> bytes:
-        return engine.speak([Line("hello", id=id)], Sampling(max_seconds=0.4, seed=seed))[0].codes.tobytes()
+        return engine.speak([SpeechRequest("hello", id=id)], Sampling(max_seconds=0.4, seed=seed))[0].codes.tobytes()
 
     assert codes("a", 1) == codes("a", 1)
     assert len({codes("a", 1), codes("a", 2), codes("b", 1)}) == 3
 
 
 def test_codes_of_another_codec_are_refused_by_the_clips_name(engine: Engine) -> None:
-    foreign = Reference("hello", Clip("foreign", np.full((4, 8), 1000, np.uint16)))
+    foreign = Reference("hello", AudioClip("foreign", np.full((4, 8), 1000, np.uint16)))
     with pytest.raises(MynaError, match="clip foreign has code 1000"):
-        engine.speak([Line("hello", (foreign,))], GREEDY)
+        engine.speak([SpeechRequest("hello", (foreign,))], GREEDY)

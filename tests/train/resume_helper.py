@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from myna.audio.clip import write
+from myna.audio.files import write
 from myna.config import Recipe, parse_recipe
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny
@@ -70,10 +70,15 @@ def make_birds(folder: Path) -> Path:
 def recipe_for(birds: Path, **changes: dict[str, Any]) -> Recipe:
     """A training of a few rows a step; `changes` are settings by group."""
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(birds / "model"), "pretrained": False},
-        "data": {"train": str(birds / "prepared"), "row_tokens": 360, "window": 4, "reference_seconds": [0.2, 10]},
+        "model": {"source": str(birds / "model"), "check_pretrained": False},
+        "data": {
+            "train": str(birds / "prepared"),
+            "row_tokens": 360,
+            "packing_window": 4,
+            "reference_seconds": [0.2, 10],
+        },
         "adapt": {"rank": 4, "alpha": 8},
-        "train": {"steps": 6, "rows_per_step": 2, "learning_rate": 2e-3, "warmup": 2, "device": "cpu"},
+        "train": {"steps": 6, "batch_size": 2, "learning_rate": 2e-3, "warmup": 2, "device": "cpu"},
     }
     for group, values in changes.items():
         tree[group] = tree.get(group, {}) | values

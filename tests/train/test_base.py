@@ -13,23 +13,23 @@ import torch
 from safetensors import safe_open
 
 from myna.config import Recipe, parse_recipe
-from myna.data.loader import Share
+from myna.data.loader import Shard
 from myna.errors import ConfigError, TrainingError
 from myna.models import open_family
-from myna.models.adapting import load_adapter
-from myna.models.base import IGNORED, Family, Rendered
-from myna.models.frozen import frozen_linears
+from myna.models.base import IGNORED, Family, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny, tiny_config
+from myna.models.lora import load_adapter
+from myna.models.quantized import frozen_linears
 from myna.train import loop
 from myna.train.checkpoint import checkpoint_folder, made_of
+from myna.train.distributed import start
 from myna.train.loop import make_loader, train
-from myna.train.memory import MemoryPlan, Pass, check_room, plan
+from myna.train.loss import stream_weights
+from myna.train.memory_plan import MemoryPlan, Pass, check_room, plan
 from myna.train.precision import Name, Precision
-from myna.train.processes import start
 from myna.train.run import Run
-from myna.train.streams import stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from tests.train.resume_helper import Notes, contents, make_birds, metrics, recipe_for
 
 KINDS = ("fp8", "int8", "nf4")
@@ -55,19 +55,19 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def student_of(
     birds: Path, base: str, precision: Name = "fp32", source: str = "learned/model", **changes: dict[str, Any]
-) -> Student:
+) -> Trainer:
     """It goes past the check of the device: fp8 is imitated here."""
-    model = {"source": str(birds / source), "base": base}
+    model = {"source": str(birds / source), "quantization": base}
     recipe, decided = recipe_for(birds, model=model, **changes), Precision(precision, "asked for")
     accelerator = start(recipe, decided, CPU, birds)
-    return Student.make(recipe, open_family(recipe.model.source), decided, accelerator, lambda _: None)
+    return Trainer.make(recipe, open_family(recipe.model.source), decided, accelerator, lambda _: None)
 
 
-def losses(student: Student, steps: int) -> list[float]:
+def losses(student: Trainer, steps: int) -> list[float]:
     recipe = student.recipe
     loader = make_loader(recipe, student.family, recipe.data.train)
     weights, told = stream_weights(student.family.streams, recipe.loss), []
-    stream = loader.steps(recipe.train.rows_per_step, 1, Share())
+    stream = loader.steps(recipe.train.batch_size, 1, Shard())
     for _ in range(steps):
         tally, _ = student.learn(next(stream), weights, RATE)
         told.append(float(tally.row(student.family.streams, weights)["loss"]))
@@ -91,7 +91,7 @@ def curve(birds: Path, base: str) -> Curve:
 
 @pytest.fixture(scope="module")
 def plain(birds: Path) -> Curve:
-    return curve(birds, "compute")
+    return curve(birds, "none")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +114,7 @@ def test_the_loss_hears_the_layers(birds: Path, plain: Curve) -> None:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bf16_too_folded_or_not(birds: Path, plain: Curve, kind: str, fast: bool) -> None:
-    student = student_of(birds, kind, "bf16", train={"fast": fast})
+    student = student_of(birds, kind, "bf16", train={"fused_lora": fast})
     assert {layer.dtype for layer in frozen_linears(student.model)} == {torch.bfloat16}
     assert losses(student, 1)[0] == pytest.approx(plain.first, rel=2 * NEAR[kind])
 
@@ -133,32 +133,34 @@ def test_every_adapter_learns_and_nothing_else(birds: Path, kind: str) -> None:
 
 
 def test_recomputed_layers_learn_the_same(birds: Path) -> None:
-    kept, recomputed = (losses(student_of(birds, "nf4", train={"checkpointing": how}), 3) for how in ("none", "full"))
+    kept, recomputed = (
+        losses(student_of(birds, "nf4", train={"gradient_checkpointing": how}), 3) for how in ("none", "full")
+    )
     assert recomputed == pytest.approx(kept, rel=1e-6)
 
 
 def test_what_is_said_counts_weights_and_not_bytes(birds: Path) -> None:
     said: dict[str, list[str]] = {}
-    for base in ("compute", *KINDS):
+    for base in ("none", *KINDS):
         student, told = student_of(birds, base), list[str]()
-        Student.make(student.recipe, student.family, student.precision, student.accelerator, told.append)
+        Trainer.make(student.recipe, student.family, student.precision, student.accelerator, told.append)
         said[base] = told
-    assert "parameters learn" in said["compute"][0]
-    assert all(told == said["compute"] for told in said.values())
+    assert "parameters learn" in said["none"][0]
+    assert all(told == said["none"] for told in said.values())
 
 
 # What it takes
 
 
-def speech(family: Any, text: int, audio: int) -> Rendered:
+def speech(family: Any, text: int, audio: int) -> RenderedSequence:
     ids = np.array([5] * text + [family.config.audio_token_id] * audio)
     codes = np.zeros((audio, 8), np.int64)
-    return Rendered("speech", ids, codes, np.full(text + audio, IGNORED), codes, (), audio / 25)
+    return RenderedSequence("speech", ids, codes, np.full(text + audio, IGNORED), codes, (), audio / 25)
 
 
 def planned(family: Family, base: str, precision: Name = "bf16", fast: bool = True) -> MemoryPlan:
-    how = {"steps": 1, "checkpointing": "none", "fast": fast}
-    tree = {"model": {"source": "x", "base": base}, "data": {"train": "y"}, "train": how, "adapt": {"rank": 4}}
+    how = {"steps": 1, "gradient_checkpointing": "none", "fused_lora": fast}
+    tree = {"model": {"source": "x", "quantization": base}, "data": {"train": "y"}, "train": how, "adapt": {"rank": 4}}
     recipe = parse_recipe(tree, where="test")
     return plan(family, recipe, Precision(precision, ""), CPU, Pass((speech(family, 30, 60),), 90))
 
@@ -174,8 +176,8 @@ def test_the_memory_plan_counts_what_is_there(birds: Path, kind: str) -> None:
 def test_the_memory_plan_is_smaller_by_what_is_frozen() -> None:
     family = HiggsV2("wide", tiny_config(hidden=512, layers=4), None)
     # Folded, they would also have room for the adapters, which on so small a model is not little.
-    plans = {base: planned(family, base, fast=False) for base in ("compute", *KINDS)}
-    before, weights = plans["compute"], 4 * (3 * 512 * 512 + 6 * 512 * 1024)
+    plans = {base: planned(family, base, fast=False) for base in ("none", *KINDS)}
+    before, weights = plans["none"], 4 * (3 * 512 * 512 + 6 * 512 * 1024)
     for kind, bytes_each in (("fp8", 2.0), ("int8", 1.0), ("nf4", 0.516)):
         now = plans[kind]
         assert f"frozen, {kind}" in now.table()
@@ -187,7 +189,7 @@ def test_the_memory_plan_is_smaller_by_what_is_frozen() -> None:
 
 def test_what_does_not_fit_is_told_of_fewer_bits() -> None:
     family = HiggsV2("wide", tiny_config(hidden=512, layers=4), None)
-    for base, hint in (("compute", "--set model.base=nf4"), ("nf4", "--set model.source=")):
+    for base, hint in (("none", "--set model.quantization=nf4"), ("nf4", "--set model.source=")):
         with pytest.raises(TrainingError) as told:
             check_room(replace(planned(family, base), room=2**20))
         assert told.value.hint.startswith(hint)
@@ -206,16 +208,21 @@ def test_processes_do_not_send_the_packed_weights_around(birds: Path) -> None:
 @pytest.mark.parametrize(("adapt", "reason"), [({"mode": "full"}, "adapt.mode: full"), ({"dora": True}, "adapt.dora")])
 @pytest.mark.parametrize("base", KINDS)
 def test_a_base_in_fewer_bits_that_would_be_trained_is_refused(adapt: dict[str, Any], reason: str, base: str) -> None:
-    tree = {"model": {"source": "x", "base": base}, "data": {"train": "y"}, "train": {"steps": 1}, "adapt": adapt}
+    tree = {
+        "model": {"source": "x", "quantization": base},
+        "data": {"train": "y"},
+        "train": {"steps": 1},
+        "adapt": adapt,
+    }
     with pytest.raises(ConfigError) as told:
         parse_recipe(tree, where="test")
-    assert reason in told.value.what and f"model.base: {base}" in told.value.what
-    assert "--set model.base=compute" in told.value.hint
-    assert parse_recipe(tree | {"model": {"source": "x"}}, where="test").model.base == "compute"
+    assert reason in told.value.what and f"model.quantization: {base}" in told.value.what
+    assert "--set model.quantization=none" in told.value.hint
+    assert parse_recipe(tree | {"model": {"source": "x"}}, where="test").model.quantization == "none"
 
 
 def test_fp8_is_refused_before_anything_is_read(birds: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(birds, model={"source": str(birds / "model"), "base": "fp8"}, data={"train": "nowhere"})
+    recipe = recipe_for(birds, model={"source": str(birds / "model"), "quantization": "fp8"}, data={"train": "nowhere"})
     with pytest.raises(ConfigError, match="fp8"):
         train(recipe, Run.create(tmp_path / "run", recipe), Notes())
 
@@ -236,7 +243,7 @@ def runs(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nf4_recipe(birds: Path) -> Recipe:
-    model = {"source": str(birds / "learned" / "model"), "base": "nf4", "pretrained": False}
+    model = {"source": str(birds / "learned" / "model"), "quantization": "nf4", "check_pretrained": False}
     return recipe_for(birds, model=model, train={"save_every": 3})
 
 
@@ -248,9 +255,9 @@ def test_it_goes_on_bit_by_bit(runs: Path) -> None:
 
 
 def test_it_does_not_go_on_with_another_base(runs: Path) -> None:
-    for base in ("compute", "int8"):
+    for base in ("none", "int8"):
         with pytest.raises(TrainingError, match=r"another model\.base"):
-            Run.open(runs / "whole", [f"model.base={base}"])
+            Run.open(runs / "whole", [f"model.quantization={base}"])
 
 
 def test_another_model_under_it_shows(birds: Path) -> None:
@@ -266,9 +273,9 @@ def test_another_model_under_it_shows(birds: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_model_is_known_folded_or_not(birds: Path, kind: str) -> None:
-    """`train.fast` may change under a run, and puts layers together."""
+    """`train.fused_lora` may change under a run, and puts layers together."""
     loader = make_loader(recipe_for(birds), open_family(str(birds / "model")), birds / "prepared")
-    one, other = (made_of(student_of(birds, kind, train={"fast": fast}), loader, None) for fast in (True, False))
+    one, other = (made_of(student_of(birds, kind, train={"fused_lora": fast}), loader, None) for fast in (True, False))
     assert one == other
 
 
@@ -290,6 +297,6 @@ def test_its_adapter_opens_on_the_plain_model(birds: Path, runs: Path) -> None:
 def test_odd_sizes_train_as_well(birds: Path) -> None:
     """24 x 24 and 12 x 24 weights end in the middle of a block."""
     save_tiny(birds / "odd", hidden=24)
-    plain = losses(student_of(birds, "compute", source="odd"), 2)
+    plain = losses(student_of(birds, "none", source="odd"), 2)
     for kind in KINDS:
         assert losses(student_of(birds, kind, source="odd"), 2) == pytest.approx(plain, rel=1e-3)

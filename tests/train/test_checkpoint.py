@@ -14,21 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from myna.config import Recipe, dump_recipe
-from myna.data.loader import Loader, Share
+from myna.data.loader import Loader, Shard
 from myna.errors import TrainingError
 from myna.models import open_family
-from myna.models.adapting import load_adapter
-from myna.models.base import Batch, Rendered
+from myna.models.base import Batch, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny
+from myna.models.lora import load_adapter
 from myna.train import checkpoint, loop
 from myna.train.checkpoint import Checkpoints, Progress, checkpoint_folder, checkpoint_steps
+from myna.train.distributed import start
 from myna.train.loop import make_loader, train
+from myna.train.loss import stream_weights
 from myna.train.precision import Precision
-from myna.train.processes import start
 from myna.train.run import Run
-from myna.train.streams import stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from tests.train.resume_helper import Notes, Nursery, contents, make_birds, metrics, recipe_for
 
 STATE, FACTS = "state.safetensors", "state.json"
@@ -62,7 +62,7 @@ def unfinished(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that was interrupted after the fourth, with checkpoints of the second and the fourth."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "preflight", lambda *_, **__: None)
-        how = {"save_every": 2, "evaluate_every": 6, "keep_last": 3, "ema": 0.5}
+        how = {"save_every": 2, "evaluate_every": 6, "keep_checkpoints": 3, "ema_decay": 0.5}
         recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how)
         run = learn(tmp_path_factory.mktemp("runs") / "run", recipe)
     shutil.rmtree(run.adapter)
@@ -103,12 +103,12 @@ class Pupil:
     def __init__(self, recipe: Recipe, run: Run, precision: Precision, device: str = "cpu") -> None:
         accelerator = start(recipe, precision, torch.device(device), run.folder)
         self.family = open_family(recipe.model.source)
-        self.loader: Loader[Rendered, Batch] = make_loader(recipe, self.family, recipe.data.train)
-        self.student = Student.make(recipe, self.family, precision, accelerator, lambda _: None)
+        self.loader: Loader[RenderedSequence, Batch] = make_loader(recipe, self.family, recipe.data.train)
+        self.student = Trainer.make(recipe, self.family, precision, accelerator, lambda _: None)
         self.checkpoints = Checkpoints(self.student, run, self.loader)
 
     def learn(self, start: int, steps: int) -> None:
-        stream = self.loader.steps(2, 1, Share(), start=start)
+        stream = self.loader.steps(2, 1, Shard(), start=start)
         for _ in range(steps):
             self.student.learn(next(stream), stream_weights(self.family.streams, self.student.recipe.loss), 1e-3)
         stream.close()
@@ -151,7 +151,7 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
 ) -> None:
     """pure-fp16 has an optimizer of its own, with compensations, and a loss scale among its settings."""
     adapt: dict[str, Any] = {"dropout": 0.3} if mode == "lora" else {"mode": "full", "rank": 16, "alpha": 32}
-    recipe = recipe_for(birds, adapt=adapt, train={"ema": 0.9})
+    recipe = recipe_for(birds, adapt=adapt, train={"ema_decay": 0.9})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
     first = Pupil(recipe, run, precision)
     first.learn(0, 3)
@@ -175,7 +175,7 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
 def test_on_a_card_it_is_restored_to_where_it_was(birds: Path, tmp_path: Path, mode: str, name: Any) -> None:
     """The fused optimizer counts its steps on the card, fp16 has a scaler, and dropout a random state of the card's."""
     adapt: dict[str, Any] = {"dropout": 0.3} if mode == "lora" else {"mode": "full", "rank": 16, "alpha": 32}
-    recipe = recipe_for(birds, adapt=adapt, train={"ema": 0.9, "device": "cuda"})
+    recipe = recipe_for(birds, adapt=adapt, train={"ema_decay": 0.9, "device": "cuda"})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
     first = Pupil(recipe, run, precision, "cuda:0")
     first.learn(0, 3)
@@ -221,7 +221,7 @@ def test_the_last_and_the_best_are_kept(birds: Path, tmp_path: Path) -> None:
     recipe = recipe_for(
         birds,
         data={"evaluation": str(birds / "evaluation")},
-        train={"steps": 12, "evaluate_every": 1, "keep_last": 2, "learning_rate": 0.05, "schedule": "constant"},
+        train={"steps": 12, "evaluate_every": 1, "keep_checkpoints": 2, "learning_rate": 0.05, "schedule": "constant"},
     )
     run = learn(tmp_path / "run", recipe)
     losses = {
@@ -245,8 +245,8 @@ def early(birds: Path) -> Recipe:
             "steps": 40,
             "evaluate_every": 1,
             "save_every": 3,
-            "keep_last": 1,
-            "early_stopping": 3,
+            "keep_checkpoints": 1,
+            "early_stopping_patience": 3,
             "learning_rate": 0.05,
             "schedule": "constant",
         },

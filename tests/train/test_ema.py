@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from myna.data.loader import Share
+from myna.data.loader import Shard
 from myna.models import open_family
-from myna.models.adapting import load_adapter
+from myna.models.lora import load_adapter
 from myna.train import loop
 from myna.train.checkpoint import checkpoint_folder
 from myna.train.ema import Ema
 from myna.train.loop import make_loader, train
+from myna.train.loss import stream_weights, weighted_loss
 from myna.train.run import Run
-from myna.train.streams import stream_weights, weighed_loss
 from tests.train.resume_helper import Notes, make_birds, metrics, recipe_for
 
 
@@ -87,7 +87,7 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
     how = {"steps": 6, "learning_rate": 2e-2, "schedule": "constant", "evaluate_every": 6}
     runs = {}
     for name, ema in {"plain": None, "mean": 0.9}.items():
-        recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how | {"ema": ema})
+        recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how | {"ema_decay": ema})
         runs[name] = Run.create(tmp_path / name, recipe)
         train(recipe, runs[name], Notes())
     rows = {name: [json.loads(line) for line in metrics(run.folder)] for name, run in runs.items()}
@@ -111,7 +111,7 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
     objective = family.objective(load_adapter(base, runs["mean"].adapter)).eval()
     sums = counts = torch.zeros(len(family.streams), dtype=torch.float64)
     with torch.no_grad():
-        for batch in make_loader(recipe, family, birds / "evaluation").once(1, Share()):
+        for batch in make_loader(recipe, family, birds / "evaluation").once(1, Shard()):
             sums, counts = sums + objective(batch).sums, counts + batch.counts
-    loss = float(weighed_loss(sums, counts, stream_weights(family.streams, recipe.loss)))
+    loss = float(weighted_loss(sums, counts, stream_weights(family.streams, recipe.loss)))
     assert loss == pytest.approx(rows["mean"][-1]["evaluation"]["loss"], abs=1e-6)

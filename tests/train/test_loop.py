@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from myna.audio.clip import write
+from myna.audio.files import write
 from myna.config import Recipe, parse_recipe
-from myna.data.loader import Share, hire
+from myna.data.loader import Shard, start_workers
 from myna.data.workers import Workers
 from myna.errors import ConfigError, DataError
 from myna.models import open_family, save_tiny
 from myna.train.loop import make_loader, train
 from myna.train.run import Run
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from myna.workflow import prepare
 from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
 
@@ -66,12 +66,12 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(birds: Path, **changes: dict[str, Any]) -> Recipe:
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(birds / "model"), "pretrained": False},
+        "model": {"source": str(birds / "model"), "check_pretrained": False},
         "data": {"train": str(birds / "prepared"), "row_tokens": 360, "reference_seconds": [0.2, 10]},
         "adapt": {"rank": 4, "alpha": 8},
         "train": {
             "steps": 3,
-            "rows_per_step": 4,
+            "batch_size": 4,
             "learning_rate": 2e-3,
             "warmup": 0,
             "schedule": "constant",
@@ -113,7 +113,7 @@ def adapter(run: Run) -> dict[str, torch.Tensor]:
 
 
 def test_one_pass_of_four_rows_is_four_passes_of_one(learn: Learn) -> None:
-    runs = [learn(train={"rows_per_pass": rows}) for rows in (4, 2, 1)]
+    runs = [learn(train={"micro_batch_size": rows}) for rows in (4, 2, 1)]
     first_run, first_notes = runs[0]
     for run, notes in runs[1:]:
         for one, other in zip(steps(first_notes), steps(notes), strict=True):
@@ -158,7 +158,7 @@ def test_evaluations_come_when_due_and_at_the_end(learn: Learn, birds: Path) -> 
     assert len({row["evaluation"]["loss"] for row in heard}) == 4, "the model has changed in between"
     assert any("evaluation: 4 targets" in line for line in notes.said)
 
-    _, cut = learn(data={"evaluation": str(birds / "evaluation")}, train=changes | {"rows_per_pass": 4})
+    _, cut = learn(data={"evaluation": str(birds / "evaluation")}, train=changes | {"micro_batch_size": 4})
     for one, other in zip(heard, [row for row in cut.rows if "evaluation" in row], strict=True):
         assert other["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], abs=1e-5)
 
@@ -175,7 +175,7 @@ def test_epochs_are_counted_in_rows(learn: Learn, birds: Path) -> None:
     family = open_family(str(birds / "model"))
     chosen = recipe(birds)
     rows = make_loader(chosen, family, chosen.data.train).rows_in_first_epoch()
-    _, notes = learn(train={"steps": None, "epochs": 2, "rows_per_step": 2})
+    _, notes = learn(train={"steps": None, "epochs": 2, "batch_size": 2})
     assert notes.plan == -(-2 * rows // 2)
     assert notes.rows[-1]["epoch"] == pytest.approx(2 * notes.plan / rows)
 
@@ -190,7 +190,7 @@ def code_loss(birds: Path, source: Path) -> float:
     objective = family.objective(family.load_model(dtype=torch.float32, device="cpu", text_head=False).eval())
     loss, count = 0.0, 0.0
     with torch.no_grad():
-        for batch in make_loader(chosen, family, chosen.data.train).once(1, Share()):
+        for batch in make_loader(chosen, family, chosen.data.train).once(1, Shard()):
             loss, count = loss + float(objective(batch).sums[1:].sum()), count + float(batch.counts[1:].sum())
     return loss / count
 
@@ -268,8 +268,10 @@ def test_label_smoothing_smooths(learn: Learn) -> None:
 
 
 def test_all_audio_counts_references_too(learn: Learn) -> None:
-    plain, all_audio = (learn(loss={"all_audio": on}, train={"steps": 1})[1].rows[0] for on in (False, True))
-    speeds = [row["speed"]["audio_per_second"] * row["speed"]["seconds"] for row in (plain, all_audio)]
+    plain, supervise_references = (
+        learn(loss={"supervise_references": on}, train={"steps": 1})[1].rows[0] for on in (False, True)
+    )
+    speeds = [row["speed"]["audio_per_second"] * row["speed"]["seconds"] for row in (plain, supervise_references)]
     assert speeds[1] > 1.5 * speeds[0], "seconds that are learned"
 
 
@@ -321,13 +323,13 @@ def test_every_module_is_in_training_after_an_evaluation(
     learn: Learn, birds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states: list[set[bool]] = []
-    clip = Student.clip
+    clip = Trainer.clip
 
-    def note(student: Student) -> Any:
+    def note(student: Trainer) -> Any:
         states.append({module.training for module in student.objective.modules()})
         return clip(student)
 
-    monkeypatch.setattr(Student, "clip", note)
+    monkeypatch.setattr(Trainer, "clip", note)
     learn(data={"evaluation": str(birds / "evaluation")}, train={"steps": 3, "evaluate_every": 1})
     assert states[-3:] == [{True}] * 3
 
@@ -336,7 +338,7 @@ def test_processes_make_the_batches_of_a_card_and_change_nothing(learn: Learn, m
     hired: list[Workers] = []
 
     def note(loaders: Sequence[Any], number: int) -> Workers:
-        hired.append(hire(loaders, number))
+        hired.append(start_workers(loaders, number))
         return hired[-1]
 
     monkeypatch.setattr("myna.train.loop.hire", note)
@@ -364,6 +366,6 @@ def test_batches_are_pinned_by_those_who_make_them_where_a_card_waits(
     monkeypatch.setattr(torch.Tensor, "pin_memory", note)
     chosen = recipe(birds)
     loader = make_loader(chosen, open_family(chosen.model.source), chosen.data.train, pin=pin)
-    with closing(loader.steps(4, 1, Share())) as steps:
+    with closing(loader.steps(4, 1, Shard())) as steps:
         assert len(next(steps)) == 4
     assert where == ({"myna-render"} if pin else set())

@@ -16,8 +16,8 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from myna.models import adapting
-from myna.models.higgs_v2.adapt import adapt_targets, module_names
+from myna.models import lora
+from myna.models.higgs_v2.lora_targets import adapt_targets, module_names
 from myna.models.higgs_v2.tiny import tiny_config
 from myna.train.lora import adapt, count_parameters, load_adapter, merge, save_adapter
 
@@ -226,7 +226,7 @@ def test_a_save_that_fails_leaves_the_last_adapter(tmp_path: Path, monkeypatch: 
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(adapting, "save_file", fill_the_disk)
+    monkeypatch.setattr(lora, "save_file", fill_the_disk)
     with pytest.raises(OSError, match="No space"):
         save_adapter(train(model), tmp_path)
     assert torch.equal(logits_of(load_adapter(make_model(), tmp_path)), expected)

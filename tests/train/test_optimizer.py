@@ -19,7 +19,7 @@ from myna.models.higgs_v2.tiny import save_tiny
 from myna.train import optimizer as optimizer_module
 from myna.train.optimizer import FIRST_SCALE, LARGEST_SCALE, KahanAdamW, make_optimizer
 from myna.train.precision import Name, Precision
-from myna.train.student import PATIENCE_WITH_OVERFLOW
+from myna.train.trainer import PATIENCE_WITH_OVERFLOW
 
 SETTINGS = TrainSettings(steps=1, learning_rate=1e-3, weight_decay=0.1, betas=(0.8, 0.95))
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from myna.config import TrainSettings
 from myna.models import open_family
-from myna.models.base import StreamSums
+from myna.models.base import StreamLosses
 from myna.models.higgs_v2.tiny import save_tiny
+from myna.train.loss import stream_weights
 from myna.train.optimizer import make_optimizer
 from myna.train.precision import Name, Precision, decide
-from myna.train.streams import stream_weights
-from myna.train.student import PATIENCE_WITH_OVERFLOW, Student
+from myna.train.trainer import PATIENCE_WITH_OVERFLOW, Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 NAMES = get_args(Name)
 HALF: tuple[Name, ...] = ("fp16", "pure-fp16")
-Make = Callable[[Name], Student]
+Make = Callable[[Name], Trainer]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(source: Path, tmp_path: Path) -> Make:
-    def student(name: Name) -> Student:
+    def student(name: Name) -> Trainer:
         recipe = make_recipe(source, name, steps=30)
         return make_student(recipe, open_family(str(source)), decide(name, CUDA), CUDA, tmp_path)
 
     return student
 
 
-def weights_of(student: Student) -> torch.Tensor:
+def weights_of(student: Trainer) -> torch.Tensor:
     return stream_weights(student.family.streams, student.recipe.loss)
 
 
@@ -69,7 +69,7 @@ def test_losses_come_out_of_accelerate_as_fp32_sums(name: Name, make: Make) -> N
     [[batch, _]] = draw_steps(student.family, 1)
     with student.accelerator.autocast():
         result = student.objective(batch.to(CUDA))
-    assert isinstance(result, StreamSums)
+    assert isinstance(result, StreamLosses)
     assert (result.sums.dtype, result.correct.dtype, result.stops.dtype) == (torch.float32, *[torch.int64] * 2)
 
 
@@ -77,21 +77,21 @@ def test_losses_come_out_of_accelerate_as_fp32_sums(name: Name, make: Make) -> N
 def test_the_gradient_norm_is_that_of_fp32(name: Name, make: Make) -> None:
     """Clipping sees unscaled gradients, whoever scales."""
 
-    def first_norm(student: Student) -> float:
+    def first_norm(student: Trainer) -> float:
         [step] = draw_steps(student.family, 1)
         return student.learn(step, weights_of(student), 1e-3)[1]
 
     assert first_norm(make(name)) == pytest.approx(first_norm(make("fp32")), rel=0.02)
 
 
-def set_scale(student: Student, scale: float) -> None:
+def set_scale(student: Trainer, scale: float) -> None:
     if student.accelerator.scaler is not None:
         student.accelerator.scaler.load_state_dict(student.accelerator.scaler.state_dict() | {"scale": scale})
     else:
         student.optimizer.param_groups[0]["loss_scale"] = scale
 
 
-def scale_of(student: Student) -> float:
+def scale_of(student: Trainer) -> float:
     if student.accelerator.scaler is not None:
         return float(student.accelerator.scaler.get_scale())
     return float(student.optimizer.param_groups[0]["loss_scale"])

@@ -18,24 +18,24 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from myna.audio.clip import write
+from myna.audio.files import write
 from myna.config import Recipe, parse_recipe
 from myna.data.conversation import Conversation
-from myna.data.loader import Share
+from myna.data.loader import Shard
 from myna.errors import DataError, TrainingError
 from myna.models import save_tiny
-from myna.models.base import IGNORED, Rendered
-from myna.models.higgs_v2 import forward, route
+from myna.models.base import IGNORED, RenderedSequence
+from myna.models.higgs_v2 import forward, packing
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.train import loop, preflight
+from myna.train.distributed import start
 from myna.train.loop import make_loader, train
-from myna.train.memory import longest_pass, plan
+from myna.train.loss import stream_weights
+from myna.train.memory_plan import longest_pass, plan
 from myna.train.precision import decide
-from myna.train.processes import start
 from myna.train.run import Run
-from myna.train.streams import stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from myna.workflow import prepare
 from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
 
@@ -45,21 +45,21 @@ CPU = torch.device("cpu")
 class Late(HiggsV2):
     """Teaches frame t + 2."""
 
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         return super().collate(sequences, offset=offset + 1)
 
 
 class Copying(HiggsV2):
     """Teaches what is read."""
 
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         return super().collate(sequences, offset=offset - 1)
 
 
 class Stubborn(HiggsV2):
     """Does not listen to where the labels should be."""
 
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         del offset
         return super().collate(sequences)
 
@@ -67,7 +67,7 @@ class Stubborn(HiggsV2):
 class Losing(HiggsV2):
     """Forgets the labels of a codebook."""
 
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         lame = [replace(s, code_labels=np.where(np.arange(8) == 3, IGNORED, s.code_labels)) for s in sequences]
         return super().collate(lame, offset=offset)
 
@@ -75,7 +75,7 @@ class Losing(HiggsV2):
 class Mute(HiggsV2):
     """Masks every label."""
 
-    def render(self, conversation: Conversation, **how: Any) -> Rendered:
+    def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
         return replace(rendered, code_labels=np.full_like(rendered.code_labels, IGNORED))
 
@@ -83,7 +83,7 @@ class Mute(HiggsV2):
 class Greedy(HiggsV2):
     """Learns the prompt too."""
 
-    def render(self, conversation: Conversation, **how: Any) -> Rendered:
+    def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
         return replace(rendered, labels=rendered.ids, code_labels=rendered.codes)
 
@@ -91,7 +91,7 @@ class Greedy(HiggsV2):
 class Endless(HiggsV2):
     """Masks the ends of stream, as transformers' processor does."""
 
-    def render(self, conversation: Conversation, **how: Any) -> Rendered:
+    def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
         ends = rendered.code_labels == self.config.audio_stream_eos_id
         return replace(rendered, code_labels=np.where(ends, IGNORED, rendered.code_labels))
@@ -116,19 +116,19 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(birds: Path, base: str = "taught", **changes: dict[str, Any]) -> Recipe:
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(birds / base), "pretrained": base != "model"},
+        "model": {"source": str(birds / base), "check_pretrained": base != "model"},
         "data": {"train": str(birds / "prepared"), "row_tokens": 600, "reference_seconds": [0.2, 10], "workers": 0},
         "adapt": {"rank": 4, "alpha": 8},
-        "train": {"steps": 3, "rows_per_step": 2, "learning_rate": 2e-3, "warmup": 0, "device": "cpu"},
+        "train": {"steps": 3, "batch_size": 2, "learning_rate": 2e-3, "warmup": 0, "device": "cpu"},
     }
     for branch, values in changes.items():
         tree[branch] = tree.get(branch, {}) | values
     return parse_recipe(tree, where="test")
 
 
-def student_of(recipe: Recipe, family: HiggsV2) -> Student:
+def student_of(recipe: Recipe, family: HiggsV2) -> Trainer:
     precision = decide(recipe.train.precision, CPU)
-    return Student.make(recipe, family, precision, start(recipe, precision, CPU, Path()), lambda _: None)
+    return Trainer.make(recipe, family, precision, start(recipe, precision, CPU, Path()), lambda _: None)
 
 
 def teach(birds: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
@@ -136,7 +136,7 @@ def teach(birds: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
     chosen = recipe(birds, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
     family = opened(kind, birds / "model")
     student, loader = student_of(chosen, family), make_loader(chosen, family, birds / "prepared")
-    weights, stream = stream_weights(family.streams, chosen.loss), loader.steps(2, 1, Share())
+    weights, stream = stream_weights(family.streams, chosen.loss), loader.steps(2, 1, Shard())
     for _ in range(steps):
         student.learn(next(stream), weights, 5e-3)
     family.save_model(student.model, out)
@@ -167,7 +167,7 @@ class Flight:
         self.evaluation = make_loader(chosen, family, chosen.data.evaluation) if chosen.data.evaluation else None
         self.student = student_of(chosen, family)
         precision = self.student.precision
-        self.memory = plan(family, chosen, precision, CPU, longest_pass(self.loader, chosen, Share()))
+        self.memory = plan(family, chosen, precision, CPU, longest_pass(self.loader, chosen, Shard()))
 
     def take(self, **how: Any) -> str:
         preflight.preflight(
@@ -229,9 +229,9 @@ def test_a_sound_training_passes_and_is_shown(flight: Make, tmp_path: Path) -> N
 
 
 def test_it_leaves_no_trace(flight: Make) -> None:
-    it = flight(adapt={"dropout": 0.2}, train={"ema": 0.9})
+    it = flight(adapt={"dropout": 0.2}, train={"ema_decay": 0.9})
     weights = stream_weights(it.student.family.streams, it.recipe.loss)
-    it.student.learn(next(it.loader.steps(2, 1, Share())), weights, 1e-3)  # moments, and a random state in use
+    it.student.learn(next(it.loader.steps(2, 1, Shard())), weights, 1e-3)  # moments, and a random state in use
     before = it.state()
     it.take()
     assert same(before, it.state())
@@ -256,7 +256,9 @@ class Notes:
 
 def test_a_run_is_the_same_to_the_bit_without_it(birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, which draws from the random state."""
-    chosen = recipe(birds, adapt={"dropout": 0.2}, train={"rows_per_step": 4, "checkpointing": "full", "ema": 0.5})
+    chosen = recipe(
+        birds, adapt={"dropout": 0.2}, train={"batch_size": 4, "gradient_checkpointing": "full", "ema_decay": 0.5}
+    )
     results = []
     for name in ("with", "without"):
         run, notes = Run.create(tmp_path / name, chosen), Notes()
@@ -294,7 +296,7 @@ def test_misplaced_labels_are_seen_by_a_pretrained_model(flight: Make, kind: typ
 
 def test_one_codebook_may_waver(flight: Make) -> None:
     it = flight()
-    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Share())
+    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Shard())
     losses = preflight.measure(look)
     preflight.labels_align(losses, look)
     losses.tallies[1].sums[5] = losses.tallies[2].sums[5] * 1.01
@@ -307,7 +309,7 @@ def test_one_codebook_may_waver(flight: Make) -> None:
 
 def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> None:
     it = flight()
-    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Share())
+    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Shard())
     losses = preflight.measure(look)
     guesses = torch.tensor(losses.chance) * losses.tallies[1].counts
     for k in losses.decisive[1:]:
@@ -320,8 +322,8 @@ def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> No
 
 
 def test_random_weights_that_should_speak_are_refused(birds: Path, flight: Make) -> None:
-    told = flight("model", model={"source": str(birds / "model"), "pretrained": True}).refused()
-    assert "no better than chance" in told and "4.19" in told and "--set model.pretrained=false" in told
+    told = flight("model", model={"source": str(birds / "model"), "check_pretrained": True}).refused()
+    assert "no better than chance" in told and "4.19" in told and "--set model.check_pretrained=false" in told
 
 
 def test_random_weights_that_are_meant_pass_and_it_is_said(flight: Make) -> None:
@@ -332,7 +334,7 @@ def test_random_weights_that_are_meant_pass_and_it_is_said(flight: Make) -> None
 def test_a_copy_task_is_too_easy(birds: Path, flight: Make, tmp_path: Path) -> None:
     """A model that was trained to copy finds its labels in place, but nothing left to learn."""
     teach(birds, Copying, tmp_path / "copier", steps=30)
-    copier = {"source": str(tmp_path / "copier"), "pretrained": True}
+    copier = {"source": str(tmp_path / "copier"), "check_pretrained": True}
     it = flight(kind=Copying, model=copier)
     told = it.refused()
     assert "a copy task" in told and "of the targets are right" in told
@@ -362,14 +364,14 @@ def everything(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple
 
 
 def test_a_model_that_sees_its_own_future_is_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "attend_within", everything)
+    monkeypatch.setattr(packing, "attend_within", everything)
     assert "sees its own future" in flight("model").refused()
 
 
 def test_packed_sequences_that_see_one_another_are_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an all-ones mask: causal, but over the whole row."""
-    apart = route.attend_within
-    monkeypatch.setattr(route, "attend_within", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
+    apart = packing.attend_within
+    monkeypatch.setattr(packing, "attend_within", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
     told = flight("model").refused()
     assert "packed sequences see one another" in told and "--set data.pack=false" in told
 
@@ -390,7 +392,7 @@ def deaf_to_text(family: Any) -> Any:
     """All text the same, so that only codes could tell."""
     plain = family.collate
 
-    def collate(sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def collate(sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         batch: HiggsBatch = plain(sequences, offset=offset)
         return replace(batch, text_ids=torch.zeros_like(batch.text_ids))
 
@@ -503,7 +505,7 @@ def test_gradients_that_are_all_zero_are_refused(flight: Make) -> None:
 def test_out_of_memory_says_what_to_type_and_puts_everything_back(
     flight: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    it = flight(train={"rows_per_pass": 2, "rows_per_step": 2})
+    it = flight(train={"micro_batch_size": 2, "batch_size": 2})
     before = it.state()
     two_steps = preflight.two_steps
 
@@ -513,7 +515,7 @@ def test_out_of_memory_says_what_to_type_and_puts_everything_back(
 
     monkeypatch.setattr(preflight, "two_steps", too_much)
     told = it.refused()
-    assert "out of memory in the longest pass" in told and "--set train.rows_per_pass=1" in told
+    assert "out of memory in the longest pass" in told and "--set train.micro_batch_size=1" in told
     assert same(before, it.state())
 
 
@@ -547,7 +549,7 @@ def test_two_ranks_agree_and_one_that_fails_stops_both(birds: Path, tmp_path: Pa
 class MuteOnOne(Mute):
     """Masks every label of rank 1's."""
 
-    def render(self, conversation: Conversation, **how: Any) -> Rendered:
+    def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         if torch.distributed.get_rank() == 1:
             return super().render(conversation, **how)
         return HiggsV2.render(self, conversation, **how)
@@ -561,7 +563,7 @@ def as_rank(birds: Path, out: Path) -> None:
         before = it.state()
         it.take()
         untouched = same(before, it.state())
-        passes = next(it.loader.steps(2, 1, Share(torch.distributed.get_rank(), 2)))
+        passes = next(it.loader.steps(2, 1, Shard(torch.distributed.get_rank(), 2)))
         tally, _ = it.student.learn(passes, stream_weights(it.student.family.streams, it.recipe.loss), 1e-3)
         told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
     try:

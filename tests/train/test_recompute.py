@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from myna.data.loader import Share
+from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.train import loop, memory
+from myna.train import loop, memory_plan
+from myna.train.distributed import start
 from myna.train.loop import make_loader, train
+from myna.train.loss import LossAccumulator, stream_weights
 from myna.train.precision import Precision
-from myna.train.processes import start
 from myna.train.run import Run
-from myna.train.streams import Tally, stream_weights
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 from tests.train.resume_helper import make_birds, recipe_for
 
 
@@ -36,12 +36,12 @@ def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool
         model={"source": str(birds / "deep")},
         adapt=adapt,
         loss={"text_weight": 0.5},
-        train={"checkpointing": checkpointing, "fast": fast},
+        train={"gradient_checkpointing": checkpointing, "fused_lora": fast},
     )
     precision = Precision("fp32", "a test")
     accelerator = start(recipe, precision, torch.device("cpu"), birds)
     family = open_family(recipe.model.source)
-    student = Student.make(recipe, family, precision, accelerator, lambda _: None)
+    student = Trainer.make(recipe, family, precision, accelerator, lambda _: None)
     runs = 0
 
     def count(*_: Any) -> None:
@@ -50,8 +50,8 @@ def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool
 
     for layer in family.layers(accelerator.unwrap_model(student.objective)):
         layer.register_forward_pre_hook(count)
-    stream = make_loader(recipe, family, recipe.data.train).steps(2, 1, Share())
-    passes, tally = next(stream), Tally.of(len(family.streams))
+    stream = make_loader(recipe, family, recipe.data.train).steps(2, 1, Shard())
+    passes, tally = next(stream), LossAccumulator.of(len(family.streams))
     stream.close()
     tally.counts = torch.stack([batch.counts for batch in passes]).sum(0)
     torch.manual_seed(5)
@@ -109,15 +109,17 @@ class Seen:
 
 
 def run(birds: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool = False, **how: Any) -> Seen:
-    recipe = recipe_for(birds, model={"source": str(birds / "deep"), "pretrained": False}, train={"steps": 2} | how)
-    seen, learn = Seen(), Student.learn
+    recipe = recipe_for(
+        birds, model={"source": str(birds / "deep"), "check_pretrained": False}, train={"steps": 2} | how
+    )
+    seen, learn = Seen(), Trainer.learn
 
-    def note(self: Student, *given: Any) -> Any:
+    def note(self: Trainer, *given: Any) -> Any:
         seen.recomputed.append(self.accelerator.unwrap_model(self.objective).recompute)
         return learn(self, *given)
 
     with patch.context() as inside:
-        inside.setattr(Student, "learn", note)
+        inside.setattr(Trainer, "learn", note)
         train(recipe, Run.create(folder, recipe), seen, dry_run=dry_run)
     return seen
 
@@ -135,7 +137,7 @@ def test_a_training_recomputes_what_its_plan_has_chosen(
     assert any("no layer recomputed, since everything fits" in line for line in free.said)
     assert free.recomputed == [0, 0]
     whole = total(free.said)
-    monkeypatch.setattr(memory, "room", lambda _: int(0.8 * whole / memory.HEADROOM))
+    monkeypatch.setattr(memory_plan, "room", lambda _: int(0.8 * whole / memory_plan.HEADROOM))
     tight = run(birds, tmp_path / "tight", monkeypatch)
     number = tight.recomputed[0]
     assert 0 < number < 4 and tight.recomputed == [number, number]

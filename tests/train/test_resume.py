@@ -49,7 +49,7 @@ def everything(birds: Path, **train: Any) -> Recipe:
         birds,
         data={"evaluation": str(birds / "evaluation")},
         adapt={"dropout": 0.2, "train_modules": ["audio_head"]},
-        train={"rows_per_step": 4, "rows_per_pass": 2, "ema": 0.9, "evaluate_every": 5, "save_every": 2} | train,
+        train={"batch_size": 4, "micro_batch_size": 2, "ema_decay": 0.9, "evaluate_every": 5, "save_every": 2} | train,
     )
 
 
@@ -93,7 +93,7 @@ def test_killed_within_a_save(birds: Path, nursery: Nursery, tmp_path: Path, ada
         birds,
         data={"pack": False},
         adapt=adapt | ({"rank": 16, "alpha": 32} if adapt is FULL else {}),
-        train={"steps": None, "epochs": 5, "save_every": 2, "keep_last": 1, "weight_decay": 0.1},
+        train={"steps": None, "epochs": 5, "save_every": 2, "keep_checkpoints": 1, "weight_decay": 0.1},
     )
     assert nursery.train(tmp_path / "whole", recipe=dump(recipe)) == 0
 
@@ -119,16 +119,18 @@ def test_a_finished_run_says_so_and_stays_as_it_is(birds: Path, nursery: Nursery
 
 def test_how_may_change_but_not_what(birds: Path, tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", recipe_for(birds))
-    changed = Run.open(run.folder, ["data.workers=7", "train.device=cpu", "train.trackers=[]", "train.rows_per_pass=2"])
-    assert (changed.recipe.data.workers, changed.recipe.train.rows_per_pass) == (7, 2)
+    changed = Run.open(
+        run.folder, ["data.workers=7", "train.device=cpu", "train.trackers=[]", "train.micro_batch_size=2"]
+    )
+    assert (changed.recipe.data.workers, changed.recipe.train.micro_batch_size) == (7, 2)
     assert Run.open(run.folder).recipe == run.recipe, "the run remembers how it was started"
     for setting in (
         "train.learning_rate=1",
         "adapt.rank=8",
-        "data.window=9",
+        "data.packing_window=9",
         "train.seed=1",
         "train.steps=9",
-        "train.ema=0.5",
+        "train.ema_decay=0.5",
     ):
         with pytest.raises(TrainingError, match=f"another {setting.split('=')[0]}: it would learn something else"):
             Run.open(run.folder, [setting])

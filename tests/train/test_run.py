@@ -130,8 +130,8 @@ def test_a_run_without_metrics_has_nothing_to_forget(tmp_path: Path, recipe: Rec
 
 def test_how_a_run_learns_may_change_but_not_what(tmp_path: Path, recipe: Recipe) -> None:
     run = Run.create(tmp_path / "run", recipe)
-    changed = Run.open(run.folder, ["train.device=cpu", "train.keep_last=5"])
-    assert (changed.recipe.train.device, changed.recipe.train.keep_last) == ("cpu", 5)
+    changed = Run.open(run.folder, ["train.device=cpu", "train.keep_checkpoints=5"])
+    assert (changed.recipe.train.device, changed.recipe.train.keep_checkpoints) == ("cpu", 5)
     assert Run.open(run.folder).recipe == recipe, "nothing is written"
     with pytest.raises(TrainingError, match=r"cannot go on with another adapt\.rank and train\.seed"):
         Run.open(run.folder, ["train.seed=1", "adapt.rank=8", "train.device=cpu"])

@@ -30,4 +30,4 @@ def test_no_warmup_starts_at_the_top_of_the_schedule() -> None:
 
 def test_the_floor_is_where_it_ends() -> None:
     for schedule in ("cosine", "linear"):
-        assert rates(schedule=schedule, final_learning_rate=0.1)[-1] == pytest.approx(0.1, abs=0.01)
+        assert rates(schedule=schedule, final_learning_rate_ratio=0.1)[-1] == pytest.approx(0.1, abs=0.01)

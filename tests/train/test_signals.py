@@ -34,7 +34,7 @@ def test_a_stopped_run_goes_on_to_the_same_result(birds: Path, tmp_path: Path) -
         birds,
         data={"evaluation": str(birds / "evaluation")},
         adapt={"dropout": 0.1},
-        train={"steps": 200, "save_every": 50, "evaluate_every": 7, "early_stopping": 50},
+        train={"steps": 200, "save_every": 50, "evaluate_every": 7, "early_stopping_patience": 50},
     ).model_dump(mode="json")
     whole, stopped, dice = tmp_path / "whole", tmp_path / "stopped", random.Random(0)
     with Nursery(birds, tmp_path / "log") as nursery:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.train.audience import Sample
+from myna.train.callbacks import LoggedSample
 from myna.train.trackers import show
 
-SAMPLE = Sample("line", np.zeros(240, np.float32), 24_000, np.zeros((96, 1, 3), np.uint8))
+SAMPLE = LoggedSample("line", np.zeros(240, np.float32), 24_000, np.zeros((96, 1, 3), np.uint8))
 
 
 class Notebook:

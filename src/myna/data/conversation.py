@@ -11,7 +11,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Clip:
+class AudioClip:
     """Codes of one utterance inside a conversation. Only a clip marked `target` is learned."""
 
     id: str
@@ -22,7 +22,7 @@ class Clip:
 @dataclass(frozen=True, slots=True)
 class Turn:
     role: Role
-    parts: tuple[str | Clip, ...]
+    parts: tuple[str | AudioClip, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Reference:
     """A voice to speak in: what was said, and how it sounded."""
 
     text: str
-    clip: Clip
+    clip: AudioClip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Conversation:
         return self.turns[-1].role != "assistant"
 
 
-ReferencePlace = Literal["turn", "system"]
+ReferencePlacement = Literal["turn", "system"]
 
 
 def script(
@@ -57,9 +57,9 @@ def script(
     *,
     id: str,
     references: tuple[Reference, ...] = (),
-    target: Clip | None = None,
+    target: AudioClip | None = None,
     scene: str = "",
-    place: ReferencePlace = "turn",
+    place: ReferencePlacement = "turn",
 ) -> Conversation:
     """The conversation that has `text` spoken, by the voices of `references` where given.
 
@@ -81,7 +81,7 @@ def script(
     return Conversation(id, tuple(turns), scene)
 
 
-def question(asked: str, clip: Clip, *, id: str, answer: str | None = None) -> Conversation:
+def question(asked: str, clip: AudioClip, *, id: str, answer: str | None = None) -> Conversation:
     """The conversation in which a clip is heard, something is asked about it, and `answer` is said: only that is
     learned. Without one the conversation stays open, ready to be answered."""
     turns = [Turn("user", (clip, asked) if asked else (clip,))]

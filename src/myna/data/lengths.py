@@ -17,17 +17,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from myna.config import DataSettings
-from myna.data.codes import FORMAT, publish, read_arrow
-from myna.data.conversation import Clip, Conversation, Reference, question, script
-from myna.data.corpus import Corpus
+from myna.data.code_store import FORMAT, publish, read_arrow
+from myna.data.conversation import AudioClip, Conversation, Reference, question, script
+from myna.data.dataset import PreparedDataset
+from myna.data.manifest_table import Rows
 from myna.data.pairing import References
-from myna.data.table import Rows
 from myna.errors import DataError
 
 TEXTS_AT_ONCE = 1 << 14
 
 
-class Ruler(Protocol):
+class LengthEstimator(Protocol):
     """What a family must know of lengths."""
 
     @property
@@ -45,7 +45,7 @@ class Ruler(Protocol):
         """How many positions a conversation takes."""
 
 
-def text_tokens(corpus: Corpus, ruler: Ruler) -> npt.NDArray[np.int32]:
+def text_tokens(corpus: PreparedDataset, ruler: LengthEstimator) -> npt.NDArray[np.int32]:
     """The tokens of every utterance's text: read from the folder, or counted and left there for the next time."""
     path = corpus.store.home / f"tokens-{ruler.text_revision[:8]}.arrow"
     whose = {"tokenizer": ruler.text_revision, "texts": corpus.table.identity}
@@ -83,14 +83,14 @@ class Lengths:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: PreparedDataset,
         settings: DataSettings,
-        ruler: Ruler,
+        ruler: LengthEstimator,
         conversation: Callable[[int, Sequence[int]], Conversation],
     ) -> None:
         """`conversation` makes one of the rows of a target and its references."""
         self._table, self._settings, self._ruler, self._conversation = corpus.table, settings, ruler, conversation
-        self._in_turns = settings.reference_place == "turn"
+        self._in_turns = settings.reference_placement == "turn"
         self._frame = np.zeros((1, corpus.prepared.codebooks), np.uint16)
         self._known: dict[Any, int] = {}
         tokens, frames = text_tokens(corpus, ruler), ruler.positions(corpus.table.frames)
@@ -146,17 +146,17 @@ class Lengths:
             said, *heard = (self._tags_alone(kind) for kind in (tags, *voices))
             said_around, is_heard = str(self._table.scene.values[scene // 2].as_py()), scene % 2
             if is_heard:
-                bare = question(said_around, Clip("", self._frame), id=f"the question {said_around!r}", answer="")
+                bare = question(said_around, AudioClip("", self._frame), id=f"the question {said_around!r}", answer="")
                 self._known[form] = self._ruler.length(bare) - int(self._ruler.positions(np.ones(1, np.int32))[0])
                 return self._known[form]
             described = said_around or self._settings.scene
             bare = script(
                 said,
                 id=f"the scene {described!r}",
-                references=tuple(Reference(text, Clip("", self._frame)) for text in heard),
-                target=Clip("", self._frame, target=True),
+                references=tuple(Reference(text, AudioClip("", self._frame)) for text in heard),
+                target=AudioClip("", self._frame, target=True),
                 scene=described,
-                place=self._settings.reference_place,
+                place=self._settings.reference_placement,
             )
             texts = [said, *heard] if self._in_turns else [said]
             tokens = sum(self._ruler.count_tokens({"": text})[0] for text in texts if text)

@@ -21,19 +21,19 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
-from myna.audio.files import bytes_hash
 from myna.config import DataSettings
+from myna.data.batch_builder import Batch, BatchBuilder, PlannedSequence, Sequence_
 from myna.data.conversation import Conversation
-from myna.data.corpus import Corpus
-from myna.data.dice import shuffled
-from myna.data.lengths import Lengths, Ruler
-from myna.data.maker import Batch, Maker, Planned, Sequence_
-from myna.data.pack import first_fit_decreasing
+from myna.data.dataset import PreparedDataset
+from myna.data.hash_rng import shuffled
+from myna.data.lengths import LengthEstimator, Lengths
+from myna.data.manifest_table import Rows
+from myna.data.packing import first_fit_decreasing
 from myna.data.pairing import Pairing, References
-from myna.data.table import Rows
 from myna.data.utterance import Utterance
 from myna.data.workers import Workers
 from myna.errors import DataError
+from myna.io import bytes_hash
 
 STEPS_AHEAD = 2
 """Steps that are ready before they are asked for, if those are enough to keep all workers busy."""
@@ -43,14 +43,14 @@ it began with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """One process among several."""
 
     rank: int = 0
     world: int = 1
 
 
-_Pass: TypeAlias = list[Planned]
+_Pass: TypeAlias = list[PlannedSequence]
 
 
 class _Packed(NamedTuple):
@@ -62,9 +62,9 @@ class _Packed(NamedTuple):
     rows: list[list[int]]
     """Places in the window."""
 
-    def planned(self) -> Iterator[list[Planned]]:
+    def planned(self) -> Iterator[list[PlannedSequence]]:
         lengths: Sequence[int | None] = self.lengths or [None] * len(self.targets)
-        every = list(map(Planned, self.targets.tolist(), self.references.each(), lengths))
+        every = list(map(PlannedSequence, self.targets.tolist(), self.references.each(), lengths))
         for row in self.rows:
             yield [every[place] for place in row]
 
@@ -74,37 +74,37 @@ class Loader(Generic[Sequence_, Batch]):
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: PreparedDataset,
         settings: DataSettings,
         *,
         render: Callable[[Conversation], Sequence_],
         collate: Callable[[Sequence[Sequence_]], Batch],
-        ruler: Ruler,
+        ruler: LengthEstimator,
         seed: int,
         finish: Callable[[Batch], Batch] | None = None,
     ) -> None:
         """`finish` is done to every batch in this process, whoever has made it."""
         self.corpus, self.settings, self.seed = corpus, settings, seed
         self.pairing = Pairing(corpus, settings, seed)
-        self.maker = Maker(corpus, settings, render, collate)
+        self.maker = BatchBuilder(corpus, settings, render, collate)
         self._make: Callable[[_Pass], Batch] = self.maker
         self._finish, self._ruler = finish, ruler
         self._counted: dict[tuple[int, int], int] = {}
 
     def steps(
-        self, rows_per_step: int, rows_per_pass: int, share: Share, start: int = 0
+        self, batch_size: int, micro_batch_size: int, share: Shard, start: int = 0
     ) -> Generator[list[Batch], None, None]:
         """Each optimizer step's batches for one rank, from step `start` on, for ever. Ranks get equally many rows.
 
         An error comes with the step it belongs to. Closing the iterator ends its threads.
         """
-        assert rows_per_step % share.world == 0, "one rank would wait for ever for passes that another does not have"
-        passes = -(-rows_per_step // (share.world * rows_per_pass))
-        return self._made(self._plan_steps(rows_per_step, rows_per_pass, share, start), passes)
+        assert batch_size % share.world == 0, "one rank would wait for ever for passes that another does not have"
+        passes = -(-batch_size // (share.world * micro_batch_size))
+        return self._made(self._plan_steps(batch_size, micro_batch_size, share, start), passes)
 
-    def once(self, rows_per_pass: int, share: Share) -> Generator[Batch, None, None]:
+    def once(self, micro_batch_size: int, share: Shard) -> Generator[Batch, None, None]:
         """One rank's part of all targets, each once: for evaluation."""
-        plans = ([each] for each in self._plan_once(rows_per_pass, share))
+        plans = ([each] for each in self._plan_once(micro_batch_size, share))
         with closing(self._made(plans, passes=1)) as passes:
             for [batch] in passes:
                 yield batch
@@ -158,21 +158,21 @@ class Loader(Generic[Sequence_, Batch]):
     # What will travel together
 
     def _plan_steps(
-        self, rows_per_step: int, rows_per_pass: int, share: Share, start: int
+        self, batch_size: int, micro_batch_size: int, share: Shard, start: int
     ) -> Generator[list[_Pass], None, None]:
-        rows = self._rows(skip=start * rows_per_step)
+        rows = self._rows(skip=start * batch_size)
         while True:
-            step = list(islice(rows, rows_per_step))
-            yield list(_passes(step[share.rank :: share.world], rows_per_pass))
+            step = list(islice(rows, batch_size))
+            yield list(_passes(step[share.rank :: share.world], micro_batch_size))
 
-    def _plan_once(self, rows_per_pass: int, share: Share) -> Generator[_Pass, None, None]:
-        targets, window = self.pairing.targets.rows[share.rank :: share.world], self.settings.window
+    def _plan_once(self, micro_batch_size: int, share: Shard) -> Generator[_Pass, None, None]:
+        targets, window = self.pairing.targets.rows[share.rank :: share.world], self.settings.packing_window
         for at in range(0, len(targets), window):
-            yield from _passes(list(self._pack(targets[at : at + window], epoch=0).planned()), rows_per_pass)
+            yield from _passes(list(self._pack(targets[at : at + window], epoch=0).planned()), micro_batch_size)
 
-    def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[list[Planned]]:
+    def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[list[PlannedSequence]]:
         """The stream without its first `skip` rows, endless unless `epochs` are given."""
-        window, names = self.settings.window, self.corpus.table.name
+        window, names = self.settings.packing_window, self.corpus.table.name
         for epoch in count() if epochs is None else epochs:
             targets = self.pairing.targets.rows
             targets = targets[shuffled(names[targets], f"{self.seed}/{epoch}/order")]
@@ -232,7 +232,7 @@ class Loader(Generic[Sequence_, Batch]):
                 plans.close()
 
 
-def hire(loaders: Sequence[Loader[Any, Any]], number: int) -> Workers:
+def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> Workers:
     """Processes that make the batches of these loaders from now on. Whoever hires them closes them at the end."""
     workers = Workers(number, [loader.maker for loader in loaders])
     for which, loader in enumerate(loaders):
@@ -240,6 +240,6 @@ def hire(loaders: Sequence[Loader[Any, Any]], number: int) -> Workers:
     return workers
 
 
-def _passes(rows: Sequence[list[Planned]], rows_per_pass: int) -> Iterator[_Pass]:
-    for at in range(0, len(rows), rows_per_pass):
-        yield [planned for row in rows[at : at + rows_per_pass] for planned in row]
+def _passes(rows: Sequence[list[PlannedSequence]], micro_batch_size: int) -> Iterator[_Pass]:
+    for at in range(0, len(rows), micro_batch_size):
+        yield [planned for row in rows[at : at + micro_batch_size] for planned in row]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.audio.files import replacing
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
+from myna.io import replacing
 
 REQUIRED = ("id", "audio", "text", "speaker")
 KINDS = {"id": str, "audio": str, "text": str, "speaker": str, "language": str, "extras": dict}

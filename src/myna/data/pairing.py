@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.config import DataSettings
-from myna.data.corpus import Corpus, Utterances
-from myna.data.dice import below, throw
-from myna.data.table import Rows, Table
+from myna.data.dataset import PreparedDataset, Utterances
+from myna.data.hash_rng import randint, random_bits
+from myna.data.manifest_table import ManifestTable, Rows
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 
@@ -51,7 +51,7 @@ class Pairing:
     A choice of ours depends on seed, epoch and target alone, so that it is the same on every rank and after a resume.
     """
 
-    def __init__(self, corpus: Corpus, settings: DataSettings, seed: int) -> None:
+    def __init__(self, corpus: PreparedDataset, settings: DataSettings, seed: int) -> None:
         self.corpus, self.settings, self.seed = corpus, settings, seed
         table = corpus.table
         seconds = table.frames / corpus.prepared.frame_rate
@@ -104,8 +104,8 @@ class Pairing:
         for number in range(TRIES):
             if not len(waiting):
                 break
-            thrown = throw(table.name[targets[waiting]], f"{self.seed}/{epoch}/reference {number}")
-            place = below(thrown, others[waiting])
+            thrown = random_bits(table.name[targets[waiting]], f"{self.seed}/{epoch}/reference {number}")
+            place = randint(thrown, others[waiting])
             place += (own[waiting] >= 0) & (place >= own[waiting])  # anyone but the target itself
             clips = voices.rows[voices.first[table.speaker.numbers[targets[waiting]]] + place]
             fine = ~_share_sound(table, targets[waiting], clips)
@@ -116,8 +116,8 @@ class Pairing:
             clips = voices.of_speaker(int(table.speaker.numbers[targets[number]]))
             clips = clips[~_share_sound(table, targets[[number]], clips)]
             if len(clips):
-                thrown = throw(table.name[targets[[number]]], f"{self.seed}/{epoch}/reference")
-                drawn[number] = clips[below(thrown, np.array([len(clips)]))[0]]
+                thrown = random_bits(table.name[targets[[number]]], f"{self.seed}/{epoch}/reference")
+                drawn[number] = clips[randint(thrown, np.array([len(clips)]))[0]]
         return self._with_given(targets, choosing, drawn)
 
     def longest(self, sizes: Rows) -> References:
@@ -195,7 +195,7 @@ class _Voices(NamedTuple):
     """(utterances,): where a clip stands among its speaker's, below zero if it is not among them."""
 
     @classmethod
-    def of(cls, table: Table, rows: Rows) -> _Voices:
+    def of(cls, table: ManifestTable, rows: Rows) -> _Voices:
         """The clips of a speaker keep the order they are given in."""
         speakers = table.speaker.numbers[rows]
         rows = rows[np.argsort(speakers, kind="stable")]
@@ -208,11 +208,11 @@ class _Voices(NamedTuple):
     def of_speaker(self, speaker: int) -> Rows:
         return self.rows[self.first[speaker] : self.first[speaker] + self.number[speaker]]
 
-    def by_size(self, table: Table, sizes: Rows) -> _Voices:
+    def by_size(self, table: ManifestTable, sizes: Rows) -> _Voices:
         return _Voices.of(table, self.rows[np.argsort(-sizes[self.rows], kind="stable")])
 
 
-def _share_sound(table: Table, ones: Rows, others: Rows) -> Mask:
+def _share_sound(table: ManifestTable, ones: Rows, others: Rows) -> Mask:
     """Whether they are equal sound, or overlapping parts of one recording."""
     overlap = np.maximum(table.start[ones], table.start[others]) < np.minimum(table.end[ones], table.end[others])
     one_recording = table.audio.numbers[ones] == table.audio.numbers[others]

@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from myna.audio.files import replacing
+from myna.data.code_store import CodeStore, index_corpus
 from myna.data.codec import Encoder
-from myna.data.codes import CodeStore, index_corpus
-from myna.data.corpus import Corpus, Prepared
-from myna.data.dice import name_of
+from myna.data.dataset import DatasetInfo, PreparedDataset
+from myna.data.hash_rng import hash_of
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import DataError
+from myna.io import replacing
 
 Part = Literal["train", "held_out_texts", "held_out_speakers"]
 TRAIN, TEXTS, SPEAKERS = PARTS = cast(tuple[Part, Part, Part], get_args(Part))
@@ -66,7 +66,7 @@ class Split:
 
 def split(folder: Path, *, speakers: int, texts: int, seed: int = 0) -> Split:
     """Choose, or bring an earlier choice up to date; check it; lay out the parts."""
-    corpus = Corpus.open(folder)
+    corpus = PreparedDataset.open(folder)
     known = Split.read(folder)
     if known is not None and (known.seed, known.speakers, known.texts) != (seed, speakers, texts):
         raise DataError(
@@ -173,7 +173,7 @@ def _speakers_kept(
         )
     # By who they are and not by how they were joined.
     names = {circle: min(one.speaker for one in of[circle]) for circle in fit}
-    return set(sorted(fit, key=lambda circle: name_of(f"{seed}/speaker/{names[circle]}"))[:count])
+    return set(sorted(fit, key=lambda circle: hash_of(f"{seed}/speaker/{names[circle]}"))[:count])
 
 
 def _texts_kept(
@@ -200,7 +200,7 @@ def _texts_kept(
                 f"{count} texts cannot be held out of {len(names)}",
                 hint=f"hold out at most {len(names) - 1} with --texts",
             )
-        kept = set(sorted(names, key=lambda group: name_of(f"{seed}/text/{names[group]}"))[:count])
+        kept = set(sorted(names, key=lambda group: hash_of(f"{seed}/text/{names[group]}"))[:count])
     return {id for id, group in root.items() if group in kept}
 
 
@@ -246,7 +246,7 @@ class _Label:
     sample_rate: int
 
 
-def _lay_out(corpus: Corpus, part: Part, utterances: list[Utterance]) -> None:
+def _lay_out(corpus: PreparedDataset, part: Part, utterances: list[Utterance]) -> None:
     """A prepared folder of its own. Codes are linked and not copied, where the disk can."""
     folder, prepared = corpus.folder / "parts" / part, corpus.prepared
     home = CodeStore(folder, prepared.codec_revision, {}).home
@@ -261,7 +261,7 @@ def _lay_out(corpus: Corpus, part: Part, utterances: list[Utterance]) -> None:
     write_manifest(folder / "manifest.jsonl", own)
     keys = {(utterance.audio, utterance.span): corpus.key(utterance) for utterance in utterances}
     index_corpus(own, keys, cast(Encoder, _Label(prepared.codec_revision, prepared.sample_rate)), folder)
-    Prepared(**asdict(prepared)).write(folder)
+    DatasetInfo(**asdict(prepared)).write(folder)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from myna.audio.clip import Samples
+from myna.audio.files import Samples
 from myna.errors import MynaError
-from myna.evaluate.similarity import VoiceEar
-from myna.evaluate.words import Errors, Heard, Recogniser, word_errors
+from myna.evaluate.resemblyzer import ResemblyzerEncoder
+from myna.evaluate.wer import ASR, ErrorCount, Transcript, word_errors
 
 REAL, BEFORE, AFTER = "real", "before", "after"
 SYSTEMS = (REAL, BEFORE, AFTER)
@@ -48,12 +48,12 @@ class Understood:
     Where it went round in circles, its text says little about the sound, and the line counts as wholly wrong.
     """
 
-    heard: tuple[Heard, ...]
-    errors: tuple[Errors, ...]
+    heard: tuple[Transcript, ...]
+    errors: tuple[ErrorCount, ...]
 
     @property
-    def total(self) -> Errors:
-        return Errors.total(self.errors)
+    def total(self) -> ErrorCount:
+        return ErrorCount.total(self.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,12 @@ def listen(
     advance: Callable[[], None],
 ) -> Scores:
     """Every ear to every sound. `advance` is called after each. A recogniser guesses a language that is not given."""
-    likeness, no_likeness = _try(lambda: _likeness(VoiceEar.open(), sounds, sample_rate, advance))
+    likeness, no_likeness = _try(lambda: _likeness(ResemblyzerEncoder.open(), sounds, sample_rate, advance))
     if recogniser is None:
         words, no_words = None, "no recogniser was named: myna demo --recogniser base, or the folder of a Whisper"
     else:
         named = recogniser
-        words, no_words = _try(
-            lambda: _understand(Recogniser.open(named), sounds, texts, sample_rate, language, advance)
-        )
+        words, no_words = _try(lambda: _understand(ASR.open(named), sounds, texts, sample_rate, language, advance))
     return Scores(likeness, no_likeness, words, no_words)
 
 
@@ -108,7 +106,9 @@ def _try(judge: Callable[[], Score]) -> tuple[Score | None, str]:
         return None, f"{error.what}: {error.hint}"
 
 
-def _likeness(ear: VoiceEar, sounds: Sounds, sample_rate: int, advance: Callable[[], None]) -> dict[str, Likeness]:
+def _likeness(
+    ear: ResemblyzerEncoder, sounds: Sounds, sample_rate: int, advance: Callable[[], None]
+) -> dict[str, Likeness]:
     voices: dict[str, list[Any]] = {name: [] for name in SYSTEMS}
     for name in SYSTEMS:
         for samples in sounds[name]:
@@ -128,7 +128,7 @@ def _likeness(ear: VoiceEar, sounds: Sounds, sample_rate: int, advance: Callable
 
 
 def _understand(
-    ear: Recogniser,
+    ear: ASR,
     sounds: Sounds,
     texts: Sequence[str],
     sample_rate: int,
@@ -142,7 +142,7 @@ def _understand(
             said = ear.transcribe(samples, sample_rate, language or None)
             wrong = word_errors(text, said, language)
             heard.append(said)
-            errors.append(Errors(wrong.words, wrong.words) if said.looped else wrong)
+            errors.append(ErrorCount(wrong.words, wrong.words) if said.looped else wrong)
             advance()
         understood[name] = Understood(tuple(heard), tuple(errors))
     return understood

@@ -13,10 +13,10 @@ import numpy as np
 
 from myna.demo.listening import AFTER, BEFORE, REAL, SYSTEMS, Scores, Sounds
 from myna.demo.voice import Voice
-from myna.page.document import document
-from myna.page.markup import Markup, element, join, table
-from myna.page.plot import Curve, plot, smoothed
-from myna.page.sound import clip
+from myna.report.document import document
+from myna.report.markup import Markup, element, join, table
+from myna.report.player import clip
+from myna.report.plot import Curve, plot, smoothed
 
 NOT_MEASURED = "not measured"
 NAMES = {REAL: "real", BEFORE: "before", AFTER: "after"}
@@ -261,7 +261,7 @@ def _next(told: Told) -> Markup:
                 "pre",
                 f"myna prepare FOLDER --out data/mine --model {shlex.quote(told.model)}\n"
                 f"myna train {shlex.quote(str(out / 'recipe.yaml'))} --out runs/mine --set data.train=data/mine "
-                "\\\n  --set data.evaluation=null --set train.early_stopping=null --set train.steps=300",
+                "\\\n  --set data.evaluation=null --set train.early_stopping_patience=null --set train.steps=300",
             ),
         )
     )

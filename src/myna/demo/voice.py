@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from myna.audio.clip import Samples, probe, read
-from myna.data.dice import name_of
+from myna.audio.files import Samples, probe, read
+from myna.data.hash_rng import hash_of
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 
@@ -106,7 +106,7 @@ def _alone(utterance: Utterance) -> Utterance:
 
 def _shuffled(utterances: list[Utterance], occasion: str) -> list[Utterance]:
     """By dice that follow from names, so that neither their order nor their number matters."""
-    return sorted(utterances, key=lambda utterance: name_of(f"{occasion}/{utterance.id}"))
+    return sorted(utterances, key=lambda utterance: hash_of(f"{occasion}/{utterance.id}"))
 
 
 def _seconds(utterance: Utterance) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.evaluate.listening import RATE
+from myna.evaluate.dependencies import RATE
 
 MELS, WINDOW, HOP = 80, 400, 160
 WIDTH, SCALE = 1024, 8

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from myna.evaluate.columns import BY_KEY
-from myna.evaluate.hearing import Row
-from myna.evaluate.statistics import Estimate, Part, difference, estimate
+from myna.evaluate.metrics import BY_KEY
+from myna.evaluate.scoring import ItemScores
+from myna.statistics import Estimate, RatioPart, difference, estimate
 
 AUDIBLE = 0.005
 """A difference of marks smaller than this is nothing that anyone hears, however sure it is."""
@@ -33,7 +33,7 @@ TOLD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Floors:
+class Constraints:
     """What a checkpoint must have to be the best, however well it is understood."""
 
     stop_rate: float
@@ -42,16 +42,16 @@ class Floors:
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class StepScores:
     """What was heard at one step."""
 
     step: int
-    rows: Sequence[Row]
-    guard: Sequence[Row] = ()
+    rows: Sequence[ItemScores]
+    guard: Sequence[ItemScores] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckpointScore:
     """What is thought of a checkpoint."""
 
     step: int
@@ -70,7 +70,7 @@ class Verdict:
     def may_be_best(self) -> bool:
         return not self.faults
 
-    def is_better_than(self, other: Verdict) -> bool:
+    def is_better_than(self, other: CheckpointScore) -> bool:
         """By more than one standard error of the difference, on the lines that both have said."""
         both = [value - other.marks[line] for line, value in self.marks.items() if line in other.marks]
         return bool(both) and fmean(both) > (stdev(both) / len(both) ** 0.5 if len(both) > 1 else 0.0)
@@ -91,42 +91,42 @@ class Verdict:
         return told | {"best_step": best, "faults": list(self.faults)}
 
 
-def mark(row: Row) -> Part:
+def item_score(row: ItemScores) -> RatioPart:
     """Of one line, from -1 to 1. A line that sent the recogniser round in circles was not understood; one without a
     voice of its own, as of two speakers, is judged by its words alone."""
     if row.looped or row.letter_errors is None:
         misheard = 1.0
     else:
         misheard = min(1.0, row.letter_errors / row.letters) if row.letters else 0.0
-    return Part((row.similarity or 0.0) - misheard)
+    return RatioPart((row.similarity or 0.0) - misheard)
 
 
-def judge_step(heard: Listening, base: Listening, floors: Floors) -> Verdict:
+def score_checkpoint(heard: StepScores, base: StepScores, floors: Constraints) -> CheckpointScore:
     """A checkpoint beside the untuned model, which is judged by this too."""
     figures = {key: _mean(key, heard.rows) for key in TOLD}
     change = _gain(heard.guard, base.guard)
     faults = [*_floors(figures, base, floors), *_forgotten(heard, base, change)]
-    return Verdict(
+    return CheckpointScore(
         step=heard.step,
-        mark=estimate([mark(row) for row in heard.rows]),
+        mark=estimate([item_score(row) for row in heard.rows]),
         gain=_gain(heard.rows, base.rows) if heard.step != base.step else Estimate(),
         guard_change=change if heard.step != base.step else Estimate(),
         faults=tuple(faults),
-        marks={row.id: mark(row).above for row in heard.rows},
+        marks={row.id: item_score(row).above for row in heard.rows},
         figures=figures,
     )
 
 
-def pick(verdicts: Iterable[Verdict]) -> Verdict | None:
+def best_checkpoint(verdicts: Iterable[CheckpointScore]) -> CheckpointScore | None:
     """The best of them, or None where none may be. The untuned model is no checkpoint."""
-    best: Verdict | None = None
+    best: CheckpointScore | None = None
     for one in sorted(verdicts, key=lambda one: one.step):
         if one.step > 0 and one.may_be_best and (best is None or one.is_better_than(best)):
             best = one
     return best
 
 
-def quality_floor(base: Sequence[Row], floors: Floors) -> float | None:
+def quality_floor(base: Sequence[ItemScores], floors: Constraints) -> float | None:
     """The DistillMOS that a checkpoint must have; None where nobody knows what the untuned model has."""
     if floors.quality is not None:
         return floors.quality
@@ -134,7 +134,7 @@ def quality_floor(base: Sequence[Row], floors: Floors) -> float | None:
     return untuned - QUALITY_MAY_FALL if untuned is not None else None
 
 
-def _floors(figures: Mapping[str, float | None], base: Listening, floors: Floors) -> list[str]:
+def _floors(figures: Mapping[str, float | None], base: StepScores, floors: Constraints) -> list[str]:
     found = []
     stops, quality, lowest = figures["stop_rate"], figures["distillmos"], quality_floor(base.rows, floors)
     if (stops or 0.0) < floors.stop_rate:
@@ -147,7 +147,7 @@ def _floors(figures: Mapping[str, float | None], base: Listening, floors: Floors
     return found
 
 
-def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]:
+def _forgotten(heard: StepScores, base: StepScores, change: Estimate) -> list[str]:
     """What it could do before, and others' lines show that it can no longer."""
     found = []
     if change.mean is not None and change.high is not None and change.high < 0 and -change.mean >= AUDIBLE:
@@ -159,17 +159,17 @@ def _forgotten(heard: Listening, base: Listening, change: Estimate) -> list[str]
     return found
 
 
-def _mean(key: str, rows: Sequence[Row]) -> float | None:
+def _mean(key: str, rows: Sequence[ItemScores]) -> float | None:
     return estimate([part for row in rows if (part := BY_KEY[key].part(row)) is not None]).mean
 
 
-def _gain(rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
-    known = {row.id: mark(row) for row in base}
-    pairs = [(mark(row), known[row.id]) for row in rows if row.id in known]
+def _gain(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Estimate:
+    known = {row.id: item_score(row) for row in base}
+    pairs = [(item_score(row), known[row.id]) for row in rows if row.id in known]
     return difference([one for one, _ in pairs], [other for _, other in pairs])
 
 
-def _change(key: str, rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
+def _change(key: str, rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Estimate:
     part, known = BY_KEY[key].part, {row.id: row for row in base}
     pairs = [(one, other) for row in rows if row.id in known and (one := part(row)) and (other := part(known[row.id]))]
     return difference([one for one, _ in pairs], [other for _, other in pairs])

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from myna.evaluate.columns import BY_KEY, COLUMNS, Column
-from myna.evaluate.hearing import Row
-from myna.evaluate.judge import sound_of
-from myna.evaluate.statistics import LEVEL, Estimate
+from myna.evaluate.metrics import BY_KEY, METRICS, Metric
+from myna.evaluate.pipeline import sound_of
+from myna.evaluate.scoring import ItemScores
 from myna.evaluate.summary import GROUPED, Figures, Summary
-from myna.evaluate.system import BASE, REAL, ROUND_TRIP
-from myna.page.document import document
-from myna.page.markup import Markup, element, join, table
-from myna.page.plot import Curve, plot
-from myna.page.sound import clip
+from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
+from myna.report.document import document
+from myna.report.markup import Markup, element, join, table
+from myna.report.player import clip
+from myna.report.plot import Curve, plot
+from myna.statistics import LEVEL, Estimate
 
 SHOWN = 20
 """Lines with players. A page with a thousand would not open; the sounds of all lie beside it."""
@@ -53,7 +53,7 @@ def title(system: str) -> str:
     return TITLES.get(system, system)
 
 
-def show(column: Column, figure: Estimate, *, signed: bool = False) -> str:
+def show(column: Metric, figure: Estimate, *, signed: bool = False) -> str:
     """A mean with its interval."""
     if figure.mean is None:
         return NOTHING
@@ -61,10 +61,10 @@ def show(column: Column, figure: Estimate, *, signed: bool = False) -> str:
     return f"{column.show(figure.mean, signed=signed)} [{low}, {high}]"
 
 
-def worst_first(rows: Sequence[Row]) -> list[Row]:
+def worst_first(rows: Sequence[ItemScores]) -> list[ItemScores]:
     """What went plainly wrong, then what was understood least, then what is least like the voice."""
 
-    def badness(row: Row) -> tuple[float, ...]:
+    def badness(row: ItemScores) -> tuple[float, ...]:
         plain = (row.silent, row.stopped is False, row.early, row.says_prompt, row.looped, row.repeats)
         wrong = row.letter_errors / row.letters if row.letters and row.letter_errors is not None else 0.0
         return (-sum(map(bool, plain)), -wrong, row.similarity if row.similarity is not None else 1.0)
@@ -106,7 +106,7 @@ def _faults(summary: Summary) -> Markup:
 
 def _scores(summary: Summary) -> Markup:
     rows = []
-    for column in COLUMNS:
+    for column in METRICS:
         cells = [show(column, figures[column.key]) for figures in summary.systems.values()]
         rows.append([join((column.title, element("div", column.about, class_="note"))), *cells])
     told = [element("p", f"{_name(key)}: not measured. {why}", class_="missing") for key, why in _reasons(summary)]
@@ -130,7 +130,7 @@ def _deltas(summary: Summary) -> list[Markup]:
     if not summary.deltas:
         return []
     rows = []
-    for column in COLUMNS:
+    for column in METRICS:
         if any(figures[column.key].n for figures in summary.deltas.values()):
             unit = " (points)" if column.is_share else ""
             cells = [delta(column, figures[column.key]) for figures in summary.deltas.values()]
@@ -143,7 +143,7 @@ def _deltas(summary: Summary) -> list[Markup]:
     ]
 
 
-def delta(column: Column, figure: Estimate) -> Markup:
+def delta(column: Metric, figure: Estimate) -> Markup:
     """A difference, in colour where it goes beyond its interval."""
     mood = None
     if figure.excludes_zero and figure.mean is not None and column.better != "near real":
@@ -156,7 +156,7 @@ def _groups(summary: Summary) -> list[Markup]:
     for kind, groups in summary.groups.items():
         if not groups:
             continue
-        columns = [column for column in COLUMNS if column.key in GROUPED and _measured(summary, column.key)]
+        columns = [column for column in METRICS if column.key in GROUPED and _measured(summary, column.key)]
         rows = []
         for group, of in groups.items():
             figures: Figures = of[summary.primary]
@@ -174,7 +174,7 @@ def _measured(summary: Summary, key: str) -> bool:
     return summary.systems[summary.primary][key].n > 0
 
 
-def _histogram(summary: Summary, column: Column) -> Markup:
+def _histogram(summary: Summary, column: Metric) -> Markup:
     """How many lines have which value, one outline for each system."""
     # The page has colours for four, and the first is faint: that is the recordings.
     order = [name for name in (REAL, summary.primary, BASE, ROUND_TRIP) if name in summary.judged.rows]
@@ -208,7 +208,7 @@ def _listen(summary: Summary, out: Path) -> list[Markup]:
     return [_line(row, {system: of[row.id] for system, of in rows.items() if row.id in of}, out) for row in worst]
 
 
-def _line(row: Row, said: dict[str, Row], out: Path) -> Markup:
+def _line(row: ItemScores, said: dict[str, ItemScores], out: Path) -> Markup:
     """One line as everybody says it, on one scale of time."""
     longest = max(one.seconds for one in said.values())
     clips = [
@@ -232,7 +232,7 @@ def _line(row: Row, said: dict[str, Row], out: Path) -> Markup:
     )
 
 
-def _note(row: Row) -> Markup:
+def _note(row: ItemScores) -> Markup:
     parts: list[object] = [element("span", fault, class_="bad") for fault in _marks(row)]
     if row.similarity is not None:
         parts.append(f"similarity {row.similarity:.2f}")
@@ -245,7 +245,7 @@ def _note(row: Row) -> Markup:
     return join(part for number, one in enumerate(parts) for part in ((" · ", one) if number else (one,)))
 
 
-def _marks(row: Row) -> list[str]:
+def _marks(row: ItemScores) -> list[str]:
     marks = (
         (row.silent, "silent"),
         (row.stopped is False, "cut: it found no end"),

@@ -15,9 +15,9 @@ from typing import Any, get_args, get_type_hints
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from myna.audio.files import bytes_hash, replacing
 from myna.errors import DataError
-from myna.evaluate.hearing import ROW_FIELDS, Row, as_json
+from myna.evaluate.scoring import ROW_FIELDS, ItemScores, as_json
+from myna.io import bytes_hash, replacing
 
 _TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
@@ -27,7 +27,7 @@ def _arrow(hint: Any) -> Any:
     return _TYPES[plain]
 
 
-SCHEMA = pa.schema([(name, _arrow(hint)) for name, hint in get_type_hints(Row).items()])
+SCHEMA = pa.schema([(name, _arrow(hint)) for name, hint in get_type_hints(ItemScores).items()])
 
 
 class Results:
@@ -35,7 +35,7 @@ class Results:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.rows: dict[str, Row] = {row.id: row for row in read_rows(file)} if file.is_file() else {}
+        self.rows: dict[str, ItemScores] = {row.id: row for row in read_rows(file)} if file.is_file() else {}
 
     @classmethod
     def of(cls, out: Path, system: str) -> Results:
@@ -45,20 +45,20 @@ class Results:
         write_rows(self.file, self.rows.values())
 
 
-def write_rows(file: Path, rows: Iterable[Row]) -> None:
+def write_rows(file: Path, rows: Iterable[ItemScores]) -> None:
     """Whole or not at all."""
     with replacing(file) as temporary:
         pq.write_table(pa.Table.from_pylist([as_json(row) for row in rows], SCHEMA), temporary)
 
 
-def read_rows(file: Path) -> list[Row]:
+def read_rows(file: Path) -> list[ItemScores]:
     """Rows as they were written. Columns that did not exist then are as if nobody had heard them yet."""
     try:
         lines = pq.read_table(file).to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="delete it; its lines are then heard again") from None
     try:
-        return [Row(**{name: value for name, value in line.items() if name in ROW_FIELDS}) for line in lines]
+        return [ItemScores(**{name: value for name, value in line.items() if name in ROW_FIELDS}) for line in lines]
     except TypeError as error:
         raise DataError(f"{file} holds no results of an evaluation: {error}", hint="choose another --out") from None
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from myna.evaluate.columns import COLUMNS, Column
-from myna.evaluate.ears import Ears
-from myna.evaluate.faults import Fault, find_faults
-from myna.evaluate.hearing import Row
-from myna.evaluate.judge import Judged
-from myna.evaluate.statistics import Estimate, difference, estimate
-from myna.evaluate.system import BASE, REAL, ROUND_TRIP
+from myna.evaluate.diagnostics import Diagnosis, diagnose
+from myna.evaluate.metrics import METRICS, Metric
+from myna.evaluate.pipeline import SystemScores
+from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import ItemScores
+from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
+from myna.statistics import Estimate, difference, estimate
 
 GROUPED = ("wer", "cer", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
 """Figures of parts of the lines."""
-GROUPS: Mapping[str, Callable[[Row], str]] = {
+GROUPS: Mapping[str, Callable[[ItemScores], str]] = {
     "speaker": lambda row: row.speaker or "unnamed",
     "language": lambda row: row.language or "unnamed",
     "length": lambda row: {"word": "one word", "line": "usual", "long": "very long"}[row.kind],
@@ -26,8 +26,8 @@ Figures = dict[str, Estimate]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    judged: Judged
-    ears: Ears
+    judged: SystemScores
+    ears: Scorers
     primary: str
     """The system that this is about."""
     about: Mapping[str, Mapping[str, Any]]
@@ -36,7 +36,7 @@ class Summary:
     """Of each model against the base, on the lines that both said."""
     groups: dict[str, dict[str, dict[str, Figures]]]
     """By kind of group, group and system."""
-    faults: list[Fault]
+    faults: list[Diagnosis]
     missing: dict[str, str]
     """Columns that could not be measured, and why."""
     asked: Mapping[str, Any] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class Summary:
 
 
 def summarise(
-    judged: Judged,
-    ears: Ears,
+    judged: SystemScores,
+    ears: Scorers,
     primary: str,
     about: Mapping[str, Mapping[str, Any]],
     *,
@@ -86,37 +86,39 @@ def summarise(
         systems=systems,
         deltas=deltas,
         groups={kind: _groups(rows, group_of) for kind, group_of in GROUPS.items()},
-        faults=find_faults(rows, systems, deltas, about),
+        faults=diagnose(rows, systems, deltas, about),
         missing=_missing(judged, ears, systems),
         asked=asked or {},
     )
 
 
-def figures_of(rows: Sequence[Row]) -> Figures:
-    return {column.key: _of(column, rows) for column in COLUMNS}
+def figures_of(rows: Sequence[ItemScores]) -> Figures:
+    return {column.key: _of(column, rows) for column in METRICS}
 
 
-def differences(rows: Sequence[Row], base: Sequence[Row]) -> Figures:
+def differences(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Figures:
     """On the lines that both have said."""
-    return {column.key: _against(column, rows, base) for column in COLUMNS}
+    return {column.key: _against(column, rows, base) for column in METRICS}
 
 
-def _of(column: Column, rows: Sequence[Row]) -> Estimate:
+def _of(column: Metric, rows: Sequence[ItemScores]) -> Estimate:
     return estimate([part for row in rows if (part := column.part(row)) is not None])
 
 
-def _against(column: Column, rows: Sequence[Row], base: Sequence[Row]) -> Estimate:
+def _against(column: Metric, rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Estimate:
     known = {row.id: column.part(row) for row in base}
     pairs = [(one, other) for row in rows if (one := column.part(row)) and (other := known.get(row.id))]
     return difference([one for one, _ in pairs], [other for _, other in pairs])
 
 
-def _groups(rows: Mapping[str, Sequence[Row]], group_of: Callable[[Row], str]) -> dict[str, dict[str, Figures]]:
+def _groups(
+    rows: Mapping[str, Sequence[ItemScores]], group_of: Callable[[ItemScores], str]
+) -> dict[str, dict[str, Figures]]:
     """Nothing where there is but one group, which would only say again what all lines say."""
     names = sorted({group_of(row) for heard in rows.values() for row in heard})
     if len(names) < 2:
         return {}
-    columns = [column for column in COLUMNS if column.key in GROUPED]
+    columns = [column for column in METRICS if column.key in GROUPED]
     return {
         name: {
             system: {column.key: _of(column, [row for row in heard if group_of(row) == name]) for column in columns}
@@ -126,9 +128,9 @@ def _groups(rows: Mapping[str, Sequence[Row]], group_of: Callable[[Row], str]) -
     }
 
 
-def _missing(judged: Judged, ears: Ears, systems: Mapping[str, Figures]) -> dict[str, str]:
+def _missing(judged: SystemScores, ears: Scorers, systems: Mapping[str, Figures]) -> dict[str, str]:
     found = {}
-    for column in COLUMNS:
+    for column in METRICS:
         if column.ear in ears.missing:
             found[column.key] = ears.missing[column.ear]
         elif not any(figures[column.key].n for figures in systems.values()):

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from myna.data.answer_grammar import Grammar
 from myna.data.codec import Codec, Codes, Encoder
 from myna.data.conversation import Conversation
+from myna.data.pronunciation.grammar import Grammar
 from myna.errors import ModelError
 
 IGNORED = -100
@@ -31,7 +31,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenSpan:
     """A stretch of a rendered sequence, for people: `myna render` prints these."""
 
     kind: Literal["text", "special", "audio"]
@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rendered:
+class RenderedSequence:
     """One conversation as the model sees it.
 
     `labels` and `code_labels` hold, at each position, the token of *that* position where it is to be learned, and
@@ -58,7 +58,7 @@ class Rendered:
     """(positions,): supervised text."""
     code_labels: npt.NDArray[np.int64]
     """(audio positions, codebooks): supervised codes."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenSpan, ...]
     target_seconds: float
     """Seconds of supervised audio; for a listener, of what the supervised words are about."""
 
@@ -113,7 +113,7 @@ def _of_arrays(kind: Callable[..., Batch], *values: Any) -> Batch:
     return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
 
 
-class StreamSums(NamedTuple):
+class StreamLosses(NamedTuple):
     """Summed losses of one batch. Divide by counts over all ranks and micro-batches, once."""
 
     sums: torch.Tensor
@@ -125,7 +125,7 @@ class StreamSums(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptTargets:
+class LoraTargets:
     """What a LoRA mode means for a family, in names of its modules."""
 
     adapted: tuple[str, ...]
@@ -149,14 +149,14 @@ class Sampling:
     seed: int = 0
 
 
-class Spoken(NamedTuple):
+class GeneratedCodes(NamedTuple):
     codes: Codes
     """(frames, codebooks), the delay undone."""
     stopped: bool
     """False when the length cap ended it."""
 
 
-class Answered(NamedTuple):
+class GeneratedAnswer(NamedTuple):
     text: str
     stopped: bool
     """False when the length cap ended it."""
@@ -227,8 +227,8 @@ class Family(ABC):
 
     @abstractmethod
     def render(
-        self, conversation: Conversation, *, supervise_text: bool = False, supervise_all_audio: bool = False
-    ) -> Rendered:
+        self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
+    ) -> RenderedSequence:
         """The one renderer, for training and for speaking."""
 
     @property
@@ -254,7 +254,7 @@ class Family(ABC):
         """A token as people read it."""
 
     @abstractmethod
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> Batch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Batch:
         """Sequences that travel together; none can see another.
 
         Position t learns the label of position t + `offset`. Anything but 1 is for the alignment test alone.
@@ -282,7 +282,7 @@ class Family(ABC):
         """The layers of an objective, as modules that are called: what can be compiled or sharded."""
 
     @abstractmethod
-    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets: ...
+    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
 
     @abstractmethod
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -292,20 +292,20 @@ class Family(ABC):
     def generate(
         self,
         model: nn.Module,  # noqa: ARG002
-        prompts: Sequence[Rendered],  # noqa: ARG002
+        prompts: Sequence[RenderedSequence],  # noqa: ARG002
         sampling: Sampling,  # noqa: ARG002
         on_frame: Callable[[int], None] | None = None,  # noqa: ARG002
-    ) -> list[Spoken]:
+    ) -> list[GeneratedCodes]:
         """Speak open conversations."""
         raise ModelError(f"{self.source} listens, and does not speak", hint="have it answer with `myna listen`")
 
     def answer(
         self,
         model: nn.Module,  # noqa: ARG002
-        prompts: Sequence[Rendered],  # noqa: ARG002
+        prompts: Sequence[RenderedSequence],  # noqa: ARG002
         max_tokens: int,  # noqa: ARG002
         grammar: Grammar | None = None,  # noqa: ARG002
-    ) -> list[Answered]:
+    ) -> list[GeneratedAnswer]:
         """Answer open conversations in words, each with what is likeliest, among what a grammar allows if one is
         given."""
         raise ModelError(f"{self.source} speaks, and does not answer in words", hint="hear it with `myna speak`")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from myna.models.base import IGNORED
-from myna.models.fused import fused
+from myna.models.triton_support import fused
 
 CHUNK = 2**24
 """Logits that are fp32 at a time where there is no kernel."""

@@ -20,7 +20,7 @@ from torch import nn
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
-from myna.models.adapting import Adaptable, cast_trainable, full_names, save_adapter, wrap
+from myna.models.lora import Adaptable, cast_trainable, full_names, save_adapter, wrap
 
 EXACT = 1024
 """Up to this many rows or columns, all singular values are computed; beyond, only those that are wanted."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from myna.config import AdaptSettings
-from myna.models.adapting import Adaptable, count_parameters, full_names, wrap
+from myna.models.lora import Adaptable, count_parameters, full_names, wrap
 
 
 class Measurable(Adaptable, Protocol):
@@ -17,7 +17,7 @@ class Measurable(Adaptable, Protocol):
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module: ...
 
 
-def stats(family: Measurable, settings: AdaptSettings) -> dict[str, Any]:
+def model_stats(family: Measurable, settings: AdaptSettings) -> dict[str, Any]:
     """Parameters in all, trainable, and of the LoRA, with shares from 0 to 1 and the modules they belong to.
 
     The text head always counts: the checkpoint carries it, whether or not the loss needs it.

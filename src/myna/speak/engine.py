@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from myna.audio.clip import read
+from myna.audio.files import read
 from myna.data.codec import Codec, Codes, Samples
-from myna.data.conversation import Clip, Reference, ReferencePlace, script
+from myna.data.conversation import AudioClip, Reference, ReferencePlacement, script
 from myna.data.utterance import normalise_text
 from myna.errors import SpeakError
 from myna.models.base import Family, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SpeechRequest:
     """Something to say."""
 
     text: str
@@ -46,7 +46,7 @@ class Engine:
         family: Family,
         model: nn.Module,
         codec: Codec,
-        place: ReferencePlace = "turn",
+        place: ReferencePlacement = "turn",
         numbers: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.family, self.model, self.codec, self.place = family, model.eval(), codec, place
@@ -60,10 +60,10 @@ class Engine:
                 f"{recording} is shorter than one frame of {1000 / self.codec.frame_rate:g} ms",
                 hint="give a few seconds of the voice",
             )
-        return Reference(normalise_text(text), Clip(recording.stem, encode_clip(self.codec, samples)))
+        return Reference(normalise_text(text), AudioClip(recording.stem, encode_clip(self.codec, samples)))
 
     def speak(
-        self, lines: Sequence[Line], sampling: Sampling, on_frame: Callable[[int], None] | None = None
+        self, lines: Sequence[SpeechRequest], sampling: Sampling, on_frame: Callable[[int], None] | None = None
     ) -> list[Speech]:
         prompts = []
         for line in lines:

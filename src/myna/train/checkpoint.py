@@ -30,12 +30,12 @@ from torch import nn
 from myna.config import parse_recipe
 from myna.data.loader import Loader
 from myna.errors import MynaError, TrainingError
-from myna.models.adapting import adapter_tensors, save_adapter
-from myna.models.base import Batch, Rendered
-from myna.models.frozen import frozen_linears
-from myna.train.processes import gather, part_of, whole
+from myna.models.base import Batch, RenderedSequence
+from myna.models.lora import adapter_tensors, save_adapter
+from myna.models.quantized import frozen_linears
+from myna.train.distributed import gather, part_of, whole
 from myna.train.run import Run, changed_settings, sync
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 
 STATE, FACTS = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "compensation")
@@ -71,10 +71,10 @@ class Checkpoints:
 
     def __init__(
         self,
-        student: Student,
+        student: Trainer,
         run: Run,
-        loader: Loader[Rendered, Batch],
-        evaluation: Loader[Rendered, Batch] | None = None,
+        loader: Loader[RenderedSequence, Batch],
+        evaluation: Loader[RenderedSequence, Batch] | None = None,
     ) -> None:
         self.student, self.run, self.loader = student, run, loader
         self.made_of = made_of(student, loader, evaluation)
@@ -98,7 +98,7 @@ class Checkpoints:
     def publish(self, progress: Progress) -> Path:
         """The result of the run: the best checkpoint's weights with early stopping or by ear, else the last ones."""
         recipe = self.student.recipe
-        best = progress.best_step if recipe.train.early_stopping or recipe.listens else None
+        best = progress.best_step if recipe.train.early_stopping_patience or recipe.evaluates_speech else None
 
         def write(model: nn.Module) -> None:
             with _new(self.run.result) as folder:
@@ -255,7 +255,7 @@ class Checkpoints:
 
     def _keep_best(self, progress: Progress) -> None:
         """`best/`, a run to speak with even while this one goes on: the checkpoint that was heard best."""
-        if not self.student.recipe.listens or progress.best_step is None:
+        if not self.student.recipe.evaluates_speech or progress.best_step is None:
             return
         if (self.run.best / FACTS).is_file() and facts_of(self.run.best)["progress"]["step"] == progress.best_step:
             return
@@ -266,7 +266,7 @@ class Checkpoints:
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
-        keep = self.student.recipe.train.keep_last
+        keep = self.student.recipe.train.keep_checkpoints
         for step in checkpoint_steps(self.run)[:-keep]:
             if step != best:
                 _remove(checkpoint_folder(self.run, step))
@@ -306,7 +306,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def made_of(
-    student: Student, loader: Loader[Rendered, Batch], evaluation: Loader[Rendered, Batch] | None
+    student: Trainer, loader: Loader[RenderedSequence, Batch], evaluation: Loader[RenderedSequence, Batch] | None
 ) -> dict[str, Any]:
     """What must not change under a run that goes on, beside its recipe."""
     return {
@@ -320,7 +320,7 @@ def made_of(
     }
 
 
-def _fingerprint(student: Student) -> str:
+def _fingerprint(student: Trainer) -> str:
     """A hash over the beginning of every frozen tensor: little to read, and enough to tell one base from another."""
     frozen = [whole(parameter.detach()) for parameter in student.model.parameters() if not parameter.requires_grad]
     frozen += [layer.known_by() for layer in frozen_linears(student.model)]

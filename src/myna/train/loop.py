@@ -20,23 +20,23 @@ import torch
 from accelerate.utils import gather_object
 
 from myna.config import Recipe
-from myna.data.corpus import Corpus
-from myna.data.loader import Loader, Share, hire
+from myna.data.dataset import PreparedDataset
+from myna.data.loader import Loader, Shard, start_workers
 from myna.errors import DataError, TrainingError
 from myna.models import open_family
-from myna.models.base import Batch, Family, Rendered
-from myna.models.frozen import check_base
-from myna.train.audience import Audience, Heard, let_hear
+from myna.models.base import Batch, Family, RenderedSequence
+from myna.models.quantized import check_quantization
+from myna.train.callbacks import EvaluationCallback, SpeechScores, run_callback
 from myna.train.checkpoint import Checkpoints, Progress
-from myna.train.memory import check_room, longest_pass, peak, plan
+from myna.train.distributed import ProcessInfo, check_same_weights, shutdown, start
+from myna.train.loss import stage_weights, stream_weights
+from myna.train.memory_plan import check_room, longest_pass, peak, plan
 from myna.train.precision import decide
 from myna.train.preflight import preflight
-from myna.train.processes import Place, check_same_weights, leave, start
 from myna.train.run import Run
 from myna.train.schedule import learning_rate
-from myna.train.streams import stage_weights, stream_weights
-from myna.train.student import Student
 from myna.train.trackers import show
+from myna.train.trainer import Trainer
 
 HELD_BACK_BY_PYTHON = ("cuda",)
 """Devices that one thread of Python has to keep busy. Where they learn, batches come from processes; elsewhere threads
@@ -59,14 +59,14 @@ def train(
     recipe: Recipe,
     run: Run,
     watcher: Watcher,
-    audience: Audience | None = None,
+    audience: EvaluationCallback | None = None,
     *,
     resume: bool = False,
     dry_run: bool = False,
 ) -> None:
     """Everything `myna train` does after the recipe is read. A dry run ends before the first step.
 
-    With `listen.recogniser`, rank 0 is given an audience, and the others none.
+    With `speech_eval.asr`, rank 0 is given an audience, and the others none.
     """
     with ExitStack() as at_the_end:
         _train(recipe, run, watcher, audience, at_the_end, resume=resume, dry_run=dry_run)
@@ -76,7 +76,7 @@ def _train(
     recipe: Recipe,
     run: Run,
     watcher: Watcher,
-    audience: Audience | None,
+    audience: EvaluationCallback | None,
     at_the_end: ExitStack,
     *,
     resume: bool,
@@ -86,20 +86,22 @@ def _train(
     if resume and run.is_finished:
         watcher.say(f"{run.folder} is finished: its result is {run.result}")
         return
-    assert (audience is not None) == (recipe.listens and Place.find().leads), "who listens is decided above"
+    assert (audience is not None) == (recipe.evaluates_speech and ProcessInfo.find().leads), (
+        "who listens is decided above"
+    )
 
     # Where, and in which numbers.
-    device = Place.find().device(settings.device)
+    device = ProcessInfo.find().device(settings.device)
     precision = decide(settings.precision, device)
-    check_base(recipe.model.base, device)
+    check_quantization(recipe.model.quantization, device)
     accelerator = start(recipe, precision, device, run.folder)
     say = _speaker(run, watcher, loud=accelerator.is_main_process)
-    share = Share(accelerator.process_index, accelerator.num_processes)
-    if settings.rows_per_step % (share.world * settings.rows_per_pass):
+    share = Shard(accelerator.process_index, accelerator.num_processes)
+    if settings.batch_size % (share.world * settings.micro_batch_size):
         raise TrainingError(
-            f"{settings.rows_per_step} rows a step cannot be shared by {share.world} processes of "
-            f"{settings.rows_per_pass} rows a pass",
-            hint=f"--set train.rows_per_step={share.world * settings.rows_per_pass}, or a multiple of it",
+            f"{settings.batch_size} rows a step cannot be shared by {share.world} processes of "
+            f"{settings.micro_batch_size} rows a pass",
+            hint=f"--set train.batch_size={share.world * settings.micro_batch_size}, or a multiple of it",
         )
     say(f"device {accelerator.device} x {share.world}, precision {precision}")
 
@@ -119,7 +121,7 @@ def _train(
     if device.type in HELD_BACK_BY_PYTHON and recipe.data.workers and not dry_run:
         # Now, so that they are ready when the model is.
         loaders = [loader] if evaluation is None else [loader, evaluation]
-        at_the_end.callback(hire(loaders, recipe.data.workers).close)
+        at_the_end.callback(start_workers(loaders, recipe.data.workers).close)
 
     # What it will take.
     memory = plan(family, recipe, precision, accelerator.device, longest_pass(loader, recipe, share), share.world)
@@ -130,21 +132,21 @@ def _train(
     check_room(memory)
 
     # Who learns.
-    student = Student.make(recipe, family, precision, accelerator, say, memory.recomputed)
+    student = Trainer.make(recipe, family, precision, accelerator, say, memory.recomputed)
 
     checkpoints = Checkpoints(student, run, loader, evaluation)
     progress = checkpoints.restore() if resume else Progress(step=0)
 
     # The plan.
     rows_in_epoch = loader.rows_in_first_epoch()
-    steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.rows_per_step)
+    steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.batch_size)
     evaluate_every = settings.evaluate_every or max(1, steps // 10)
     save_every = settings.save_every or evaluate_every
-    listen_every = (recipe.listen.every or evaluate_every) if recipe.listens else None
+    listen_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
     final_weights = stream_weights(family.streams, recipe.loss)
     say(
-        f"{steps} optimizer steps of {settings.rows_per_step} rows; an epoch is {rows_in_epoch} rows, "
-        f"{rows_in_epoch / settings.rows_per_step:.1f} steps"
+        f"{steps} optimizer steps of {settings.batch_size} rows; an epoch is {rows_in_epoch} rows, "
+        f"{rows_in_epoch / settings.batch_size:.1f} steps"
     )
     if audience is not None:
         for line in audience.introduce():
@@ -155,23 +157,23 @@ def _train(
     if accelerator.is_main_process:
         run.forget_after(progress.step or BEFORE_ALL)
     watcher.planned(steps, progress.step)
-    stream = loader.steps(settings.rows_per_step, settings.rows_per_pass, share, start=progress.step)
+    stream = loader.steps(settings.batch_size, settings.micro_batch_size, share, start=progress.step)
     stopping, enough = False, _is_enough(recipe, progress)
 
     # Is this what we mean to train?
     preflight(student, loader, evaluation, recipe, say, memory=memory, folder=run.folder, resumed=resume)
     if dry_run:
         say(f"dry run: everything is ready for {steps} steps, and nothing was trained")
-        leave(student)
+        shutdown(student)
         return
 
     # The base first, so that every later evaluation can be told as a difference from it.
     if evaluation is not None and progress.base_loss is None:
-        heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
+        heard = student.judge(evaluation.once(settings.micro_batch_size, share), final_weights)
         _tell(student, run, watcher, {"step": 0, "evaluation": heard})
         progress = replace(progress, base_loss=heard["loss"])
     if listen_every is not None and not progress.heard_base:
-        _tell_heard(student, run, watcher, 0, let_hear(student, audience, 0))
+        _tell_heard(student, run, watcher, 0, run_callback(student, audience, 0))
         progress = replace(progress, heard_base=True)
 
     # Step by step.
@@ -185,21 +187,21 @@ def _train(
             rate = learning_rate(settings, step, steps)
             tally, norm = student.learn(passes, weights, rate)
             progress = replace(progress, step=step)
-            row = {"step": step, "epoch": step * settings.rows_per_step / rows_in_epoch}
+            row = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
             row |= tally.row(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
             _tell(student, run, watcher, row | {"speed": _speed(passes, time.perf_counter() - began, student)})
 
             stopping = student.reduce(torch.tensor([float(stop.is_asked)])).item() > 0
             if evaluation is not None and (step % evaluate_every == 0 or step == steps):
                 check_same_weights(student)
-                heard = student.judge(evaluation.once(settings.rows_per_pass, share), final_weights)
+                heard = student.judge(evaluation.once(settings.micro_batch_size, share), final_weights)
                 heard["against_base"] = heard["loss"] - (progress.base_loss or 0.0)
                 _tell(student, run, watcher, {"step": step, "evaluation": heard})
                 if listen_every is None:
                     progress = _rank(progress, heard["loss"])
             if listen_every is not None and (step % listen_every == 0 or step == steps):
                 check_same_weights(student)
-                by_ear = let_hear(student, audience, step)
+                by_ear = run_callback(student, audience, step)
                 _tell_heard(student, run, watcher, step, by_ear)
                 progress = _rank_heard(progress, by_ear)
             enough = _is_enough(recipe, progress)
@@ -218,12 +220,12 @@ def _train(
             _say_gain(progress, say)
         for line in audience.conclude() if audience is not None else ():
             say(line)
-    leave(student)
+    shutdown(student)
 
 
-def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[Rendered, Batch]:
+def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[RenderedSequence, Batch]:
     """What a prepared folder gives to learn from. `pin` for batches that go to a CUDA card."""
-    corpus = Corpus.open(folder)
+    corpus = PreparedDataset.open(folder)
     prepared = corpus.prepared
     if not family.accepts(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
         raise DataError(
@@ -234,7 +236,9 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
         corpus,
         recipe.data,
         # Not a function of our own, which could not be sent to another process.
-        render=partial(family.render, supervise_text=recipe.needs_text_head, supervise_all_audio=recipe.loss.all_audio),
+        render=partial(
+            family.render, supervise_text=recipe.needs_text_head, supervise_references=recipe.loss.supervise_references
+        ),
         collate=family.collate,
         ruler=family,
         seed=recipe.train.seed,
@@ -246,7 +250,7 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
 
 def _is_enough(recipe: Recipe, progress: Progress) -> bool:
     """Whether early stopping has seen, or heard, enough evaluations that were no better."""
-    patience = recipe.listen.patience if recipe.listens else recipe.train.early_stopping
+    patience = recipe.speech_eval.patience if recipe.evaluates_speech else recipe.train.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
 
 
@@ -256,7 +260,7 @@ def _rank(progress: Progress, loss: float) -> Progress:
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
 
-def _rank_heard(progress: Progress, heard: Heard) -> Progress:
+def _rank_heard(progress: Progress, heard: SpeechScores) -> Progress:
     """By ear there may be no best one yet, and until then nobody loses patience: a model that is trained from nothing
     does not find its ends at first. Nor does anybody while it goes up, however slowly."""
     if heard.is_best:
@@ -284,7 +288,7 @@ def _say_gain(progress: Progress, say: Callable[[str], None]) -> None:
         )
 
 
-def _say_data(loader: Loader[Rendered, Batch], say: Callable[[str], None]) -> None:
+def _say_data(loader: Loader[RenderedSequence, Batch], say: Callable[[str], None]) -> None:
     pairing, corpus = loader.pairing, loader.corpus
     say(f"{len(pairing.targets)} targets, {pairing.hours:.2f} h, {pairing.speakers} speakers from {corpus.folder}")
     for note in corpus.notes:
@@ -306,25 +310,25 @@ def _speaker(run: Run, watcher: Watcher, *, loud: bool) -> Callable[[str], None]
     return say
 
 
-def _tell(student: Student, run: Run, watcher: Watcher, row: dict[str, Any]) -> None:
+def _tell(student: Trainer, run: Run, watcher: Watcher, row: dict[str, Any]) -> None:
     """One row to the run, the trackers and whoever watches."""
     if not student.accelerator.is_main_process:
         return
     run.record(row)
     watcher.stepped(row)
-    kind = next((kind for kind in ("evaluation", "listen") if kind in row), None)
+    kind = next((kind for kind in ("evaluation", "speech_eval") if kind in row), None)
     prefix, numbers = (f"{kind}/", row[kind]) if kind is not None else ("", row | row["speed"])
     student.accelerator.log(
         {prefix + key: value for key, value in numbers.items() if isinstance(value, int | float)}, step=row["step"]
     )
 
 
-def _tell_heard(student: Student, run: Run, watcher: Watcher, step: int, heard: Heard) -> None:
-    _tell(student, run, watcher, {"step": step, "listen": heard.row})
+def _tell_heard(student: Trainer, run: Run, watcher: Watcher, step: int, heard: SpeechScores) -> None:
+    _tell(student, run, watcher, {"step": step, "speech_eval": heard.row})
     show(student.accelerator, heard.samples, step)
 
 
-def _speed(passes: list[Batch], seconds: float, student: Student) -> dict[str, float]:
+def _speed(passes: list[Batch], seconds: float, student: Trainer) -> dict[str, float]:
     """What the clock and the memory say: the only part of a row that is not the same every time."""
     world = student.accelerator.num_processes
     return {

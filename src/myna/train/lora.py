@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from myna.config import AdaptSettings
-from myna.models.adapting import (
+from myna.models.lora import (
     Adaptable,
     ParameterCounts,
     cast_trainable,

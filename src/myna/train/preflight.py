@@ -24,16 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from myna.config import Recipe
 from myna.data.codec import Codes
-from myna.data.corpus import Utterances
-from myna.data.loader import Loader, Share
+from myna.data.dataset import Utterances
+from myna.data.loader import Loader, Shard
 from myna.data.utterance import normalise_text
 from myna.errors import MynaError, TrainingError
-from myna.models.base import IGNORED, Batch, Rendered
-from myna.models.picture import picture
-from myna.train.memory import MemoryPlan, is_out_of_memory, out_of_memory, peak, size, spread
+from myna.models.base import IGNORED, Batch, RenderedSequence
+from myna.models.token_view import token_view
+from myna.train.loss import LossAccumulator, stream_means, stream_weights, weighted_loss
+from myna.train.memory_plan import MemoryPlan, is_out_of_memory, out_of_memory, peak, size, spread
 from myna.train.optimizer import make_optimizer
-from myna.train.streams import Tally, stream_means, stream_weights, weighed_loss
-from myna.train.student import Student
+from myna.train.trainer import Trainer
 
 SHOWN, MEASURED, COMPARED = 3, 32, 512
 """Samples of a rank that are drawn, whose loss is measured, and whose references are compared."""
@@ -58,14 +58,14 @@ T = TypeVar("T")
 class Look:
     """What the checks look at."""
 
-    student: Student
-    loader: Loader[Rendered, Batch]
-    evaluation: Loader[Rendered, Batch] | None
+    student: Trainer
+    loader: Loader[RenderedSequence, Batch]
+    evaluation: Loader[RenderedSequence, Batch] | None
     recipe: Recipe
     memory: MemoryPlan
     folder: Path
     say: Callable[[str], None]
-    share: Share
+    share: Shard
 
     @property
     def targets(self) -> Utterances:
@@ -74,14 +74,14 @@ class Look:
         return every[self.share.rank :: self.share.world] or every
 
     @cached_property
-    def samples(self) -> list[Rendered]:
+    def samples(self) -> list[RenderedSequence]:
         return [self.loader.sequence(target, 0) for target in spread(self.targets, MEASURED)]
 
 
 def preflight(
-    student: Student,
-    loader: Loader[Rendered, Batch],
-    evaluation: Loader[Rendered, Batch] | None,
+    student: Trainer,
+    loader: Loader[RenderedSequence, Batch],
+    evaluation: Loader[RenderedSequence, Batch] | None,
     recipe: Recipe,
     say: Callable[[str], None],
     *,
@@ -92,7 +92,7 @@ def preflight(
     """All checks, from the cheapest to the dearest. `memory` was planned for the longest pass of this rank."""
     began, accelerator = time.perf_counter(), student.accelerator
     # Ranks that hold parts of one model must go through it together: they all look at the same samples.
-    share = Share() if student.sharded else Share(accelerator.process_index, accelerator.num_processes)
+    share = Shard() if student.sharded else Shard(accelerator.process_index, accelerator.num_processes)
     look = Look(student, loader, evaluation, recipe, memory, folder, say, share)
     with _no_trace(student):
         for check in (
@@ -107,11 +107,11 @@ def preflight(
         say(losses.told)
         judgements = [loss_is_finite, speech_can_end]
         judgements += [] if resumed else [task_is_not_solved]
-        judgements += [base_knows_something, labels_align] if recipe.model.pretrained else []
+        judgements += [base_knows_something, labels_align] if recipe.model.check_pretrained else []
         for judge in judgements:
             judge(losses, look)
-        if not recipe.model.pretrained:
-            say("model.pretrained is false: chance and the alignment of the labels are not checked")
+        if not recipe.model.check_pretrained:
+            say("model.check_pretrained is false: chance and the alignment of the labels are not checked")
         _together(student, partial(nothing_leaks, look))
         # Where ranks go through the model together, none can wait for another that has run out of memory.
         fits = partial(longest_pass_fits, look)
@@ -126,7 +126,7 @@ def preflight(
 
 def samples_are_drawn(look: Look) -> None:
     """Token by token into the run folder, for whoever wants to see what is learned."""
-    drawn = [picture(look.loader.sequence(target, 0), look.student.family) for target in spread(look.targets, SHOWN)]
+    drawn = [token_view(look.loader.sequence(target, 0), look.student.family) for target in spread(look.targets, SHOWN)]
     for art in drawn:
         look.say(f"sample {art.plain.splitlines()[0]}")
     if look.student.accelerator.is_main_process:
@@ -139,7 +139,7 @@ def evaluation_is_unseen(look: Look) -> None:
     if look.evaluation is None:
         return
     train, held_out = look.loader, look.evaluation
-    learned = train.corpus.utterances if look.recipe.loss.all_audio else train.pairing.targets
+    learned = train.corpus.utterances if look.recipe.loss.supervise_references else train.pairing.targets
     targets = list(held_out.pairing.targets)
     sounds = learned.keys_among([held_out.corpus.key(target) for target in targets])
     # There may be a million of the learned ones, so that only those of the same speakers are looked at.
@@ -230,7 +230,7 @@ class Losses:
 
     streams: tuple[str, ...]
     chance: tuple[float, ...]
-    tallies: dict[int, Tally]
+    tallies: dict[int, LossAccumulator]
     sequences: int
 
     @classmethod
@@ -239,7 +239,7 @@ class Losses:
             return torch.stack([getattr(losses.tallies[offset], part) for losses in ranks]).sum(0)
 
         parts = ("sums", "correct", "stops", "counts")
-        tallies = {offset: Tally(*(summed(offset, part) for part in parts)) for offset in ranks[0].tallies}
+        tallies = {offset: LossAccumulator(*(summed(offset, part) for part in parts)) for offset in ranks[0].tallies}
         return replace(ranks[0], tallies=tallies, sequences=sum(losses.sequences for losses in ranks))
 
     @property
@@ -285,8 +285,8 @@ def measure(look: Look) -> Losses:
     family = look.student.family
     samples = look.samples
     tallies = {}
-    for offset in OFFSETS if look.recipe.model.pretrained else (1,):
-        tally = tallies[offset] = Tally.of(len(family.streams))
+    for offset in OFFSETS if look.recipe.model.check_pretrained else (1,):
+        tally = tallies[offset] = LossAccumulator.of(len(family.streams))
         for sequences in _passes(samples, look.recipe):
             batch = family.collate(sequences, offset=offset)
             tally.counts += batch.counts
@@ -334,7 +334,7 @@ def base_knows_something(losses: Losses, look: Look) -> None:
             f"{look.recipe.model.source} is no better than chance on this data: {losses.mean(1):.2f}, where a uniform "
             f"guess has {losses.guess:.2f}. Its weights are random, or the codes are another codec's",
             hint=f"myna prepare SOURCE --out {look.recipe.data.train} --model {look.recipe.model.source} makes the "
-            "codes anew; to train from random weights, --set model.pretrained=false",
+            "codes anew; to train from random weights, --set model.check_pretrained=false",
         )
 
 
@@ -356,7 +356,7 @@ def labels_align(losses: Losses, look: Look) -> None:
         f"the labels are misplaced: {look.recipe.model.source} predicts them best at offset {lowest:+d} instead of +1\n"
         f"{losses.table}",
         hint="the family's `collate` or `render` is wrong: python -m pytest tests/models; if the model was never "
-        "trained to speak, --set model.pretrained=false",
+        "trained to speak, --set model.check_pretrained=false",
     )
 
 
@@ -377,7 +377,7 @@ def nothing_leaks(look: Look) -> None:
         tallies = []
         for version in (sequences, spoiled):
             masked = [_mask(sequence, partial(keep, number)) for number, sequence in enumerate(version)]
-            tallies.append(Tally.of(len(look.student.family.streams)))
+            tallies.append(LossAccumulator.of(len(look.student.family.streams)))
             _forward(look.student, look.student.family.collate(masked), tallies[-1])
         before, after = (tally.sums for tally in tallies)
         return not torch.allclose(before, after, rtol=LOOSE, atol=0.0)
@@ -427,14 +427,14 @@ def longest_pass_fits(look: Look) -> int:
     return peak(device)
 
 
-def two_steps(student: Student, batch: Batch) -> None:
+def two_steps(student: Trainer, batch: Batch) -> None:
     """On the bare objective, so that a rank that fails fails alone, and with an optimizer of its own."""
     settings, accelerator = student.recipe.train, student.accelerator
     objective = accelerator.unwrap_model(student.objective).train()
     parameters = list(student.trainables.values())
     optimizer = make_optimizer(parameters, settings, student.precision)
     weights = stream_weights(student.family.streams, student.recipe.loss)
-    accumulates = settings.rows_per_step > settings.rows_per_pass * accelerator.num_processes
+    accumulates = settings.batch_size > settings.micro_batch_size * accelerator.num_processes
     scale = FIRST_SCALE if student.precision.may_overflow else 1.0
 
     def overflows() -> bool:
@@ -444,7 +444,7 @@ def two_steps(student: Student, batch: Batch) -> None:
         while True:
             with accelerator.autocast():
                 sums = objective(batch.to(accelerator.device)).sums
-                loss = weighed_loss(sums, batch.counts, weights)
+                loss = weighted_loss(sums, batch.counts, weights)
             torch.autograd.backward(loss * scale)
             if scale == 1.0 or not any(_in_step(student, overflows)):
                 break
@@ -458,7 +458,7 @@ def two_steps(student: Student, batch: Batch) -> None:
             optimizer.zero_grad(set_to_none=True)
 
 
-def gradients_are_sound(student: Student) -> None:
+def gradients_are_sound(student: Trainer) -> None:
     """Every trainable weight has a finite gradient, and not all are zero. Those of a new LoRA's A are."""
     gradients = {name: parameter.grad for name, parameter in student.trainables.items()}
     missing = [name for name, gradient in gradients.items() if gradient is None]
@@ -484,7 +484,7 @@ def gradients_are_sound(student: Student) -> None:
 
 
 @contextmanager
-def _no_trace(student: Student) -> Iterator[None]:
+def _no_trace(student: Trainer) -> Iterator[None]:
     """Random states, modes and gradients are afterwards what they were."""
     device = student.accelerator.device
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -510,7 +510,7 @@ def _no_trace(student: Student) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(student: Student) -> Iterator[None]:
+def _restored(student: Trainer) -> Iterator[None]:
     """Trained weights are put back from host memory, where the moments of a resumed run wait too: the steps inside
     have moments of their own, and a training never has both."""
     own = [_own(parameter.detach()) for parameter in student.trainables.values()]
@@ -534,7 +534,7 @@ def _restored(student: Student) -> Iterator[None]:
             kept[name] = kept[name].to(device)
 
 
-def _together(student: Student, check: Callable[[], T]) -> list[T]:
+def _together(student: Trainer, check: Callable[[], T]) -> list[T]:
     """Run a check on every rank and hear of all: what one finds stops every one of them with the same words.
 
     This is the only place where ranks wait for one another, apart from the layers of a model that is shared out.
@@ -556,13 +556,13 @@ def _together(student: Student, check: Callable[[], T]) -> list[T]:
     return [result for result, _ in everybody]
 
 
-def _in_step(student: Student, check: Callable[[], T]) -> list[T]:
+def _in_step(student: Trainer, check: Callable[[], T]) -> list[T]:
     """Inside a check, where ranks that hold parts of one model must not part ways, and others must not wait."""
     return _together(student, check) if student.sharded else [check()]
 
 
 @torch.no_grad()
-def _forward(student: Student, batch: Batch, tally: Tally) -> None:
+def _forward(student: Trainer, batch: Batch, tally: LossAccumulator) -> None:
     """Loss sums as a training would get them, without dropout."""
     objective = student.accelerator.unwrap_model(student.objective).eval()
     with student.accelerator.autocast():
@@ -571,10 +571,10 @@ def _forward(student: Student, batch: Batch, tally: Tally) -> None:
         objective.reshard()
 
 
-def _passes(samples: list[Rendered], recipe: Recipe) -> Iterator[list[Rendered]]:
+def _passes(samples: list[RenderedSequence], recipe: Recipe) -> Iterator[list[RenderedSequence]]:
     """Samples that fit into one pass together."""
-    budget = recipe.data.row_tokens * recipe.train.rows_per_pass
-    waiting: list[Rendered] = []
+    budget = recipe.data.row_tokens * recipe.train.micro_batch_size
+    waiting: list[RenderedSequence] = []
     for sample in samples:
         if waiting and sum(map(len, waiting)) + len(sample) > budget:
             yield waiting
@@ -586,24 +586,26 @@ def _passes(samples: list[Rendered], recipe: Recipe) -> Iterator[list[Rendered]]
 # Rendered sequences, taken apart
 
 
-def _audio_positions(rendered: Rendered) -> npt.NDArray[np.int64]:
+def _audio_positions(rendered: RenderedSequence) -> npt.NDArray[np.int64]:
     """Where the rows of `codes` stand."""
     audio = [np.arange(piece.start, piece.stop) for piece in rendered.pieces if piece.kind == "audio"]
     return np.concatenate(audio) if audio else np.empty(0, np.int64)
 
 
-def _targets(rendered: Rendered) -> int:
+def _targets(rendered: RenderedSequence) -> int:
     return int((rendered.labels != IGNORED).sum() + (rendered.code_labels != IGNORED).sum())
 
 
-def _supervised(rendered: Rendered) -> npt.NDArray[np.int64]:
+def _supervised(rendered: RenderedSequence) -> npt.NDArray[np.int64]:
     """Positions with something to learn, in order."""
     text = np.flatnonzero(rendered.labels != IGNORED)
     audio = _audio_positions(rendered)[(rendered.code_labels != IGNORED).any(axis=1)]
     return np.union1d(text, audio)
 
 
-def _mask(rendered: Rendered, keep: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]) -> Rendered:
+def _mask(
+    rendered: RenderedSequence, keep: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
+) -> RenderedSequence:
     """Labels only at the positions to keep."""
     text, audio = keep(np.arange(len(rendered))), keep(_audio_positions(rendered))
     return replace(
@@ -613,7 +615,7 @@ def _mask(rendered: Rendered, keep: Callable[[npt.NDArray[np.int64]], npt.NDArra
     )
 
 
-def _spoil(rendered: Rendered, cut: int) -> Rendered:
+def _spoil(rendered: RenderedSequence, cut: int) -> RenderedSequence:
     """Other codes and other text from a position on, of the same kinds; the labels stay."""
     audio = _audio_positions(rendered)
     codes = np.where(

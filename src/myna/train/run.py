@@ -18,29 +18,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from myna.audio.files import replacing
 from myna.config import Recipe, dump_recipe, load_recipe
 from myna.errors import TrainingError
+from myna.io import replacing
 
 MAY_CHANGE = frozenset(
     {
         "name",
-        "model.pretrained",
+        "model.check_pretrained",
         # Checked by what they hold.
         "data.train",
         "data.evaluation",
         "data.workers",
         "train.device",
-        "train.rows_per_pass",
-        "train.checkpointing",
+        "train.micro_batch_size",
+        "train.gradient_checkpointing",
         "train.compile",
-        "train.fast",
+        "train.fused_lora",
         "train.save_every",
-        "train.keep_last",
+        "train.keep_checkpoints",
         "train.trackers",
         # Checked by what it is, wherever it lies.
-        "listen.recogniser",
-        "listen.batch",
+        "speech_eval.asr",
+        "speech_eval.batch_size",
     }
 )
 """Settings that say how, and not what, a run learns: they may be others when it goes on."""
@@ -150,7 +150,7 @@ def changed_settings(before: Recipe, now: Recipe) -> list[str]:
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in MAY_CHANGE]
     # Who listens may have moved, but not come or gone: the untuned model can only be heard at the beginning.
-    return changed + ["listen.recogniser"] * (before.listens != now.listens)
+    return changed + ["speech_eval.asr"] * (before.evaluates_speech != now.evaluates_speech)
 
 
 def sync(path: Path) -> None:

@@ -25,5 +25,5 @@ def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[settings.schedule]
-    floor = settings.final_learning_rate if settings.schedule != "constant" else 1.0
+    floor = settings.final_learning_rate_ratio if settings.schedule != "constant" else 1.0
     return settings.learning_rate * (floor + (1.0 - floor) * factor)

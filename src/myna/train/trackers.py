@@ -8,10 +8,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from myna.train.audience import Sample
+from myna.train.callbacks import LoggedSample
 
 
-def show(accelerator: Accelerator, samples: Sequence[Sample], step: int) -> None:
+def show(accelerator: Accelerator, samples: Sequence[LoggedSample], step: int) -> None:
     """Every sample to every tracker, under one name at all steps, so that it can be followed."""
     if not samples:
         return
@@ -23,13 +23,13 @@ def show(accelerator: Accelerator, samples: Sequence[Sample], step: int) -> None
             _in_words(importlib.import_module(tracker.name), tracker.tracker, samples, step)
 
 
-def _on_tensorboard(writer: Any, samples: Sequence[Sample], step: int) -> None:
+def _on_tensorboard(writer: Any, samples: Sequence[LoggedSample], step: int) -> None:
     for sample in samples:
         writer.add_audio(f"listen/{sample.name}", sample.samples, global_step=step, sample_rate=sample.sample_rate)
         writer.add_image(f"listen/{sample.name}/mel", sample.picture, global_step=step, dataformats="HWC")
 
 
-def _in_words(library: Any, run: Any, samples: Sequence[Sample], step: int) -> None:
+def _in_words(library: Any, run: Any, samples: Sequence[LoggedSample], step: int) -> None:
     told: dict[str, Any] = {}
     for sample in samples:
         told[f"listen/{sample.name}"] = library.Audio(sample.samples, sample_rate=sample.sample_rate)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from myna.data.codec import Codes
-from myna.data.conversation import Clip, Conversation, Reference, script
+from myna.data.conversation import AudioClip, Conversation, Reference, script
 from myna.models import open_family
 from myna.models.base import Family
 from myna.models.higgs_v2.tiny import save_tiny
@@ -40,7 +40,9 @@ def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, see
     return script(
         text,
         id=text,
-        references=(Reference("as I said", Clip("reference", random_codes(reference, seed))),) if reference else (),
-        target=Clip("target", random_codes(target, seed + 1), target=True) if target else None,
+        references=(Reference("as I said", AudioClip("reference", random_codes(reference, seed))),)
+        if reference
+        else (),
+        target=AudioClip("target", random_codes(target, seed + 1), target=True) if target else None,
         **how,  # type: ignore[arg-type]
     )

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.data.codes import encode_corpus
-from myna.data.corpus import Corpus, Prepared
+from myna.data.code_store import encode_corpus
+from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import CheckpointError, ModelError
@@ -76,8 +76,8 @@ def test_the_store_holds_what_the_codec_says(codec: HiggsCodec, tmp_path: Path) 
         soundfile.write(utterance.audio, clip, 24_000, subtype="FLOAT")
     write_manifest(tmp_path / "manifest.jsonl", utterances)
     encode_corpus(utterances, codec, tmp_path)
-    Prepared.of(codec).write(tmp_path)
-    corpus = Corpus.open(tmp_path)
+    DatasetInfo.of(codec).write(tmp_path)
+    corpus = PreparedDataset.open(tmp_path)
     for utterance, clip in zip(corpus.utterances, clips, strict=True):
         whole = len(clip) // codec.hop * codec.hop
         assert np.array_equal(corpus.codes(utterance), codec.encode(clip[None, :whole])[0])

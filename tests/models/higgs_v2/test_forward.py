@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from myna.data.conversation import Conversation, Turn
-from myna.models.base import IGNORED, Rendered
+from myna.models.base import IGNORED, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
 
 from .conftest import cloning
 
 
-def conversations(family: HiggsV2) -> list[Rendered]:
+def conversations(family: HiggsV2) -> list[RenderedSequence]:
     shapes: list[dict[str, Any]] = [
         {"text": "one", "reference": 5, "target": 7},
         {"text": "two, a good deal longer", "reference": 3, "target": 12, "scene": "A room."},
@@ -28,7 +28,7 @@ def conversations(family: HiggsV2) -> list[Rendered]:
     return [family.render(cloning(**shape, seed=n), supervise_text=True) for n, shape in enumerate(shapes)]
 
 
-def stock_sums(model: Any, rendered: list[Rendered], side: str) -> torch.Tensor:
+def stock_sums(model: Any, rendered: list[RenderedSequence], side: str) -> torch.Tensor:
     """The loss sums of transformers' own forward on a padded batch."""
     config = model.config
     longest = max(len(r) for r in rendered)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from myna.data.conversation import Clip, Reference, script
+from myna.data.conversation import AudioClip, Reference, script
 from myna.models.base import Sampling
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
@@ -24,8 +24,8 @@ def test_cached_frames_are_what_the_training_forward_predicts(family: HiggsV2, m
     again = script(
         "hello",
         id="again",
-        references=(Reference("as I said", Clip("reference", random_codes(5))),),
-        target=Clip("target", spoken.codes, target=True),
+        references=(Reference("as I said", AudioClip("reference", random_codes(5))),),
+        target=AudioClip("target", spoken.codes, target=True),
     )
     batch = family.collate([family.render(again)])
     with torch.no_grad():

@@ -17,15 +17,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from myna.config import DataSettings
-from myna.data.codes import encode_corpus
-from myna.data.conversation import Clip, Conversation, Reference, Turn, script
-from myna.data.corpus import Corpus, Prepared
-from myna.data.loader import Loader, Share
+from myna.data.code_store import encode_corpus
+from myna.data.conversation import AudioClip, Conversation, Reference, Turn, script
+from myna.data.dataset import DatasetInfo, PreparedDataset
+from myna.data.loader import Loader, Shard
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 from myna.models import open_family
-from myna.models.base import Rendered
+from myna.models.base import RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.render import SYSTEM, SYSTEM_MANY_SPEAKERS
 from myna.models.higgs_v2.tiny import SPECIAL_TOKENS
@@ -65,7 +65,9 @@ fragments = st.sampled_from(
 )
 anything = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: "<|" not in text)
 texts = anything | st.lists(fragments, max_size=12).map(" ".join)
-clips = st.builds(lambda frames, target: Clip("clip", random_codes(frames), target), st.integers(1, 30), st.booleans())
+clips = st.builds(
+    lambda frames, target: AudioClip("clip", random_codes(frames), target), st.integers(1, 30), st.booleans()
+)
 turns = st.builds(
     Turn, st.sampled_from(["user", "assistant"]), st.lists(texts | clips, min_size=1, max_size=3).map(tuple)
 )
@@ -80,7 +82,7 @@ def test_a_conversation_is_as_long_as_it_renders(
     conversation = Conversation("any", ((system,) if system else ()) + tuple(said), scene)
     assert family.length(conversation) == len(family.render(conversation))
     assert family.length(conversation) == len(
-        family.render(conversation, supervise_text=True, supervise_all_audio=True)
+        family.render(conversation, supervise_text=True, supervise_references=True)
     )
 
 
@@ -98,8 +100,8 @@ def test_tokens_are_those_of_the_tokenizer(family: HiggsV2, text: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_text_takes_as_much_wherever_it_stands(family: HiggsV2, one: str, other: str, frames: int, more: int) -> None:
     def length(text: str, frames: int, **how: Any) -> int:
-        reference = Reference("as I said", Clip("r", random_codes(3)))
-        target = Clip("t", random_codes(frames), target=True)
+        reference = Reference("as I said", AudioClip("r", random_codes(3)))
+        target = AudioClip("t", random_codes(frames), target=True)
         return family.length(script(text, id="any", references=(reference,), target=target, **how))
 
     if "[SPEAKER" in one + other:
@@ -145,12 +147,12 @@ class EightBooks(FakeCodec):
 
 def open_loader(
     family: HiggsV2, folder: Path, utterances: Sequence[Utterance], **how: Any
-) -> Loader[Rendered, list[Rendered]]:
+) -> Loader[RenderedSequence, list[RenderedSequence]]:
     write_manifest(folder / "manifest.jsonl", utterances)
     encode_corpus(utterances, EightBooks(), folder)
-    Prepared.of(EightBooks()).write(folder)
-    chosen = DataSettings(train=folder, row_tokens=1500, window=8, reference_seconds=(0.05, 9), **how)
-    return Loader(Corpus.open(folder), chosen, render=family.render, collate=list, ruler=family, seed=0)
+    DatasetInfo.of(EightBooks()).write(folder)
+    chosen = DataSettings(train=folder, row_tokens=1500, packing_window=8, reference_seconds=(0.05, 9), **how)
+    return Loader(PreparedDataset.open(folder), chosen, render=family.render, collate=list, ruler=family, seed=0)
 
 
 @given(
@@ -177,14 +179,14 @@ def test_planned_lengths_are_rendered_lengths(
             lines.append(said(folder, f"{number}", seconds=0.1 + number / 10, text=text, scene=scenes[number]))
             if asked is not None:
                 lines[-1].extras["references"] = [f"voice{n}" for n in asked]
-        loader = open_loader(family, folder, [*voices, *lines], reference_place=place, scene=scene)
+        loader = open_loader(family, folder, [*voices, *lines], reference_placement=place, scene=scene)
         loader.check_lengths()
         targets = loader.pairing.targets
         for epoch in range(2):
             planned = loader.lengths.of(targets.rows, loader.pairing.draw(targets.rows, epoch))
             assert planned.tolist() == [len(loader.sequence(target, epoch)) for target in targets]
         # A sequence of another length than planned would stop it.
-        batches = [batch for [batch] in islice(loader.steps(1, 1, Share()), loader.rows_in_first_epoch())]
+        batches = [batch for [batch] in islice(loader.steps(1, 1, Shard()), loader.rows_in_first_epoch())]
         assert sorted(each.id for batch in batches for each in batch) == sorted(target.id for target in targets)
 
 

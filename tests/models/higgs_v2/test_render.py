@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from myna.data.codec import Codes
-from myna.data.conversation import Clip, Conversation, Reference, Turn, script
+from myna.data.conversation import AudioClip, Conversation, Reference, Turn, script
 from myna.errors import DataError
-from myna.models.base import IGNORED, Rendered
+from myna.models.base import IGNORED, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.render import DelayPattern
 
@@ -20,7 +20,7 @@ from .conftest import cloning, random_codes
 DELAY = DelayPattern(codebooks=8, begin=64, end=65)
 
 
-def shown(rendered: Rendered) -> str:
+def shown(rendered: RenderedSequence) -> str:
     """The prompt as one string, clips in angle brackets."""
     return "".join(f"<{p.shown.split(':')[0]}>" if p.kind == "audio" else p.shown for p in rendered.pieces)
 
@@ -67,7 +67,7 @@ def test_reference_in_the_system_message(family: HiggsV2) -> None:
 
 
 def test_several_speakers_have_tags_and_their_own_system_prompt(family: HiggsV2) -> None:
-    references = tuple(Reference(f"voice {n}", Clip(f"r{n}", random_codes(4, n))) for n in range(2))
+    references = tuple(Reference(f"voice {n}", AudioClip(f"r{n}", random_codes(4, n))) for n in range(2))
     text = shown(family.render(script("[SPEAKER0] hi [SPEAKER1] ho", id="two", references=references)))
     assert "[SPEAKER0] voice 0<|eot_id|>" in text and "[SPEAKER1] voice 1<|eot_id|>" in text
     assert "do not read out the tag" in text
@@ -82,7 +82,7 @@ def test_only_the_target_is_supervised(family: HiggsV2) -> None:
 
 
 def test_switches_supervise_text_and_all_audio(family: HiggsV2) -> None:
-    rendered = family.render(cloning(reference=5, target=7), supervise_text=True, supervise_all_audio=True)
+    rendered = family.render(cloning(reference=5, target=7), supervise_text=True, supervise_references=True)
     assert (rendered.code_labels != IGNORED).sum() == 8 * (5 + 1) + 8 * (7 + 1)
     supervised = [piece.shown for piece in rendered.pieces if piece.supervised and piece.kind == "special"]
     assert supervised == ["<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>"], "of the target's turn alone"
@@ -96,7 +96,7 @@ def test_speaking_continues_exactly_what_training_saw(family: HiggsV2) -> None:
 
 
 def test_following_assistant_turns_end_with_eom(family: HiggsV2) -> None:
-    turns = (Turn("user", ("hi",)), Turn("assistant", ("well",)), Turn("assistant", (Clip("t", random_codes(3)),)))
+    turns = (Turn("user", ("hi",)), Turn("assistant", ("well",)), Turn("assistant", (AudioClip("t", random_codes(3)),)))
     assert "well<|eom_id|>" in shown(family.render(Conversation("c", turns)))
 
 
@@ -118,7 +118,7 @@ def test_control_tokens_in_a_text_are_refused(family: HiggsV2) -> None:
 )
 def test_codes_of_another_codec_are_refused(family: HiggsV2, codes: Codes) -> None:
     with pytest.raises(DataError, match="clip t has code"):
-        family.render(script("hi", id="x", target=Clip("t", codes, target=True)))
+        family.render(script("hi", id="x", target=AudioClip("t", codes, target=True)))
 
 
 def test_prompt_revision_follows_the_prompt(family: HiggsV2, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from myna.data.codec import Codes
-from myna.data.conversation import Clip, Conversation, question
+from myna.data.conversation import AudioClip, Conversation, question
 from myna.models.phi4.codec import LARGEST, STEPS, heard
 from myna.models.phi4.family import Phi4
 
@@ -25,7 +25,7 @@ def test_features_come_out_as_they_went_in(family: Phi4, asked: list[Conversatio
 
 def test_large_features_are_not_negative_ones(family: Phi4) -> None:
     loud = np.full((12, 80), LARGEST, np.uint16)
-    batch = family.collate([family.render(question("How?", Clip("loud", loud), id="q", answer="a"))])
+    batch = family.collate([family.render(question("How?", AudioClip("loud", loud), id="q", answer="a"))])
     assert torch.allclose(batch.side_by_side(), torch.tensor(LARGEST / STEPS))
 
 

@@ -12,7 +12,7 @@ from transformers import Phi4MultimodalFeatureExtractor
 
 from myna.data.codec import Codes, Samples
 from myna.errors import AudioError, ModelError
-from myna.models.phi4.codec import LARGEST, STEPS, Ear, heard
+from myna.models.phi4.codec import LARGEST, STEPS, MelFeatureEncoder, heard
 from myna.models.phi4.family import Phi4
 
 EXTRACT = Phi4MultimodalFeatureExtractor()
@@ -29,34 +29,34 @@ def test_the_loudest_sound_there_is_fits() -> None:
     """Full scale at every other sample is the most that a power of 16 bits comes to."""
     loud = np.where(np.arange(1600) % 2, 1.0, -1.0).astype(np.float32)
     square = np.where(np.arange(1600) // 8 % 2, 1.0, -1.0).astype(np.float32)
-    assert Ear({}).encode(np.stack([loud, square])).max() < LARGEST
+    assert MelFeatureEncoder({}).encode(np.stack([loud, square])).max() < LARGEST
 
 
 def test_company_changes_no_feature(waves: list[Samples], codes: list[Codes]) -> None:
-    twice = Ear({}).encode(np.stack([waves[0], np.zeros_like(waves[0])]))
+    twice = MelFeatureEncoder({}).encode(np.stack([waves[0], np.zeros_like(waves[0])]))
     assert (twice[0] == codes[0]).all()
 
 
 def test_a_clip_too_short_for_one_spectrum_has_none() -> None:
-    assert heard(Ear({}).encode(np.zeros((1, 320), np.float32))[0]).size == 0
+    assert heard(MelFeatureEncoder({}).encode(np.zeros((1, 320), np.float32))[0]).size == 0
 
 
 def test_what_is_not_finite_is_refused() -> None:
     with pytest.raises(AudioError, match="finite"):
-        Ear({}).encode(np.full((1, 1600), np.nan, np.float32))
+        MelFeatureEncoder({}).encode(np.full((1, 1600), np.nan, np.float32))
 
 
 def test_another_extractor_is_another_revision() -> None:
-    assert Ear({}).revision != Ear({"mel_max_frequency": 7000}).revision
-    assert Ear({"n_fft": 512}).revision == Ear({"n_fft": 512}).revision
+    assert MelFeatureEncoder({}).revision != MelFeatureEncoder({"mel_max_frequency": 7000}).revision
+    assert MelFeatureEncoder({"n_fft": 512}).revision == MelFeatureEncoder({"n_fft": 512}).revision
 
 
 def test_settings_are_found_in_either_file(family: Phi4, folder: Path, tmp_path: Path) -> None:
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"audio_processor": settings}))
-    assert Ear.open(tmp_path).revision == family.load_encoder().revision
+    assert MelFeatureEncoder.open(tmp_path).revision == family.load_encoder().revision
 
 
 def test_a_folder_without_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="how sound becomes features"):
-        Ear.open(tmp_path)
+        MelFeatureEncoder.open(tmp_path)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from myna.data.answer_grammar import AnswerGrammar
-from myna.data.assessment import Readings, read_answer
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
+from myna.data.pronunciation.assessment import Readings, read_answer
+from myna.data.pronunciation.grammar import AnswerGrammar
 from myna.models.phi4.checkpoint import end_ids
 from myna.models.phi4.family import Phi4
 from tests.models.phi4.test_forward import heard_by_stock

@@ -11,10 +11,10 @@ import torch
 from myna.config import load_recipe, parse_recipe
 from myna.data.conversation import Conversation
 from myna.models import open_family
-from myna.models.base import IGNORED, Piece, Rendered
+from myna.models.base import IGNORED, RenderedSequence, TokenSpan
 from myna.models.phi4.family import Phi4
-from myna.train import memory
-from myna.train.memory import Pass, plan
+from myna.train import memory_plan
+from myna.train.memory_plan import Pass, plan
 from myna.train.precision import Precision
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "pronunciation_paper_r64.yaml"
@@ -22,21 +22,21 @@ PROMPT, ANSWER = 40, 130
 """Tokens, about what a sentence of SpeechOcean762 takes."""
 
 
-def heard(seconds: float) -> Rendered:
+def heard(seconds: float) -> RenderedSequence:
     """A sequence without a tokenizer, which a built-in configuration does not have."""
     sound = int(seconds * 12.5)
     labels = np.full(PROMPT + sound + ANSWER, IGNORED)
     labels[-ANSWER:] = 1
-    piece = Piece("audio", 10, 10 + sound, "", supervised=False)
+    piece = TokenSpan("audio", 10, 10 + sound, "", supervised=False)
     codes = np.zeros((sound, 640), np.int64)
-    return Rendered("x", np.ones_like(labels), codes, labels, np.full_like(codes, IGNORED), (piece,), seconds)
+    return RenderedSequence("x", np.ones_like(labels), codes, labels, np.full_like(codes, IGNORED), (piece,), seconds)
 
 
 def test_the_papers_recipe_fits_a_card_of_24_gb_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "room", lambda _: int(23.4 * 2**30))
-    monkeypatch.setattr(memory, "_is_ampere_or_later", lambda _: False)
+    monkeypatch.setattr(memory_plan, "room", lambda _: int(23.4 * 2**30))
+    monkeypatch.setattr(memory_plan, "_is_ampere_or_later", lambda _: False)
     recipe = load_recipe(RECIPE)
-    sequences = tuple(heard(6) for _ in range(recipe.train.rows_per_pass))
+    sequences = tuple(heard(6) for _ in range(recipe.train.micro_batch_size))
     planned = plan(
         open_family("phi-4-multimodal"),
         recipe,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from myna.audio.files import replacing
 from myna.data.importers import (
     assessed,
     chatml,
@@ -27,10 +26,11 @@ from myna.data.importers import (
     table,
 )
 from myna.data.importers.base import Context, Importer, Reason, Rejected
-from myna.data.importers.check import judge
+from myna.data.importers.validation import validate
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import DataError
+from myna.io import replacing
 
 __all__ = ["FORMATS", "Imported", "Importer", "Rejected", "detect_format", "import_source", "write_import"]
 
@@ -99,7 +99,7 @@ def import_source(
         raise DataError(f"there is no {source}", hint="check the path")
     try:
         format = format or detect_format(source)
-        utterances, rejected = judge(FORMATS[format].read(path, Context(media, language, speaker)), progress)
+        utterances, rejected = validate(FORMATS[format].read(path, Context(media, language, speaker)), progress)
     except OSError as error:
         raise DataError(f"{source} cannot be imported: {error}", hint="check permissions and free space") from None
     return Imported(utterances, rejected, format)

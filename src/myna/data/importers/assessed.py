@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.assessment import QUESTION, read_assessment
 from myna.data.importers import rows
 from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
 from myna.data.importers.reading import json_records
+from myna.data.pronunciation.assessment import QUESTION, read_assessment
 from myna.data.utterance import Utterance
 
 DESCRIPTION = "a JSONL file with audio, text, scores (accuracy, fluency, prosodic, total, 0 to 10) and words"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from myna.audio.files import bytes_hash, replacing, sniff_suffix
 from myna.data.utterance import Span, Utterance, normalise_text
+from myna.io import bytes_hash, replacing, sniff_suffix
 
 Reason = Literal[
     "missing file",

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers import ms_swift, turns
+from myna.data.importers import conversations, ms_swift
 from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
+from myna.data.importers.conversations import ImportedClip, ImportedTurn
 from myna.data.importers.fields import extras, required, stretch, typed
 from myna.data.importers.reading import head, json_records, locate
-from myna.data.importers.turns import Clip, Turn
 from myna.data.utterance import Utterance
 
 DESCRIPTION = "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}"
@@ -36,8 +36,8 @@ def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
         conversation = [_turn(message, context, source.parent) for message in required(sample, "messages", list)]
         kept = extras({key: value for key, value in sample.items() if key not in OURS})
         kept |= extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
-        return turns.utterances(
-            turns.Sample(
+        return conversations.utterances(
+            conversations.ImportedConversation(
                 id=record.id,
                 turns=conversation,
                 speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
@@ -53,13 +53,13 @@ def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
     return build(json_records(source), make)
 
 
-def _turn(message: Any, context: Context, folder: Path) -> Turn:
+def _turn(message: Any, context: Context, folder: Path) -> ImportedTurn:
     message = typed(message, dict, "messages")
     role = required(message, "role", str)
-    return Turn(role, list(_parts(required(message, "content", object), context, folder)))
+    return ImportedTurn(role, list(_parts(required(message, "content", object), context, folder)))
 
 
-def _parts(content: Any, context: Context, folder: Path) -> Iterator[str | Clip]:
+def _parts(content: Any, context: Context, folder: Path) -> Iterator[str | ImportedClip]:
     match content:
         case str(text) | {"type": "text", "text": str(text)}:
             yield text
@@ -72,20 +72,20 @@ def _parts(content: Any, context: Context, folder: Path) -> Iterator[str | Clip]
             raise Bad("malformed", "`content` is neither text nor audio nor a list of them")
 
 
-def _clip(content: Mapping[str, Any], context: Context, folder: Path) -> Clip:
+def _clip(content: Mapping[str, Any], context: Context, folder: Path) -> ImportedClip:
     span = stretch(content.get("offset"), duration=content.get("duration"))
     url, raw = content.get("audio_url"), content.get("raw_audio")
     if url and url != "placeholder":
-        return Clip(locate(typed(url, str, "audio_url").removeprefix("file://"), folder, Path()), span)
+        return ImportedClip(locate(typed(url, str, "audio_url").removeprefix("file://"), folder, Path()), span)
     if not raw:
         raise Bad("placeholder without clip", "neither `audio_url` nor `raw_audio`")
     try:
-        return Clip(context.keep(base64.b64decode(typed(raw, str, "raw_audio"), validate=True)), span)
+        return ImportedClip(context.keep(base64.b64decode(typed(raw, str, "raw_audio"), validate=True)), span)
     except (binascii.Error, ValueError) as error:
         raise Bad("unreadable audio", f"`raw_audio` is not base64: {error}") from None
 
 
-def _system(conversation: list[Turn]) -> dict[str, str]:
+def _system(conversation: list[ImportedTurn]) -> dict[str, str]:
     """The scene, and what else the system message says."""
     text = "".join(
         part for turn in conversation if turn.role == "system" for part in turn.parts if isinstance(part, str)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from myna.audio.files import is_file
 from myna.data.importers import table
 from myna.data.importers.base import AUDIO_SUFFIXES, Bad, Context, Found, Record, Rejected, build
 from myna.data.importers.reading import head, lines
 from myna.data.utterance import Utterance
+from myna.io import is_file
 
 DESCRIPTION = "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/"
 

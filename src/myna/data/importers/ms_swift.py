@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers import turns
+from myna.data.importers import conversations
 from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
+from myna.data.importers.conversations import ImportedClip, ImportedTurn
 from myna.data.importers.fields import extras, required, typed
 from myna.data.importers.reading import head, json_records, locate
-from myna.data.importers.turns import Clip, Turn
 from myna.data.utterance import Utterance
 
 DESCRIPTION = "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}"
@@ -32,11 +32,11 @@ def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
         messages = [_message(message) for message in required(sample, "messages", list)]
         names = [typed(name, str, "audios") for name in typed(sample.get("audios") or [], list, "audios")]
-        clips = [Clip(locate(name, source.parent, Path())) for name in names]
+        clips = [ImportedClip(locate(name, source.parent, Path())) for name in names]
         conversation = _placed(messages, clips)
         system = " ".join(text for role, text in messages if role == "system").strip()
-        return turns.utterances(
-            turns.Sample(
+        return conversations.utterances(
+            conversations.ImportedConversation(
                 id=record.id,
                 turns=conversation,
                 speaker=str(sample.get("speaker") or sample.get("speaker_id") or context.speaker),
@@ -54,7 +54,7 @@ def _message(message: Any) -> tuple[str, str]:
     return required(message, "role", str), required(message, "content", str)
 
 
-def _placed(messages: list[tuple[str, str]], clips: list[Clip]) -> list[Turn]:
+def _placed(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
     """Each clip at its placeholder. A lone one outside the assistant's only turn is what that turn transcribes."""
     placeholders = sum(text.count(PLACEHOLDER) for _, text in messages)
     answers = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
@@ -62,12 +62,12 @@ def _placed(messages: list[tuple[str, str]], clips: list[Clip]) -> list[Turn]:
     if placeholders != len(clips) and not (transcribed and placeholders == 0):
         raise Bad("placeholder without clip", f"{placeholders} {PLACEHOLDER} for {len(clips)} clips")
     if transcribed:
-        return [Turn("assistant", [messages[answers[0]][1], *clips])]
+        return [ImportedTurn("assistant", [messages[answers[0]][1], *clips])]
     left = iter(clips)
-    return [Turn(role, list(_parts(text, left))) for role, text in messages]
+    return [ImportedTurn(role, list(_parts(text, left))) for role, text in messages]
 
 
-def _parts(text: str, clips: Iterator[Clip]) -> Iterator[str | Clip]:
+def _parts(text: str, clips: Iterator[ImportedClip]) -> Iterator[str | ImportedClip]:
     first, *others = text.split(PLACEHOLDER)
     yield first
     for other in others:

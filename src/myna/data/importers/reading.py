@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.audio.files import is_file
 from myna.data.importers.base import Bad, Record, Rejected
 from myna.data.importers.fields import typed
+from myna.io import is_file
 
 
 def json_records(path: Path) -> Iterator[Record | Rejected]:

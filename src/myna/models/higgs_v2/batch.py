@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from myna.models.base import IGNORED, Batch, Rendered
+from myna.models.base import IGNORED, Batch, RenderedSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class HiggsBatch(Batch):
     text_place: torch.Tensor
 
 
-def collate(sequences: Sequence[Rendered], audio_ids: tuple[int, ...], offset: int = 1) -> HiggsBatch:
+def collate(sequences: Sequence[RenderedSequence], audio_ids: tuple[int, ...], offset: int = 1) -> HiggsBatch:
     """Lay sequences end to end; position t learns the label of position t + `offset` of its own sequence."""
     ids = np.concatenate([s.ids for s in sequences])
     is_audio = np.isin(ids, audio_ids)

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
 from myna.errors import CheckpointError, ModelError
-from myna.models.codec_rules import check_clips, check_codes, exactly
+from myna.models.codec_checks import check_clips, check_codes, exactly
 from myna.models.files import quiet, resolve
-from myna.models.fused import fused
-from myna.models.higgs_v2.codec_fast import why_not
-from myna.models.higgs_v2.codec_many import ManyClips
+from myna.models.higgs_v2.batched_codec import BatchedCodec
+from myna.models.higgs_v2.batched_encoder import why_not
+from myna.models.triton_support import fused
 
 MODEL_TYPE = "higgs_audio_v2_tokenizer"
 CONVERTED = "eustlb/higgs-audio-v2-tokenizer"
@@ -58,7 +58,7 @@ class HiggsCodec:
         self.frame_rate = self.sample_rate / self.hop
         self._device = device
         self._model = model.to(device).eval().requires_grad_(False)
-        self._many: ManyClips | None = None
+        self._many: BatchedCodec | None = None
         self._decided = False
 
     @classmethod
@@ -114,7 +114,7 @@ class HiggsCodec:
         for numbers, codes in by_equal_lengths(self, [clips[place] for place in places], batch_seconds):
             yield [places[number] for number in numbers], codes
 
-    def _faster_way(self, say: Say) -> ManyClips | None:
+    def _faster_way(self, say: Say) -> BatchedCodec | None:
         """Chosen once, when first asked for."""
         if self._decided:
             return self._many
@@ -122,7 +122,7 @@ class HiggsCodec:
         if fused(weight):
             reason = why_not(self._model)
             if reason is None:
-                many = ManyClips(self._model, self._device, resample)
+                many = BatchedCodec(self._model, self._device, resample)
                 reason = many.why_not(self)
                 self._many = many if reason is None else None
         else:

@@ -15,21 +15,21 @@ from torch import nn
 from myna.data.codec import Codec
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
-from myna.models.base import AdaptTargets, Rendered, Sampling, Spoken
+from myna.models.base import GeneratedCodes, LoraTargets, RenderedSequence, Sampling
 from myna.models.codecs import open_codec
-from myna.models.higgs_v2 import adapt, checkpoint
+from myna.models.hf_family import HFFamily
+from myna.models.higgs_v2 import checkpoint, lora_targets
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.forward import HiggsObjective, core_of
 from myna.models.higgs_v2.generate import generate
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
-from myna.models.opened import OpenedFamily
 
 DEFAULT_CODEC = "eustlb/higgs-audio-v2-tokenizer"
 """The released codec as safetensors."""
 
 
-class HiggsV2(OpenedFamily):
+class HiggsV2(HFFamily):
     name = "higgs_v2"
     model_types = ("higgs_audio_v2", "higgs_audio")
 
@@ -103,13 +103,13 @@ class HiggsV2(OpenedFamily):
         return codec
 
     def render(
-        self, conversation: Conversation, *, supervise_text: bool = False, supervise_all_audio: bool = False
-    ) -> Rendered:
+        self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
+    ) -> RenderedSequence:
         return self.renderer.render(
-            conversation, supervise_text=supervise_text, supervise_all_audio=supervise_all_audio
+            conversation, supervise_text=supervise_text, supervise_references=supervise_references
         )
 
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> HiggsBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         config = self.config
         return collate(sequences, (config.audio_token_id, config.audio_delay_token_id), offset=offset)
 
@@ -128,19 +128,19 @@ class HiggsV2(OpenedFamily):
         assert isinstance(objective, HiggsObjective)
         return list(objective.layers)
 
-    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets:
-        return adapt.adapt_targets(core_of(model), mode, custom)
+    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
+        return lora_targets.adapt_targets(core_of(model), mode, custom)
 
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        return adapt.module_names(core_of(model))
+        return lora_targets.module_names(core_of(model))
 
     def generate(
         self,
         model: nn.Module,
-        prompts: Sequence[Rendered],
+        prompts: Sequence[RenderedSequence],
         sampling: Sampling,
         on_frame: Callable[[int], None] | None = None,
-    ) -> list[Spoken]:
+    ) -> list[GeneratedCodes]:
         core = core_of(model)
         batch = self.collate(prompts).to(next(core.parameters()).device)
         seeds = [_seed(sampling.seed, prompt.id) for prompt in prompts]

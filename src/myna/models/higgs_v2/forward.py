@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from myna.models.base import StreamSums
+from myna.models.base import StreamLosses
 from myna.models.base import core_of as core_of
 from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
-from myna.models.higgs_v2.fast import FoldedLayer, can_fold
-from myna.models.higgs_v2.passes import Copies
-from myna.models.higgs_v2.route import Needed, Route
+from myna.models.higgs_v2.fused.layer import FusedLoraLayer, can_fold
+from myna.models.higgs_v2.fused.ops import Copies
+from myna.models.higgs_v2.packing import Needed, PackedAttention
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
@@ -81,7 +81,7 @@ class SortedLayer(nn.Module):
         stream: torch.Tensor,
         update: torch.Tensor | None,
         texts: int,
-        route: Route,
+        route: PackedAttention,
         needed: Needed | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same as of `FoldedLayer`; here nothing is left to be added."""
@@ -111,8 +111,8 @@ class HiggsObjective(nn.Module):
         layers, device = core_of(model).model.layers, next(model.parameters()).device
         # Nobody has tried the folded products on Apple's devices yet.
         folded = fast and device.type != "mps" and all(can_fold(layer) for layer in layers)
-        self.layers = nn.ModuleList((FoldedLayer if folded else SortedLayer)(layer) for layer in layers)
-        groups = [group for layer in self.layers if isinstance(layer, FoldedLayer) for group in layer.groups]
+        self.layers = nn.ModuleList((FusedLoraLayer if folded else SortedLayer)(layer) for layer in layers)
+        groups = [group for layer in self.layers if isinstance(layer, FusedLoraLayer) for group in layer.groups]
         self._copies = Copies([copy for group in groups for copy in group.copies()])
         if compiled and not folded and device.type == "cuda":
             for layer in self.layers:
@@ -125,7 +125,7 @@ class HiggsObjective(nn.Module):
         core = core_of(self.model)
         self._copies.refresh()
         stream, update, texts = embed(core, batch.text_ids, batch.codes), None, len(batch.text_ids)
-        route = Route.of(core, batch, stream)
+        route = PackedAttention.of(core, batch, stream)
         for number, layer in enumerate(self.layers, start=1):
             # The first ones: when the backward pass comes to them, all that the whole ones kept is gone.
             again = number <= self.recompute and self.training
@@ -139,7 +139,7 @@ class HiggsObjective(nn.Module):
                 stream, update = layer(*arguments)
         return stream if update is None else stream + update
 
-    def forward(self, batch: HiggsBatch) -> StreamSums:
+    def forward(self, batch: HiggsBatch) -> StreamLosses:
         core = core_of(self.model)
         config = core.config
         stream = self.hidden(batch, needed=Needed(batch.needed, batch.needed_texts))
@@ -154,7 +154,7 @@ class HiggsObjective(nn.Module):
         if core.text_lm_head is not None:
             text_logits = core.text_lm_head(core.model.norm(stream[batch.text_place]))
             text_sum, text_hits = self._losses(text_logits.unsqueeze(1), batch.text_targets.unsqueeze(1))
-        return StreamSums(
+        return StreamLosses(
             sums=torch.cat([text_sum, sums]),
             correct=torch.cat([text_hits.sum(0), hits.sum(0)]),
             stops=stops,

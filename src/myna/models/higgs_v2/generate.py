@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from myna.models.attention import Cache, attend_within
-from myna.models.base import Sampling, Spoken
+from myna.models.base import GeneratedCodes, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.forward import embed, run_layer
+from myna.models.higgs_v2.packing import rotary_tables, rotate
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern
-from myna.models.higgs_v2.route import rotary_tables, rotate
 
 
 @torch.inference_mode()
@@ -27,7 +27,7 @@ def generate(
     sampling: Sampling,
     seeds: Sequence[int],
     on_frame: Callable[[int], None] | None = None,
-) -> list[Spoken]:
+) -> list[GeneratedCodes]:
     """Speak every prompt of the batch, each with its own random stream, so that company changes nothing."""
     config, device = core.config, batch.text_ids.device
     cache = Cache(len(core.model.layers), batch.lengths)
@@ -127,10 +127,10 @@ class _Sampler:
             chosen = torch.where(repeats >= sampling.repetition_limit, fresh, chosen)
         return chosen
 
-    def result(self) -> list[Spoken]:
+    def result(self) -> list[GeneratedCodes]:
         frames = torch.stack(self.frames, dim=1).numpy()
         return [
-            Spoken(self.delay.undo(frames[prompt, : end + self.delay.codebooks]), stopped=end < self.capped_at)
+            GeneratedCodes(self.delay.undo(frames[prompt, : end + self.delay.codebooks]), stopped=end < self.capped_at)
             for prompt, end in enumerate(self.ended_at)
             if end is not None
         ]

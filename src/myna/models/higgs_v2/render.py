@@ -21,9 +21,9 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from myna.data.codec import Codes
-from myna.data.conversation import Clip, Conversation, Turn
+from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.errors import DataError
-from myna.models.base import IGNORED, Piece, Rendered
+from myna.models.base import IGNORED, RenderedSequence, TokenSpan
 
 FRAME_RATE = 25.0
 
@@ -101,7 +101,7 @@ class Renderer:
     @property
     def revision(self) -> str:
         """A hash over the ids of a conversation that uses every rule of the prompt."""
-        clip = Clip("probe", np.zeros((2, self.delay.codebooks), np.uint16), target=True)
+        clip = AudioClip("probe", np.zeros((2, self.delay.codebooks), np.uint16), target=True)
         turns = (
             Turn("system", (clip, clip)),
             Turn("user", ("[SPEAKER0] one [SPEAKER1] two",)),
@@ -118,10 +118,10 @@ class Renderer:
         return hashlib.blake2b(self._words.to_str().encode(), digest_size=16).hexdigest()
 
     def render(
-        self, conversation: Conversation, *, supervise_text: bool = False, supervise_all_audio: bool = False
-    ) -> Rendered:
+        self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
+    ) -> RenderedSequence:
         draft = _Draft(self, conversation.id)
-        self._walk(conversation, draft, supervise_text, supervise_all_audio)
+        self._walk(conversation, draft, supervise_text, supervise_references)
         return draft.finish()
 
     def length(self, conversation: Conversation) -> int:
@@ -158,7 +158,11 @@ class Renderer:
         return re.compile("|".join(re.escape(token) for token in self.control_tokens) or r"(?!)")
 
     def _walk(
-        self, conversation: Conversation, draft: _Sheet, supervise_text: bool = False, supervise_all_audio: bool = False
+        self,
+        conversation: Conversation,
+        draft: _Sheet,
+        supervise_text: bool = False,
+        supervise_references: bool = False,
     ) -> None:
         """Everything a conversation comes to, in order, to be written down or to be measured."""
         turns = conversation.turns
@@ -172,11 +176,11 @@ class Renderer:
                 self._system(draft, turn, conversation.scene, many_speakers)
                 draft.special("<|eot_id|>")
                 continue
-            learned = any(isinstance(part, Clip) and part.target for part in turn.parts)
+            learned = any(isinstance(part, AudioClip) and part.target for part in turn.parts)
             text_label = supervise_text and turn.role == "assistant" and (learned or _is_text(turn))
             for part in turn.parts:
-                if isinstance(part, Clip):
-                    draft.clip(part, turn.role, part.target or supervise_all_audio, text_label)
+                if isinstance(part, AudioClip):
+                    draft.clip(part, turn.role, part.target or supervise_references, text_label)
                 else:
                     draft.text(self._plain(part, conversation.id), text_label)
             goes_on = turn.role == "assistant" and following is not None and following.role == "assistant"
@@ -187,7 +191,7 @@ class Renderer:
 
     def _system(self, draft: _Sheet, turn: Turn, scene: str, many_speakers: bool) -> None:
         texts = [part for part in turn.parts if isinstance(part, str)]
-        clips = [part for part in turn.parts if isinstance(part, Clip)]
+        clips = [part for part in turn.parts if isinstance(part, AudioClip)]
         system = texts[0] if texts else SYSTEM_MANY_SPEAKERS if many_speakers else SYSTEM
         opening = self._plain(system, draft.id)
         if scene or clips:
@@ -214,7 +218,7 @@ def _speakers(text: str) -> int:
 
 
 def _is_text(turn: Turn) -> bool:
-    return not any(isinstance(part, Clip) for part in turn.parts)
+    return not any(isinstance(part, AudioClip) for part in turn.parts)
 
 
 class _Sheet(ABC):
@@ -241,7 +245,7 @@ class _Sheet(ABC):
         """Text of ours that many conversations share."""
 
     @abstractmethod
-    def clip(self, clip: Clip, role: str, supervised: bool, text_label: bool) -> None: ...
+    def clip(self, clip: AudioClip, role: str, supervised: bool, text_label: bool) -> None: ...
 
 
 class _Measure(_Sheet):
@@ -256,7 +260,7 @@ class _Measure(_Sheet):
     def recurring(self, text: str) -> None:
         self.positions += len(self.rules.recurring(text))
 
-    def clip(self, clip: Clip, role: str, supervised: bool, text_label: bool) -> None:  # noqa: ARG002
+    def clip(self, clip: AudioClip, role: str, supervised: bool, text_label: bool) -> None:  # noqa: ARG002
         self.positions += self.rules.delay.positions(len(clip.codes)) + 2
 
 
@@ -269,7 +273,7 @@ class _Draft(_Sheet):
         self.learned: list[slice] = []
         self.codes: list[Ids] = []
         self.code_labels: list[Ids] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[TokenSpan] = []
         self.target_frames = 0
 
     def special(self, token: str, supervised: bool = False) -> None:
@@ -281,7 +285,7 @@ class _Draft(_Sheet):
     def recurring(self, text: str) -> None:
         self._add(self.rules.recurring(text), "text", text, False)
 
-    def clip(self, clip: Clip, role: str, supervised: bool, text_label: bool) -> None:
+    def clip(self, clip: AudioClip, role: str, supervised: bool, text_label: bool) -> None:
         rules, codes = self.rules, clip.codes
         if codes.ndim != 2 or codes.shape[1] != rules.delay.codebooks or len(codes) == 0:
             raise DataError(
@@ -309,15 +313,15 @@ class _Draft(_Sheet):
         self.ids.append(ids)
         if supervised and kind != "audio":
             self.learned.append(slice(start, self.positions))
-        self.pieces.append(Piece(kind, start, self.positions, shown, supervised))
+        self.pieces.append(TokenSpan(kind, start, self.positions, shown, supervised))
 
-    def finish(self) -> Rendered:
+    def finish(self) -> RenderedSequence:
         nothing = np.empty((0, self.rules.delay.codebooks), np.int64)
         ids = np.concatenate(self.ids)
         labels = np.full_like(ids, IGNORED)
         for part in self.learned:
             labels[part] = ids[part]
-        return Rendered(
+        return RenderedSequence(
             id=self.id,
             ids=ids,
             codes=np.concatenate(self.codes) if self.codes else nothing,

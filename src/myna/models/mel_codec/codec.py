@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
 from myna.errors import CheckpointError, ModelError
-from myna.models.codec_rules import check_clips, check_codes, exactly
+from myna.models.codec_checks import check_clips, check_codes, exactly
 from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork
 
 MODEL_TYPE = "myna_mel_codec"

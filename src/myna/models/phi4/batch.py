@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from myna.models.base import IGNORED, Batch, Rendered
+from myna.models.base import IGNORED, Batch, RenderedSequence
 from myna.models.phi4.codec import LARGEST, STEPS
 
 
@@ -49,7 +49,7 @@ class PhiBatch(Batch):
         return room.index_copy(0, self.features_at, numbers).view(clips, self.most_spectra, bands)
 
 
-def collate(sequences: Sequence[Rendered], bands: int, offset: int = 1) -> PhiBatch:
+def collate(sequences: Sequence[RenderedSequence], bands: int, offset: int = 1) -> PhiBatch:
     """Lay sequences end to end; position t learns the label of position t + `offset` of its own sequence."""
     lengths = tuple(len(sequence) for sequence in sequences)
     bounds = np.cumsum([0, *lengths])
@@ -90,7 +90,7 @@ def collate(sequences: Sequence[Rendered], bands: int, offset: int = 1) -> PhiBa
     )
 
 
-def _clips(sequence: Rendered) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+def _clips(sequence: RenderedSequence) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """Where each clip of a sequence begins, and what of it there is to hear."""
     used = 0
     for piece in sequence.pieces:

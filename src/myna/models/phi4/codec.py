@@ -36,7 +36,7 @@ HEARD_WITHIN = 3
 """Frames that a window of the extractor reaches over: the last two frames of a clip are only parts of windows."""
 
 
-class Ear:
+class MelFeatureEncoder:
     """The feature extractor as an `Encoder`: a frame is one mel spectrum, a codebook one of its bands."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Ear:
         self.revision = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     @classmethod
-    def open(cls, folder: Path) -> Ear:
+    def open(cls, folder: Path) -> MelFeatureEncoder:
         return cls(read_settings(folder))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

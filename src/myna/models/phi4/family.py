@@ -13,18 +13,18 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from myna.data.answer_grammar import Grammar
 from myna.data.codec import Encoder
 from myna.data.conversation import Conversation
+from myna.data.pronunciation.grammar import Grammar
 from myna.errors import ModelError
-from myna.models.base import AdaptTargets, Answered, Rendered, core_of
-from myna.models.constrain import Constraint, Vocabulary
+from myna.models.base import GeneratedAnswer, LoraTargets, RenderedSequence, core_of
+from myna.models.constrained_decoding import Constraint, Vocabulary
 from myna.models.files import resolve
-from myna.models.opened import OpenedFamily
-from myna.models.phi4 import adapt, checkpoint
+from myna.models.hf_family import HFFamily
+from myna.models.phi4 import checkpoint, lora_targets
 from myna.models.phi4.batch import PhiBatch, collate
 from myna.models.phi4.builtin import builtin_config
-from myna.models.phi4.codec import LARGEST, Ear
+from myna.models.phi4.codec import LARGEST, MelFeatureEncoder
 from myna.models.phi4.forward import PhiObjective
 from myna.models.phi4.generate import generate
 from myna.models.phi4.render import Renderer
@@ -33,7 +33,7 @@ FRAME_RATE = 100.0
 """Spectra a second."""
 
 
-class Phi4(OpenedFamily):
+class Phi4(HFFamily):
     name = "phi4"
     model_types = ("phi4_multimodal",)
     listens = True
@@ -92,7 +92,7 @@ class Phi4(OpenedFamily):
         return self._codec or str(self._checkpoint())
 
     def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:  # noqa: ARG002 - features need no card
-        ear = Ear.open(resolve(self.codec_source, None))
+        ear = MelFeatureEncoder.open(resolve(self.codec_source, None))
         if not self.accepts(ear.codebooks, ear.codebook_size, ear.frame_rate):
             raise ModelError(
                 f"the features of {self.codec_source} have {ear.codebooks} bands at {ear.frame_rate:g} spectra/s; the "
@@ -106,14 +106,14 @@ class Phi4(OpenedFamily):
         conversation: Conversation,
         *,
         supervise_text: bool = False,  # noqa: ARG002 - the answer is all there is to learn
-        supervise_all_audio: bool = False,  # noqa: ARG002
-    ) -> Rendered:
+        supervise_references: bool = False,  # noqa: ARG002
+    ) -> RenderedSequence:
         return self.renderer.render(conversation)
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         return self.renderer.positions(frames)
 
-    def collate(self, sequences: Sequence[Rendered], *, offset: int = 1) -> PhiBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> PhiBatch:
         return collate(sequences, self.config.audio_config.input_size, offset)
 
     def objective(
@@ -131,15 +131,15 @@ class Phi4(OpenedFamily):
         assert isinstance(objective, PhiObjective)
         return list(objective.layers)
 
-    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> AdaptTargets:
-        return adapt.adapt_targets(core_of(model), mode, custom)
+    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
+        return lora_targets.adapt_targets(core_of(model), mode, custom)
 
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        return adapt.module_names(core_of(model))
+        return lora_targets.module_names(core_of(model))
 
     def answer(
-        self, model: nn.Module, prompts: Sequence[Rendered], max_tokens: int, grammar: Grammar | None = None
-    ) -> list[Answered]:
+        self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: Grammar | None = None
+    ) -> list[GeneratedAnswer]:
         core, ends = core_of(model), checkpoint.end_ids(self.config)
         batch = self.collate(prompts).to(next(core.parameters()).device)
         if grammar is not None and (self._held is None or self._held.grammar is not grammar):
@@ -147,7 +147,7 @@ class Phi4(OpenedFamily):
             self._held = Constraint(grammar, Vocabulary(self.tokenizer), ends)
         guide = self._held.guide(len(prompts), max_tokens) if grammar is not None and self._held is not None else None
         said = generate(core, batch, ends, max_tokens, guide)
-        return [Answered(self.tokenizer.decode(ids), stopped) for ids, stopped in said]
+        return [GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in said]
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         checkpoint.save(core_of(model), folder, self.tokenizer, self._checkpoint())

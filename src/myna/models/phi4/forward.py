@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from myna.models.attention import attend_side_by_side
-from myna.models.base import StreamSums, core_of
+from myna.models.base import StreamLosses, core_of
 from myna.models.cross_entropy import cross_entropy
+from myna.models.phi4.audio_encoder import hear
 from myna.models.phi4.batch import PhiBatch
-from myna.models.phi4.hear import hear
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) -> (positions, heads, head size)."""
@@ -91,7 +91,7 @@ class PhiObjective(nn.Module):
     """Batch to loss sums: what the loop, DDP and FSDP hold."""
 
     folded = False
-    """There is no faster way yet: `train.fast` changes nothing."""
+    """There is no faster way yet: `train.fused_lora` changes nothing."""
 
     def __init__(
         self, model: nn.Module, ends: tuple[int, ...], label_smoothing: float, recompute: int, compiled: bool
@@ -117,13 +117,13 @@ class PhiObjective(nn.Module):
                 stream = layer(*arguments)
         return stream
 
-    def forward(self, batch: PhiBatch) -> StreamSums:
+    def forward(self, batch: PhiBatch) -> StreamLosses:
         core = core_of(self.model)
         stream = self.hidden(batch)[batch.text_from]
         logits = core.lm_head(core.model.norm(stream).to(compute_dtype(core)))
         losses, hits = cross_entropy(logits, batch.text_targets, self.label_smoothing)
         ends = torch.stack([batch.text_targets == end for end in self.ends]).any(0)
-        return StreamSums(
+        return StreamLosses(
             sums=losses.sum().unsqueeze(0),
             correct=hits.sum().unsqueeze(0),
             stops=torch.stack([(hits & ends).sum(), ends.sum()]),

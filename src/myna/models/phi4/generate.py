@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from myna.models.attention import Cache, attend_side_by_side
-from myna.models.constrain import Guide
+from myna.models.constrained_decoding import Guide
 from myna.models.phi4.batch import PhiBatch
 from myna.models.phi4.forward import Turns, compute_dtype, embed, run_layer
 

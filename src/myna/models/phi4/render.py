@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.data.codec import Codes
-from myna.data.conversation import Clip, Conversation, Turn
+from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.errors import DataError
-from myna.models.base import IGNORED, Piece, Rendered
+from myna.models.base import IGNORED, RenderedSequence, TokenSpan
 from myna.models.phi4.codec import HEARD_WITHIN, heard
 
 END = "<|end|>"
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
     kind: Any
     said: str
     learned: bool
-    clip: Clip | None = None
+    clip: AudioClip | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Renderer:
     @property
     def revision(self) -> str:
         """A hash over the ids of conversations that use every rule of the prompt."""
-        clip = Clip("probe", np.zeros((self.reduction + HEARD_WITHIN, self.bands), np.uint16))
+        clip = AudioClip("probe", np.zeros((self.reduction + HEARD_WITHIN, self.bands), np.uint16))
         asked = Turn("user", (clip, "one"))
         probes = [(asked,), (Turn("system", ("two",)), asked, Turn("assistant", ("three",)))]
         ids = [self.render(Conversation("probe", turns)).ids for turns in probes]
@@ -85,10 +85,10 @@ class Renderer:
 
         return sum(map(measured, self._walk(conversation)))
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation) -> RenderedSequence:
         ids: list[Ids] = []
         codes: list[npt.NDArray[np.int64]] = []
-        pieces: list[Piece] = []
+        pieces: list[TokenSpan] = []
         labels: list[Ids] = []
         position, seconds = 0, 0.0
         for kind, said, learned, clip in self._walk(conversation):
@@ -102,7 +102,7 @@ class Renderer:
                 part = np.array(self._encode(said), np.int64)
             ids.append(part)
             labels.append(part if learned else np.full_like(part, IGNORED))
-            pieces.append(Piece(kind, position, position + len(part), said, learned))
+            pieces.append(TokenSpan(kind, position, position + len(part), said, learned))
             position += len(part)
         if position > self.longest:
             raise DataError(
@@ -112,7 +112,7 @@ class Renderer:
         # A single clip, as nearly always, need not be copied once more.
         empty = np.empty((0, self.reduction * self.bands), np.int64)
         stacked = codes[0] if len(codes) == 1 else np.concatenate([empty, *codes])
-        return Rendered(
+        return RenderedSequence(
             id=conversation.id,
             ids=np.concatenate(ids),
             codes=stacked,
@@ -144,7 +144,7 @@ class Renderer:
         if conversation.is_open:
             yield _Part("special", "<|assistant|>", False)
 
-    def _count(self, clip: Clip) -> int:
+    def _count(self, clip: AudioClip) -> int:
         count = int(self.positions(np.array([len(clip.codes)], np.int32))[0])
         if not 1 <= count <= LONGEST:
             raise DataError(
@@ -153,7 +153,7 @@ class Renderer:
             )
         return count
 
-    def _stacked(self, clip: Clip) -> npt.NDArray[np.int64]:
+    def _stacked(self, clip: AudioClip) -> npt.NDArray[np.int64]:
         """(positions, spectra of a position x bands); the last position may be filled up, which `collate` sees to."""
         codes: Codes = clip.codes
         if codes.ndim != 2 or codes.shape[1] != self.bands:

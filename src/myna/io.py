@@ -1,0 +1,57 @@
+"""Files as bytes: written whole or not at all, named by what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; the file then appears under `path` complete, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def bytes_hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    """blake2b-128 of the file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def is_file(path: Path) -> bool:
+    """Like `path.is_file()`, and false for what cannot even be a name (a path of ten thousand characters)."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def sniff_suffix(data: bytes) -> str:
+    """The suffix that belongs to encoded audio, by its first bytes; `.bin` for what we do not know."""
+    head = data[:64]
+    if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
+        return ".wav"
+    if head[:4] == b"fLaC":
+        return ".flac"
+    if head[:4] == b"OggS":
+        return ".opus" if b"OpusHead" in head else ".ogg"
+    if head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0):
+        return ".mp3"
+    if head[4:8] == b"ftyp":
+        return ".m4a"
+    if head[:4] == b"FORM":
+        return ".aiff"
+    return ".bin"

@@ -1,0 +1,33 @@
+"""One of two processes for test_callback_processes.py: `python -m tests.evaluate.callback_helper FOLDER PORT...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from myna.errors import AudioError
+from myna.train.distributed import ProcessInfo
+from myna.workflow import train
+from tests.evaluate.planted_scorers import Planted, planted
+
+HEARD = {0: 0.5, 2: 0.8, 4: 0.7}
+
+
+def main(folder: Path, ports: list[str]) -> None:
+    place = ProcessInfo.find()
+    heard: dict[str, int | str] = {}
+    for kind, port in zip(("lora", "full", "broken"), ports, strict=True):
+        os.environ["MASTER_PORT"] = port
+        with planted(Planted(folder, alike=HEARD, broken=kind == "broken")) as ears:
+            try:
+                train(folder / f"{kind}.yaml", folder / f"{kind}-{place.world}")
+                heard[kind] = len(ears.spoken)
+            except AudioError as error:
+                heard[kind] = error.what
+    (folder / f"heard-{place.rank}.json").write_text(json.dumps(heard))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

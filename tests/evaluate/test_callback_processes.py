@@ -1,0 +1,78 @@
+"""With several processes the first one listens and the others wait. Two on the CPU, connected by gloo."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from myna.train.checkpoint import checkpoint_folder
+from myna.train.run import Run
+from myna.workflow import train
+from tests.evaluate.callback_helper import HEARD
+from tests.evaluate.planted_scorers import Planted, planted
+from tests.train.resume_helper import contents, make_birds, recipe_for
+from tests.train.test_distributed import free_ports, started
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4, "alpha": 8, "train_modules": ["audio_head"]},
+    "full": {"mode": "full", "rank": 16, "alpha": 32},
+    "broken": {"rank": 4, "alpha": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process and two have made, as `NAME-PROCESSES`."""
+    folder = make_birds(tmp_path_factory.mktemp("birds"))
+    for name, adapt in RECIPES.items():
+        recipe = recipe_for(
+            folder,
+            data={"evaluation": str(folder / "evaluation")},
+            adapt=adapt,
+            train={"steps": 4, "evaluate_every": 2, "ema_decay": 0.9},
+            speech_eval={"asr": "planted", "limit": 3, "min_stop_rate": 0.0},
+        )
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    for name in ("lora", "full"):
+        with planted(Planted(folder, alike=HEARD)):
+            train(folder / f"{name}.yaml", folder / f"{name}-1")
+    with ExitStack() as stack:
+        ports = free_ports(len(RECIPES))
+        ranks = [
+            stack.enter_context(
+                started(
+                    *("tests.evaluate.callback_helper", folder, *ports),
+                    **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+                )
+            )
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_first_listens_and_all_agree_on_the_best(birds: Path, kind: str) -> None:
+    heard = [json.loads((birds / f"heard-{rank}.json").read_text())[kind] for rank in range(2)]
+    assert heard == [9, 0], "three lines, three times, by one of them"
+    told = []
+    for world in (1, 2):
+        run = Run.open(birds / f"{kind}-{world}")
+        rows = [row for row in map(json.loads, run.metrics.read_text().splitlines()) if "speech_eval" in row]
+        told.append([(row["step"], row["speech_eval"]["best_step"], row["speech_eval"]["mark"]) for row in rows])
+        assert contents(run.folder / "best" / run.result.name) == contents(checkpoint_folder(run, 2) / run.result.name)
+        assert contents(run.result) == contents(run.folder / "best" / run.result.name)
+    assert [(step, best) for step, best, _ in told[0]] == [(0, None), (2, 2), (4, 2)]
+    for one, two in zip(*told, strict=True):
+        assert one[:2] == two[:2] and two[2] == pytest.approx(one[2], abs=0.02), "the lines may be a frame longer"
+
+
+def test_when_the_first_cannot_hear_all_stop(birds: Path) -> None:
+    heard = [json.loads((birds / f"heard-{rank}.json").read_text())["broken"] for rank in range(2)]
+    assert heard == ["this cannot be heard"] * 2

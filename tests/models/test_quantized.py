@@ -1,0 +1,393 @@
+"""Frozen layers in fewer bits: what comes back, what is multiplied by what, and that nothing large is kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from myna.config import AdaptSettings
+from myna.errors import ConfigError
+from myna.models.higgs_v2.family import HiggsV2
+from myna.models.higgs_v2.tiny import tiny_config
+from myna.models.lora import adapter_tensors, count_parameters, frozen_names, wrap
+from myna.models.quantized import (
+    BLOCK,
+    GROUP,
+    KINDS,
+    NF4_LEVELS,
+    Fp8Linear,
+    Int8Linear,
+    Nf4Linear,
+    QuantizedLinear,
+    check_quantization,
+    frozen_linears,
+    quantize,
+)
+
+KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+UNPACKED = pytest.mark.parametrize("kind", [Int8Linear, Nf4Linear], ids=["int8", "nf4"])
+"""The kinds that turn their weight back into the compute type."""
+SHAPE = pytest.mark.parametrize("shape", [(7, 9), (1, 1), (65, 3), (64, 128), (96, 100)], ids=str)
+"""(outputs, inputs): most of them end in the middle of a block, and in the middle of a byte."""
+GIB = 2**30
+
+
+def linear_of(weight: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    linear.weight.data = weight
+    return linear
+
+
+def random_linear(shape: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return linear_of(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype) / 8)
+
+
+@contextmanager
+def kept_for_backward(*known: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Tensors that a forward pass keeps, beside those that are there anyway."""
+    there, kept = {tensor.untyped_storage().data_ptr() for tensor in known}, list[torch.Tensor]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in there:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+# What comes back
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, shares and scales of whole blocks, each with a weight at one of its ends as packing leaves it."""
+    blocks = draw(st.integers(1, 2 * GROUP))
+    dice = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    codes = torch.randint(0, 16, (blocks, BLOCK), generator=dice)
+    codes[:, int(torch.randint(0, BLOCK, (1,), generator=dice))] = draw(st.sampled_from([0, 15]))
+    groups = -(-blocks // GROUP)
+    shares = torch.randint(1, 256, (groups, GROUP), generator=dice)
+    shares[:, 0] = 255
+    shares.view(-1)[blocks:] = 0
+    scale = 10.0 ** torch.empty(groups, 1).uniform_(-12, 3, generator=dice)
+    return (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).flatten(), shares.to(torch.uint8), scale
+
+
+@settings(deadline=None, max_examples=30)
+@given(packed())
+def test_every_weight_that_nf4_can_say_comes_back(made: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    codes, shares, scale = made
+    layer = Nf4Linear.of(nn.Linear(BLOCK, 2 * len(codes) // BLOCK, bias=False))
+    layer.codes, layer.shares, layer.scale = codes, shares, scale
+    again = Nf4Linear.of(linear_of(layer.plain()))
+    assert torch.equal(again.codes, codes)
+    assert torch.equal(again.shares, shares)
+    torch.testing.assert_close(again.plain(), layer.plain(), rtol=1e-6, atol=0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.tuples(st.integers(1, 130), st.integers(1, 130)), st.integers(0, 2**32), st.floats(1e-20, 1e6), st.floats(1, 50)
+)
+def test_nf4_is_as_near_as_its_levels(shape: tuple[int, int], seed: int, size: float, outlier: float) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    weight = size * torch.randn(shape, generator=dice)
+    weight.view(-1)[torch.randint(0, weight.numel(), (3,), generator=dice)] *= outlier
+    off = (Nf4Linear.of(linear_of(weight)).plain() - weight).abs().flatten()
+    blocks = F.pad(weight.abs().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    largest = blocks.amax(1)
+    in_group = F.pad(largest, (0, -len(largest) % GROUP)).view(-1, GROUP).amax(1).repeat_interleave(GROUP)
+    # Half the widest gap between two levels, and half of what a share of the group's largest can tell.
+    gap = max(high - low for low, high in pairwise(NF4_LEVELS))
+    allowed = (largest * gap / 2 + in_group[: len(largest)] / 255 / 2) * 1.0001
+    assert (off <= allowed.repeat_interleave(BLOCK)[: len(off)]).all()
+
+
+@SHAPE
+def test_int8_is_as_near_as_half_a_step(shape: tuple[int, int]) -> None:
+    linear = random_linear(shape)
+    step = linear.weight.abs().amax(1, keepdim=True) / 127
+    assert ((Int8Linear.of(linear).plain() - linear.weight).abs() <= 0.5001 * step).all()
+
+
+@SHAPE
+def test_fp8_is_as_near_as_four_bits_can_tell(shape: tuple[int, int]) -> None:
+    linear = random_linear(shape)
+    layer = Fp8Linear.of(linear)
+    for codes, scale, weight in (
+        (layer.codes, layer.scale, linear.weight),
+        (layer.codes_back, layer.scale_back, linear.weight.t()),
+    ):
+        assert codes.is_contiguous() and codes.shape == weight.shape and scale.shape == (len(weight), 1)
+        assert torch.equal(scale.log2(), scale.log2().round()), "powers of two"
+        off = (codes.float() * scale - weight).abs()
+        assert (off <= torch.maximum(weight.abs() * 2**-4, scale * 2**-10) * 1.0001).all()
+
+
+@KIND
+def test_zeros_stay_zeros_and_a_lone_weight_is_itself(kind: type[QuantizedLinear]) -> None:
+    assert not kind.of(linear_of(torch.zeros(3, 70))).plain().any()
+    lone = torch.zeros(3, 70)
+    lone[1, 5] = -0.3
+    # The scales of fp8 are powers of two, so that even the largest of a row is only as near as its bits.
+    near = 2**-4 if kind is Fp8Linear else 1e-6
+    torch.testing.assert_close(kind.of(linear_of(lone)).plain(), lone, rtol=near, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("fp8", 2.01), ("int8", 1.01), ("nf4", 0.517)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_a_weight(kind: str, most: float, dtype: torch.dtype) -> None:
+    layer = KINDS[kind].of(random_linear((1024, 3072), dtype=dtype))
+    taken = sum(tensor.nbytes for tensor in layer.packed)
+    assert taken <= most * 1024 * 3072
+    on_meta = KINDS[kind].of(nn.Linear(3072, 1024, bias=False, device="meta", dtype=dtype))
+    assert [(t.shape, t.dtype) for t in on_meta.packed] == [(t.shape, t.dtype) for t in layer.packed]
+
+
+# What is multiplied by what
+
+
+@UNPACKED
+@SHAPE
+def test_both_products_are_those_of_the_plain_weight(kind: type[QuantizedLinear], shape: tuple[int, int]) -> None:
+    layer, (outputs, inputs) = kind.of(random_linear(shape)), shape
+    x, dy = torch.randn(2, 5, inputs, requires_grad=True), torch.randn(2, 5, outputs)
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    assert torch.equal(y, F.linear(x, layer.plain())) and torch.equal(x.grad, dy @ layer.plain())
+    assert torch.equal(layer.product(x.detach()), y) and torch.equal(layer.product_back(dy), x.grad)
+
+
+@SHAPE
+def test_fp8_multiplies_8_bit_numbers_on_both_sides(shape: tuple[int, int]) -> None:
+    layer, (outputs, inputs) = Fp8Linear.of(random_linear(shape)), shape
+    back = (layer.codes_back.float() * layer.scale_back).t()
+    x, dy = torch.randn(2, 5, inputs, requires_grad=True), torch.randn(2, 5, outputs)
+    y = layer(x)
+    y.backward(dy)
+    torch.testing.assert_close(y, F.linear(in_8_bits(x), layer.plain()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, in_8_bits(dy) @ back, rtol=1e-5, atol=1e-6)
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    scale = x.detach().abs().amax(-1, keepdim=True) / 448
+    return (x.detach() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@KIND
+def test_products_are_near_those_of_the_weight_that_came(kind: type[QuantizedLinear]) -> None:
+    linear = random_linear((256, 192))
+    layer, x, dy = kind.of(linear), torch.randn(32, 192), torch.randn(32, 256)
+    allowed = {"fp8": 0.04, "int8": 0.01, "nf4": 0.11}[layer.kind]
+    for got, meant in ((layer.product(x), x @ linear.weight.t()), (layer.product_back(dy), dy @ linear.weight)):
+        assert (got - meant).norm() < allowed * meant.norm()
+
+
+@KIND
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_of_another_type_are_brought_to_the_compute_type(
+    kind: type[QuantizedLinear], dtype: torch.dtype
+) -> None:
+    layer = kind.of(random_linear((12, 20), dtype=dtype))
+    x = torch.randn(3, 20, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert layer.dtype == y.dtype == layer.plain().dtype == dtype and x.grad is not None
+    torch.testing.assert_close(y.float(), x @ layer.plain().float().t(), rtol=0.1, atol=0.1)
+
+
+@KIND
+def test_bias_is_kept_and_frozen(kind: type[QuantizedLinear]) -> None:
+    linear = nn.Linear(20, 12)
+    layer, x = kind.of(linear), torch.randn(3, 20)
+    assert layer.bias is linear.bias and not layer.bias.requires_grad
+    torch.testing.assert_close(layer(x), layer.product(x) + linear.bias)
+
+
+@KIND
+def test_no_rows_are_no_trouble(kind: type[QuantizedLinear]) -> None:
+    layer, x = kind.of(random_linear((12, 20))), torch.empty(0, 20, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 12) and x.grad is not None and x.grad.shape == (0, 20)
+
+
+def test_gradients_too_small_for_8_bits_have_a_scale() -> None:
+    layer, dy = Fp8Linear.of(random_linear((12, 20))), torch.randn(3, 12)
+    torch.testing.assert_close(layer.product_back(dy * 1e-25) * 1e25, layer.product_back(dy))
+
+
+def test_an_overflow_shows_after_8_bits_and_only_in_its_row() -> None:
+    dy = torch.randn(3, 12)
+    dy[1, 4] = torch.inf
+    assert Fp8Linear.of(random_linear((12, 20))).product_back(dy).isfinite().all(1).tolist() == [True, False, True]
+
+
+# What is kept
+
+
+@KIND
+def test_nothing_is_kept_for_the_backward_pass(kind: type[QuantizedLinear]) -> None:
+    layer = kind.of(random_linear((96, 100)))
+    with kept_for_backward() as kept:
+        layer(torch.randn(3, 100, requires_grad=True))
+    assert kept == []
+
+
+class Chain(nn.Module):
+    """Two layers with a LoRA beside each."""
+
+    def __init__(self, kind: type[QuantizedLinear]) -> None:
+        super().__init__()
+        self.bases = nn.ModuleList(kind.of(random_linear((96, 96), seed)) for seed in range(2))
+        self.downs = nn.ParameterList(torch.randn(4, 96) for _ in range(2))
+        self.ups = nn.ParameterList(torch.randn(96, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for base, down, up in zip(self.bases, self.downs, self.ups, strict=True):
+            x = F.silu(base(x) + x @ down.t() @ up.t())
+        return x
+
+
+@KIND
+def test_a_compiler_keeps_no_weight_either(kind: type[QuantizedLinear]) -> None:
+    chain, x = Chain(kind), torch.randn(5, 96, requires_grad=True)
+    expected = torch.autograd.grad(chain(x).sum(), x)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, fullgraph=True, dynamic=True, backend="aot_eager_decomp_partition")
+    with kept_for_backward(*chain.parameters(), *chain.buffers()) as kept:
+        y = compiled(x)
+    assert kept and all(tensor.numel() < 96 * 96 for tensor in kept), [tuple(tensor.shape) for tensor in kept]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=1e-4, atol=1e-3)
+
+
+@KIND
+def test_no_checkpoint_carries_what_is_packed(kind: type[QuantizedLinear]) -> None:
+    layer = kind.of(random_linear((96, 100)))
+    assert {name: tensor.numel() for name, tensor in layer.state_dict().items()} == {"weight": 0}
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+# In a model
+
+
+@pytest.fixture
+def family() -> HiggsV2:
+    return HiggsV2("tiny", tiny_config(hidden=32), None)
+
+
+def model_of(family: HiggsV2) -> nn.Module:
+    """Random weights, on the CPU."""
+    torch.manual_seed(0)
+    return type(family.load_model(dtype=torch.float32, device="meta", text_head=True))(
+        family.config, use_text_head=True
+    )
+
+
+def frozen(family: HiggsV2, kind: str, settings: AdaptSettings, model: nn.Module | None = None) -> nn.Module:
+    model = model_of(family) if model is None else model
+    return quantize(model, kind, frozen_names(model, family, settings), "cpu")  # type: ignore[arg-type]
+
+
+def test_layers_are_frozen_and_heads_are_not(family: HiggsV2) -> None:
+    model = frozen(family, "nf4", AdaptSettings())
+    kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind is nn.Linear} == {"audio_lm_head", "text_lm_head"}
+    assert len(list(frozen_linears(model))) == 2 * 10
+    assert frozen(family, "none", AdaptSettings()).state_dict().keys() == model_of(family).state_dict().keys()
+
+
+def test_what_is_trained_in_full_stays_as_it_came(family: HiggsV2) -> None:
+    settings = AdaptSettings(mode="attention_only", train_modules=("text_ffn", "audio_head"))
+    model = frozen(family, "nf4", settings)
+    layer = model.get_submodule("model.layers.0")
+    assert type(layer.get_submodule("mlp.up_proj")) is nn.Linear
+    assert type(layer.get_submodule("audio_mlp.up_proj")) is Nf4Linear
+    learning = {name for name, p in wrap(model, family, settings).named_parameters() if p.requires_grad}
+    assert any("mlp.modules_to_save.default.up_proj.weight" in name for name in learning)
+
+
+@KIND
+def test_an_adapter_on_it_is_the_adapter_on_the_plain_model(family: HiggsV2, kind: type[QuantizedLinear]) -> None:
+    settings = AdaptSettings(rank=4, train_modules=("audio_head",))
+    plain = wrap(model_of(family), family, settings)
+    packed = wrap(frozen(family, kind.kind, settings), family, settings)
+    assert count_parameters(packed) == count_parameters(plain)
+    one, other = adapter_tensors(plain), adapter_tensors(packed)
+    assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in other.items()}
+    learning = [name for name, p in packed.named_parameters() if p.requires_grad]
+    assert learning == [name for name, p in plain.named_parameters() if p.requires_grad]
+
+
+def test_one_weight_at_a_time_is_moved_and_let_go(family: HiggsV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a card that the whole model would not fit."""
+    model = model_of(family)
+    weights = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+    gone, pack = list[int](), Int8Linear.of
+
+    def watched(linear: nn.Linear) -> QuantizedLinear:
+        plain = [module for module in model.modules() if type(module) is nn.Linear]
+        assert [module for module in plain if module.weight.is_meta] == [linear]
+        gone.append(sum(weight() is None for weight in weights))
+        return pack(linear)
+
+    monkeypatch.setattr(Int8Linear, "of", watched)
+    quantize(model, "int8", frozen_names(model, family, AdaptSettings()), "meta")
+    assert gone == list(range(1, 21))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_the_true_model_takes_a_third() -> None:
+    family = HiggsV2.builtin("higgs-v2")
+    taken = {}
+    for kind in ("none", *KINDS):
+        model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=False)
+        quantize(model, kind, frozen_names(model, family, AdaptSettings()), "meta")  # type: ignore[arg-type]
+        assert count_parameters(model).total == 5_377_281_024
+        taken[kind] = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / GIB
+    assert taken == pytest.approx({"none": 10.02, "fp8": 10.03, "int8": 5.43, "nf4": 3.20}, abs=0.01)
+
+
+def test_fp8_is_refused_where_it_would_be_imitated() -> None:
+    with pytest.raises(ConfigError, match=r"fp8.*capability 8\.9.*cpu") as told:
+        check_quantization("fp8", torch.device("cpu"))
+    assert "model.quantization=nf4" in told.value.hint
+    for kind in ("none", "int8", "nf4"):
+        check_quantization(kind, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_a_card_multiplies_what_the_cpu_imitates() -> None:
+    layer, x, dy = (
+        Fp8Linear.of(random_linear((128, 256), dtype=torch.bfloat16)),
+        torch.randn(48, 256),
+        torch.randn(48, 128),
+    )
+    x, dy = x.bfloat16(), dy.bfloat16()
+    here = layer.product(x), layer.product_back(dy)
+    assert not layer.multiplies
+    layer = layer.to("cuda")
+    assert layer.multiplies == (torch.cuda.get_device_capability() >= (8, 9))
+    for there, meant in zip((layer.product(x.cuda()), layer.product_back(dy.cuda())), here, strict=True):
+        # The card adds up in fewer bits than fp32 has, and is the faster for it.
+        assert float((there.cpu() - meant).float().norm() / meant.float().norm()) < 1e-2
+
+
+@pytest.mark.gpu
+@KIND
+def test_a_card_packs_as_the_cpu_does(kind: type[QuantizedLinear]) -> None:
+    linear = random_linear((96, 100), dtype=torch.bfloat16)
+    here, there = kind.of(linear), kind.of(linear_of(linear.weight.data.cuda()))
+    for one, other in zip(here.packed, there.packed, strict=True):
+        assert torch.equal(one.float(), other.float().cpu())

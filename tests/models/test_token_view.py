@@ -1,0 +1,109 @@
+"""The picture of a conversation: green is what is learned, and nothing else is."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from rich.text import Text
+
+from myna.data.conversation import AudioClip, Reference, script
+from myna.models import open_family, save_tiny
+from myna.models.base import IGNORED, Family, RenderedSequence
+from myna.models.token_view import LEARNED, SHOWN_FRAMES, token_view
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return open_family(str(save_tiny(tmp_path_factory.mktemp("tiny") / "model")))
+
+
+def rendered(
+    family: Family,
+    *,
+    target: int = 7,
+    text: str = "hello\nthere",
+    text_too: bool = False,
+    supervise_references: bool = False,
+) -> RenderedSequence:
+    dice = np.random.default_rng(0)
+    codes = [dice.integers(0, 64, (frames, 8)).astype(np.uint16) for frames in (5, target)]
+    conversation = script(
+        text,
+        id="utterance",
+        references=(Reference("as I said", AudioClip("reference", codes[0])),),
+        target=AudioClip("target", codes[1], target=True),
+    )
+    return family.render(conversation, supervise_text=text_too, supervise_references=supervise_references)
+
+
+def green(art: Text) -> list[str]:
+    return [art.plain[span.start : span.end] for span in art.spans if span.style == LEARNED]
+
+
+switches = pytest.mark.parametrize(
+    ("text_too", "supervise_references"), list(itertools.product([False, True], repeat=2))
+)
+
+
+@switches
+def test_exactly_the_learned_codes_are_green(family: Family, text_too: bool, supervise_references: bool) -> None:
+    drawn = rendered(family, text_too=text_too, supervise_references=supervise_references)
+    codes = [int(word) for word in green(token_view(drawn, family)) if word.strip().isdigit()]
+    assert codes == drawn.code_labels[drawn.code_labels != IGNORED].tolist()
+
+
+@switches
+def test_exactly_the_learned_text_is_green(family: Family, text_too: bool, supervise_references: bool) -> None:
+    drawn = rendered(family, text_too=text_too, supervise_references=supervise_references)
+    words = [word for word in green(token_view(drawn, family)) if not word.strip().isdigit() and "frames" not in word]
+    assert words == [family.show_token(id) for id in drawn.labels[drawn.labels != IGNORED].tolist()]
+    assert bool(words) == text_too
+
+
+def test_only_clips_that_are_learned_have_a_green_title(family: Family) -> None:
+    assert [word for word in green(token_view(rendered(family), family)) if "frames" in word] == [
+        "target: 7 frames, 0.28 s\n"
+    ]
+
+
+def test_nothing_is_green_in_what_is_only_to_be_spoken(family: Family) -> None:
+    assert green(token_view(family.render(script("hello", id="open")), family)) == []
+
+
+def test_masked_codes_are_marked_without_colour_too(family: Family) -> None:
+    drawn = rendered(family)
+    lines = token_view(drawn, family).plain.splitlines()
+    frames = [line.split(maxsplit=1)[1].rstrip() for line in lines if line[8:13].strip().isdigit()]
+    assert len(frames) == len(drawn.codes)
+    for line, codes, labels in zip(frames, drawn.codes, drawn.code_labels, strict=True):
+        marked = [
+            str(code) + "·" * (label == IGNORED) for code, label in zip(codes.tolist(), labels.tolist(), strict=True)
+        ]
+        assert line.replace("·", "· ").split() == marked
+
+
+def test_every_position_is_told(family: Family) -> None:
+    drawn = rendered(family)
+    art = token_view(drawn, family).plain
+    assert art.startswith(f"utterance: {len(drawn)} positions, 0 text and {8 * (7 + 1)} code targets\n")
+    assert "h│e│l│l│o│⏎│t│h│e│r│e" in art, "a line of text stays a line"
+    starts = {int(line[:6]) for line in art.splitlines()[1:]}
+    assert starts == {piece.start for piece in drawn.pieces} | set(
+        itertools.chain.from_iterable(range(p.start, p.stop) for p in drawn.pieces if p.kind == "audio")
+    )
+
+
+def test_long_clips_show_their_ends(family: Family) -> None:
+    drawn = rendered(family, target=100)
+    art, whole = token_view(drawn, family), token_view(drawn, family, all_frames=True)
+    ends, positions = SHOWN_FRAMES + 8, 100 + 9
+    assert f"… {positions - 2 * ends} more frames" in art.plain and "more frames" not in whole.plain
+    assert len(whole.plain.splitlines()) - len(art.plain.splitlines()) == positions - 2 * ends - 1
+    codes = [int(word) for word in green(whole) if word.strip().isdigit()]
+    assert codes == drawn.code_labels[drawn.code_labels != IGNORED].tolist()
+
+
+def test_brackets_in_a_text_are_text(family: Family) -> None:
+    assert "[│b│o│l│d│]│x" in token_view(rendered(family, text="[bold]x"), family).plain

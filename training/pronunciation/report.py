@@ -1,0 +1,241 @@
+"""What a small listener has learned of learners who do not exist, as numbers, a table and a curve.
+
+python training/pronunciation/report.py --run runs/learners/run --answers runs/learners/answers.jsonl \\
+    --data data/learners/prepared/test --hearing data/learners/hearing/hearing.json --out docs/benchmarks
+python training/pronunciation/report.py --json pronunciation.json --true-size true_size.json --out docs/benchmarks
+
+The second makes page and curve again from numbers that came from elsewhere. `--true-size` adds what
+benchmarks/pronunciation.py has measured, if it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from myna.data.manifest import read_manifest
+from myna.data.pronunciation.metrics import F1, PHONES, Due, canonical, score_answers
+from myna.errors import DataError, MynaError
+from myna.io import replacing
+from myna.models import open_family
+
+CORRELATION, OF_CANONICAL = 0.6, 0.5
+"""What is wanted: of accuracy and fluency at least, and of the errors of always answering the canonical phones at
+most."""
+Tree = dict[str, Any]
+
+
+def measured(run: Path, answers: Path, data: Path, hearing: Path | None) -> Tree:
+    """Everything that is known of a run, and of how its ear was taught before it, if it was."""
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    utterances = {one.id: one for one in read_manifest(data / "manifest.jsonl")}
+    due = [Due.of(utterances[row["id"]]) for row in rows]
+    meant = [one.assessment for one in due if one is not None]
+    if not rows or len(meant) < len(rows):
+        raise DataError(f"{data} has lines without scores", hint="prepare it from learner_corpus.py's scores.jsonl")
+    threads = torch.get_num_threads()
+    processor = f"{'thread' if threads == 1 else f'processor with {threads} threads'} of {platform.machine()}"
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "hearing": None if hearing is None else json.loads(hearing.read_text(encoding="utf-8")),
+        "training": training(run),
+        "held_out": {"speakers": len({one.speaker for one in utterances.values()}), "sentences": len(rows)},
+        "ended_by_itself": sum(row["stopped"] for row in rows),
+        "ours": score_answers(meant, [row["answer"] for row in rows]).to_json(),
+        "canonical": score_answers(meant, canonical(meant)).to_json(),
+    }
+
+
+def training(run: Path) -> Tree:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "speed" in row]
+    model = open_family(str(_newest(run))).load_model(dtype=torch.float32, device="meta", text_head=True)
+    said = (run / "log.txt").read_text(encoding="utf-8").splitlines()
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "corpus": next((line.partition(" from ")[0] for line in said if " targets, " in line), ""),
+        "steps": steps[-1]["step"],
+        "epochs": steps[-1]["epoch"],
+        "seconds": sum(row["speed"]["seconds"] for row in steps),
+        "seconds_per_step": statistics.median(row["speed"]["seconds"] for row in steps),
+        "heard_seconds_per_second": statistics.median(row["speed"]["audio_per_second"] for row in steps),
+        "losses": [[row["step"], round(row["loss"], 4)] for row in thinned(steps)],
+        "held_out_losses": [[row["step"], round(row["evaluation"]["loss"], 4)] for row in rows if "evaluation" in row],
+    }
+
+
+def thinned(rows: Sequence[Tree], most: int = 400) -> list[Tree]:
+    """Means of neighbours, so that a curve has no more points than can be seen."""
+    size = max(1, len(rows) // most)
+    heaps = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [{"step": heap[-1]["step"], "loss": statistics.fmean(row["loss"] for row in heap)} for heap in heaps]
+
+
+def _newest(run: Path) -> Path:
+    """What is finished, or else the newest checkpoint."""
+    return run / "model" if (run / "model").is_dir() else sorted(run.glob("checkpoints/*/model"))[-1]
+
+
+def verdicts(facts: Tree) -> dict[str, tuple[str, bool]]:
+    """What is wanted, what there is, and whether that will do."""
+    ours, deaf = facts["ours"]["figures"], facts["canonical"]["figures"]
+    told = {
+        f"correlation of {name} at least {CORRELATION}": (
+            f"{_number(ours[name])}",
+            (ours[name]["mean"] or 0.0) >= CORRELATION,
+        )
+        for name in ("accuracy", "fluency")
+    }
+    share = (ours[PHONES]["mean"] or 0.0) / (deaf[PHONES]["mean"] or 1.0)
+    told[f"phone errors at most {OF_CANONICAL:.0%} of the canonical answer's"] = (f"{share:.0%}", share <= OF_CANONICAL)
+    return told
+
+
+def page(facts: Tree, true_size: Tree | None) -> str:
+    train, ours, deaf = facts["training"], facts["ours"], facts["canonical"]
+    unreadable = sum(ours["unreadable"].values())
+    lines = [
+        "# A listener of learners",
+        "",
+        "Made by `training/pronunciation/learners.sh`; the numbers are in [pronunciation.json](pronunciation.json).",
+        "",
+        "## A small model, from random weights",
+        "",
+        f"{train['parameters'] / 1e6:.1f} million parameters of Phi-4-multimodal's own classes, taught by learners who",
+        "do not exist ([how they are made](../guides/pronunciation.md#learners-who-do-not-exist)) and by nothing else:",
+        f"{train['steps']:,} steps, {train['epochs']:.1f} epochs, {train['seconds']:.0f} s on one {facts['machine']}",
+        f"({1000 * train['seconds_per_step']:.0f} ms a step, {train['heard_seconds_per_second']:,.0f} x real time).",
+        *_taught(facts["hearing"]),
+        "",
+        f"It answers {facts['held_out']['sentences']:,} held-out sentences of {facts['held_out']['speakers']} held-out",
+        f"speakers; {unreadable} of these answers cannot be read, and count against it.",
+        "",
+        "| | ours | always the canonical phones |",
+        "|---|---|---|",
+    ]
+    for name, figure in ours["figures"].items():
+        other = _number(deaf["figures"][name]) if name in (PHONES, F1) else ""
+        lines.append(f"| {name} | {_number(figure)} | {other} |")
+    lines += ["", "Intervals are of 95 %, by bootstrap over sentences.", "", "| wanted | is | |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {value} | {'yes' if good else '**no**'} |" for name, (value, good) in verdicts(facts).items()
+    ]
+    lines += ["", "![loss over steps](pronunciation.svg)", ""]
+    if true_size is not None:
+        lines += [
+            "## The true size on a small card",
+            "",
+            f"`pronunciation_paper_r64` with random weights on one {true_size['machine']}, held to",
+            f"{true_size['card_gib']:g} GiB: fp16, gradient scaler, 64 utterances a step.",
+            "",
+            "| | recomputed layers | s a step | peak GiB | steps the scaler skipped | adapters with finite gradient |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['name']} | {row['recomputed_layers']} | {row['seconds_per_step']:.2f} "
+            f"| {row['peak_gib'] or 0:.1f} | {row['skipped_steps']} | {row['finite_gradients']} of {row['adapters']} |"
+            for row in true_size["rows"]
+        ]
+        lines += [
+            "",
+            f"The system this replaces took {true_size['old_system_seconds_per_step']} s on its TITAN RTX.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _taught(hearing: Tree | None) -> list[str]:
+    if hearing is None:
+        return []
+    last = hearing["curve"][-1]
+    return [
+        f"Before that its ear alone learned to spell phones (`teach_ear.py`): {last['steps']:,} steps in",
+        f"{last['seconds']:.0f} s, after which it spelt {hearing['phone_error_rate']:.1%} of held-out phones wrongly.",
+    ]
+
+
+def _number(figure: Tree) -> str:
+    return "" if figure["mean"] is None else f"{figure['mean']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})"
+
+
+def drawing(train: Tree) -> str:
+    """Losses over steps, those of held-out learners as dots."""
+    width, height, left, top = 640, 300, 40, 24
+    points = [*train["losses"], *train["held_out_losses"]]
+    most, last = max(loss for _, loss in points), max(step for step, _ in points) or 1
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        return left + (width - left - 10) * step / last, top + (height - top - 30) * (1 - loss / most)
+
+    drawn = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in train["losses"])
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        ' font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="16">loss of a token over {last} steps; the line is learned from, the dots are held out</text>',
+        f'<polyline points="{drawn}" fill="none" stroke="#1f77b4"/>',
+    ]
+    parts += [f'<text x="4" y="{place(0, loss)[1] + 4:.1f}">{loss:.2f}</text>' for loss in (0.0, most / 2, most)]
+    for point in train["held_out_losses"]:
+        across, down = place(*point)
+        parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3.5" fill="#d62728"/>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def write(out: Path, facts: Tree, true_size: Tree | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "json": json.dumps(facts | ({"true_size": true_size} if true_size else {}), indent=1) + "\n",
+        "md": page(facts, true_size),
+        "svg": drawing(facts["training"]),
+    }
+    for kind, text in texts.items():
+        with replacing(out / f"pronunciation.{kind}") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="run folder of the small model")
+    parser.add_argument("--answers", type=Path, help="what `myna listen` wrote")
+    parser.add_argument("--data", type=Path, help="prepared folder of the held-out learners")
+    parser.add_argument("--hearing", type=Path, help="hearing.json of teach_ear.py, if the ear was taught first")
+    parser.add_argument("--json", type=Path, help="numbers of another time, instead of these three")
+    parser.add_argument("--true-size", type=Path, help="true_size.json, if it is there")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    there = given.true_size is not None and given.true_size.is_file()
+    true_size = json.loads(given.true_size.read_text(encoding="utf-8")) if there else None
+    try:
+        if given.json is not None:
+            facts = json.loads(given.json.read_text(encoding="utf-8"))
+            true_size = true_size or facts.pop("true_size", None)
+        elif None in (given.run, given.answers, given.data):
+            parser.error("give --json, or --run with --answers and --data")
+        else:
+            facts = measured(given.run, given.answers, given.data, given.hearing)
+    except MynaError as error:
+        sys.exit(f"{error.what}\n  → {error.hint}")
+    write(given.out, facts, true_size)
+    for name, (value, good) in verdicts(facts).items():
+        print(f"{'yes' if good else 'NO '} {name}: {value}")
+
+
+if __name__ == "__main__":
+    main()
