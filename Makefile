@@ -1,32 +1,49 @@
-# `make demo` shows the whole way, `make test` proves it; each makes its own environment first.
-PYTHON ?= python3.11
+# `make demo` runs every step on a shipped voice, `make test` the quick tests, `make test-all` all of them. Each makes its
+# own environment first, with any Python from 3.11 to 3.13; `make setup PYTHON=/path/to/python` chooses one.
+PYTHON ?= $(shell $(FIND_PYTHON))
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+CANDIDATES := python3.13 python3.12 python3.11 python3 python
+# They are run, because a version manager has shims for Pythons that are not installed.
+FIND_PYTHON = for python in $(CANDIDATES); do \
+	if "$$python" -c '$(FITS)' >/dev/null 2>&1; then echo "$$python"; break; fi; done
 VENV := .venv
 BIN := $(VENV)/bin
 
-EARS := .cache/ears/whisper-base
+WHISPER := .cache/metrics/whisper-base
 
-.PHONY: setup demo ears test lint format clean
+.PHONY: setup demo metrics test test-slow test-all lint format clean
 
 setup: $(VENV)/.ready
 
 # torch comes first and pinned: anything that admits another version may pull gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	@"$(PYTHON)" -c '$(FITS)' 2>/dev/null || { echo "No Python from 3.11 to 3.13 found (tried: $(or $(PYTHON),$(CANDIDATES))). \
+	Install one (apt install python3.12 python3.12-venv, brew install python@3.12, uv python install 3.12, pyenv install \
+	3.12), or name it: make setup PYTHON=/path/to/python3.12"; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: ears
-	$(BIN)/myna demo --out demo --recogniser $(EARS)
+demo: metrics
+	$(BIN)/myna demo --out demo --asr $(WHISPER)
 
-# What judges speech is not what makes it: `myna evaluate` and `myna demo --voice` name what they could not measure.
-ears: setup
+# What scores speech is optional: `myna evaluate` and `myna demo --voice` name the metrics they could not compute.
+metrics: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[evaluate]"
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer distillmos xls_r_sqa
-	$(BIN)/python tools/fetch_whisper_base.py --out $(EARS)
+	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
 
 test: setup
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+
+# What `make test` leaves out: processes that are killed, launchers, whole runs. `.ci/run` runs both.
+test-slow: setup
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+test-all: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 

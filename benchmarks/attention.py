@@ -21,16 +21,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.drawn import (
-    LONGEST,
+from benchmarks.synthetic import (
+    LOG_STD,
+    MAX_SECONDS,
     MEDIAN_SECONDS,
-    PROMPT,
+    MIN_SECONDS,
+    PACKING_WINDOW,
+    PROMPT_TOKENS,
     REFERENCE_SECONDS,
-    SHORTEST,
-    SPREAD,
-    TEXT_PER_SECOND,
-    TURN,
-    WINDOW,
+    TEXT_TOKENS_PER_SECOND,
+    TURN_TOKENS,
 )
 
 from myna.data.packing import first_fit_decreasing
@@ -49,10 +49,16 @@ COMPARED = 4
 def lengths(tokens: int) -> list[int]:
     """A row from the middle of a window, in random order."""
     dice, pool = random.Random(0), []
-    for _ in range(WINDOW):
-        target = min(LONGEST, max(SHORTEST, dice.lognormvariate(torch.tensor(MEDIAN_SECONDS).log().item(), SPREAD)))
+    for _ in range(PACKING_WINDOW):
+        target = min(
+            MAX_SECONDS, max(MIN_SECONDS, dice.lognormvariate(torch.tensor(MEDIAN_SECONDS).log().item(), LOG_STD))
+        )
         spoken = [dice.uniform(*REFERENCE_SECONDS), target]
-        pool.append(PROMPT + TURN + sum(int(s * TEXT_PER_SECOND) + int(s * FRAME_RATE) + DELAY for s in spoken))
+        pool.append(
+            PROMPT_TOKENS
+            + TURN_TOKENS
+            + sum(int(s * TEXT_TOKENS_PER_SECOND) + int(s * FRAME_RATE) + DELAY for s in spoken)
+        )
     rows = first_fit_decreasing(pool, tokens)
     row = [pool[place] for place in rows[len(rows) // 2]]
     dice.shuffle(row)
@@ -66,15 +72,17 @@ def measure(tokens: int) -> dict[str, Any]:
     qkv = torch.randn(sum(row), QUERIES + 2 * KEYS, SIZE, device="cuda", dtype=torch.bfloat16)
     q, k, v = (part.detach().requires_grad_() for part in qkv.split([QUERIES, KEYS, KEYS], dim=1))
     slope = torch.randn(sum(row), QUERIES, SIZE, device="cuda", dtype=torch.bfloat16)
-    from myna.models.higgs_v2.fused.attention_kernels import Tiles
+    from myna.models.higgs_v2.fused.attention_kernels import AttentionTileTables
 
     longest = -(-max(row) // 1024) * 1024
-    route = PackedAttention(bounds, bounds, bounds, bounds, bounds, (), longest, Tiles.of(bounds, sum(row)))
+    route = PackedAttention(
+        bounds, bounds, bounds, bounds, bounds, (), longest, AttentionTileTables.of(bounds, sum(row))
+    )
     exact = _exact(q, k, v, slope, bounds.tolist())
     useful = sum(n * (n + 1) / 2 for n in row) * 4 * SIZE * QUERIES
     found = [
         {"name": name, **_timed(look, (q, k, v), slope, exact, useful)}
-        for name, look in (("torch", route.look), ("ours", route.look_in_tiles))
+        for name, look in (("torch", route.attend), ("ours", route.attend_tiled))
     ]
     return {
         "machine": torch.cuda.get_device_name(),

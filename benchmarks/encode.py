@@ -29,11 +29,11 @@ import numpy as np
 import torch
 import transformers
 
-from myna.data.codec import Codes, Encoded, Samples, by_equal_lengths
+from myna.data.codec import Codes, EncodedBatch, Samples, encode_equal_lengths
 from myna.models.higgs_v2 import tiny
-from myna.models.higgs_v2.batched_codec import BatchedCodec, voices
-from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, resample
-from myna.models.triton_support import fused
+from myna.models.higgs_v2.batched_codec import BatchedCodec, synthetic_voices
+from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, sinc_resample
+from myna.models.triton_support import supports_triton
 
 MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 8.3, 0.55, 1.0, 30.0
 SHARD_SECONDS, BATCH_SECONDS = 600.0, 60.0
@@ -98,7 +98,7 @@ def draw_clips(count: int, codec: HiggsCodec, pace: float) -> list[Samples]:
     drawn = np.exp(SPREAD * np.random.default_rng(0).standard_normal(count))
     seconds = pace * np.clip(MEDIAN_SECONDS * drawn, SHORTEST, LONGEST)
     frames = np.maximum(1, seconds * codec.sample_rate // codec.hop).astype(int)
-    return voices([int(one) * codec.hop for one in frames], codec.sample_rate)
+    return synthetic_voices([int(one) * codec.hop for one in frames], codec.sample_rate)
 
 
 class Bench:
@@ -175,20 +175,20 @@ class Bench:
 
 def measure(bench: Bench, some: int, batch_seconds: Sequence[float]) -> None:
     codec = bench.codec
-    bench.row("exact fp32, equal lengths", lambda clips: by_equal_lengths(codec, clips, BATCH_SECONDS))
+    bench.row("exact fp32, equal lengths", lambda clips: encode_equal_lengths(codec, clips, BATCH_SECONDS))
     for name, half in (("tf32, equal lengths", False), ("bf16, equal lengths", True)):
         coarse = CoarseCodec(codec._model, name, codec._device)
         coarse.half = half
-        bench.row(name, lambda clips, coarse=coarse: by_equal_lengths(coarse, clips, BATCH_SECONDS), some)  # type: ignore[misc]
-    many = BatchedCodec(codec._model, codec._device, resample)
+        bench.row(name, lambda clips, coarse=coarse: encode_equal_lengths(coarse, clips, BATCH_SECONDS), some)  # type: ignore[misc]
+    many = BatchedCodec(codec._model, codec._device, sinc_resample)
     for size in batch_seconds:
         bench.row(f"ours, mixed lengths, {size:g} s", lambda clips, size=size: many.encode(clips, size))  # type: ignore[misc]
 
-    def prepare(clips: Sequence[Samples]) -> Iterator[Encoded]:
-        return codec.encode_all(clips, BATCH_SECONDS, lambda said: print(f"  {said}", flush=True))
+    def prepare(clips: Sequence[Samples]) -> Iterator[EncodedBatch]:
+        return codec.encode_batches(clips, BATCH_SECONDS, lambda said: print(f"  {said}", flush=True))
 
     bench.row("as `myna prepare` encodes", prepare)
-    bench.rows[-1]["fast"] = codec._many is not None
+    bench.rows[-1]["fast"] = codec._batched is not None
 
 
 HEAD = (
@@ -246,7 +246,7 @@ def main() -> int:
         "date": date.today().isoformat(),
         "command": f"python {' '.join(sys.argv)}",
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "kernels": fused(codec._model.fc.weight),
+        "kernels": supports_triton(codec._model.fc.weight),
         "versions": {
             "python": platform.python_version(),
             **{module.__name__: module.__version__ for module in (torch, transformers)},

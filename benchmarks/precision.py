@@ -31,13 +31,13 @@ import torch
 import transformers
 
 from myna.config import AdaptSettings, DataSettings, ModelSettings, Recipe, TrainSettings
-from myna.data.conversation import AudioClip, script
+from myna.data.conversation import AudioClip, speech_conversation
 from myna.models import open_family
 from myna.models.base import Batch, Family
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.train.distributed import ProcessInfo, start
+from myna.train.distributed import ProcessInfo, init_accelerator
 from myna.train.loss import LossAccumulator, stream_weights
-from myna.train.precision import Name, Precision, decide
+from myna.train.precision import Precision, PrecisionName, choose_precision
 from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer
 
@@ -58,7 +58,7 @@ def draw_steps(family: Family, steps: int, *, seed: int = 0) -> list[Step]:
             kept = random.random(8) < 0.8
             codes[frame, kept] = follows[np.arange(8), codes[frame - 1]][kept]
         clip = AudioClip(id, codes.astype(np.uint16), target=True)
-        return family.render(script(f"Line {id}.", id=id, target=clip))
+        return family.render(speech_conversation(f"Line {id}.", id=id, target=clip))
 
     return [
         [family.collate([utterance(f"{step}-{part}-{n}") for n in range(4)]) for part in range(2)]
@@ -66,7 +66,7 @@ def draw_steps(family: Family, steps: int, *, seed: int = 0) -> list[Step]:
     ]
 
 
-def make_recipe(source: Path, name: Name, steps: int = STEPS) -> Recipe:
+def make_recipe(source: Path, name: PrecisionName, steps: int = STEPS) -> Recipe:
     return Recipe(
         model=ModelSettings(source=str(source)),
         data=DataSettings(train=Path("drawn")),
@@ -75,16 +75,18 @@ def make_recipe(source: Path, name: Name, steps: int = STEPS) -> Recipe:
     )
 
 
-def make_student(recipe: Recipe, family: Family, precision: Precision, device: torch.device, folder: Path) -> Trainer:
-    return Trainer.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
+def make_trainer(recipe: Recipe, family: Family, precision: Precision, device: torch.device, folder: Path) -> Trainer:
+    return Trainer.from_recipe(
+        recipe, family, precision, init_accelerator(recipe, precision, device, folder), lambda _: None
+    )
 
 
 def gradients_are_finite(student: Trainer, step: Step, weights: torch.Tensor) -> bool:
     """Whether a backward pass reaches every trained weight with a finite gradient, before any unscaling."""
-    tally = LossAccumulator.of(len(student.family.streams))
+    tally = LossAccumulator.zeros(len(student.family.streams))
     tally.counts = torch.stack([batch.counts for batch in step]).sum(0)
     student.backward(step, weights, tally)
-    gradients = [parameter.grad for parameter in student.trainables.values()]
+    gradients = [parameter.grad for parameter in student.trainable_parameters.values()]
     finite = all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
     student.optimizer.zero_grad(set_to_none=True)
     return finite
@@ -97,9 +99,9 @@ def learn(student: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
     losses, norms, seconds = [], [], []
     for number, step in enumerate(steps, start=1):
         began = time.perf_counter()
-        tally, norm = student.learn(step, weights, learning_rate(settings, number, len(steps)))
+        tally, norm = student.train_step(step, weights, learning_rate(settings, number, len(steps)))
         seconds.append(time.perf_counter() - began)
-        losses.append(tally.row(student.family.streams, weights)["loss"])
+        losses.append(tally.metrics(student.family.streams, weights)["loss"])
         norms.append(norm)
     return {
         "precision": student.precision.name,
@@ -107,7 +109,7 @@ def learn(student: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
         "first_loss": statistics.fmean(losses[:10]),
         "final_loss": statistics.fmean(losses[-10:]),
         "finite_gradients": gradients_are_finite(student, steps[-1], weights)
-        and all(bool(parameter.isfinite().all()) for parameter in student.trainables.values()),
+        and all(bool(parameter.isfinite().all()) for parameter in student.trainable_parameters.values()),
         "skipped_steps": sum(not math.isfinite(norm) for norm in norms),
         "peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None,
         "seconds_per_step": statistics.median(seconds[len(seconds) // 5 :]),
@@ -166,10 +168,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", nargs="+", choices=get_args(Name), default=get_args(Name))
+    parser.add_argument("--only", nargs="+", choices=get_args(PrecisionName), default=get_args(PrecisionName))
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    device = ProcessInfo.find().device(asked.device)
+    device = ProcessInfo.from_environment().device(asked.device)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         source = save_tiny(Path(scratch) / "tiny", hidden=HIDDEN, layers=LAYERS, codebook_size=CODES)
@@ -179,8 +181,8 @@ def main() -> int:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             recipe = make_recipe(source, name, asked.steps)
-            student = make_student(recipe, family, decide(name, device), device, Path(scratch))
-            trained = sum(parameter.numel() for parameter in student.trainables.values())
+            student = make_trainer(recipe, family, choose_precision(name, device), device, Path(scratch))
+            trained = sum(parameter.numel() for parameter in student.trainable_parameters.values())
             rows.append(learn(student, steps))
             print(f"{name}: {rows[-1]['final_loss']:.4f}", flush=True)
             del student

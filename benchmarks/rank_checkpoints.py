@@ -1,16 +1,16 @@
-"""Does listening while training pick the checkpoint that listening to all of them afterwards would pick?
+"""Benchmark of checkpoint selection: speech evaluation during training against an exhaustive one afterwards.
 
-python benchmarks/rank_checkpoints.py --model fledgling --recogniser base --out runs/ranking
+python benchmarks/rank_checkpoints.py --model fledgling --asr base --out runs/ranking
 
-For each seed the voice that comes with Myna, or `--voice`, is learned as `myna demo` learns it, and the panel of
-`listen:` hears `--heard` lines at every evaluation. Then every checkpoint is opened afresh and says `--lines` lines,
-among them those; the same ears listen, and the same rule ranks. What was said and heard is kept in OUT and not done
-again, so that it can be stopped at any moment. `OUT/ranking.json` has both rankings, and whether they agree:
+For each seed the bundled voice, or `--voice`, is fine-tuned as `myna demo` does it, with `speech_eval:` on
+`--eval-limit` sentences at every evaluation. Then every checkpoint is loaded again and says `--limit` sentences, those
+among them, with the same metrics and the same ranking. Audio and scores are kept in OUT and not computed again, so that
+it can be interrupted. `OUT/ranking.json` has both rankings, and whether they agree:
 
-- `while_training` is the step that the run itself has called its best,
-- `same_lines` is the best by the same lines, said by the saved checkpoints,
-- `exhaustive` is the best by all lines,
-- `lost` is the mark, on all lines, by which the run's choice lies below the exhaustive one, with its interval.
+- `during_training` is the best step of the run,
+- `same_sentences` is the best by the same sentences, said by the saved checkpoints,
+- `exhaustive` is the best by all sentences,
+- `regret` is the score, on all sentences, by which the run's choice is below the exhaustive one, with its interval.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from typing import Any
 
 import yaml
 
-from myna import workflow
+from myna import api
 from myna.config import parse_recipe
-from myna.data.manifest import write_manifest
-from myna.demo.run import Asked, recipe
-from myna.demo.voice import BUNDLED, choose
-from myna.evaluate.callback import AT_ONCE, open_required_scorers
+from myna.demo.run import demo_recipe, prepare_voice
+from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.eval_set import eval_set_from_file
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.ranking import (
@@ -40,24 +38,23 @@ from myna.evaluate.ranking import (
     score_checkpoint,
 )
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.speech_system import SpeechSystem
-from myna.evaluate.systems import BASE, System
-from myna.io import replacing
-from myna.speak.engine import Engine
-from myna.statistics import difference
-from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, facts_of
+from myna.evaluate.systems import BASE, SpeechSystem, System
+from myna.io import atomic_write
+from myna.speak.loading import load_engine
+from myna.statistics import paired_difference
+from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.train.run import Run
 
-WHO = (
+SUBJECTS = (
     *("The old baker", "My younger sister", "A tired sailor", "The new teacher", "Our neighbour", "The quiet doctor"),
     *("An honest farmer", "The tall painter", "Her best friend", "The village postman"),
 )
-DOES = (
+PREDICATES = (
     *("opened the heavy window", "wrote a long letter", "lost a silver button", "found the missing key"),
     *("sang about the harbour", "carried a basket of pears", "mended the broken chair", "waited for the last train"),
     *("counted the coloured stones", "told a story nobody knew"),
 )
-WHEN = (
+ADVERBIALS = (
     *("before breakfast", "on a rainy morning", "while the children slept", "at the edge of the forest"),
     *("without saying a word", "in the middle of winter", "just after the bell rang", "under a yellow lamp"),
     *("as the sun went down", "for the very first time"),
@@ -65,175 +62,175 @@ WHEN = (
 
 
 def sentences(count: int) -> list[str]:
-    """Plain English that nobody is taught here; no two in a row share a part."""
-    most = len(WHO) * len(DOES)
+    """Plain English sentences of no training set; no two in a row share a part."""
+    most = len(SUBJECTS) * len(PREDICATES)
     if count > most:
-        raise SystemExit(f"there are {most} lines of our own; give --sentences FILE for more")
-    places = [(n % 10, (n + n // 10) % 10, (3 * n + n // 10) % 10) for n in range(count)]
-    return [f"{WHO[who]} {DOES[does]} {WHEN[when]}." for who, does, when in places]
+        raise SystemExit(f"there are {most} built-in sentences; give --sentences FILE for more")
+    indices = [(n % 10, (n + n // 10) % 10, (3 * n + n // 10) % 10) for n in range(count)]
+    return [
+        f"{SUBJECTS[subject]} {PREDICATES[predicate]} {ADVERBIALS[adverbial]}."
+        for subject, predicate, adverbial in indices
+    ]
 
 
-def prepare(given: argparse.Namespace) -> tuple[Path, str]:
-    """The voice, learned from and held out, once for all seeds; and its language."""
-    out = given.out / "voice"
-    utterances = workflow.import_into(given.voice or str(BUNDLED), out / "recordings", None, 0.2, "", "")
-    voice = choose(utterances, given.voice or str(BUNDLED), seed=0)
-    for part, clips in (("train", voice.train), ("held_out", voice.held_out)):
-        write_manifest(out / part / "manifest.jsonl", clips)
-        workflow.prepare(str(out / part), out / "prepared" / part, model=given.model, device=given.device)
-    return out, voice.language
+def prepare(args: argparse.Namespace) -> tuple[Path, str]:
+    """The prepared voice, once for all seeds; and its language."""
+    out = args.out / "voice"
+    _, train_clips, _ = prepare_voice(args.voice, out, model=args.model, device=args.device)
+    return out, train_clips[0].language
 
 
-def settings(given: argparse.Namespace, seed: int, voice: Path, language: str) -> dict[str, Any]:
-    """The recipe of the demo, heard while it learns, with every checkpoint kept."""
-    tree = recipe(Asked(given.out, model=given.model, seed=seed, settings=tuple(given.set)))
+def recipe_tree(args: argparse.Namespace, seed: int, voice: Path, language: str) -> dict[str, Any]:
+    """The demo's recipe with speech evaluation, and every checkpoint kept."""
+    tree = demo_recipe(voice, model=args.model, seed=seed, settings=args.set)
     tree["name"] = f"seed-{seed}"
-    prepared = voice / "prepared"
-    tree["data"] |= {"train": str(prepared / "train"), "evaluation": str(prepared / "held_out")}
-    tree["train"] |= {"early_stopping_patience": None, "keep_checkpoints": 1000, "device": given.device}
+    tree["train"] |= {"early_stopping_patience": None, "keep_checkpoints": 1000, "device": args.device}
     tree["speech_eval"] = tree.get("speech_eval", {}) | {
-        "asr": given.recogniser,
-        "sentences": str(given.out / "lines.txt"),
-        "limit": given.heard,
+        "asr": args.asr,
+        "sentences": str(args.out / "sentences.txt"),
+        "limit": args.eval_limit,
         "language": language,
     }
     return tree
 
 
-def train(given: argparse.Namespace, seed: int, voice: Path, language: str) -> Run:
-    """A run that is there and finished is not trained again, and one that is not finished goes on."""
-    folder, path = given.out / f"seed-{seed}", given.out / f"seed-{seed}.yaml"
+def train(args: argparse.Namespace, seed: int, voice: Path, language: str) -> Run:
+    """Train, or resume; a finished run is not trained again."""
+    folder, path = args.out / f"seed-{seed}", args.out / f"seed-{seed}.yaml"
     if (folder / "config.yaml").is_file() and Run.open(folder).is_finished:
         return Run.open(folder)
     if (folder / "checkpoints").is_dir():
-        run = workflow.resume(folder)
+        run = api.resume(folder)
     else:
-        path.write_text(yaml.safe_dump(settings(given, seed, voice, language), sort_keys=False), encoding="utf-8")
-        run = workflow.train(path, folder)
-    if run is None or not run.is_finished:
-        raise SystemExit(f"{folder} was stopped; run the same command again to go on")
+        path.write_text(yaml.safe_dump(recipe_tree(args, seed, voice, language), sort_keys=False), encoding="utf-8")
+        run = api.train(path, out=folder)
+    if not run.is_finished:
+        raise SystemExit(f"{folder} was stopped; run the same command again to resume")
     return run
 
 
-def listen_to_all(given: argparse.Namespace, runs: Mapping[int, Run]) -> dict[str, list[ItemScores]]:
-    """The untuned model and every checkpoint of every run say all lines; rows by system."""
+def score_all_checkpoints(args: argparse.Namespace, runs: Mapping[int, Run]) -> dict[str, list[ItemScores]]:
+    """Scores of the base model and of every checkpoint of every run on all sentences, by system."""
     first = next(iter(runs.values())).recipe
     data, speech_eval = first.data, first.speech_eval
     plan = eval_set_from_file(
-        given.out / "lines.txt", data.evaluation, data, speech_eval.seed, None, speech_eval.language
+        args.out / "sentences.txt", data.evaluation, data, speech_eval.seed, None, speech_eval.language
     )
 
-    def speaker(name: str, run: Path | None) -> System:
-        def opened() -> Engine:
-            model = given.model if run is None else None
-            return workflow.open_engine(run=run, model=model, codec=None, device=given.device)
+    def system_of(name: str, run: Path | None) -> System:
+        model = args.model if run is None else None
+        return SpeechSystem(name, lambda: load_engine(run=run, model=model, device=args.device), speech_eval.seed, {})
 
-        return SpeechSystem(name, opened, speech_eval.seed, {})
-
-    systems = [speaker(BASE, None)]
+    systems = [system_of(BASE, None)]
     for seed, run in runs.items():
-        systems += [speaker(name_of(seed, step), checkpoint_folder(run, step)) for step in checkpoint_steps(run)]
-    told: set[str] = set()
+        systems += [system_of(system_name(seed, step), checkpoint_folder(run, step)) for step in checkpoint_steps(run)]
+    shown: set[str] = set()
 
-    def tell(what: str, done: int, total: int) -> None:
-        if what not in told or done == total:
-            print(f"{what}: {done} of {total}", flush=True)
-            told.add(what)
+    def progress(stage: str, done: int, total: int | None) -> None:
+        if stage not in shown or done == total:
+            print(f"{stage}: {done} of {total}", flush=True)
+            shown.add(stage)
 
     return score_systems(
         plan,
         systems,
         open_required_scorers(speech_eval),
-        given.out / "exhaustive",
-        batch=given.batch,
-        at_once=AT_ONCE,
-        tell=tell,
+        args.out / "exhaustive",
+        batch_size=args.batch_size,
+        progress=progress,
     ).rows
 
 
-def name_of(seed: int, step: int) -> str:
+def system_name(seed: int, step: int) -> str:
     return f"seed-{seed}-step-{step:06d}"
 
 
-def compare(seed: int, run: Run, rows: Mapping[str, Sequence[ItemScores]], heard: int) -> dict[str, Any]:
-    """Both rankings of one run. `heard` of the lines were heard in training: the first."""
+def compare_rankings(seed: int, run: Run, rows: Mapping[str, Sequence[ItemScores]], eval_limit: int) -> dict[str, Any]:
+    """Both rankings of one run, of which the first `eval_limit` sentences were used in training."""
     speech_eval = run.recipe.speech_eval
-    floors, steps = Constraints(speech_eval.min_stop_rate, speech_eval.min_mos), checkpoint_steps(run)
+    constraints, steps = Constraints(speech_eval.min_stop_rate, speech_eval.min_mos), checkpoint_steps(run)
 
     def ranked(count: int | None) -> list[CheckpointScore]:
         base = StepScores(0, rows[BASE][:count])
-        return [score_checkpoint(StepScores(step, rows[name_of(seed, step)][:count]), base, floors) for step in steps]
+        return [
+            score_checkpoint(StepScores(step, rows[system_name(seed, step)][:count]), base, constraints)
+            for step in steps
+        ]
 
-    some, every = ranked(heard), ranked(None)
-    chosen = facts_of(run.best)["progress"]["step"] if run.best.is_dir() else None
+    some, every = ranked(eval_limit), ranked(None)
+    chosen = read_checkpoint_metadata(run.best)["progress"]["step"] if run.best.is_dir() else None
     picks = {
-        "while_training": chosen,
-        "same_lines": _step(best_checkpoint(some)),
+        "during_training": chosen,
+        "same_sentences": _step(best_checkpoint(some)),
         "exhaustive": _step(best_checkpoint(every)),
     }
     in_training = {
-        row["step"]: row["speech_eval"]["mark"]
+        row["step"]: row["speech_eval"]["score"]
         for row in map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())
         if "speech_eval" in row
     }
-    found: dict[str, Any] = {"seed": seed, **picks, "agree": chosen == picks["exhaustive"]}
-    found["marks"] = {
-        str(one.step): {
-            "while_training": in_training.get(one.step),
-            "same_lines": less.mark.to_json(),
-            "exhaustive": one.mark.to_json(),
-            "over_the_untuned": one.gain.to_json(),
-            "faults": list(one.faults),
+    result: dict[str, Any] = {"seed": seed, **picks, "agree": chosen == picks["exhaustive"]}
+    result["scores"] = {
+        str(full.step): {
+            "during_training": in_training.get(full.step),
+            "same_sentences": partial.score.to_json(),
+            "exhaustive": full.score.to_json(),
+            "gain_over_base": full.gain.to_json(),
+            "violations": list(full.violations),
         }
-        for one, less in zip(every, some, strict=True)
+        for full, partial in zip(every, some, strict=True)
     }
     if chosen is not None and picks["exhaustive"] is not None:
-        ours, theirs = (rows[name_of(seed, step)] for step in (chosen, picks["exhaustive"]))
-        found["lost"] = difference([item_score(row) for row in theirs], [item_score(row) for row in ours]).to_json()
-    return found
+        ours, theirs = (rows[system_name(seed, step)] for step in (chosen, picks["exhaustive"]))
+        result["regret"] = paired_difference(
+            [item_score(row) for row in theirs], [item_score(row) for row in ours]
+        ).to_json()
+    return result
 
 
-def _step(verdict: CheckpointScore | None) -> int | None:
-    return verdict.step if verdict is not None else None
+def _step(checkpoint: CheckpointScore | None) -> int | None:
+    return checkpoint.step if checkpoint is not None else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="fledgling", help="hub name or folder")
-    parser.add_argument("--recogniser", required=True, help="folder or name of a Whisper")
+    parser.add_argument("--asr", required=True, help="folder or name of a Whisper")
     parser.add_argument("--voice", help="recordings, instead of the voice that comes with Myna")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--heard", type=int, default=48, help="lines heard at every evaluation")
-    parser.add_argument("--lines", type=int, default=96, help="lines that every checkpoint says afterwards")
-    parser.add_argument("--sentences", type=Path, help="a text file of lines, instead of our own")
-    parser.add_argument("--batch", type=int, default=24, help="lines said at once")
+    parser.add_argument("--eval-limit", type=int, default=48, help="sentences at every evaluation")
+    parser.add_argument("--limit", type=int, default=96, help="sentences of the evaluation afterwards")
+    parser.add_argument("--sentences", type=Path, help="a text file, instead of the built-in sentences")
+    parser.add_argument("--batch-size", type=int, default=24, help="sentences synthesized at once")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], help="a setting of the recipe, such as train.steps=60")
-    given = parser.parse_args()
-    if given.heard > given.lines:
-        parser.error("--heard are some of --lines")
-    given.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    if args.eval_limit > args.limit:
+        parser.error("--eval-limit is at most --limit")
+    args.out.mkdir(parents=True, exist_ok=True)
     lines = (
-        [line for line in given.sentences.read_text(encoding="utf-8").splitlines() if line.strip()][: given.lines]
-        if given.sentences is not None
-        else sentences(given.lines)
+        [line for line in args.sentences.read_text(encoding="utf-8").splitlines() if line.strip()][: args.limit]
+        if args.sentences is not None
+        else sentences(args.limit)
     )
-    (given.out / "lines.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    voice, language = prepare(given)
-    parse_recipe(settings(given, given.seeds[0], voice, language), where="the recipe with --set")
-    runs = {seed: train(given, seed, voice, language) for seed in given.seeds}
-    rows = listen_to_all(given, runs)
-    compared = [compare(seed, run, rows, given.heard) for seed, run in runs.items()]
-    about = {"model": given.model, "heard": given.heard, "lines": len(lines)}
-    found = about | {"agree": all(one["agree"] for one in compared), "seeds": compared}
-    with replacing(given.out / "ranking.json") as temporary:
-        temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    for one in compared:
-        picks = [f"{key.replace('_', ' ')} {one[key]}" for key in ("while_training", "same_lines", "exhaustive")]
-        if lost := one.get("lost"):
-            picks.append(f"lost {lost['mean']:.3f} [{lost['low']:.3f}, {lost['high']:.3f}]")
-        print(f"seed {one['seed']}: {', '.join(picks)}")
+    (args.out / "sentences.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    voice, language = prepare(args)
+    parse_recipe(recipe_tree(args, args.seeds[0], voice, language), where="the recipe with --set")
+    runs = {seed: train(args, seed, voice, language) for seed in args.seeds}
+    rows = score_all_checkpoints(args, runs)
+    compared = [compare_rankings(seed, run, rows, args.eval_limit) for seed, run in runs.items()]
+    about = {"model": args.model, "eval_limit": args.eval_limit, "sentences": len(lines)}
+    results = about | {"agree": all(result["agree"] for result in compared), "seeds": compared}
+    with atomic_write(args.out / "ranking.json") as temporary:
+        temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    for result in compared:
+        picks = [
+            f"{key.replace('_', ' ')} {result[key]}" for key in ("during_training", "same_sentences", "exhaustive")
+        ]
+        if regret := result.get("regret"):
+            picks.append(f"regret {regret['mean']:.3f} [{regret['low']:.3f}, {regret['high']:.3f}]")
+        print(f"seed {result['seed']}: {', '.join(picks)}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The training step on one card: the card's own limit, stock parts, and ours, in one run.
+"""Benchmark of the training step on one GPU: matrix product ceiling, stock baselines, and ours, in one run.
 
 python benchmarks/train_step.py --out FOLDER          all rows, within ten minutes on an H200
-python benchmarks/train_step.py --rows ours-bf16      some of them, beside what the folder already holds
+python benchmarks/train_step.py --rows ours-bf16      some rows, added to those in the folder
 python benchmarks/train_step.py --parity              200 steps of each base, for their losses
-python benchmarks/train_step.py --report              table, plot and page from the numbers that are there
-python benchmarks/train_step.py --tiny --device cpu   everything as a toy, to see that it runs
+python benchmarks/train_step.py --report              table, plot and page from train_step.json
+python benchmarks/train_step.py --tiny --device cpu   everything at toy size
 
-Every row is measured in a process of its own, so that neither memory nor compiled code is handed on, and is written to
-train_step.json as soon as it is there. A row that fails says why, and the others go on. Weights are random and of the
-true size; weights, adapters and utterances are the same for all, and so must be the first loss and gradient norm.
+Every row is measured in a process of its own, so that neither memory nor compiled code is shared, and is written to
+train_step.json at once. A row that fails reports the error, and the others continue. Weights are random and of the full
+size; weights, adapters and utterances are the same for all, and so must be the first loss and gradient norm.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if str(ROOT) not in sys.path:  # run as a script, which knows only its own folde
 from benchmarks.variants import BY_NAME, CEILINGS, PARITY, REFERENCE, VARIANTS, Variant  # noqa: E402
 
 Row = dict[str, Any]
-PAGE = ROOT / "docs" / "benchmarks"
-BUDGET, PATIENCE, FAREWELL = 570.0, 150.0, 15.0
-"""Seconds for the whole run, for one row, and kept back for the last measurement of the ceiling."""
+PAGE_FOLDER = ROOT / "docs" / "benchmarks"
+RUN_SECONDS, ROW_SECONDS, FINAL_CEILING_SECONDS = 570.0, 150.0, 15.0
+"""Limits of the whole run and of one row, and the reserve for the last measurement of the ceiling."""
 PARITY_TOLERANCE = 0.01
-OPEN, CLOSE = "<!-- measured: written by benchmarks/train_step.py -->", "<!-- /measured -->"
-"""The part of the page between these is made of the numbers."""
+MEASURED_BEGIN, MEASURED_END = "<!-- measured: written by benchmarks/train_step.py -->", "<!-- /measured -->"
+"""The part of the page between these is generated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a measuring process is told beside the name of its row."""
+class RowOptions:
+    """Options of a measuring process besides the name of its row."""
 
     device: str
     tiny: bool
@@ -55,25 +55,25 @@ class Asked:
         return ["--device", self.device, *(["--tiny"] if self.tiny else [])]
 
 
-def measure_here(name: str, asked: Asked, out: Path) -> None:
-    """One row, in this process."""
-    # Imported here: the process that waits for the others need not load torch.
-    from benchmarks.measuring import Bench
+def measure_in_process(name: str, options: RowOptions, out: Path) -> None:
+    """Measure one row in this process."""
+    # Imported here: the parent process need not load torch.
+    from benchmarks.harness import Benchmark
 
-    bench = Bench.of(asked.device, asked.tiny)
-    row = bench.measure(BY_NAME[name])
-    out.write_text(json.dumps({**row, "about": bench.about()}), encoding="utf-8")
+    benchmark = Benchmark.of(options.device, options.tiny)
+    row = benchmark.measure(BY_NAME[name])
+    out.write_text(json.dumps({**row, "about": benchmark.about()}), encoding="utf-8")
 
 
-def measure_apart(variant: Variant, asked: Asked, seconds: float) -> Row:
-    """One row in a process of its own, with caches of its own; a failure comes back as the row's `error`."""
+def measure_in_subprocess(variant: Variant, options: RowOptions, seconds: float) -> Row:
+    """Measure one row in a process with its own caches; a failure is returned as the row's `error`."""
     if variant.recipe and not (ROOT / "recipes" / variant.recipe).is_file():
         return {"name": variant.name, "error": f"there is no recipes/{variant.recipe}"}
     if seconds <= 0:
         return {"name": variant.name, "error": "not measured: the time of the run was spent"}
     with tempfile.TemporaryDirectory() as scratch:
         out, log = Path(scratch, "row.json"), Path(scratch, "log.txt")
-        command = [sys.executable, str(SCRIPT), "--only", variant.name, "--row", str(out), *asked.arguments]
+        command = [sys.executable, str(SCRIPT), "--only", variant.name, "--row", str(out), *options.arguments]
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
         with log.open("w", encoding="utf-8") as written:
             process = subprocess.Popen(
@@ -89,20 +89,20 @@ def measure_apart(variant: Variant, asked: Asked, seconds: float) -> Row:
         if code == 0:
             row: Row = json.loads(out.read_text(encoding="utf-8"))
             return row
-        said = log.read_text(encoding="utf-8", errors="replace")
-        print(said[-3000:], file=sys.stderr, flush=True)
-        return {"name": variant.name, "error": failure(said, code)}
+        output = log.read_text(encoding="utf-8", errors="replace")
+        print(output[-3000:], file=sys.stderr, flush=True)
+        return {"name": variant.name, "error": failure(output, code)}
 
 
-def failure(said: str, code: int) -> str:
-    """What a process died of: the last line of a traceback that is not indented, with what follows it."""
-    lines = said.strip().splitlines()
+def failure(output: str, code: int) -> str:
+    """Reason of a crash: the last unindented line of a traceback, with what follows it."""
+    lines = output.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if line.partition(":")[0].endswith(("Error", "Exception"))]
     return "\n".join(lines[starts[-1] :])[:600] if starts else f"ended with {code}: {' '.join(lines[-3:])[:600]}"
 
 
 class Results:
-    """train_step.json, written anew after every row."""
+    """train_step.json, written after every row."""
 
     def __init__(self, folder: Path, *, keep: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,9 @@ class Results:
         self._fresh.add(row["name"])
         self.facts |= row.pop("about", {})
         where = "parity" if variant.kind == "parity" else "rows"
-        self.facts[where] = in_order([*(one for one in self.facts.get(where, []) if one["name"] != row["name"]), row])
+        self.facts[where] = sort_rows(
+            [*(other for other in self.facts.get(where, []) if other["name"] != row["name"]), row]
+        )
         self.write()
 
     def write(self) -> None:
@@ -141,21 +143,21 @@ class Results:
             if row["name"] in self._fresh and "model_tflops" in row and "ceiling_tflops" in self.facts:
                 row["ceiling_tflops"] = self.facts["ceiling_tflops"]
                 row["share_of_ceiling"] = row["model_tflops"] / row["ceiling_tflops"]
-        compare(self.facts["rows"])
+        compare_first_steps(self.facts["rows"])
         if "parity" in self.facts:
-            compare_endings(self.facts["parity"])
+            compare_final_losses(self.facts["parity"])
         partial = self.file.with_suffix(".partial")
         partial.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.file)
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
+def sort_rows(rows: Iterable[Row]) -> list[Row]:
     order = list(BY_NAME)
     return sorted(rows, key=lambda row: order.index(row["name"]))
 
 
-def compare(rows: list[Row]) -> None:
-    """Whether each row began as the reference did; None where there is nothing to compare."""
+def compare_first_steps(rows: list[Row]) -> None:
+    """Whether first loss and gradient norm of each row agree with the reference; None without one."""
     reference = next((row for row in rows if row["name"] == REFERENCE and "error" not in row), None)
     for row in rows:
         if "error" in row:
@@ -171,8 +173,8 @@ def compare(rows: list[Row]) -> None:
         )
 
 
-def compare_endings(rows: list[Row]) -> None:
-    """How each training ended, against bf16's."""
+def compare_final_losses(rows: list[Row]) -> None:
+    """Compare the final loss of each training with that of bf16."""
     reference = next((row for row in rows if row["name"] == PARITY[0].name and "error" not in row), None)
     for row in rows:
         if "error" not in row and reference is not None:
@@ -181,7 +183,7 @@ def compare_endings(rows: list[Row]) -> None:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """The rows for people."""
+    """Markdown table of the rows."""
     columns = (
         ("s/step", "seconds_per_step", "{:.3f}"),
         ("target audio s/s", "target_audio_seconds_per_second", "{:,.0f}"),
@@ -221,14 +223,14 @@ def parity_table(rows: Sequence[Row]) -> str:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """The part of the page that is made of numbers."""
+    """The generated part of the page."""
     versions = ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items())
     ceilings = facts.get("ceilings_tflops", {})
     measured = " and ".join(f"{tflops:.0f}" for tflops in ceilings.values())
     parts = [
         f"Measured on {facts['date']} on {facts.get('machine', 'nothing')} with {versions}.",
         f"The ceiling, a bf16 matrix product, was {measured} TFLOP/s at the start and the end; the higher one counts.",
-        f"In a long row of products the card did {facts['sustained_tflops']:.0f}."
+        f"In a long row of products the GPU did {facts['sustained_tflops']:.0f}."
         if "sustained_tflops" in facts
         else "",
         *([facts["remark"]] if "remark" in facts else []),
@@ -243,8 +245,8 @@ def summary(facts: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def drawing(facts: dict[str, Any]) -> str:
-    """Two bars a row: its share of the ceiling, and how much audio it learns in a second."""
+def bar_chart_svg(facts: dict[str, Any]) -> str:
+    """Bar chart: share of the ceiling, and target audio per second."""
     rows = [row for row in facts["rows"] if "error" not in row]
     most = max((row["target_audio_seconds_per_second"] for row in rows), default=1.0)
     height = 60 + 26 * len(rows)
@@ -269,43 +271,43 @@ def drawing(facts: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def filled(page: str, facts: dict[str, Any]) -> str:
-    """The page with its measured part made anew."""
-    before, opened, rest = page.partition(OPEN)
-    _, closed, after = rest.partition(CLOSE)
+def fill_page(page: str, facts: dict[str, Any]) -> str:
+    """The page with its measured part replaced."""
+    before, opened, rest = page.partition(MEASURED_BEGIN)
+    _, closed, after = rest.partition(MEASURED_END)
     if not opened or not closed:
-        raise ValueError(f"the page has no place for numbers: {OPEN} ... {CLOSE}")
-    return f"{before}{OPEN}\n{summary(facts)}\n{CLOSE}{after}"
+        raise ValueError(f"the page has no place for numbers: {MEASURED_BEGIN} ... {MEASURED_END}")
+    return f"{before}{MEASURED_BEGIN}\n{summary(facts)}\n{MEASURED_END}{after}"
 
 
 def report(folder: Path, facts: dict[str, Any]) -> None:
-    (folder / "train_step.svg").write_text(drawing(facts), encoding="utf-8")
+    (folder / "train_step.svg").write_text(bar_chart_svg(facts), encoding="utf-8")
     page = folder / "train_step.md"
     if page.is_file():
-        page.write_text(filled(page.read_text(encoding="utf-8"), facts), encoding="utf-8")
+        page.write_text(fill_page(page.read_text(encoding="utf-8"), facts), encoding="utf-8")
     print(summary(facts), flush=True)
 
 
-def run(chosen: Sequence[Variant], asked: Asked, results: Results, *, budget: float, patience: float) -> None:
-    """All rows one after another, between two measurements of the ceiling."""
+def run(chosen: Sequence[Variant], options: RowOptions, results: Results, *, budget: float, patience: float) -> None:
+    """Measure all rows, between two measurements of the ceiling."""
     ends = time.monotonic() + budget
     training = any(variant.kind != "parity" for variant in chosen)
     before, after = CEILINGS
     if training:
-        results.ceiling(measure_apart(before, asked, patience))
+        results.ceiling(measure_in_subprocess(before, options, patience))
     for variant in chosen:
         began = time.monotonic()
-        left = ends - began - (FAREWELL if training else 0)
-        row = measure_apart(variant, asked, min(patience, left))
+        left = ends - began - (FINAL_CEILING_SECONDS if training else 0)
+        row = measure_in_subprocess(variant, options, min(patience, left))
         results.add(row, variant)
-        told = row.get("error") or {key: row[key] for key in ("model_tflops", "peak_gib", "final_loss") if key in row}
-        print(f"{variant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+        shown = row.get("error") or {key: row[key] for key in ("model_tflops", "peak_gib", "final_loss") if key in row}
+        print(f"{variant.name}: {shown} ({time.monotonic() - began:.0f} s)", flush=True)
     if training:
-        results.ceiling(measure_apart(after, asked, patience))
+        results.ceiling(measure_in_subprocess(after, options, patience))
 
 
-def passes(facts: dict[str, Any]) -> bool:
-    """No row of ours failed, none began elsewhere than the reference, and no base ended elsewhere than bf16."""
+def all_passed(facts: dict[str, Any]) -> bool:
+    """Whether no row of ours failed, all agree with the reference, and all parity trainings passed."""
     ours = [row for row in facts["rows"] if row["name"].startswith("ours")]
     began = all("error" not in row and row["agrees"] is not False for row in ours)
     return began and all(row.get("passed", False) for row in facts.get("parity", []))
@@ -317,21 +319,21 @@ def _first_line(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument("--out", type=Path, default=PAGE_FOLDER)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy model and short clips")
     rows = [variant.name for variant in (*VARIANTS, *PARITY)]
     parser.add_argument("--rows", nargs="+", choices=rows, metavar="ROW", default=None)
-    parser.add_argument("--parity", action="store_true", help="only the trainings that are held against each other")
+    parser.add_argument("--parity", action="store_true", help="only the trainings whose losses are compared")
     parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds for one row")
+    parser.add_argument("--budget", type=float, default=RUN_SECONDS, help="seconds for everything")
+    parser.add_argument("--patience", type=float, default=ROW_SECONDS, help="seconds for one row")
     parser.add_argument("--only", choices=list(BY_NAME), help=argparse.SUPPRESS)
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
     told = parser.parse_args(arguments)
-    asked = Asked(told.device, told.tiny)
+    options = RowOptions(told.device, told.tiny)
     if told.only:
-        measure_here(told.only, asked, told.row)
+        measure_in_process(told.only, options, told.row)
         return 0
     some = bool(told.rows) or told.parity or told.report
     results = Results(told.out, keep=some)
@@ -339,9 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.begin(f"python {' '.join(sys.argv)}")
         chosen = [BY_NAME[name] for name in told.rows] if told.rows else [] if told.parity else list(VARIANTS)
         chosen += PARITY if told.parity else ()
-        run(chosen, asked, results, budget=told.budget, patience=told.patience)
+        run(chosen, options, results, budget=told.budget, patience=told.patience)
     report(told.out, results.facts)
-    return 0 if passes(results.facts) else 1
+    return 0 if all_passed(results.facts) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows of the training benchmark: who trains, with which parts, and how near they must come to one another."""
+"""Variants of the training benchmark: the rows of its table, and their tolerances."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Variant:
+    """A row of the benchmark."""
+
     name: str
-    what: str
-    """One line for people."""
+    description: str
     kind: Literal["ceiling", "stock", "ours", "recipe", "parity"]
     targets: Literal["attention", "all"] = "all"
     """Stock: the projections that get a LoRA."""
@@ -20,23 +21,23 @@ class Variant:
     attention: str = "sdpa"
     compiled: bool = False
     settings: tuple[str, ...] = ()
-    """Ours: what differs from a LoRA of rank 16 on all projections in rows of 16,384 tokens, as one would type it."""
+    """Ours: overrides of a LoRA of rank 16 on all projections in rows of 16,384 tokens."""
     small_rows: bool = False
     """Ours: rows of 4,096 tokens instead."""
     long_rows: bool = False
-    """Ours: rows of 32,768 tokens instead, which such a card has room for."""
+    """Ours: rows of 32,768 tokens instead, which fit an H200."""
     recipe: str = ""
-    card_gib: float | None = None
-    """Recipe: the memory of the card it is meant for, which it may not exceed."""
+    gpu_gib: float | None = None
+    """Recipe: the memory of the GPU it is meant for, which it may not exceed."""
     tolerance: float = 0.01
-    """How far the first loss and the first gradient norm may be from the reference's."""
+    """Relative tolerance of the first loss and gradient norm against the reference."""
     compares: frozenset[str] = field(default=frozenset({"first_loss", "gradient_norm"}))
 
 
 REFERENCE = "stock-all"
-"""Whose first loss and gradient norm the others must meet."""
-ROUNDED = 0.05
-"""The tolerance where the frozen weights themselves are rounded to 8 or 4 bits, which makes another model of them."""
+"""The variant that the others' first loss and gradient norm are compared with."""
+QUANTIZED_TOLERANCE = 0.05
+"""Where the frozen weights are quantized to 8 or 4 bits."""
 
 VARIANTS = (
     Variant(
@@ -62,7 +63,7 @@ VARIANTS = (
         layout="packed",
         attention="flex_attention",
     ),
-    Variant("ours-plain-bf16", "ours without the fast path, bf16", "ours", settings=("train.fused_lora=false",)),
+    Variant("ours-plain-bf16", "ours without fused LoRA, bf16", "ours", settings=("train.fused_lora=false",)),
     Variant("ours-bf16", "ours, bf16, 32,768-token rows", "ours", long_rows=True),
     Variant(
         "ours-fp8",
@@ -70,20 +71,22 @@ VARIANTS = (
         "ours",
         settings=("model.quantization=fp8",),
         long_rows=True,
-        tolerance=ROUNDED,
+        tolerance=QUANTIZED_TOLERANCE,
     ),
     Variant(
         "ours-8gb",
-        "recipe for a card of 8 GB",
+        "recipe for a GPU of 8 GB",
         "recipe",
         recipe="higgs_v2_lora_8gb.yaml",
-        card_gib=8,
-        tolerance=ROUNDED,
+        gpu_gib=8,
+        tolerance=QUANTIZED_TOLERANCE,
     ),
-    Variant("ours-16gb", "recipe for a card of 16 GB", "recipe", recipe="higgs_v2_lora_16gb.yaml", card_gib=16),
-    Variant("ours-24gb", "recipe for a card of 24 GB", "recipe", recipe="higgs_v2_lora_24gb.yaml", card_gib=24),
-    Variant("ours-h200", "recipe for an H200", "recipe", recipe="higgs_v2_lora_h200.yaml", tolerance=ROUNDED),
-    # Last, since nobody knows how long it compiles.
+    Variant("ours-16gb", "recipe for a GPU of 16 GB", "recipe", recipe="higgs_v2_lora_16gb.yaml", gpu_gib=16),
+    Variant("ours-24gb", "recipe for a GPU of 24 GB", "recipe", recipe="higgs_v2_lora_24gb.yaml", gpu_gib=24),
+    Variant(
+        "ours-h200", "recipe for an H200", "recipe", recipe="higgs_v2_lora_h200.yaml", tolerance=QUANTIZED_TOLERANCE
+    ),
+    # Last, since compilation may take long.
     Variant(
         "stock-packed-compiled",
         "the same packed by position ids, flex attention, layers compiled",

@@ -1,7 +1,7 @@
-"""Recordings that tests make for themselves: two birds that whistle letters, each in its own register.
+"""Synthetic speech for tests: two speakers ("birds") whose letters are tones, each in a register of its own.
 
-A tiny model of random weights can learn them by heart in a minute, code for code, so they show whether the way through
-is sound; how a voice sounds they cannot show.
+A tiny model of random weights overfits them in a minute, code for code, so they test the whole pipeline; they cannot
+test how a voice sounds.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from myna.audio.files import write
+from myna.audio.files import write_audio
 from myna.data.codec import Codes, Samples
 
 SAMPLE_RATE = 24_000
-BIRDS = {"robin": 320.0, "heron": 110.0}
+LETTER_SECONDS = 0.06
+SPEAKER_PITCHES = {"robin": 320.0, "heron": 110.0}
 LINES = ("good morning", "what a fine day")
 REFERENCE = "follow me"
 
 
-def whistle(text: str, pitch: float) -> Samples:
-    """A letter is a tone of 60 ms with three harmonics and a soft edge; a space is a rest."""
-    count = int(0.06 * SAMPLE_RATE)
+def tone_speech(text: str, pitch: float) -> Samples:
+    """A letter is a tone of 60 ms with three harmonics and a soft edge; a space is silence."""
+    count = int(LETTER_SECONDS * SAMPLE_RATE)
     time = np.arange(count) / SAMPLE_RATE
     edge = np.minimum(1.0, np.minimum(time, time[::-1]) / 0.008)
     notes = [np.zeros(count)]
@@ -33,12 +34,12 @@ def whistle(text: str, pitch: float) -> Samples:
     return np.concatenate(notes).astype(np.float32)
 
 
-def record(folder: Path) -> None:
-    """The recordings: one folder a bird, each clip with its text beside it."""
-    for bird, pitch in BIRDS.items():
+def write_recordings(folder: Path) -> None:
+    """Recordings: one folder a speaker, each clip with its transcript beside it."""
+    for speaker, pitch in SPEAKER_PITCHES.items():
         for number, text in enumerate((REFERENCE, *LINES)):
-            clip = folder / bird / f"{bird}-{number}.wav"
-            write(clip, whistle(text, pitch), SAMPLE_RATE)
+            clip = folder / speaker / f"{speaker}-{number}.wav"
+            write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
 
 
@@ -52,7 +53,8 @@ def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
     }
 
 
-def match(spoken: Codes, real: Codes) -> float:
+def code_accuracy(generated: Codes, target: Codes) -> float:
     """Share of codes that agree, over the longer of the two."""
-    shared = min(len(spoken), len(real))
-    return float((spoken[:shared] == real[:shared]).sum() / (max(len(spoken), len(real)) * real.shape[1]))
+    shared = min(len(generated), len(target))
+    longer = max(len(generated), len(target))
+    return float((generated[:shared] == target[:shared]).sum() / (longer * target.shape[1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from myna.audio.files import write
+from myna.audio.files import write_audio
 
 RATE = 16_000
 TONES = {"T": 400, "K": 900, "S": 1900, "M": 3600}
@@ -29,7 +29,7 @@ def lines() -> list[dict[str, Any]]:
         heard = [list(TONES)[number // 4], list(TONES)[number % 4]]
         right = (heard[0] == "T") + (heard[1] == "K")
         scores = {"accuracy": 2 + 4 * right, "fluency": number % 11, "prosodic": 10 - number // 4, "total": 3 + right}
-        word = {"text": TEXT, "accuracy": 5 * right, "phones": "T K", "heard": " ".join(heard)}
+        word = {"text": TEXT, "accuracy": 5 * right, "phones": "T K", "pronounced": " ".join(heard)}
         line = {"audio": f"{number:02d}.wav", "text": TEXT, "speaker": f"s{number % 4}", "question": "How was it?"}
         made.append(line | {"scores": scores, "words": [word]})
     return made
@@ -39,7 +39,7 @@ def record(folder: Path) -> Path:
     """The recordings and their scores; the JSONL file."""
     folder.mkdir(parents=True)
     for line in lines():
-        write(folder / line["audio"], sound(line["words"][0]["heard"]), RATE)
+        write_audio(folder / line["audio"], sound(line["words"][0]["pronounced"]), RATE)
     path = folder / "scores.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines()), encoding="utf-8")
     return path

@@ -161,13 +161,13 @@ def test_a_folder_that_is_no_run_is_named(complain: Complain, tiny: Path) -> Non
     assert "empty is not a run" in complain("speak", "hi", "-o", "x.wav", "--run", "empty")
     assert "--run or --model" in complain("speak", "hi", "-o", "x.wav")
     assert "--run or --model" in complain("speak", "hi", "-o", "x.wav", "--run", "empty", "-m", tiny)
-    voice = ["--voice", "a.wav", "--voice-text", "a", "--voice", "b.wav"]
-    assert "2 --voice but 1 --voice-text" in complain("speak", "hi", "-o", "x.wav", "-m", tiny, *voice)
+    voice = ["--reference", "a.wav", "--reference-text", "a", "--reference", "b.wav"]
+    assert "2 --reference but 1 --reference-text" in complain("speak", "hi", "-o", "x.wav", "-m", tiny, *voice)
 
 
 def test_a_missing_voice_is_named(complain: Complain, tiny: Path) -> None:
     words = ["speak", "hi", "-o", "x.wav", "-m", tiny, "--device", "cpu"]
-    assert "nobody.wav: missing file" in complain(*words, "--voice", "nobody.wav", "--voice-text", "hi")
+    assert "nobody.wav: missing file" in complain(*words, "--reference", "nobody.wav", "--reference-text", "hi")
     assert "has no text to speak" in complain("speak", " ", *words[2:])
 
 
@@ -182,6 +182,6 @@ def test_brackets_are_printed_as_they_are(complain: Complain) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from myna.models import save_tiny
+    from myna.models import save_tiny_model
 
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")

@@ -28,10 +28,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from myna import doctor
 from myna.cli import app
-from myna.doctor import Check, Probe, examine
-from myna.models import convert, save_tiny
+from myna.doctor import environment, hardware, runner
+from myna.doctor.check import Check, Probe
+from myna.doctor.runner import run_checks
+from myna.models import convert_checkpoint, save_tiny_model
 from myna.models.higgs_v2.tiny import save_tiny_codec
 
 Patch = pytest.MonkeyPatch
@@ -40,13 +41,13 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: Patch) -> None:
     """No launcher's variables, whatever started the tests."""
-    for name in (*doctor.PLACE, "SLURM_STEP_NUM_TASKS"):
+    for name in (*hardware.LAUNCHER_VARIABLES, "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("doctor") / "model")
+    return save_tiny_model(tmp_path_factory.mktemp("doctor") / "model")
 
 
 @pytest.fixture
@@ -58,8 +59,8 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 def of_model(source: object) -> dict[str, Check]:
     """The checks of a model alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "MACHINE", ())
-        return {check.name: check for check in examine(str(source))}
+        patch.setattr(runner, "MACHINE_CHECKS", ())
+        return {check.name: check for check in run_checks(str(source))}
 
 
 def only(probe: Probe) -> Check:
@@ -117,8 +118,8 @@ def test_an_exception_nobody_foresaw_is_a_finding(monkeypatch: Patch) -> None:
         yield Check("first half", "ok", "fine")
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(doctor, "MACHINE", ((stumbles, "stilts"), (doctor.precision, "torch")))
-    first, second, third = examine()
+    monkeypatch.setattr(runner, "MACHINE_CHECKS", ((stumbles, "stilts"), (hardware.check_precision, "torch")))
+    first, second, third = run_checks()
     assert (first.name, first.status) == ("first half", "ok")
     assert (second.name, second.status, second.detail) == ("stumbles", "failed", "ZeroDivisionError: by zero")
     assert "pip install --force-reinstall --no-deps stilts" in second.hint
@@ -127,15 +128,21 @@ def test_an_exception_nobody_foresaw_is_a_finding(monkeypatch: Patch) -> None:
 
 def test_it_goes_on_without_torch(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(doctor, "MACHINE", ((doctor.torch_, "torch"), (doctor.gpu, "torch"), (doctor.audio, "x")))
-    found = {check.name: check for check in examine()}
+    monkeypatch.setattr(
+        runner,
+        "MACHINE_CHECKS",
+        ((hardware.check_torch, "torch"), (hardware.check_gpu, "torch"), (environment.check_audio_files, "x")),
+    )
+    found = {check.name: check for check in run_checks()}
     assert found["torch"].status == found["gpu"].status == "failed"
     assert "import of torch halted" in found["torch"].detail and "pip install myna" in found["torch"].hint
     assert found["audio files"].status == "ok"
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    heavy = "import sys, myna.doctor; print(sorted({'torch', 'numpy', 'soundfile', 'pydantic'} & set(sys.modules)))"
+    heavy = (
+        "import sys, myna.doctor.runner; print(sorted({'torch', 'numpy', 'soundfile', 'pydantic'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -148,16 +155,16 @@ def test_whatever_is_not_ok_has_a_hint() -> None:
 
 
 def test_python_and_packages_are_those_of_the_metadata(monkeypatch: Patch) -> None:
-    assert only(doctor.python).status == only(doctor.packages).status == "ok"
-    assert f"numpy {np.__version__}" in only(doctor.packages).detail
-    assert "pytest" not in only(doctor.packages).detail, "extras are nobody's duty"
+    assert only(environment.check_python).status == only(environment.check_packages).status == "ok"
+    assert f"numpy {np.__version__}" in only(environment.check_packages).detail
+    assert "pytest" not in only(environment.check_packages).detail, "extras are nobody's duty"
     monkeypatch.setattr(metadata, "requires", lambda _: ["numpy>=99", "nonesuch>=1", "rich>=1"])
-    check = only(doctor.packages)
+    check = only(environment.check_packages)
     assert check.status == "failed"
     assert f"numpy is {np.__version__}, Myna needs >=99; nonesuch is absent, Myna needs >=1" == check.detail
     assert check.hint == "pip install 'numpy>=99' 'nonesuch>=1'"
     monkeypatch.setattr("platform.python_version", lambda: "3.10.1")
-    assert "Myna needs >=3.11" in only(doctor.python).detail
+    assert "Myna needs >=3.11" in only(environment.check_python).detail
 
 
 @pytest.fixture
@@ -188,39 +195,39 @@ def cuda(monkeypatch: Patch) -> Callable[..., None]:
 def test_a_cuda_build_without_a_driver_is_a_warning(cuda: Callable[..., None], monkeypatch: Patch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cuda()
-    check = only(doctor.torch_)
+    check = only(hardware.check_torch)
     assert check.status == "warning"
     assert "CUDA 13.0 build without a working driver (CUDA initialization: the driver is too old)" in check.detail
     assert "nvidia-smi" in check.hint and "CPU build of torch" in check.hint
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert only(doctor.torch_).hint == "unset CUDA_VISIBLE_DEVICES"
+    assert only(hardware.check_torch).hint == "unset CUDA_VISIBLE_DEVICES"
 
 
 def test_a_cpu_build_beside_a_driver_is_a_warning(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "none")
-    assert only(doctor.torch_) == Check("torch", "ok", f"{torch.__version__}, CPU build")
-    monkeypatch.setattr(doctor, "NVIDIA", tmp_path)
-    check = only(doctor.torch_)
+    monkeypatch.setattr(hardware, "NVIDIA", tmp_path / "none")
+    assert only(hardware.check_torch) == Check("torch", "ok", f"{torch.__version__}, CPU build")
+    monkeypatch.setattr(hardware, "NVIDIA", tmp_path)
+    check = only(hardware.check_torch)
     assert check.status == "warning" and "the GPUs lie idle" in check.detail
 
 
 def test_each_gpu_is_named(cuda: Callable[..., None]) -> None:
     cuda(("NVIDIA H200", 9, 0), ("NVIDIA RTX A6000", 8, 6))
-    assert list(doctor.gpu()) == [
+    assert list(hardware.check_gpu()) == [
         Check("gpu 0", "ok", "NVIDIA H200, 80.0 GiB of memory (72.0 free), compute capability 9.0"),
         Check("gpu 1", "ok", "NVIDIA RTX A6000, 80.0 GiB of memory (72.0 free), compute capability 8.6"),
     ]
-    assert only(doctor.precision).detail.startswith("bf16: CUDA capability 9.0 has bf16")
+    assert only(hardware.check_precision).detail.startswith("bf16: CUDA capability 9.0 has bf16")
 
 
 def test_a_gpu_that_is_taken_is_a_warning_and_one_without_kernels_a_failure(cuda: Callable[..., None]) -> None:
     cuda(("NVIDIA H200", 9, 0), free=0.2)
-    check = only(doctor.gpu)
+    check = only(hardware.check_gpu)
     assert check.status == "warning" and "nvidia-smi" in check.hint
     cuda(("Tesla V100", 7, 0))
-    check = only(doctor.gpu)
+    check = only(hardware.check_gpu)
     assert check.status == "failed" and "no kernels for (sm_80, sm_90, compute_90)" in check.detail
 
 
@@ -236,13 +243,13 @@ def test_a_gpu_that_is_taken_is_a_warning_and_one_without_kernels_a_failure(cuda
     ],
 )
 def test_which_cards_a_build_serves(card: tuple[int, int], kernels: str, runs: bool) -> None:
-    assert doctor._built_for(*card, kernels.split()) is runs
+    assert hardware._built_for(*card, kernels.split()) is runs
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpus_of_this_machine_are_fine() -> None:
-    checks = list(doctor.gpu())
+    checks = list(hardware.check_gpu())
     assert len(checks) == torch.cuda.device_count()
     assert all(check.status == "ok" and "compute capability" in check.detail for check in checks)
 
@@ -250,29 +257,29 @@ def test_the_gpus_of_this_machine_are_fine() -> None:
 def test_a_full_disk_is_told_apart_from_a_small_one(monkeypatch: Patch, tmp_path: Path) -> None:
     for free, status in ((100e9, "ok"), (10e9, "warning"), (0.5e9, "failed")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        check = doctor._room("disk", tmp_path / "not" / "yet" / "there", 15e9, "make room")
+        check = hardware._disk_space("disk", tmp_path / "not" / "yet" / "there", 15e9, "make room")
         assert check.status == status and str(tmp_path / "not" / "yet" / "there") in check.detail
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert doctor._room("disk", tmp_path, 1e9, "make room").detail == f"{tmp_path} cannot be written to"
+    assert hardware._disk_space("disk", tmp_path, 1e9, "make room").detail == f"{tmp_path} cannot be written to"
 
 
 def test_memory_knows_the_limits_of_a_job(monkeypatch: Patch, tmp_path: Path) -> None:
     memory = SimpleNamespace(available=60e9, total=64e9)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    monkeypatch.setattr(doctor, "CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(doctor, "CGROUPS", tmp_path)
-    assert only(doctor.memory) == Check("memory", "ok", "60.0 GB free of 64.0")
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
+    assert only(hardware.check_memory) == Check("memory", "ok", "60.0 GB free of 64.0")
     (tmp_path / "job" / "step").mkdir(parents=True)
     (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/job/step\n")
     for folder, limit in (("job", "6000000000"), ("job/step", "max")):
         (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
         (tmp_path / folder / "memory.stat").write_text("anon 1000000000\nfile 5000000000\n")
-    check = only(doctor.memory)
+    check = only(hardware.check_memory)
     assert check.status == "warning" and check.detail.startswith("5.0 GB left by the limit") and "sbatch" in check.hint
 
 
 def test_audio_formats_that_do_not_work_are_named(monkeypatch: Patch) -> None:
-    files, resampling = doctor.audio()
+    files, resampling = environment.check_audio_files()
     assert files.status == resampling.status == "ok" and ".mp3" in files.detail
     real = soundfile.write
 
@@ -282,18 +289,18 @@ def test_audio_formats_that_do_not_work_are_named(monkeypatch: Patch) -> None:
         real(*words, format=format, **more)
 
     monkeypatch.setattr(soundfile, "write", deaf)
-    files, _ = doctor.audio()
+    files, _ = environment.check_audio_files()
     assert files.status == "warning" and ".mp3: Unknown format" in files.detail and ".wav" not in files.detail
     monkeypatch.setattr(soundfile, "read", lambda *_, **__: (np.zeros(24_000, np.float32), 24_000))
-    files, _ = doctor.audio()
+    files, _ = environment.check_audio_files()
     assert files.status == "failed" and ".wav: a tone does not come back" in files.detail
     monkeypatch.setattr("soxr.resample", lambda tone, *_, **__: tone)
-    _, resampling = doctor.audio()
+    _, resampling = environment.check_audio_files()
     assert resampling.status == "failed" and "soxr" in resampling.hint
 
 
 def test_a_broken_torchaudio_is_named_before_it_takes_transformers_along(monkeypatch: Patch, tmp_path: Path) -> None:
-    absent, classes = doctor.transformers_()
+    absent, classes = environment.check_transformers()
     assert (absent.name, absent.status) == ("torchaudio", "ok")
     assert (classes.name, classes.detail) == (
         "codec classes",
@@ -301,8 +308,8 @@ def test_a_broken_torchaudio_is_named_before_it_takes_transformers_along(monkeyp
     )
     (tmp_path / "torchaudio.py").write_text("raise OSError('libtorchaudio.so: undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "MACHINE", ((doctor.transformers_, "transformers"),))
-    broken, model = examine("somewhere")
+    monkeypatch.setattr(runner, "MACHINE_CHECKS", ((environment.check_transformers, "transformers"),))
+    broken, model = run_checks("somewhere")
     assert broken.status == "failed" and "`import torchaudio` fails" in broken.detail
     assert "undefined symbol" in broken.detail and broken.hint == "pip uninstall torchaudio"
     assert model.status == "failed" and "mend what failed above" in model.hint
@@ -318,24 +325,24 @@ class Refusal(BaseHTTPRequestHandler):
 
 def test_the_hub_may_be_off_silent_or_there(monkeypatch: Patch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert only(doctor.hub).detail.startswith("HF_HUB_OFFLINE is set")
+    assert only(environment.check_hub).detail.startswith("HF_HUB_OFFLINE is set")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with HTTPServer(("127.0.0.1", 0), Refusal) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert only(doctor.hub).status == "ok", "a refusal is an answer"
+        assert only(environment.check_hub).status == "ok", "a refusal is an answer"
         server.shutdown()
-    check = only(doctor.hub)
+    check = only(environment.check_hub)
     assert check.status == "warning" and "refused" in check.detail and "HF_HUB_OFFLINE=1" in check.hint
 
 
 def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: Patch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(doctor, "PATIENCE", 0.01)
+    monkeypatch.setattr(environment, "HUB_TIMEOUT", 0.01)
     released = Event()
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: released.wait(60) and io.BytesIO())
-    assert only(doctor.hub).detail.endswith("cannot be reached: no answer within 0.01 s")
+    assert only(environment.check_hub).detail.endswith("cannot be reached: no answer within 0.01 s")
     released.set()
 
 
@@ -366,15 +373,15 @@ def test_what_a_launcher_left_must_make_sense(monkeypatch: Patch, variables: str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    (check,) = doctor._safely(doctor.processes, "")
+    (check,) = runner._guarded(hardware.check_processes, "")
     assert check.status == status and detail in check.detail
 
 
 def test_more_processes_than_gpus_are_a_failure(monkeypatch: Patch, cuda: Callable[..., None]) -> None:
     cuda(("NVIDIA H200", 9, 0))
-    for name, value in zip(doctor.PLACE, ("1", "1", "2", "here", "29500"), strict=True):
+    for name, value in zip(hardware.LAUNCHER_VARIABLES, ("1", "1", "2", "here", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    (check,) = doctor._safely(doctor.processes, "")
+    (check,) = runner._guarded(hardware.check_processes, "")
     assert (
         check.status == "failed" and "card 1" in check.detail and "as many processes as there are cards" in check.hint
     )
@@ -387,7 +394,7 @@ def test_trackers_are_information(monkeypatch: Patch, tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(metadata, "version", lambda _: "1.2")
-    check = only(doctor.trackers)
+    check = only(environment.check_trackers)
     assert check.status == "ok"
     assert "tensorboard absent (pip install tensorboard), wandb 1.2, trackio absent" in check.detail
 
@@ -403,7 +410,7 @@ def test_a_sound_model(sound: Path) -> None:
 
 
 def test_a_sound_model_of_the_original_layout(sound: Path, tmp_path: Path) -> None:
-    convert(sound, tmp_path / "original", "original")
+    convert_checkpoint(sound, tmp_path / "original", "original")
     found = of_model(tmp_path / "original")
     assert {check.status for check in found.values()} == {"ok"}
 

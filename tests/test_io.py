@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myna.audio.files import FORMATS, write
-from myna.io import bytes_hash, file_hash, replacing, sniff_suffix
+from myna.audio.files import AUDIO_FORMATS, write_audio
+from myna.io import bytes_hash, file_hash, atomic_write, sniff_suffix
 
 
 def test_the_hash_is_blake2b_of_the_bytes(tmp_path: Path) -> None:
@@ -14,9 +14,9 @@ def test_the_hash_is_blake2b_of_the_bytes(tmp_path: Path) -> None:
     assert file_hash(tmp_path / "a") == bytes_hash(data) == hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("suffix", AUDIO_FORMATS)
 def test_encoded_audio_is_known_by_its_first_bytes(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / f"a{suffix}", np.zeros(4_800, np.float32), 24_000)
+    write_audio(tmp_path / f"a{suffix}", np.zeros(4_800, np.float32), 24_000)
     assert sniff_suffix((tmp_path / f"a{suffix}").read_bytes()) == suffix
 
 
@@ -30,10 +30,10 @@ def test_other_first_bytes(data: bytes, suffix: str) -> None:
 
 def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
-    with pytest.raises(RuntimeError), replacing(path) as temporary:
+    with pytest.raises(RuntimeError), atomic_write(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert list(path.parent.iterdir()) == []
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("whole")
     assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]

@@ -14,7 +14,7 @@ import yaml
 from myna.config import Settings, load_recipe
 from myna.models import open_family
 from myna.train import memory_plan
-from myna.train.memory_plan import Pass, plan
+from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision
 from tests.train.test_memory_plan import speech
 
@@ -64,11 +64,11 @@ def test_a_recipe_fits_its_card_and_says_what_it_takes(card: str, monkeypatch: p
     room, most = CARDS[card]
     path = next(path for path in RECIPES if path.stem == f"higgs_v2_lora_{card}")
     recipe, family = load_recipe(path), open_family("higgs-v2")
-    monkeypatch.setattr(memory_plan, "room", lambda _: int(room * 2**30))
-    few = Pass((speech(family, 150, 500),) * 2, 650)
-    planned = plan(family, recipe, Precision("bf16", "a test"), torch.device("cuda"), few)
+    monkeypatch.setattr(memory_plan, "available_memory", lambda _: int(room * 2**30))
+    few = LargestBatch((speech(family, 150, 500),) * 2, 650)
+    planned = plan_memory(family, recipe, Precision("bf16", "a test"), torch.device("cuda"), few)
     planned = replace(planned, tokens=recipe.data.row_tokens)
-    planned = planned.with_least_recomputed() if planned.chosen else planned
+    planned = planned.with_least_recomputation() if planned.automatic else planned
     assert planned.total <= most * 2**30, planned.table()
     told = re.search(r"Planned peak: ([\d.]+) GiB", path.read_text(encoding="utf-8"))
     assert told and float(told[1]) == pytest.approx(planned.total / 2**30, rel=0.03)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.statistics import Estimate, RatioPart, difference, estimate
+from myna.statistics import Estimate, RatioPart, paired_difference, estimate
 
 values = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
 
@@ -26,7 +26,7 @@ def test_a_mean_lies_in_its_interval_and_is_always_the_same(numbers: list[float]
 
 
 def test_nothing_is_made_up_where_there_is_nothing() -> None:
-    assert estimate([]) == difference([], []) == Estimate(None, None, None, 0)
+    assert estimate([]) == paired_difference([], []) == Estimate(None, None, None, 0)
     assert estimate([RatioPart(0, 0)]) == Estimate(n=0), "no words were to be said"
     assert not Estimate().excludes_zero
 
@@ -49,13 +49,13 @@ def test_paired_lines_tell_small_differences() -> None:
     dice = np.random.default_rng(1)
     hard = dice.normal(0, 1, 50)
     one, other = hard + 0.05 + dice.normal(0, 0.02, 50), hard
-    paired = difference(parts(one.tolist()), parts(other.tolist()))
+    paired = paired_difference(parts(one.tolist()), parts(other.tolist()))
     assert paired.excludes_zero and paired.mean == pytest.approx(0.05, abs=0.01)
-    apart = difference(parts(one.tolist()), parts(other[::-1].tolist()))
+    apart = paired_difference(parts(one.tolist()), parts(other[::-1].tolist()))
     assert not apart.excludes_zero
 
 
 @given(values)
 def test_a_system_does_not_differ_from_itself(numbers: list[float]) -> None:
-    same = difference(parts(numbers), parts(numbers))
+    same = paired_difference(parts(numbers), parts(numbers))
     assert (same.mean, same.low, same.high) == (0.0, 0.0, 0.0) and not same.excludes_zero

@@ -18,7 +18,7 @@ from myna.data.codec import Codes
 from myna.data.dataset import PreparedDataset
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny_codec
-from tests.birds import BIRDS, LINES, REFERENCE, match, recipe, record
+from tests.birds import SPEAKER_PITCHES, LINES, REFERENCE, code_accuracy, recipe, write_recordings
 
 
 def myna(*words: object) -> str:
@@ -31,7 +31,7 @@ def myna(*words: object) -> str:
 def way(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recordings of two birds, prepared and trained."""
     folder = tmp_path_factory.mktemp("way")
-    record(folder / "recordings")
+    write_recordings(folder / "recordings")
     myna("model", "tiny", "-o", folder / "model")
     myna("prepare", folder / "recordings", "-o", folder / "prepared", "-m", folder / "model", "--device", "cpu")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
@@ -42,22 +42,22 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def speak(way: Path, bird: str, text: str, *extra: object) -> Codes:
     out = way / "spoken.npy"
     voice = way / "recordings" / bird / f"{bird}-0.wav"
-    words = ["speak", text, "--run", way / "run", "--voice", voice, "--voice-text", REFERENCE]
+    words = ["speak", text, "--run", way / "run", "--reference", voice, "--reference-text", REFERENCE]
     myna(*words, "--temperature", 0, "--device", "cpu", "-o", way / "spoken.wav", "--codes", out, *extra)
     return np.asarray(np.load(out))
 
 
-@pytest.mark.parametrize("bird", BIRDS)
+@pytest.mark.parametrize("bird", SPEAKER_PITCHES)
 def test_overfitted_lines_come_back_code_for_code_in_the_voice_of_the_reference(way: Path, bird: str) -> None:
     """Each line exists in two voices, so only the reference can tell the model which codes to speak."""
     corpus = PreparedDataset.open(way / "prepared")
     real = {(u.speaker, u.text): corpus.codes(u) for u in corpus.utterances}
-    other = next(name for name in BIRDS if name != bird)
+    other = next(name for name in SPEAKER_PITCHES if name != bird)
     for text in LINES:
         spoken = speak(way, bird, text)
         assert len(spoken) == len(real[bird, text]), "it stops on the right frame"
-        assert match(spoken, real[bird, text]) >= 0.99
-        assert match(spoken, real[other, text]) < 0.9
+        assert code_accuracy(spoken, real[bird, text]) >= 0.99
+        assert code_accuracy(spoken, real[other, text]) < 0.9
 
 
 def test_the_run_folder_holds_everything(way: Path) -> None:
@@ -96,8 +96,8 @@ def test_render_shows_what_is_learned(way: Path) -> None:
 
 def test_speak_wants_a_text_for_every_voice(way: Path) -> None:
     voice = way / "recordings" / "robin" / "robin-0.wav"
-    with pytest.raises(MynaError, match="1 --voice but 0 --voice-text"):
-        myna("speak", "hello", "--run", way / "run", "--voice", voice, "-o", way / "x.wav")
+    with pytest.raises(MynaError, match="1 --reference but 0 --reference-text"):
+        myna("speak", "hello", "--run", way / "run", "--reference", voice, "-o", way / "x.wav")
 
 
 def test_a_model_is_sampled_as_it_asks_unless_somebody_says_otherwise(way: Path, tmp_path: Path) -> None:

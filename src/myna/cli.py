@@ -1,73 +1,126 @@
-"""The door. Every command is here, and nothing but commands: work is done in the rooms behind it."""
+"""The command line: every command is a call of the Python API, with its progress and its result shown."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import TextColumn
 
 from myna import __version__
 from myna.errors import MynaError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from myna.api import Voice
 
 app = typer.Typer(
     name="myna",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    help="""Teach a speech language model a voice: recordings in, speech out.
+    help="""Fine-tune speech language models: recordings in, speech out.
 
-    The way through:  **prepare** turns recordings into codes,  **train** turns codes into a LoRA,
-    **speak** turns text into sound.  `myna demo` walks it end to end.""",
+    The steps:  **prepare** turns recordings into codes,  **train** turns codes into a LoRA,
+    **speak** turns text into speech.  `myna demo` does all of it, end to end.""",
 )
-model_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints and convert them.")
+model_app = typer.Typer(no_args_is_help=True, help="Inspect checkpoints and convert them.")
 app.add_typer(model_app, name="model")
 
-console = Console()
-complaints = Console(stderr=True)
-
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hub name or folder of the model.")]
+UntunedOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model, instead of a run.")
+]
 CodecOption = Annotated[
     str | None, typer.Option("--codec", help="Hub name or folder of another codec than the model's.")
 ]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")]
-FormatOption = Annotated[
-    str | None, typer.Option("--format", help="Layout of the source; found by looking if left out.")
-]
+FormatOption = Annotated[str | None, typer.Option("--format", help="Layout of the source; detected if left out.")]
 MaxBadOption = Annotated[float, typer.Option("--max-bad", help="Share of bad items above which the import fails.")]
 LanguageOption = Annotated[str, typer.Option("--language", help="Language of utterances whose source names none.")]
 SpeakerOption = Annotated[str, typer.Option("--speaker", help="Speaker of utterances whose source names none.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
-RecogniserOption = Annotated[
-    str | None,
-    typer.Option("--recogniser", help="Folder or name of a Whisper (base, transformers:base), to count wrong words."),
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Prepared folder; by default the held-out data of the (first) run.")
 ]
-VoicesOption = Annotated[
+SentencesOption = Annotated[
+    Path | None, typer.Option("--sentences", help="Text file, a sentence a line; or a list as of seed-tts-eval.")
+]
+AsrOption = Annotated[
+    str | None,
+    typer.Option("--asr", help="Name or folder of a Whisper (base, transformers:base), for word error rates."),
+]
+SpeakerEncoderOption = Annotated[
     str,
-    typer.Option("--voices", help="Ear for voices: resemblyzer, ecapa:FILE.safetensors, wavlm, or a WavLM's folder."),
+    typer.Option("--speaker-encoder", help="resemblyzer, ecapa:FILE.safetensors, wavlm, or the folder of a WavLM."),
+]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use this many sentences; speakers take turns.")
+]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="Sentences or recordings processed at once.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same choice and same speech.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a setting of the recipe: KEY=VALUE; repeatable.")
 ]
 StrengthOption = Annotated[
-    float,
-    typer.Option("--strength", min=0.0, help="Share of what the run's LoRA learned: less keeps more of the old."),
+    float, typer.Option("--strength", min=0.0, help="Scale of the run's LoRA: less keeps more of the untuned model.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+SINGLE_THREAD_PARAMETERS = 50_000_000
+
+_owns_process = False
+"""Whether the command was typed, and its process ends with it."""
 
 
 def main() -> None:
-    """Errors a person can act on are shown without a traceback."""
+    """Run a command. Errors a person can act on are shown without a traceback."""
+    global _owns_process
+    _owns_process = True
     try:
         app()
     except MynaError as error:
-        complaints.print(
-            f"[bold red]error[/] {_escape(error.what)}\n[bold]  → [/]{_escape(error.hint)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        from rich.console import Console
+        from rich.markup import escape
+
+        text = f"[bold red]error[/] {escape(error.what)}\n[bold]  → [/]{escape(error.hint)}"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         sys.exit(1)
+
+
+@contextmanager
+def _fast_start(*, adapter: bool) -> Iterator[None]:
+    """Imports of a process that only speaks, with the garbage collector paused: nothing imported is garbage. PEFT, for
+    an adapter, counts on all that transformers imports."""
+    gc.disable()
+    try:
+        from myna._compat import trimmed_imports
+
+        with trimmed_imports() if _owns_process and not adapter else nullcontext():
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _limit_threads(voice: Voice) -> None:
+    """One thread for a small model: a second one gains nothing, and waits in a busy loop for its share of the cores."""
+    import torch
+
+    if sum(parameter.numel() for parameter in voice.engine.model.parameters()) < SINGLE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
 
 
 @app.command("import")
@@ -80,9 +133,14 @@ def import_(
     speaker: SpeakerOption = "",
 ) -> None:
     """Read recordings and texts in any layout into one manifest; bad items go to rejected.jsonl with their reason."""
-    from myna.workflow import import_into
+    from myna import api
+    from myna.terminal import progress_bars, show_notes
 
-    import_into(source, out, format, max_bad, language, speaker)
+    with progress_bars() as progress:
+        report = api.import_dataset(
+            source, out, format=format, max_bad=max_bad, language=language, speaker=speaker, progress=progress
+        )
+    show_notes(report.notes, _console())
 
 
 @app.command()
@@ -97,10 +155,25 @@ def prepare(
     speaker: SpeakerOption = "",
     device: DeviceOption = "auto",
 ) -> None:
-    """Import a source and turn its clips into codes, once. Run it again after a stop: only what is new is encoded."""
-    from myna.workflow import prepare as run_prepare
+    """Import a source and encode its clips, once. Run it again after a stop: only what is new is encoded."""
+    from myna import api
+    from myna.terminal import progress_bars, show_notes
 
-    run_prepare(source, out, model, codec, format, max_bad, language, speaker, device)
+    with progress_bars() as progress:
+        report = api.prepare(
+            source,
+            out,
+            model=model,
+            codec=codec,
+            format=format,
+            max_bad=max_bad,
+            language=language,
+            speaker=speaker,
+            device=device,
+            progress=progress,
+        )
+    summary = f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now"
+    show_notes([*report.notes, summary], _console())
 
 
 @app.command()
@@ -110,16 +183,14 @@ def split(
         int, typer.Option("--speakers", min=0, help="Speakers to hold out, for voices never heard.")
     ] = 0,
     texts: Annotated[int, typer.Option("--texts", min=0, help="Texts to hold out, for voices that are known.")] = 10,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Another seed, another choice.")] = 0,
+    seed: SeedOption = 0,
 ) -> None:
-    """Keep some speakers and texts to judge by. Made once: DATA/parts holds a prepared folder for each part."""
-    from myna.data.split import PARTS
-    from myna.data.split import split as run_split
+    """Hold out speakers and texts to evaluate on. Made once: DATA/subsets holds a prepared folder for each subset."""
+    from myna import api
+    from myna.terminal import show_notes
 
-    made = run_split(data, speakers=speakers, texts=texts, seed=seed)
-    for part in PARTS:
-        if ids := made.ids(part):
-            console.print(f"{data / 'parts' / part}: {len(ids)} utterances", highlight=False, soft_wrap=True)
+    parts = api.split(data, speakers=speakers, texts=texts, seed=seed)
+    show_notes([f"{part.folder}: {part.utterances} utterances" for part in parts.values()], _console())
 
 
 @app.command()
@@ -129,208 +200,250 @@ def render(
     id: Annotated[str | None, typer.Option("--id", help="Utterance to show; the first one if left out.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="How many utterances to show.")] = 1,
     frames: Annotated[bool, typer.Option("--frames", help="Show every frame of every clip.")] = False,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="data.* and loss.* settings, KEY=VALUE.")] = None,
+    settings: SetOption = None,
 ) -> None:
-    """Print conversations token by token, as training sees them: green is learned, the rest is context."""
-    from myna.config import override, parse_recipe
-    from myna.errors import DataError
+    """Print training sequences token by token: green is supervised, the rest is context."""
+    from myna import api
     from myna.models import open_family
     from myna.models.token_view import token_view
-    from myna.train.loop import make_loader
 
-    tree: dict[str, Any] = {"model": {"source": model}, "data": {"train": str(data)}, "train": {"steps": 1}}
-    for setting in settings or []:
-        override(tree, setting)
-    recipe = parse_recipe(tree, where="--set")
-    family = open_family(model)
-    loader = make_loader(recipe, family, data)
-    targets = loader.pairing.targets
-    if id is not None:
-        targets = targets.named(id)
-        if not targets:
-            raise DataError(f"{data} has no target {id}", hint="the ids stand in its manifest.jsonl")
-    for target in targets[:count]:
-        console.print(token_view(loader.sequence(target, epoch=0), family, all_frames=frames), soft_wrap=True)
+    console, family = _console(), open_family(model)
+    for sequence in api.render(data, model=model, id=id, count=count, settings=settings or ()):
+        console.print(token_view(sequence, family, all_frames=frames), soft_wrap=True)
 
 
 @app.command()
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe; recipes/ has some to start from.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/NAME by default.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE.")] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Cards of this machine to use, a process each.")] = 1,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run instead of a recipe.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, plan the memory, train nothing.")] = False,
+    settings: SetOption = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs of this machine to use, a process each.")] = 1,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Continue this run instead of a recipe.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, plan the memory, train nothing.")
+    ] = False,
 ) -> None:
     """Train what a recipe says, into a run folder. Every setting can be changed with --set train.steps=100."""
+    from myna import api
+    from myna.config import load_recipe
     from myna.errors import ConfigError
-    from myna.workflow import how_to_try
-    from myna.workflow import resume as go_on
-    from myna.workflow import train as run_training
 
     if (recipe is None) == (resume is None) or (resume is not None and (out is not None or dry_run)):
         raise ConfigError(
             "give a recipe, or --resume with a run and nothing else that says where or what",
             hint="myna train recipes/NAME.yaml, or myna train --resume runs/NAME",
         )
-    run = go_on(resume, settings, gpus) if resume is not None else None
-    run = run_training(recipe, out, settings, gpus, dry_run) if recipe is not None else run
-    if run is None or not run.is_finished:
+    if recipe is not None:
+        load_recipe(recipe, settings)  # a mistake in it is told before anything heavy is imported
+    from myna.models import open_family
+    from myna.models.base import SpeakingFamily
+    from myna.terminal import TrainingDisplay
+    from myna.train.distributed import ProcessInfo
+
+    leads = ProcessInfo.from_environment().is_main
+    with TrainingDisplay(shown=leads and gpus == 1) as display:
+        if resume is not None:
+            run = api.resume(resume, settings=settings or (), gpus=gpus, progress=display.progress, observer=display)
+        else:
+            run = api.train(
+                recipe,
+                out=out,
+                settings=settings or (),
+                gpus=gpus,
+                dry_run=dry_run,
+                progress=display.progress,
+                observer=display,
+            )
+    if not leads or gpus > 1 or not run.is_finished:
         return
-    console.print(f"\n{how_to_try(run)}", soft_wrap=True)
+    source = run.recipe.model
+    family = open_family(source.source, revision=source.revision, codec=source.codec)
+    if isinstance(family, SpeakingFamily):
+        command = f'myna speak "your words" --run {run.folder} --reference REF.wav --reference-text "..." -o out.wav'
+    else:
+        command = f"myna answer RECORDING.wav --run {run.folder}"
+    _console().print(f"\nTry it:  {command}", soft_wrap=True, markup=False)
 
 
 @app.command()
 def speak(
     text: Annotated[str, typer.Argument(help="What to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Sound file to write: .wav, .flac, .ogg, .mp3.")],
-    voice: Annotated[
-        list[Path] | None, typer.Option("--voice", help="Recording that sets the voice; repeatable.")
+    out: Annotated[Path, typer.Option("--out", "-o", help="Audio file to write: .wav, .flac, .ogg, .mp3.")],
+    reference: Annotated[
+        list[Path] | None, typer.Option("--reference", help="Recording of the voice to speak in; repeatable.")
     ] = None,
-    voice_text: Annotated[
-        list[str] | None, typer.Option("--voice-text", help="What is said in it; repeatable.")
+    reference_text: Annotated[
+        list[str] | None, typer.Option("--reference-text", help="Transcript of that recording; repeatable.")
     ] = None,
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder whose voice to use.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder, or one of its checkpoints.")] = None,
+    model: UntunedOption = None,
     strength: StrengthOption = 1.0,
     codec: CodecOption = None,
     scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0.0, help="0 always takes the likeliest; if not given, as the model asks."),
+        typer.Option("--temperature", min=0.0, help="0 is greedy; if not given, as the model asks."),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option("--top-k", min=0, help="Choose among the likeliest k codes, 0: all; or as the model asks."),
+        typer.Option("--top-k", min=0, help="Sample from the likeliest k codes, 0: all; or as the model asks."),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", min=0.0, max=1.0, help="Choose within this probability; or as the model asks."),
+        typer.Option("--top-p", min=0.0, max=1.0, help="Sample within this probability; or as the model asks."),
     ] = None,
     max_seconds: Annotated[float, typer.Option("--max-seconds", min=0.1, help="Where a runaway is cut.")] = 60.0,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same speech.")] = 0,
     device: DeviceOption = "auto",
     codes: Annotated[Path | None, typer.Option("--codes", help="Also write the codes, as .npy.")] = None,
 ) -> None:
-    """Say something, in the voice of a recording, with a model as it is or as a run has tuned it."""
-    import numpy as np
-
-    from myna.audio.files import check_suffix, write
+    """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it."""
+    from myna.audio.files import check_audio_suffix, probe
     from myna.errors import SpeakError
-    from myna.speak.engine import SpeechRequest
-    from myna.workflow import open_engine, progress
 
-    check_suffix(out)
-    voices, voice_texts = voice or [], voice_text or []
-    if len(voices) != len(voice_texts):
+    check_audio_suffix(out)
+    if (run is None) == (model is None):
+        raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
+    if len(reference or ()) != len(reference_text or ()):
         raise SpeakError(
-            f"{len(voices)} --voice but {len(voice_texts)} --voice-text", hint="say what is spoken in each recording"
+            f"{len(reference or ())} --reference but {len(reference_text or ())} --reference-text",
+            hint="give the transcript of each recording",
         )
-    engine = open_engine(run=run, model=model, codec=codec, device=device, strength=strength)
-    line = SpeechRequest(
-        text, tuple(engine.voice(*pair) for pair in zip(voices, voice_texts, strict=True)), scene, id=text
-    )
-    asked: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    said = {name: value for name, value in asked.items() if value is not None}
-    sampling = replace(engine.family.sampling, max_seconds=max_seconds, seed=seed, **said)
-    with progress("speaking", TextColumn("{task.fields[heard]}")) as bar:
-        task = bar.add_task("speaking", total=None, heard="")
-        rate = engine.codec.frame_rate
-        speech = engine.speak([line], sampling, lambda n: bar.update(task, completed=n, heard=f"{n / rate:.1f} s"))[0]
-    if not len(speech.samples):
-        raise SpeakError("the model ended at once: there is nothing to hear", hint="try another --seed, or train more")
-    write(out, speech.samples, engine.codec.sample_rate)
+    from myna.models import find_checkpoint
+
+    # What is not there is reported before seconds go into imports.
+    for recording in reference or ():
+        probe(recording)
+    if model is not None:
+        find_checkpoint(model)
+    from myna import api
+    from myna.terminal import progress_bars
+
+    with _fast_start(adapter=run is not None):
+        voice = api.Voice.open(run=run, model=model, codec=codec, device=device, strength=strength)
+    _limit_threads(voice)
+    with progress_bars() as progress:
+        speech = voice.speak(
+            text,
+            reference=reference or (),
+            reference_text=reference_text or (),
+            scene=scene,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_seconds=max_seconds,
+            seed=seed,
+            progress=progress,
+        )
+    speech.save(out)
     if codes is not None:
+        import numpy as np
+
         np.save(codes, speech.codes)
     end = "stopped by itself" if speech.stopped else f"[yellow]cut at --max-seconds {max_seconds:g}: it found no end[/]"
-    console.print(f"{out}: {len(speech.codes) / rate:.2f} s, {end}")
+    _console().print(f"{out}: {speech.seconds:.2f} s, {end}")
 
 
 @app.command()
-def listen(
-    what: Annotated[list[Path], typer.Argument(help="Recordings, or one folder made by `myna prepare` with answers.")],
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder of a model that was taught to answer.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model.")] = None,
-    ask: Annotated[str | None, typer.Option("--ask", help="What to ask; by default to rate the pronunciation.")] = None,
+def answer(
+    recordings: Annotated[
+        list[Path], typer.Argument(help="Recordings, or one folder made by `myna prepare` with answers.")
+    ],
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder, or one of its checkpoints.")] = None,
+    model: UntunedOption = None,
+    question: Annotated[
+        str | None, typer.Option("--question", help="What to ask; by default to rate the pronunciation.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file for the answers to a folder.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where a runaway is cut.")] = 512,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Recordings answered at once.")] = 16,
+    batch_size: BatchSizeOption = 16,
     constrained: Annotated[
-        bool, typer.Option("--constrained", help="Hold answers to the JSON of an assessment: all can be read.")
+        bool, typer.Option("--constrained", help="Keep answers to the JSON of an assessment: all can be parsed.")
     ] = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Have a model that listens answer: print what it says of recordings, or compare its answers with a folder's."""
-    from myna.data.dataset import PREPARED, PreparedDataset
-    from myna.data.pronunciation.assessment import QUESTION
-    from myna.data.pronunciation.grammar import AnswerGrammar
+    """Answer questions about recordings with a model that listens, or compare its answers with those of a folder."""
+    from myna import api
+    from myna.data.dataset import DATASET_INFO_FILE
     from myna.errors import SpeakError
-    from myna.workflow import judge_answers, open_listener
-    from myna.workflow import listen as run_listen
+    from myna.terminal import progress_bars, show_answer_scores
 
-    folder = what[0] if (what[0] / PREPARED).is_file() else None
-    if folder is not None and (len(what) > 1 or out is None or ask is not None):
+    folder = recordings[0] if (recordings[0] / DATASET_INFO_FILE).is_file() else None
+    if folder is not None and (len(recordings) > 1 or out is None or question is not None):
         raise SpeakError(
             f"{folder} is a prepared folder, which comes alone, with questions of its own and an --out",
-            hint=f"myna listen {folder} --run RUN --out answers.jsonl",
+            hint=f"myna answer {folder} --run RUN --out answers.jsonl",
         )
-    listener = open_listener(run=run, model=model, device=device)
-    listener.grammar, listener.together = AnswerGrammar() if constrained else None, batch
-    if folder is None or out is None:
-        clips = [listener.recording(path, ask if ask is not None else QUESTION) for path in what]
-        for clip, said in zip(clips, listener.answer(clips, max_tokens), strict=True):
-            console.print(f"{clip.id}: {said.text}", markup=False, highlight=False, soft_wrap=True)
+    answerer = api.AnswerModel.open(run=run, model=model, device=device, batch_size=batch_size)
+    console = _console()
+    with progress_bars() as progress:
+        if folder is None or out is None:
+            answers = answerer.answer_all(
+                recordings, question, max_tokens=max_tokens, constrained=constrained, progress=progress
+            )
+            rows = []
+        else:
+            rows = answerer.answer_dataset(
+                folder, out, max_tokens=max_tokens, constrained=constrained, progress=progress
+            )
+    if folder is None:
+        for recording, reply in zip(recordings, answers, strict=True):
+            console.print(f"{recording}: {reply.text}", markup=False, highlight=False, soft_wrap=True)
         return
-    corpus = PreparedDataset.open(folder)
-    rows = run_listen(listener, corpus, out, max_tokens)
-    if table := judge_answers(corpus, rows):
-        console.print(table)
-    right = sum(row["answer"] == row["due"] for row in rows)
-    console.print(f"{out}: {right} of {len(rows)} answers are as they were due, letter for letter")
+    show_answer_scores(folder, rows, console)
+    exact = sum(row["answer"] == row["expected"] for row in rows)
+    console.print(f"{out}: {exact} of {len(rows)} answers equal the expected ones, letter for letter")
 
 
 @app.command()
 def evaluate(
     subject: Annotated[str, typer.Argument(help="A run folder, or the hub name or folder of a model.")],
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Prepared folder; a run's own held-out one by default.")
-    ] = None,
-    lines: Annotated[
-        Path | None, typer.Option("--lines", help="Text file, a sentence a line; or a list as of seed-tts-eval.")
-    ] = None,
+    data: DataOption = None,
+    sentences: SentencesOption = None,
     against: Annotated[
         list[str] | None, typer.Option("--against", help="Another run or model, or NAME=IT; repeatable.")
     ] = None,
-    recogniser: RecogniserOption = None,
-    voices: VoicesOption = "resemblyzer",
+    asr: AsrOption = None,
+    speaker_encoder: SpeakerEncoderOption = "resemblyzer",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder; RUN/evaluation or evaluations/NAME by default.")
     ] = None,
     language: LanguageOption = "",
     strength: StrengthOption = 1.0,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Judge so many lines; speakers take turns.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same lines, same speech.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Lines spoken at once.")] = 16,
+    limit: LimitOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchSizeOption = 16,
     device: DeviceOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print evaluation.json.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Judge by ear: words, voice, quality and stopping, beside the real recordings and the untuned base.
+    """Evaluate speech: words, speaker similarity, quality and stopping, beside real recordings and the untuned base.
 
-    Run again after a stop, or with another recogniser: only what is missing is done."""
-    from myna.evaluate.runner import Asked, folder_of, show_summary
-    from myna.evaluate.runner import evaluate as run_evaluation
+    Run again after a stop, or with another --asr: only what is missing is done."""
+    from myna import api
+    from myna.terminal import progress_bars, show_evaluation, show_notes
 
-    asked = Asked(
-        *(subject, data, lines, tuple(against or ()), out, recogniser, language, seed, limit, batch, device, voices),
-        strength=strength,
-    )
-    summary = run_evaluation(asked, complaints)
+    with progress_bars() as progress:
+        evaluation = api.evaluate(
+            subject,
+            data=data,
+            sentences=sentences,
+            against=against or (),
+            out=out,
+            asr=asr,
+            speaker_encoder=speaker_encoder,
+            language=language,
+            strength=strength,
+            limit=limit,
+            seed=seed,
+            batch_size=batch_size,
+            device=device,
+            progress=progress,
+        )
+    show_notes(evaluation.notes, _console(stderr=True))
     if as_json:
-        print(json.dumps(summary.to_json(), indent=2, ensure_ascii=False))
+        print(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
     else:
-        show_summary(summary, folder_of(asked), console)
+        show_evaluation(evaluation, _console())
 
 
 @app.command()
@@ -339,22 +452,16 @@ def compare(
         list[str],
         typer.Argument(help="Runs, models or folders of evaluations, or NAME=IT; or one folder that this has made."),
     ],
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Prepared folder; the first run's held-out one by default.")
-    ] = None,
-    lines: Annotated[
-        Path | None, typer.Option("--lines", help="Text file, a sentence a line; or a list as of seed-tts-eval.")
-    ] = None,
-    recogniser: RecogniserOption = None,
-    voices: VoicesOption = "resemblyzer",
+    data: DataOption = None,
+    sentences: SentencesOption = None,
+    asr: AsrOption = None,
+    speaker_encoder: SpeakerEncoderOption = "resemblyzer",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder; comparisons/NAMES by default.")] = None,
     language: LanguageOption = "",
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Compare so many lines; speakers take turns.")
-    ] = None,
-    listen: Annotated[int, typer.Option("--listen", min=1, help="Lines to hear blindly, of those compared.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same lines, same speech, same order.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Lines spoken at once.")] = 16,
+    limit: LimitOption = None,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Sentences to hear blindly, of those compared.")] = 20,
+    seed: SeedOption = 0,
+    batch_size: BatchSizeOption = 16,
     device: DeviceOption = "auto",
     preferences: Annotated[
         list[Path] | None, typer.Option("--preferences", help="Answers that the page saved; repeatable.")
@@ -363,41 +470,57 @@ def compare(
         bool, typer.Option("--serve", help="Give the page to browsers on this machine and save their answers.")
     ] = False,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="For --serve; 0 is any free one.")] = 8765,
-    as_json: Annotated[bool, typer.Option("--json", help="Print compare.json.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Two or more on the same lines: figures side by side, and a page to hear them without knowing who it is.
+    """Compare two or more systems on the same sentences: metrics side by side, and a page for blind listening.
 
     `myna compare runs/marta runs/again -o marta-again` makes marta-again/compare.html. It opens without a network:
     A or B by a key, names at the end, answers saved as a file.
 
     `myna compare marta-again --preferences anna.json --preferences ben.json` adds up what listeners answered and says
-    who is preferred. `myna compare marta-again --serve` saves answers as they are given.
+    which is preferred. `myna compare marta-again --serve` saves answers as they are given.
 
-    What `myna evaluate` has said and heard of a run is taken over. A folder of an evaluation is taken as it is, with
+    What `myna evaluate` has generated and scored of a run is reused. A folder of an evaluation is taken as it is, with
     no weights opened: `runs/marta/evaluation`, and `runs/marta/evaluation:base` for the untuned model beside it."""
+    from myna import api
     from myna.compare import runner
     from myna.errors import ConfigError
+    from myna.terminal import progress_bars, show_comparison, show_notes, show_preferences
 
-    folder = Path(subjects[0])
+    console, folder = _console(), Path(subjects[0])
+    messages = _console(stderr=True)
     if len(subjects) > 1 or not runner.is_comparison(folder):
         if preferences:
             raise ConfigError(
                 "preferences belong to a comparison that is made already",
                 hint="myna compare FOLDER --preferences FILE, where FOLDER holds compare.json",
             )
-        asked = runner.Asked(
-            tuple(subjects), data, lines, out, recogniser, language, seed, limit, listen, batch, device, voices
-        )
-        made, folder = runner.compare(asked, complaints)
+        with progress_bars() as progress:
+            comparison = api.compare(
+                subjects,
+                data=data,
+                sentences=sentences,
+                out=out,
+                asr=asr,
+                speaker_encoder=speaker_encoder,
+                language=language,
+                limit=limit,
+                trials=trials,
+                seed=seed,
+                batch_size=batch_size,
+                device=device,
+                progress=progress,
+            )
+        folder = comparison.folder
         if not as_json:
-            runner.show_comparison(made, folder, console)
+            show_comparison(comparison, console)
     else:
-        runner.show_preferences(runner.add_preferences(folder, preferences or []), complaints if as_json else console)
+        show_preferences(runner.add_preferences(folder, preferences or []), messages if as_json else console)
     if serve:
-        runner.serve(folder, port, console)
-        runner.show_preferences(runner.add_preferences(folder, []), console)
+        runner.serve_comparison(folder, port, lambda message: show_notes([message], console))
+        show_preferences(runner.add_preferences(folder, []), console)
     if as_json:
-        print((folder / runner.COMPARED).read_text(encoding="utf-8"), end="")
+        print((folder / runner.COMPARISON_FILE).read_text(encoding="utf-8"), end="")
 
 
 @app.command()
@@ -408,26 +531,34 @@ def demo(
     ] = None,
     format: FormatOption = None,
     language: LanguageOption = "",
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Hub name or folder of the model; fledgling by default.")
-    ] = None,
-    recogniser: Annotated[
-        str | None, typer.Option("--recogniser", help="Folder or name of a Whisper (base), to count wrong words with.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same demo.")] = 0,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a setting of the recipe, e.g. train.steps=30; repeatable.")
-    ] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="Hub name or folder of the model.")] = "fledgling",
+    asr: AsrOption = None,
+    seed: SeedOption = 0,
+    settings: SetOption = None,
     strength: Annotated[
         float | None,
-        typer.Option("--strength", min=0.0, help="Share of what is learned to speak with; if not given, by the model."),
+        typer.Option("--strength", min=0.0, help="Scale of the LoRA when speaking; if not given, by the model."),
     ] = None,
 ) -> None:
-    """A voice before and after: recordings, codes, speech, a LoRA, speech again, and a page to compare them."""
-    from myna.demo.run import MODEL, Asked, run_demo
+    """A voice before and after fine-tuning: recordings, codes, a LoRA, evaluation, and a page to compare by ear."""
+    from myna.demo.run import run_demo
+    from myna.terminal import DemoDisplay, show_demo
 
-    asked = Asked(out, voice, format, language, model or MODEL, seed, recogniser, tuple(set_ or ()), strength)
-    run_demo(asked, console)
+    with DemoDisplay() as display:
+        result = run_demo(
+            out,
+            voice=voice,
+            format=format,
+            language=language,
+            model=model,
+            asr=asr,
+            seed=seed,
+            settings=settings or (),
+            strength=strength,
+            progress=display.progress,
+            observer=display,
+        )
+    show_demo(result, _console())
 
 
 @model_app.command()
@@ -441,30 +572,19 @@ def stats(
     train_modules: Annotated[
         str, typer.Option("--train-modules", help="Trained in full: text_head,audio_head,audio_embedding.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Count what a LoRA would train, on the meta device, without weights."""
-    from rich.table import Table
+    from myna import api
+    from myna.terminal import show_model_stats
 
-    from myna.config import AdaptSettings, parse_settings
-    from myna.models import open_family
-    from myna.models.stats import model_stats as count
-
-    settings = parse_settings(
-        AdaptSettings,
-        {"mode": lora, "rank": rank, "targets": _commas(targets), "train_modules": _commas(train_modules)},
-        where="--lora",
+    numbers = api.model_stats(
+        model, lora=lora, rank=rank, targets=_commas(targets), train_modules=_commas(train_modules)
     )
-    numbers = count(open_family(model), settings)
     if as_json:
         print(json.dumps(numbers, indent=2))
-        return
-    table = Table(title=f"{model}, {lora}, rank {rank}", show_header=False)
-    for key, value in numbers.items():
-        table.add_row(
-            key, f"{value:,}" if isinstance(value, int) else f"{value:.4%}" if isinstance(value, float) else str(value)
-        )
-    console.print(table)
+    else:
+        show_model_stats(f"{model}, {lora}, rank {rank}", numbers, _console())
 
 
 @model_app.command()
@@ -474,10 +594,9 @@ def convert(
     layout: Annotated[str, typer.Option("--layout", help="transformers or original (boson).")] = "transformers",
 ) -> None:
     """Rewrite a checkpoint or an adapter from one layout to the other, bit for bit."""
-    from myna.models import convert as convert_checkpoint
+    from myna import api
 
-    convert_checkpoint(source, out, layout)
-    console.print(f"{out}: {layout} layout")
+    _console().print(f"{api.convert(source, out, layout=layout)}: {layout} layout")
 
 
 @model_app.command()
@@ -486,40 +605,41 @@ def extract(
     tuned: Annotated[str, typer.Argument(help="Hub name or folder of the fully trained model.")],
     out: OutOption,
     rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the LoRA.")] = 16,
-    mode: Annotated[str, typer.Option("--lora", help="Which projections get one.")] = "comprehensive",
+    lora: Annotated[str, typer.Option("--lora", help="Which projections get one.")] = "comprehensive",
 ) -> None:
     """Turn a fully trained model into a LoRA of its base, by truncated SVD, and say what is lost."""
-    from myna.models.extract import extract as extract_adapter
+    from myna import api
 
-    report = extract_adapter(base, tuned, out, rank, mode=mode)
-    console.print(f"{out}: rank {rank}, relative error {report['error']:.2%}")
+    report = api.extract_lora(base, tuned, out, rank=rank, lora=lora)
+    _console().print(f"{out}: rank {rank}, relative error {report['error']:.2%}")
 
 
 @model_app.command()
 def tiny(
     out: OutOption,
     seed: Annotated[int, typer.Option("--seed", help="Of the weights.")] = 0,
-    listens: Annotated[bool, typer.Option("--listens", help="One that listens and answers in words.")] = False,
+    answers: Annotated[bool, typer.Option("--answers", help="One that listens and answers in words.")] = False,
 ) -> None:
     """Write a tiny random checkpoint of the real classes, to try everything on."""
-    from myna.models import save_tiny
+    from myna import api
 
-    save_tiny(out, seed=seed, listens=listens)
-    can = "answer" if listens else "speak"
-    console.print(f"{out}: a tiny random model with its codec; it has to be trained before it can {can}")
+    api.make_tiny(out, seed=seed, answers=answers)
+    can = "answer" if answers else "speak"
+    _console().print(f"{out}: a tiny random model with its codec; it has to be trained before it can {can}")
 
 
 @app.command()
 def doctor(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of a model to check.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and a model if one is named. Says what to type where something is wrong."""
     from dataclasses import asdict
 
-    from myna.doctor import examine, show
+    from myna.doctor.runner import run_checks
+    from myna.terminal import show_checks
 
-    checks = list(examine(model)) if as_json else show(examine(model), console)
+    checks = list(run_checks(model)) if as_json else show_checks(run_checks(model), _console())
     if as_json:
         print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
     raise typer.Exit(1 if any(check.status == "failed" for check in checks) else 0)
@@ -528,12 +648,8 @@ def doctor(
 @app.command()
 def version() -> None:
     """Print the version."""
-    console.print(__version__)
+    print(__version__)
 
 
 def _commas(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")

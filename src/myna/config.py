@@ -1,4 +1,4 @@
-"""The typed tree: every setting, what it means, and what it is unless a recipe says otherwise.
+"""Recipe settings: a typed tree with the meaning and the default of every key.
 
 A recipe is a YAML file with only what differs. Unknown keys are refused with the nearest valid ones.
 `python -m myna.config` prints the reference page, docs/reference/recipe.md.
@@ -34,7 +34,7 @@ class Settings(BaseModel):
 
 
 class ModelSettings(Settings):
-    """What to start from."""
+    """The base model."""
 
     source: str = Field(min_length=1)
     """Hub name or folder of the model to start from."""
@@ -43,15 +43,15 @@ class ModelSettings(Settings):
     codec: str | None = None
     """Hub name or folder of the codec; by default the one that belongs to the model."""
     check_pretrained: bool = True
-    """The model can speak: training stops before the first step if its loss is that of a guess, or if it would rather
-    predict labels from another position. False for random weights."""
+    """Expect a pretrained model: stop before the first step if its loss is at chance, or lower with labels of another
+    position. False for random weights."""
     quantization: Quantization = "none"
-    """In what the layers under a LoRA are kept: the compute type; `fp8`, to be faster on Hopper and later; `int8` or
-    `nf4`, to take half or a quarter of the memory on any device. What learns stays fp32."""
+    """Storage of the frozen layers under a LoRA: `none` keeps the compute type, `fp8` is faster on Hopper and later,
+    `int8` and `nf4` take half and a quarter of the memory on any device. Trainable weights stay fp32."""
 
 
 class DataSettings(Settings):
-    """What to learn from, and how it is laid out."""
+    """Training data, references and packing."""
 
     train: Path
     """A folder made by `myna prepare`."""
@@ -65,7 +65,7 @@ class DataSettings(Settings):
     reference_placement: Literal["turn", "system"] = "turn"
     """Put the reference into turns of its own, or into the system message."""
     reference_seconds: tuple[Positive, Positive] = (1.0, 15.0)
-    """Shortest and longest reference to pick by ourselves."""
+    """Shortest and longest clip to draw as a reference."""
     seconds: tuple[Positive, Positive] = (0.2, 30.0)
     """Shortest and longest target; others are left out and counted."""
     scene: str = ""
@@ -75,14 +75,14 @@ class DataSettings(Settings):
     pack: bool = True
     """Several utterances to a row; false gives every utterance a row of its own."""
     workers: Annotated[int, Field(ge=0)] = 2
-    """Who makes batches ahead of the training: so many processes where a card learns, threads elsewhere. 0 leaves it to
-    the training itself. The data does not depend on it."""
+    """Data loader workers: processes when training on a GPU, threads elsewhere; 0 makes batches in the training thread.
+    The data does not depend on it."""
     packing_window: Count = 4096
-    """Utterances packed together at a time: more fill the rows better."""
+    """Utterances packed together at a time: more of them fill rows better."""
 
 
 class AdaptSettings(Settings):
-    """Which weights learn."""
+    """Trainable weights: a LoRA, or the model itself."""
 
     mode: Literal["comprehensive", "audio_focused", "attention_only", "custom", "full"] = "comprehensive"
     """Which projections get a LoRA: attention and both FFNs; q, v and the audio FFN; attention; the list under
@@ -90,40 +90,40 @@ class AdaptSettings(Settings):
     targets: tuple[str, ...] = ()
     """With `custom`: ends of module names, such as `audio_mlp.down_proj`."""
     rank: Count = 16
-    """Inner width of each LoRA: more learns more and weighs more."""
+    """Rank of each LoRA."""
     alpha: Positive = 32.0
-    """Strength of the LoRA, which is scaled by alpha / rank."""
+    """LoRA scale: updates are multiplied by alpha / rank."""
     dropout: BelowOne = 0.0
     """Share of a LoRA's inputs dropped in training."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, which keeps high ranks as lively as low ones."""
+    """Scale by alpha / sqrt(rank) instead, which keeps updates of high ranks as large as those of low ones (rsLoRA)."""
     dora: bool = False
-    """Learn magnitude and direction apart."""
+    """Train magnitude and direction of each weight separately (DoRA)."""
     train_modules: tuple[str, ...] = ()
     """Trained in full beside the LoRA: `text_head` (which needs `loss.text_weight`), `audio_head`, `audio_embedding`,
     or any group `freeze` knows that holds no LoRA."""
     freeze: tuple[str, ...] = ()
-    """With `full`, what stays as it is: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`, `audio_ffn`,
+    """With `full`, what stays frozen: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`, `audio_ffn`,
     `norms`, `text_head`, `audio_head`."""
 
 
 class LossSettings(Settings):
-    """What counts as an error."""
+    """Loss weights and labels."""
 
     codebook_weights: Literal["uniform", "1/k"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
-    """How codebooks are weighed against one another; a list gives one weight per codebook."""
+    """Relative weights of the codebooks; a list gives one weight per codebook."""
     text_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the assistant's text; 0 leaves the text head unloaded."""
+    """Weight of the loss on the assistant's text; 0 leaves the text head unloaded."""
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the audio, a mean over codebooks."""
+    """Weight of the loss on audio codes, a mean over codebooks."""
     supervise_references: bool = False
     """Supervise every audio turn, references too."""
     label_smoothing: BelowOne = 0.0
-    """Share of each target spread over all classes."""
+    """Probability mass of each target spread over all classes."""
 
 
 class Stage(Settings):
-    """Part of a curriculum."""
+    """One stage of a curriculum of loss weights."""
 
     until: Positive
     """Where the stage ends: an optimizer step, or a share of all steps up to 1."""
@@ -134,42 +134,42 @@ class Stage(Settings):
 
 
 class TrainSettings(Settings):
-    """How long, how fast and on what."""
+    """Optimization, precision, checkpoints and hardware."""
 
     epochs: Positive | None = None
     """Passes over the data. Give this or `steps`."""
     steps: Count | None = None
     """Optimizer steps. Give this or `epochs`."""
     batch_size: Count = 8
-    """Rows behind one optimizer step, over all processes and accumulation."""
+    """Packed rows per optimizer step, over all processes and gradient accumulation."""
     micro_batch_size: Count = 1
-    """Rows in one forward pass on one device; accumulation follows from this."""
+    """Packed rows per forward pass on one device; gradient accumulation follows from this."""
     learning_rate: Positive = 1e-4
-    """The highest, after the warm-up."""
+    """Peak learning rate, after the warm-up."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
-    """Optimizer steps, or a share of them below 1."""
+    """Warm-up in optimizer steps, or as a share of all steps below 1."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     final_learning_rate_ratio: Share = 0.0
-    """Where the schedule ends, as a share of `learning_rate`."""
+    """Learning rate at the end of the schedule, as a share of the peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's pull towards zero, times the learning rate."""
+    """AdamW's decoupled weight decay."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
-    """AdamW's memory of gradients and of their squares."""
+    """AdamW's betas."""
     max_grad_norm: Positive = 1.0
-    """Largest gradient norm."""
+    """Gradient norm to clip to."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "pure-fp16"] = "auto"
     """Compute type of the frozen part; trainable weights are fp32, except with `pure-fp16`, which is a last resort."""
     gradient_checkpointing: Literal["auto", "none", "full"] | Count = "auto"
     """Recompute layers in the backward pass to save memory: as few as fit the device by the memory plan, none, all of
     them, or one in n."""
     fused_lora: bool = True
-    """Fold a plain LoRA (no dropout, no DoRA) into its frozen weights, and on a card use kernels made for it: the same
-    training, sooner."""
+    """Compute a plain LoRA (no dropout, no DoRA) fused with its frozen weights, on a GPU with Triton kernels: the same
+    training, faster."""
     compile: bool = False
-    """On a card, compile layers that cannot be folded. The first step then waits a minute or two for the compiler."""
+    """On a GPU, compile layers that are not fused. The first step then waits a minute or two for the compiler."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    """`auto` takes the best there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
+    """`auto` takes the best device there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Same seed, same data, same run."""
     evaluate_every: Count | None = None
@@ -192,42 +192,42 @@ class SpeechEvalSettings(Settings):
     """Speech evaluation during training, and by it the choice of the best checkpoint. Off unless `asr` is named."""
 
     asr: str | None = None
-    """Name or folder of a Whisper. With one, the untuned model and then the model in training say the same lines at
-    every evaluation, and `best/` in the run is the checkpoint that was heard best."""
+    """Name or folder of a Whisper. With one, the untuned model and then the model in training speak the same sentences
+    at every evaluation, and `best/` in the run is the checkpoint that scored best."""
     speaker_encoder: str = "resemblyzer"
-    """Who tells voices apart: `resemblyzer`, or what `myna evaluate --voices` takes. Marks of one cannot be compared
-    with those of another."""
+    """Speaker encoder for similarities: `resemblyzer`, or what `myna evaluate --speaker-encoder` takes. Scores of one
+    cannot be compared with those of another."""
     sentences: Path | None = None
     """A text file, one sentence a line, spoken by the speakers of `speech_eval.data` in turn, or a list as of
     seed-tts-eval; by default the texts of `speech_eval.data`."""
     data: Path | None = None
-    """A prepared folder with voices and lines that are not trained on; `data.evaluation` by default."""
+    """A prepared folder with voices and texts that are not trained on; `data.evaluation` by default."""
     limit: Count = 24
-    """How many lines are said each time; speakers take turns."""
+    """Sentences per evaluation; speakers take turns."""
     every: Count | None = None
-    """Optimizer steps between two times; by default with each evaluation."""
+    """Optimizer steps between speech evaluations; by default with each evaluation of the loss."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Which lines, and how they are said: the same every time."""
+    """Seed of the choice of sentences and of sampling: the same at every evaluation."""
     language: str = ""
-    """Language of lines that name none, such as `en`."""
+    """Language of sentences that name none, such as `en`."""
     forgetting_data: Path | None = None
-    """Other languages and speakers, a prepared folder or a list as of seed-tts-eval: a checkpoint that gets worse at
-    saying these cannot be the best."""
+    """Other languages and speakers, a prepared folder or a list as of seed-tts-eval: a checkpoint that gets worse on
+    these cannot be the best."""
     patience: Count | None = None
     """Stop after this many speech evaluations without a better checkpoint."""
     min_stop_rate: Share = 0.9
-    """The least share of lines that must find their end by themselves in a checkpoint that may be the best."""
+    """Share of sentences that must stop by themselves in a checkpoint that may be the best."""
     min_mos: Annotated[float, Field(ge=1, le=5)] | None = None
     """The lowest DistillMOS of a checkpoint that may be the best; by default half a point below the untuned model's."""
     batch_size: Count = 16
-    """Lines said at once: fewer need less memory. What is said does not depend on it."""
+    """Sentences spoken at once: fewer need less memory. The speech does not depend on it."""
 
 
 class Recipe(Settings):
-    """All of a training."""
+    """The complete settings of a training run."""
 
     name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
-    """What the run is called; its folder is `runs/NAME` unless `--out` says otherwise."""
+    """Name of the run; its folder is `runs/NAME` unless `--out` says otherwise."""
     model: ModelSettings
     data: DataSettings
     adapt: AdaptSettings = AdaptSettings()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from myna.errors import ModelError
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary name to write to; the file then appears under `path` complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
@@ -19,6 +22,24 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder to write to; it then appears under its name complete, or not at all.
+
+    A folder of that name that is not empty is refused, or with `replace` gives way to the new one.
+    """
+    if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        written = Path(scratch, "new")
+        written.mkdir()
+        yield written
+        if folder.exists():
+            folder.rename(Path(scratch, "old")) if replace else folder.rmdir()
+        written.rename(folder)
 
 
 def bytes_hash(data: bytes) -> str:

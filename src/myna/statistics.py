@@ -1,4 +1,4 @@
-"""A mean and how sure it is: lines drawn again and again, by dice that are always the same."""
+"""Bootstrap estimates: means of ratios over items with confidence intervals, always by the same random draws."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-DRAWS, SEED, LEVEL = 2000, 20_26, 0.95
-"""How often the lines are drawn anew, by which dice, and how much of the draws an interval holds."""
+BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, CONFIDENCE_LEVEL = 2000, 20_26, 0.95
+"""Number of bootstrap resamples, their seed, and the share of them that an interval holds."""
 
 
 class RatioPart(NamedTuple):
-    """What one line adds above and below a fraction: word errors and words, or a value and 1."""
+    """What one item adds to a ratio: word errors and words, or a value and 1."""
 
-    above: float
-    below: float = 1.0
+    numerator: float
+    denominator: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Over `n` lines. None where there were none: nothing is made up."""
+    """Mean and confidence interval over `n` items; None where there are none."""
 
     mean: float | None = None
     low: float | None = None
@@ -40,40 +40,38 @@ class Estimate:
 
 
 def estimate(parts: Sequence[RatioPart]) -> Estimate:
-    """The fraction of all lines together, so that every word counts alike, with a bootstrap interval over lines."""
+    """Ratio over all items together, so that every word has the same weight, with a bootstrap interval over items."""
     return _estimate(np.array(parts, np.float64).reshape(-1, 2)[:, None])
 
 
-def difference(ones: Sequence[RatioPart], others: Sequence[RatioPart]) -> Estimate:
-    """By how much the first is above the second on the same lines: both are drawn together, so that what is hard or
-    easy about a line counts on both sides."""
-    pair = np.stack([np.array(side, np.float64).reshape(-1, 2) for side in (ones, others)], axis=1)
-    return _estimate(pair)
+def paired_difference(first: Sequence[RatioPart], second: Sequence[RatioPart]) -> Estimate:
+    """Difference of two systems, first minus second, on the same items: both are resampled together, so that hard and
+    easy items count on both sides."""
+    return _estimate(np.stack([np.array(side, np.float64).reshape(-1, 2) for side in (first, second)], axis=1))
 
 
 def _estimate(values: npt.NDArray[np.float64]) -> Estimate:
-    """(lines, one or two systems, above and below)."""
-    lines = len(values)
+    """`values` is (items, one or two systems, numerator and denominator)."""
+    items = len(values)
     total = values.sum(axis=0)
-    if not lines or not (total[:, 1] > 0).all():
+    if not items or not (total[:, 1] > 0).all():
         return Estimate(n=0)
-    drawn = np.tensordot(_draws(lines), values, axes=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        fractions = drawn[:, :, 0] / drawn[:, :, 1]
-    told = _told(fractions)
-    told = told[np.isfinite(told)]
-    outside = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(told, [outside, 100 - outside]) if len(told) else (math.nan, math.nan)
-    mean = float(_told((total[:, 0] / total[:, 1])[None])[0])
-    return Estimate(mean, float(low), float(high), lines)
+    samples = _difference(np.tensordot(_resamples(items), values, axes=1))
+    samples = samples[np.isfinite(samples)]
+    tail = 100 * (1 - CONFIDENCE_LEVEL) / 2
+    low, high = np.percentile(samples, [tail, 100 - tail]) if len(samples) else (math.nan, math.nan)
+    return Estimate(float(_difference(total[None])[0]), float(low), float(high), items)
 
 
 @functools.lru_cache(maxsize=8)
-def _draws(lines: int) -> npt.NDArray[np.float64]:
-    """(draws, lines): how often each line is drawn."""
-    dice = np.random.default_rng(SEED)
-    return dice.multinomial(lines, np.full(lines, 1 / lines), size=DRAWS).astype(np.float64)
+def _resamples(items: int) -> npt.NDArray[np.float64]:
+    """(draws, items): how often each item is drawn."""
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    return rng.multinomial(items, np.full(items, 1 / items), size=BOOTSTRAP_DRAWS).astype(np.float64)
 
 
-def _told(fractions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return fractions[:, 0] if fractions.shape[1] == 1 else fractions[:, 0] - fractions[:, 1]
+def _difference(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """(draws,): the ratio of one system, or the difference of the ratios of two."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = sums[:, :, 0] / sums[:, :, 1]
+    return ratios[:, 0] if ratios.shape[1] == 1 else ratios[:, 0] - ratios[:, 1]

@@ -1,4 +1,4 @@
-"""The training benchmark at toy size on the CPU: what it draws, that all variants begin alike, and what it writes."""
+"""The training benchmark at toy size on the CPU: data, parity of variants, and output."""
 
 from __future__ import annotations
 
@@ -11,60 +11,70 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.drawn import TRUE_SIZE, DrawnHiggs, Work, checked, draw_adapter, noise, rows, utterances, walk
-from benchmarks.measuring import Bench
-from benchmarks.train_step import Asked, Results
+from benchmarks.harness import Benchmark
+from benchmarks.synthetic import (
+    FULL_SIZE,
+    RandomHiggs,
+    TokenCost,
+    markov_codes,
+    packed_rows,
+    parity_utterances,
+    random_codes,
+    randomize_adapter,
+    utterances,
+)
+from benchmarks.train_step import Results, RowOptions
 from benchmarks.variants import BY_NAME
 
-from benchmarks import measuring, train_step
+from benchmarks import harness, train_step
 from myna.config import AdaptSettings
-from myna.models.base import IGNORED
-from myna.train.lora import adapt
+from myna.models.base import IGNORE_INDEX
+from myna.models.lora import make_trainable
 
 CPU = torch.device("cpu")
-ASKED = Asked("cpu", tiny=True)
+OPTIONS = RowOptions("cpu", tiny=True)
 
 
 @pytest.fixture(scope="module")
-def true_size() -> DrawnHiggs:
-    return DrawnHiggs.of(False, CPU)
+def full_size() -> RandomHiggs:
+    return RandomHiggs.of(False, CPU)
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench.of("cpu", True)
+def benchmark() -> Benchmark:
+    return Benchmark.of("cpu", True)
 
 
-def test_utterances_are_a_reference_and_a_supervised_target(true_size: DrawnHiggs) -> None:
-    config = true_size.config
-    for one in islice(utterances(true_size, noise(8, 1024)), 20):
+def test_utterances_are_a_reference_and_a_supervised_target(full_size: RandomHiggs) -> None:
+    config = full_size.config
+    for one in islice(utterances(full_size, random_codes(8, 1024)), 20):
         placeholders = np.isin(one.ids, (config.audio_token_id, config.audio_delay_token_id))
         assert placeholders.sum() == len(one.codes) == len(one.code_labels)
-        learned = (one.code_labels != IGNORED).any(1)
+        learned = (one.code_labels != IGNORE_INDEX).any(1)
         target = round(one.target_seconds * 25)
         # Only the last clip is learned: its codes, and one end of stream per codebook.
         assert learned[: len(learned) - target - 9].sum() == 0
-        assert (one.code_labels != IGNORED).sum() == 8 * (target + 1)
-        assert (one.labels == IGNORED).all()
+        assert (one.code_labels != IGNORE_INDEX).sum() == 8 * (target + 1)
+        assert (one.labels == IGNORE_INDEX).all()
 
 
-def test_utterances_are_the_same_every_time(true_size: DrawnHiggs) -> None:
-    once, again = (list(islice(utterances(true_size, noise(8, 1024)), 5)) for _ in range(2))
+def test_utterances_are_the_same_every_time(full_size: RandomHiggs) -> None:
+    once, again = (list(islice(utterances(full_size, random_codes(8, 1024)), 5)) for _ in range(2))
     for one, other in zip(once, again, strict=True):
         assert np.array_equal(one.ids, other.ids)
         assert np.array_equal(one.codes, other.codes)
 
 
-def test_clips_are_as_long_as_people_speak(true_size: DrawnHiggs) -> None:
-    seconds = [one.target_seconds for one in islice(utterances(true_size, noise(8, 1024)), 1000)]
+def test_clips_are_as_long_as_people_speak(full_size: RandomHiggs) -> None:
+    seconds = [one.target_seconds for one in islice(utterances(full_size, random_codes(8, 1024)), 1000)]
     assert 9.2 < np.mean(seconds) < 10.2
     assert min(seconds) >= 1
     assert max(seconds) <= 30
 
 
-@pytest.mark.parametrize("budget", [TRUE_SIZE.row_tokens, TRUE_SIZE.small_row_tokens])
-def test_rows_are_full_and_whole(true_size: DrawnHiggs, budget: int) -> None:
-    packed = list(islice(rows(utterances(true_size, noise(8, 1024)), budget), 150))
+@pytest.mark.parametrize("budget", [FULL_SIZE.row_tokens, FULL_SIZE.small_row_tokens])
+def test_rows_are_full_and_whole(full_size: RandomHiggs, budget: int) -> None:
+    packed = list(islice(packed_rows(utterances(full_size, random_codes(8, 1024)), budget), 150))
     lengths = [sum(map(len, row)) for row in packed]
     assert max(lengths) <= budget
     assert min(lengths) >= 0.9 * budget
@@ -73,8 +83,8 @@ def test_rows_are_full_and_whole(true_size: DrawnHiggs, budget: int) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_a_walk_repeats_itself_four_times_out_of_five() -> None:
-    codes = walk(2, 64, length=1 << 14)(1000, np.random.default_rng(0))
+def test_markov_codes_repeat_four_times_out_of_five() -> None:
+    codes = markov_codes(2, 64, length=1 << 14)(1000, np.random.default_rng(0))
     follows: dict[int, list[int]] = {}
     for before, after in zip(codes[:-1, 0], codes[1:, 0], strict=True):
         follows.setdefault(int(before), []).append(int(after))
@@ -82,38 +92,40 @@ def test_a_walk_repeats_itself_four_times_out_of_five() -> None:
     assert 0.75 < usual / 999 < 0.9
 
 
-def test_the_first_utterances_fit_the_shortest_row(true_size: DrawnHiggs) -> None:
-    few = checked(true_size, noise(8, 1024), shortest_row=4096)
+def test_the_first_utterances_fit_the_shortest_row(full_size: RandomHiggs) -> None:
+    few = parity_utterances(full_size, random_codes(8, 1024), shortest_row=4096)
     assert len(few) == 8
     assert sum(map(len, few)) <= 4096
 
 
-def test_work_is_counted_from_shapes(true_size: DrawnHiggs) -> None:
-    model = true_size.load_model(dtype=torch.bfloat16, device="meta", text_head=False)
-    work = Work.of(adapt(model, true_size, AdaptSettings(rank=16)))
-    assert work.frozen == 28 * (2 * 3072 * 3072 + 2 * 3072 * 1024 + 3 * 3072 * 8192)
+def test_work_is_counted_from_shapes(full_size: RandomHiggs) -> None:
+    model = full_size.load_model(dtype=torch.bfloat16, device="meta", text_head=False)
+    cost = TokenCost.of(make_trainable(model, full_size, AdaptSettings(rank=16)))
+    assert cost.frozen == 28 * (2 * 3072 * 3072 + 2 * 3072 * 1024 + 3 * 3072 * 8192)
     # Attention and one FFN, as `adapt.mode: audio_focused` with k and o would have it.
-    assert work.adapters == 24_313_856
-    assert work.per_token == 4 * work.frozen + 6 * work.adapters
+    assert cost.adapters == 24_313_856
+    assert cost.per_token == 4 * cost.frozen + 6 * cost.adapters
 
 
 def test_weights_are_drawn_by_name_and_adapters_have_something_to_compare() -> None:
-    models = [DrawnHiggs.of(True, CPU).load_model(dtype=torch.float32, device="cpu", text_head=False) for _ in range(2)]
+    models = [
+        RandomHiggs.of(True, CPU).load_model(dtype=torch.float32, device="cpu", text_head=False) for _ in range(2)
+    ]
     for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other), name
     weight = dict(models[0].named_parameters())["model.layers.0.mlp.up_proj.weight"]
     assert 0.015 < float(weight.detach().std()) < 0.025
     adapters = {name: torch.zeros(16, 64) for name in ("x.lora_A.weight", "x.lora_B.weight")}
-    draw_adapter(adapters)
+    randomize_adapter(adapters)
     assert all(bool(tensor.any()) for tensor in adapters.values())
     assert not torch.equal(*adapters.values())
-    draw_adapter(adapters, high=0.0)
+    randomize_adapter(adapters, b_std=0.0)
     assert not adapters["x.lora_B.weight"].any()
 
 
 @pytest.mark.parametrize("name", ["stock-batch-2", "stock-packed-sdpa", "ours-plain-bf16", "ours-bf16"])
-def test_all_variants_begin_alike(bench: Bench, reference: dict[str, Any], name: str) -> None:
-    row = bench.measure(BY_NAME[name])
+def test_all_variants_have_the_same_first_step(benchmark: Benchmark, reference: dict[str, Any], name: str) -> None:
+    row = benchmark.measure(BY_NAME[name])
     assert row["first_loss"] == pytest.approx(reference["first_loss"], rel=1e-3 if name == "stock-batch-2" else 1e-5)
     if name != "stock-batch-2":
         assert row["gradient_norm"] == pytest.approx(reference["gradient_norm"], rel=1e-4)
@@ -124,50 +136,59 @@ def test_all_variants_begin_alike(bench: Bench, reference: dict[str, Any], name:
 
 
 @pytest.fixture(scope="module")
-def reference(bench: Bench) -> dict[str, Any]:
-    return bench.measure(BY_NAME["stock-all"])
+def reference(benchmark: Benchmark) -> dict[str, Any]:
+    return benchmark.measure(BY_NAME["stock-all"])
 
 
-def test_rounded_bases_train(bench: Bench) -> None:
-    plain, rounded = (bench.measure(BY_NAME[name]) for name in ("parity-bf16", "parity-nf4"))
+def test_rounded_bases_train(benchmark: Benchmark) -> None:
+    plain, rounded = (benchmark.measure(BY_NAME[name]) for name in ("parity-bf16", "parity-nf4"))
     assert rounded["final_loss"] == pytest.approx(plain["final_loss"], rel=0.01)
     assert rounded["losses"] != plain["losses"]
 
 
 def test_a_recipe_is_measured_as_it_stands(
-    bench: Bench, reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: Benchmark, reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "higgs_v2_lora_16gb.yaml").write_text(
         "model: {source: somewhere}\ndata: {train: nowhere, row_tokens: 4096}\nadapt: {rank: 4}\n"
         "train: {steps: 9, batch_size: 8, fused_lora: true, gradient_checkpointing: auto}\n"
     )
-    monkeypatch.setattr(measuring, "RECIPES", tmp_path)
-    measured = bench.measure(BY_NAME["ours-16gb"])
-    assert (measured["rank"], measured["row_tokens"], measured["recomputed_layers"]) == (4, bench.size.row_tokens, 0)
+    monkeypatch.setattr(harness, "RECIPES", tmp_path)
+    measured = benchmark.measure(BY_NAME["ours-16gb"])
+    assert (measured["rank"], measured["row_tokens"], measured["recomputed_layers"]) == (
+        4,
+        benchmark.size.row_tokens,
+        0,
+    )
     assert measured["active_adapters"] == reference["active_adapters"] / 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    room: int = 80
+    available: int = 80
     recomputed: int = 0
 
-    def with_least_recomputed(self) -> Plan:
-        return dataclasses.replace(self, recomputed=80 - self.room)
+    def with_least_recomputation(self) -> Plan:
+        return dataclasses.replace(self, recomputed=80 - self.available)
 
 
-def test_the_plan_is_made_for_the_smaller_card(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "plan", lambda *_: Plan())
-    row = next(rows(utterances(bench.family, noise(8, 64), pace=bench.size.pace), bench.size.row_tokens))
+def test_the_plan_is_for_the_smaller_gpu(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "plan_memory", lambda *_: Plan())
+    row = next(
+        packed_rows(
+            utterances(benchmark.family, random_codes(8, 64), duration_scale=benchmark.size.duration_scale),
+            benchmark.size.row_tokens,
+        )
+    )
     variant = dataclasses.replace(BY_NAME["ours-bf16"], settings=("train.gradient_checkpointing=auto",))
-    assert bench.recomputed(bench.recipe(variant), row, None) == 0
-    assert bench.recomputed(bench.recipe(variant), row, 16) == 64
-    assert bench.recomputed(bench.recipe(BY_NAME["ours-bf16"]), row, 16) is None
+    assert benchmark.recomputed(benchmark.recipe(variant), row, None) == 0
+    assert benchmark.recomputed(benchmark.recipe(variant), row, 16) == 64
+    assert benchmark.recomputed(benchmark.recipe(BY_NAME["ours-bf16"]), row, 16) is None
 
 
-def test_the_first_utterances_are_shared_out_where_rows_are_short(bench: Bench) -> None:
+def test_the_first_utterances_are_shared_out_where_rows_are_short(benchmark: Benchmark) -> None:
     variant = dataclasses.replace(BY_NAME["ours-bf16"], settings=("data.row_tokens=512",))
-    first, second, *_ = bench._own_passes(bench.recipe(variant))
+    first, second, *_ = benchmark._own_micro_batches(benchmark.recipe(variant))
     assert len(first) > 1
     assert sum(map(len, first)) == 8
     assert len(second) == 1
@@ -197,7 +218,7 @@ def add(results: Results, *new: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in written["rows"]}
 
 
-def test_agreement_is_judged_by_loss_and_gradient(tmp_path: Path) -> None:
+def test_agreement_is_by_loss_and_gradient(tmp_path: Path) -> None:
     results = Results(tmp_path, keep=False)
     alone = add(results, row("ours-bf16"))
     assert alone["ours-bf16"]["agrees"] is None
@@ -235,7 +256,7 @@ def test_shares_are_of_the_higher_ceiling_of_the_same_run(tmp_path: Path) -> Non
     assert json.loads(later.file.read_text())["ceilings_tflops"] == {"ceiling-before": 500.0}
 
 
-def test_endings_are_held_against_bf16(tmp_path: Path) -> None:
+def test_final_losses_are_compared_with_bf16(tmp_path: Path) -> None:
     results = Results(tmp_path, keep=False)
     for name, final in (("parity-bf16", 4.0), ("parity-fp8", 4.03), ("parity-nf4", 4.05)):
         results.add({"name": name, "first_loss": 7.0, "final_loss": final}, BY_NAME[name])
@@ -244,33 +265,35 @@ def test_endings_are_held_against_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "error"),
     [
         ("raise ValueError('as it is')", "ValueError: as it is"),
         ("import time; time.sleep(60)", "not done after 1 s"),
         ("import sys; print('odd'); sys.exit(3)", "ended with 3: odd"),
     ],
 )
-def test_a_row_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str) -> None:
+def test_a_row_that_fails_reports_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str
+) -> None:
     file = tmp_path / "script.py"
     file.write_text(script)
     monkeypatch.setattr(train_step, "SCRIPT", file)
-    assert train_step.measure_apart(BY_NAME["ours-bf16"], ASKED, 1 if "sleep" in script else 60) == {
+    assert train_step.measure_in_subprocess(BY_NAME["ours-bf16"], OPTIONS, 1 if "sleep" in script else 60) == {
         "name": "ours-bf16",
-        "error": told,
+        "error": error,
     }
 
 
 def test_no_time_and_no_recipe_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "time" in train_step.measure_apart(BY_NAME["ours-bf16"], ASKED, 0)["error"]
+    assert "time" in train_step.measure_in_subprocess(BY_NAME["ours-bf16"], OPTIONS, 0)["error"]
     monkeypatch.setattr(train_step, "ROOT", tmp_path)
-    assert "no recipes/higgs_v2_lora_8gb" in train_step.measure_apart(BY_NAME["ours-8gb"], ASKED, 60)["error"]
+    assert "no recipes/higgs_v2_lora_8gb" in train_step.measure_in_subprocess(BY_NAME["ours-8gb"], OPTIONS, 60)["error"]
 
 
 def test_a_run_writes_numbers_plot_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measured(variant: Any, _: Asked, __: float) -> dict[str, Any]:
+    def measured(variant: Any, _: RowOptions, __: float) -> dict[str, Any]:
         if variant.kind == "ceiling":
             return {
                 "name": variant.name,
@@ -282,8 +305,10 @@ def test_a_run_writes_numbers_plot_and_page(
             return {"name": variant.name, "error": "RuntimeError: no | such kernel\nmore"}
         return row(variant.name)
 
-    monkeypatch.setattr(train_step, "measure_apart", measured)
-    (tmp_path / "train_step.md").write_text(f"before\n{train_step.OPEN}\nold\n{train_step.CLOSE}\nafter\n")
+    monkeypatch.setattr(train_step, "measure_in_subprocess", measured)
+    (tmp_path / "train_step.md").write_text(
+        f"before\n{train_step.MEASURED_BEGIN}\nold\n{train_step.MEASURED_END}\nafter\n"
+    )
     assert train_step.main(["--tiny", "--device", "cpu", "--out", str(tmp_path)]) == 0
     facts = json.loads((tmp_path / "train_step.json").read_text())
     assert facts["ceiling_tflops"] == 800
@@ -305,7 +330,7 @@ def test_a_run_writes_numbers_plot_and_page(
 def test_some_rows_are_added_to_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         train_step,
-        "measure_apart",
+        "measure_in_subprocess",
         lambda variant, *_: row(variant.name, tflops=800.0, sustained_tflops=600.0, model_tflops=500.0, first_loss=8.0),
     )
     add(Results(tmp_path, keep=False), row("stock-all"), row("ours-bf16"))

@@ -1,24 +1,25 @@
-"""Systems side by side: the same lines or none, figures by the same ears, and pairs that give nobody away."""
+"""Systems side by side: the same items or none, metrics by the same scorers, and pairs that reveal no system."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from myna.audio.files import Samples
-from myna.compare.comparison import ComparedSystem, Comparison, compare_sides
-from myna.compare.page import LOUDEST, equally_loud, loudness, page
-from myna.compare.preferences import add_up
+from myna.compare.comparison import ComparedSystem, Comparison, build_comparison
+from myna.compare.page import MAX_PEAK, comparison_page, match_loudness, speech_rms
+from myna.compare.preferences import aggregate_preferences
 from myna.errors import DataError
 from myna.evaluate.items import EvalItem
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.systems import REAL, Recordings, SystemOutput
-from tests.evaluate.speech import LINES, RATE, SPEAKERS, Puppet, ears, plan, poorly, say, well
+from tests.evaluate.speech import LINES, RATE, SPEAKERS, FakeSystem, fake_scorers, make_eval_set, poorly, say, well
 from tests.report.test_markup import Reader
 
 ATTACK = "</script><script>alert('x')</script>"
@@ -29,26 +30,26 @@ def loud(task: EvalItem) -> SystemOutput:
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ComparedSystem]:
-    folder = tmp_path_factory.mktemp("sides")
-    systems = [Recordings(REAL, RATE), Puppet("good", well), Puppet("poor", poorly), Puppet("loud", loud)]
-    judged = score_systems(plan(folder), systems, ears(dnsmos="not installed"), folder / "out")  # type: ignore[arg-type]
+def systems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ComparedSystem]:
+    folder = tmp_path_factory.mktemp("systems")
+    spoken = [Recordings(REAL, RATE), FakeSystem("good", well), FakeSystem("poor", poorly), FakeSystem("loud", loud)]
+    judged = score_systems(make_eval_set(folder), spoken, fake_scorers(dnsmos="not installed"), folder / "out")  # type: ignore[arg-type]
     return {name: ComparedSystem(name, rows, folder / "out") for name, rows in judged.rows.items()}
 
 
-def compared(sides: dict[str, ComparedSystem], *names: str, **options: Any) -> Comparison:
-    chosen = [sides[name] for name in names]
-    return compare_sides(chosen, sides[REAL], **{"seed": 0, "listen": 20, **options})
+def compared(systems: dict[str, ComparedSystem], *names: str, **options: Any) -> Comparison:
+    chosen = [systems[name] for name in names]
+    return build_comparison(chosen, systems[REAL], **{"folder": Path("unused"), "seed": 0, "trials": 20, **options})
 
 
-def test_others_are_measured_against_the_first_on_the_same_lines(sides: dict[str, ComparedSystem]) -> None:
-    found = compared(sides, "good", "poor")
-    assert list(found.figures) == [REAL, "good", "poor"] and list(found.deltas) == [REAL, "poor"]
-    worse = found.deltas["poor"]["wer"]
+def test_others_are_measured_against_the_first_on_the_same_lines(systems: dict[str, ComparedSystem]) -> None:
+    found = compared(systems, "good", "poor")
+    assert list(found.estimates) == [REAL, "good", "poor"] and list(found.differences) == [REAL, "poor"]
+    worse = found.differences["poor"]["wer"]
     assert worse.n == len(LINES) * len(SPEAKERS) and worse.low is not None and worse.low > 0
-    told = json.loads(json.dumps(found.to_json(add_up(found.trials, [], found.names)), allow_nan=False))
-    assert told["names"] == ["good", "poor"] and told["deltas"]["poor"]["wer"]["mean"] == worse.mean
-    assert told["preferences"]["pairs"][0]["wins"] == [0, 0]
+    row = json.loads(json.dumps(found.to_json(aggregate_preferences(found.trials, [], found.names)), allow_nan=False))
+    assert row["names"] == ["good", "poor"] and row["differences"]["poor"]["wer"]["mean"] == worse.mean
+    assert row["preferences"]["pairs"][0]["wins"] == [0, 0]
 
 
 def changed(side: ComparedSystem, name: str, **values: str) -> ComparedSystem:
@@ -56,68 +57,77 @@ def changed(side: ComparedSystem, name: str, **values: str) -> ComparedSystem:
     return ComparedSystem(name, [replace(row, **values) for row in side.rows], side.folder)  # type: ignore[arg-type]
 
 
-def test_lines_are_the_same_only_with_the_same_words_and_references(sides: dict[str, ComparedSystem]) -> None:
-    good, poor = sides["good"], sides["poor"]
-    cut = ComparedSystem("poor", [*changed(poor, "poor", line="another").rows[:4], *poor.rows[4:]], poor.folder)
-    found = compare_sides([good, cut], None, seed=0, listen=20)
-    assert len(found.sides[0].rows) == len(found.sides[1].rows) == len(poor.rows) - 4
-    assert "18 lines, of which 14 are compared" in found.notes[0]
-    assert [row.id for row in found.sides[0].rows] == [row.id for row in found.sides[1].rows]
-    with pytest.raises(DataError, match="no line that all have said") as caught:
-        compare_sides([good, changed(poor, "old", line="")], None, seed=0, listen=1)
+def test_lines_are_the_same_only_with_the_same_words_and_references(systems: dict[str, ComparedSystem]) -> None:
+    good, poor = systems["good"], systems["poor"]
+    cut = ComparedSystem("poor", [*changed(poor, "poor", item_key="another").rows[:4], *poor.rows[4:]], poor.folder)
+    found = build_comparison([good, cut], None, folder=Path("unused"), seed=0, trials=20)
+    assert len(found.systems[0].rows) == len(found.systems[1].rows) == len(poor.rows) - 4
+    assert "18 items, of which 14 are compared" in found.notes[0]
+    assert [row.id for row in found.systems[0].rows] == [row.id for row in found.systems[1].rows]
+    with pytest.raises(DataError, match="no item that all have spoken") as caught:
+        build_comparison([good, changed(poor, "old", item_key="")], None, folder=Path("unused"), seed=0, trials=1)
     assert "--seed" in caught.value.hint
 
 
-def test_figures_of_different_ears_are_not_compared(sides: dict[str, ComparedSystem]) -> None:
-    other = changed(sides["poor"], "poor", words_by="another Whisper")
-    found = compare_sides([sides["good"], other], sides[REAL], seed=0, listen=2, missing={"dnsmos": "not installed"})
-    assert "wer" not in found.figures["good"] and "wer" not in found.deltas["poor"]
+def test_metrics_of_different_scorers_are_not_compared(systems: dict[str, ComparedSystem]) -> None:
+    other = changed(systems["poor"], "poor", asr_model="another Whisper")
+    found = build_comparison(
+        [systems["good"], other],
+        systems[REAL],
+        folder=Path("unused"),
+        seed=0,
+        trials=2,
+        missing={"dnsmos": "not installed"},
+    )
+    assert "wer" not in found.estimates["good"] and "wer" not in found.differences["poor"]
     assert "another Whisper" in found.missing["wer"] and found.missing["dnsmos"] == "not installed"
-    assert found.figures["good"]["similarity"].n
-    assert "another Whisper" in page(found)
+    assert found.estimates["good"]["similarity"].n
+    assert "another Whisper" in comparison_page(found)
 
 
 def test_every_pair_is_heard_on_the_same_lines_and_each_side_comes_first_equally_often(
-    sides: dict[str, ComparedSystem],
+    systems: dict[str, ComparedSystem],
 ) -> None:
-    found = compared(sides, "good", "poor", "loud", listen=10)
+    found = compared(systems, "good", "poor", "loud", trials=10)
     assert Counter(tuple(sorted(trial.systems)) for trial in found.trials) == {
         ("good", "poor"): 10,
         ("good", "loud"): 10,
         ("loud", "poor"): 10,
     }
     assert set(Counter(trial.systems for trial in found.trials).values()) == {5}
-    assert len({trial.line for trial in found.trials}) == 10
+    assert len({trial.item for trial in found.trials}) == 10
     assert len({trial.id for trial in found.trials}) == 30
 
 
-def test_the_order_follows_from_the_seed(sides: dict[str, ComparedSystem]) -> None:
-    once, again, other = (compared(sides, "good", "poor", seed=seed).trials for seed in (0, 0, 1))
+def test_the_order_follows_from_the_seed(systems: dict[str, ComparedSystem]) -> None:
+    once, again, other = (compared(systems, "good", "poor", seed=seed).trials for seed in (0, 0, 1))
     assert once == again and once != other
     assert {trial.id for trial in once} == {trial.id for trial in other}, "answers count whatever the order was"
     first = [trial.systems[0] for trial in once]
     assert first != sorted(first), "neither comes first all the time"
-    few = compared(sides, "good", "poor", listen=3).trials
+    few = compared(systems, "good", "poor", trials=3).trials
     assert {trial.id for trial in few} < {trial.id for trial in once}, "more lines keep the answers that are there"
 
 
-def test_what_sounds_the_same_is_not_asked_about(sides: dict[str, ComparedSystem]) -> None:
-    poor = sides["poor"]
-    twin = ComparedSystem("twin", [*poor.rows[:3], *sides["good"].rows[3:]], poor.folder)
-    found = compare_sides([poor, twin], None, seed=0, listen=20)
-    assert len(found.trials) == len(poor.rows) - 3 and "3 lines with the very same sound" in found.notes[0]
-    same = compare_sides([poor, ComparedSystem("same", poor.rows, poor.folder)], None, seed=0, listen=20)
-    assert same.trials == () and "all lines sound the same" in page(same)
+def test_what_sounds_the_same_is_not_asked_about(systems: dict[str, ComparedSystem]) -> None:
+    poor = systems["poor"]
+    twin = ComparedSystem("twin", [*poor.rows[:3], *systems["good"].rows[3:]], poor.folder)
+    found = build_comparison([poor, twin], None, folder=Path("unused"), seed=0, trials=20)
+    assert len(found.trials) == len(poor.rows) - 3 and "the very same audio for 3 items" in found.notes[0]
+    same = build_comparison(
+        [poor, ComparedSystem("same", poor.rows, poor.folder)], None, folder=Path("unused"), seed=0, trials=20
+    )
+    assert same.trials == () and "all items sound the same" in comparison_page(same)
 
 
-def test_a_page_hides_who_is_who_and_loads_nothing(sides: dict[str, ComparedSystem]) -> None:
+def test_a_page_hides_who_is_who_and_loads_nothing(systems: dict[str, ComparedSystem]) -> None:
     named = [
-        ComparedSystem(name, sides[key].rows, sides[key].folder)
+        ComparedSystem(name, systems[key].rows, systems[key].folder)
         for name, key in (("secret-one", "good"), (ATTACK, "poor"))
     ]
     rows = [replace(row, text=ATTACK) if number == 0 else row for number, row in enumerate(named[0].rows)]
     named[0] = ComparedSystem("secret-one", rows, named[0].folder)
-    shown = page(compare_sides(named, sides[REAL], seed=0, listen=18))
+    shown = comparison_page(build_comparison(named, systems[REAL], folder=Path("unused"), seed=0, trials=18))
     read = Reader(shown)
     assert read.tags.count("script") == 2, "the data and our own"
     start = shown.index('<section class="card blind"')
@@ -135,10 +145,10 @@ def test_a_page_hides_who_is_who_and_loads_nothing(sides: dict[str, ComparedSyst
     assert all(pair["real"] in data["sounds"] for pair in data["pairs"])
 
 
-def test_who_said_nothing_can_still_be_chosen_against(sides: dict[str, ComparedSystem]) -> None:
-    silent = changed(sides["good"], "silent", sound="", sound_hash="none")
-    found = compare_sides([sides["good"], silent], None, seed=0, listen=2)
-    data = json.loads(page(found).split('id="blind-data">', 1)[1].split("</script>", 1)[0])
+def test_who_said_nothing_can_still_be_chosen_against(systems: dict[str, ComparedSystem]) -> None:
+    silent = changed(systems["good"], "silent", audio="", audio_hash="none")
+    found = build_comparison([systems["good"], silent], None, folder=Path("unused"), seed=0, trials=2)
+    data = json.loads(comparison_page(found).split('id="blind-data">', 1)[1].split("</script>", 1)[0])
     for pair in data["pairs"]:
         silent_one = pair["sounds"][pair["names"].index("silent")]
         assert data["sounds"][silent_one] is None and pair["real"] is None
@@ -154,7 +164,7 @@ def test_all_are_equally_loud_and_none_is_clipped(levels: tuple[float, float]) -
     spike[100] = 40 * np.abs(spike).max()
     pause = np.zeros(3 * RATE, np.float32)
     sounds = {"one": np.concatenate([tone(levels[0]), pause]), "other": spike, "none": np.zeros(0, np.float32)}
-    made = equally_loud(sounds)
-    assert loudness(made["one"]) == pytest.approx(loudness(made["other"]), rel=1e-4)
-    assert max(np.abs(sound).max(initial=0) for sound in made.values()) <= LOUDEST + 1e-6
-    assert not len(made["none"]) and np.array_equal(equally_loud({"x": pause})["x"], pause)
+    made = match_loudness(sounds)
+    assert speech_rms(made["one"]) == pytest.approx(speech_rms(made["other"]), rel=1e-4)
+    assert max(np.abs(sound).max(initial=0) for sound in made.values()) <= MAX_PEAK + 1e-6
+    assert not len(made["none"]) and np.array_equal(match_loudness({"x": pause})["x"], pause)

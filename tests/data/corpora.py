@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from myna.data.code_store import encode_corpus
+from myna.data.code_store import codes_key, encode_dataset
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance
+from myna.io import file_hash
 from tests.data.kill_helper import FakeCodec
 
 
@@ -43,6 +44,10 @@ def prepared(folder: Path, utterances: Sequence[Utterance]) -> PreparedDataset:
     """What `myna prepare` leaves, opened."""
     codec = FakeCodec()
     write_manifest(folder / "manifest.jsonl", utterances)
-    encode_corpus(utterances, codec, folder)
-    DatasetInfo.of(codec).write(folder)
+    encode_dataset(utterances, codec, folder)
+    DatasetInfo.from_codec(codec).write(folder)
     return PreparedDataset.open(folder)
+
+
+def utterance_key(utterance: Utterance, revision: str) -> str:
+    return codes_key(file_hash(utterance.audio), utterance.span, revision)

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.data.code_store import encode_corpus
-from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
+from myna.data.code_store import encode_dataset
+from myna.data.codec import Codes, EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
 from myna.data.utterance import Utterance
 
 SHARD_SECONDS = 0.5
@@ -44,8 +44,10 @@ class FakeCodec:
         frames = np.abs(clips.reshape(len(clips), -1, self.hop))
         return np.stack([1023 * frames.max(-1), 1023 * frames.mean(-1)], axis=-1).astype(np.uint16)
 
-    def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:  # noqa: ARG002
-        return by_equal_lengths(self, clips, batch_seconds)
+    def encode_batches(
+        self, clips: Sequence[Samples], batch_seconds: float, _notify: NotifyCallback
+    ) -> Iterator[EncodedBatch]:
+        return encode_equal_lengths(self, clips, batch_seconds)
 
     def decode(self, codes: Codes) -> Samples:
         return np.repeat(codes[:, 0], self.hop).astype(np.float32) / np.float32(1023)
@@ -74,7 +76,7 @@ def main(source: str, folder: str, moment: str, number: str) -> None:
     owners = {"encode": FakeCodec, "fsync": os, "replace": Path}
     if moment in owners:
         die_at(owners[moment], moment, int(number))
-    encode_corpus(corpus(Path(source)), FakeCodec(), Path(folder), shard_seconds=SHARD_SECONDS)
+    encode_dataset(corpus(Path(source)), FakeCodec(), Path(folder), shard_seconds=SHARD_SECONDS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from myna.data.importers import Imported, import_source
+from myna.data.importers import ImportResult, import_source
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance, normalise_text
 from myna.io import file_hash
@@ -69,12 +69,12 @@ def expected(written: list[Utterance]) -> list[Utterance]:
     return [replace(utterance, text=normalise_text(utterance.text), audio=Path()) for utterance in written]
 
 
-def found(imported: Imported) -> list[Utterance]:
+def found(imported: ImportResult) -> list[Utterance]:
     return [replace(utterance, audio=Path()) for utterance in imported.utterances]
 
 
 @contextmanager
-def imported(write: Write, written: list[Utterance], clips: list[Path], **options: Any) -> Iterator[Imported]:
+def imported(write: Write, written: list[Utterance], clips: list[Path], **options: Any) -> Iterator[ImportResult]:
     """The utterances written, copied beside their clips, and imported again."""
     with TemporaryDirectory() as name:
         folder = Path(name) / "source"

@@ -26,10 +26,11 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myna.audio.files import read
-from myna.data.code_store import CodeStore, EncodeProgress, PendingClip, clip_key, cut, encode_corpus, utterance_key
+from myna.audio.files import read_audio
+from myna.data.code_store import CodeStore, PendingClip, codes_key, encode_dataset, group_into_shards
 from myna.data.utterance import Span, Utterance
 from myna.errors import AudioError, DataError
+from tests.data.corpora import utterance_key
 from tests.data.kill_helper import SHARD_SECONDS, FakeCodec, corpus
 
 REVISION = FakeCodec().revision
@@ -49,7 +50,7 @@ def make(folder: Path, lengths: list[int]) -> list[Utterance]:
 
 
 def encode(utterances: list[Utterance], folder: Path, codec: FakeCodec | None = None, **options: Any) -> Any:
-    return encode_corpus(utterances, codec or FakeCodec(), folder, **({"shard_seconds": SHARD_SECONDS} | options))
+    return encode_dataset(utterances, codec or FakeCodec(), folder, **({"shard_seconds": SHARD_SECONDS} | options))
 
 
 def expected(utterance: Utterance) -> Any:
@@ -66,7 +67,7 @@ def stored(folder: Path, store: CodeStore | None = None) -> dict[str, Stored]:
     """What the store holds of each utterance that is long enough to have codes."""
     store = store or CodeStore.open(folder, REVISION)
     index = store.index().to_pydict()
-    places = store.places(pa.array(index["key"], pa.string()))
+    places = store.locate(pa.array(index["key"], pa.string()))
     found = {}
     for id, key, frames, shard, offset in zip(index["id"], index["key"], index["frames"], *places, strict=True):
         if frames:
@@ -110,7 +111,7 @@ def test_codes_come_back_as_they_were(source: Path, folder: Path) -> None:
         codes = kept[utterance.id].codes
         assert kept[utterance.id].key == utterance_key(utterance, REVISION)
         assert np.array_equal(codes, expected(utterance)) and codes.dtype == np.uint16
-    nowhere = CodeStore.open(folder, REVISION).places(pa.array(["0" * 32, kept["003"].key]))
+    nowhere = CodeStore.open(folder, REVISION).locate(pa.array(["0" * 32, kept["003"].key]))
     assert nowhere.shard[0] < 0 <= nowhere.shard[1]
 
 
@@ -165,7 +166,7 @@ def test_a_store_travels_to_workers(source: Path, folder: Path) -> None:
 
 
 def test_only_so_many_shards_are_mapped_at_a_time(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myna.data.code_store.SHARDS_MAPPED", 2)
+    monkeypatch.setattr("myna.data.code_store.MAX_MAPPED_SHARDS", 2)
     encode(corpus(source), folder)
     assert len(shards(folder)) > 4
     opened: list[str] = []
@@ -198,7 +199,7 @@ def test_a_key_is_audio_span_and_codec(tmp_path: Path) -> None:
         utterance_key(plain, "s"),
     ]
     assert len({key, *changes}) == 5
-    assert clip_key("00", Span(0, 1), "r") == clip_key("00", Span(0.0, 1.0), "r")
+    assert codes_key("00", Span(0, 1), "r") == codes_key("00", Span(0.0, 1.0), "r")
 
 
 def test_spans_of_one_recording_and_equal_clips(tmp_path: Path, folder: Path) -> None:
@@ -217,7 +218,7 @@ def test_spans_of_one_recording_and_equal_clips(tmp_path: Path, folder: Path) ->
 
 def cut_frames(frames: Iterable[int], limit: float) -> list[list[int]]:
     clips = (PendingClip("", "", n, np.empty(0, np.float32)) for n in frames)
-    return [[clip.frames for clip in shard] for shard in cut(clips, limit)]
+    return [[clip.frames for clip in shard] for shard in group_into_shards(clips, limit)]
 
 
 @given(frames=st.lists(st.integers(0, 50)), limit=st.floats(0.5, 100), more=st.lists(st.integers(0, 50)))
@@ -241,7 +242,7 @@ def test_equal_lengths_go_together_and_nothing_is_padded(source: Path, folder: P
 def test_the_next_shard_is_read_while_one_is_encoded(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myna.data.code_store.READERS", 1)
+    monkeypatch.setattr("myna.data.code_store.READER_THREADS", 1)
     lock, began = threading.Condition(), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -249,9 +250,9 @@ def test_the_next_shard_is_read_while_one_is_encoded(
         with lock:
             began += 1
             lock.notify_all()
-        return read(*args, **kwargs)
+        return read_audio(*args, **kwargs)
 
-    monkeypatch.setattr("myna.data.code_store.read", counted)
+    monkeypatch.setattr("myna.data.code_store.read_audio", counted)
     seen: list[int] = []
 
     class Slow(FakeCodec):
@@ -267,14 +268,14 @@ def test_the_next_shard_is_read_while_one_is_encoded(
 
 
 def test_progress_ends_where_it_should(tmp_path: Path, folder: Path) -> None:
-    seen: list[EncodeProgress] = []
-    encode(make(tmp_path / "source", [160, 7, 160, 240, 160]), folder, on_progress=seen.append)
-    assert [p.clips for p in seen] == sorted(p.clips for p in seen)
-    assert (seen[-1].clips, seen[-1].total_clips, seen[-1].seconds) == (5, 5, 0.9)
-    assert seen[-1].total_seconds == pytest.approx(0.9 + 7 / 800)
-    half = EncodeProgress(1, 2, seconds=50.0, total_seconds=150.0, elapsed=5.0)
-    assert (half.pace, half.remaining) == (10.0, 10.0)
-    assert EncodeProgress(0, 2, 0.0, 150.0, 0.0).remaining is None
+    seen: list[tuple[str, int, int | None]] = []
+    report = encode(
+        make(tmp_path / "source", [160, 7, 160, 240, 160]), folder, progress=lambda *call: seen.append(call)
+    )
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+    assert seen[-1] == ("encoding", 5, 5) and report.seconds == 0.9
+    assert dataclasses.replace(report, seconds=50.0, elapsed=5.0).pace == 10.0
+    assert dataclasses.replace(report, elapsed=0.0).pace == 0.0
 
 
 # Again
@@ -480,7 +481,7 @@ def test_a_damaged_shard_is_named_or_harmless(source: Path, folder: Path) -> Non
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 0xFF]) + sound[place + 1 :])
         store = CodeStore.open(folder, REVISION)
         try:
-            places = store.places(keys)
+            places = store.locate(keys)
         except DataError as error:
             assert str(path) in error.what
             refused += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, script
+from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
 
 VOICES = tuple(Reference(f"voice {n}", AudioClip(f"r{n}", np.full((3, 8), n, np.uint16))) for n in range(2))
 TARGET = AudioClip("t", np.zeros((4, 8), np.uint16), target=True)
@@ -20,19 +20,19 @@ def shape(conversation: Conversation) -> list[tuple[str, ...]]:
 
 
 def test_a_line_alone_is_a_turn_to_be_answered() -> None:
-    conversation = script("hi", id="x", scene="A room.")
+    conversation = speech_conversation("hi", id="x", scene="A room.")
     assert shape(conversation) == [("user", "hi")]
     assert (conversation.id, conversation.scene, conversation.is_open) == ("x", "A room.", True)
 
 
 def test_a_reference_is_said_before_the_text() -> None:
-    conversation = script("hi", id="x", references=VOICES[:1], target=TARGET)
+    conversation = speech_conversation("hi", id="x", references=VOICES[:1], target=TARGET)
     assert shape(conversation) == [("user", "voice 0"), ("assistant", "<r0>"), ("user", "hi"), ("assistant", "<t>")]
     assert not conversation.is_open
 
 
 def test_several_voices_carry_the_tags_of_the_text() -> None:
-    turns = shape(script("[SPEAKER0] hi [SPEAKER1] ho", id="x", references=VOICES))
+    turns = shape(speech_conversation("[SPEAKER0] hi [SPEAKER1] ho", id="x", references=VOICES))
     assert [turn[1] for turn in turns] == [
         "[SPEAKER0] voice 0", "<r0>", "[SPEAKER1] voice 1", "<r1>", "[SPEAKER0] hi [SPEAKER1] ho",
     ]  # fmt: skip
@@ -41,22 +41,31 @@ def test_several_voices_carry_the_tags_of_the_text() -> None:
 def test_tags_that_a_reference_has_already_are_not_doubled() -> None:
     tagged = tuple(Reference(f"[SPEAKER{n}] voice {n}", voice.clip) for n, voice in enumerate(VOICES))
     text = "[SPEAKER0] hi [SPEAKER1] ho"
-    assert shape(script(text, id="x", references=tagged)) == shape(script(text, id="x", references=VOICES))
+    assert shape(speech_conversation(text, id="x", references=tagged)) == shape(
+        speech_conversation(text, id="x", references=VOICES)
+    )
 
 
 @pytest.mark.parametrize("text", ["hi", "[SPEAKER10] hi"])
 def test_voices_that_the_text_does_not_name_get_no_tag(text: str) -> None:
-    assert [turn[1] for turn in shape(script(text, id="x", references=VOICES))][:4:2] == ["voice 0", "voice 1"]
+    assert [turn[1] for turn in shape(speech_conversation(text, id="x", references=VOICES))][:4:2] == [
+        "voice 0",
+        "voice 1",
+    ]
 
 
 def test_in_the_system_message_there_are_clips_alone() -> None:
-    conversation = script("[SPEAKER0] hi [SPEAKER1] ho", id="x", references=VOICES, target=TARGET, place="system")
+    conversation = speech_conversation(
+        "[SPEAKER0] hi [SPEAKER1] ho", id="x", references=VOICES, target=TARGET, reference_placement="system"
+    )
     assert shape(conversation) == [
         ("system", "<r0>", "<r1>"),
         ("user", "[SPEAKER0] hi [SPEAKER1] ho"),
         ("assistant", "<t>"),
     ]
-    assert shape(script("hi", id="x", place="system")) == [("user", "hi")], "no voice, no system message of ours"
+    assert shape(speech_conversation("hi", id="x", reference_placement="system")) == [("user", "hi")], (
+        "no voice, no system message of ours"
+    )
 
 
 @pytest.mark.parametrize("place", ["turn", "system"])
@@ -64,8 +73,10 @@ def test_in_the_system_message_there_are_clips_alone() -> None:
 def test_training_sees_what_speaking_sees_and_then_the_target(
     references: tuple[Reference, ...], place: ReferencePlacement
 ) -> None:
-    trained = script("hi", id="x", references=references, target=TARGET, scene="A room.", place=place)
-    spoken = script("hi", id="x", references=references, scene="A room.", place=place)
+    trained = speech_conversation(
+        "hi", id="x", references=references, target=TARGET, scene="A room.", reference_placement=place
+    )
+    spoken = speech_conversation("hi", id="x", references=references, scene="A room.", reference_placement=place)
     assert shape(trained) == [*shape(spoken), ("assistant", "<t>")]
     assert spoken.is_open and not trained.is_open
     clips = [part for turn in trained.turns for part in turn.parts if isinstance(part, AudioClip)]

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myna.audio.files import read
-from myna.data.code_store import encode_corpus, utterance_key
+from myna.audio.files import read_audio
+from myna.data.code_store import encode_dataset
 from myna.data.codec import Codes
-from myna.data.dataset import PREPARED, DatasetInfo, PreparedDataset
+from myna.data.dataset import DATASET_INFO_FILE, DatasetInfo, PreparedDataset
 from myna.data.manifest import write_manifest
-from myna.data.manifest_table import TABLE
+from myna.data.manifest_table import TABLE_FILE
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
-from tests.data.corpora import prepared, said
+from tests.data.corpora import prepared, said, utterance_key
 from tests.data.kill_helper import FakeCodec
 
 
@@ -36,14 +36,14 @@ def clips(folder: Path) -> list[Utterance]:
 
 def codes_of(utterance: Utterance) -> Codes:
     span = (utterance.span.start, utterance.span.end) if utterance.span else None
-    codes: Codes = FakeCodec().encode(read(utterance.audio, sample_rate=800, span=span)[None])[0]
+    codes: Codes = FakeCodec().encode(read_audio(utterance.audio, sample_rate=800, span=span)[None])[0]
     return codes
 
 
 def test_it_opens_as_it_was_prepared(folder: Path) -> None:
     corpus = PreparedDataset.open(folder)
     assert list(corpus.utterances) == clips(folder)
-    assert corpus.prepared == DatasetInfo("0123456789abcdef", 800, 100.0, 2, 1024)
+    assert corpus.info == DatasetInfo("0123456789abcdef", 800, 100.0, 2, 1024)
     assert [corpus.seconds(utterance) for utterance in corpus.utterances] == [1.0, 2.0, 0.25]
     for utterance in corpus.utterances:
         assert np.array_equal(corpus.codes(utterance), codes_of(utterance))
@@ -86,8 +86,8 @@ def test_nothing_is_lost_on_the_way_into_columns(tmp_path: Path) -> None:
 def test_utterances_are_found_by_id_speaker_and_sound(tmp_path: Path) -> None:
     clips = [said(tmp_path, "a"), said(tmp_path, "copy", "bert", sound="a"), said(tmp_path, "b", "bert")]
     every = prepared(tmp_path, clips).utterances
-    assert [u.id for u in every.named("b")] == ["b"] and not every.named("c") and not every[:2].named("b")
-    assert [u.id for u in every.spoken_by(["bert", "nobody"])] == ["copy", "b"]
+    assert [u.id for u in every.with_id("b")] == ["b"] and not every.with_id("c") and not every[:2].with_id("b")
+    assert [u.id for u in every.by_speakers(["bert", "nobody"])] == ["copy", "b"]
     keys = [utterance_key(clip, FakeCodec().revision) for clip in clips]
     assert every.keys_among([*keys, "0" * 32]) == set(keys) and len(set(keys)) == 2
     assert every[2:].keys_among(keys) == {keys[2]}
@@ -104,26 +104,26 @@ def test_clips_shorter_than_a_frame_are_left_out(tmp_path: Path) -> None:
 # What is not there
 
 
-@pytest.mark.parametrize("missing", ["folder", "file", PREPARED])
+@pytest.mark.parametrize("missing", ["folder", "file", DATASET_INFO_FILE])
 def test_a_folder_that_was_not_prepared_says_how_to(tmp_path: Path, folder: Path, missing: str) -> None:
-    place = {"folder": tmp_path / "nowhere", "file": tmp_path / "file", PREPARED: folder}[missing]
+    place = {"folder": tmp_path / "nowhere", "file": tmp_path / "file", DATASET_INFO_FILE: folder}[missing]
     (tmp_path / "file").touch()
-    (folder / PREPARED).unlink()
-    with pytest.raises(DataError, match=f"{place} is not a prepared folder: it has no {PREPARED}") as caught:
+    (folder / DATASET_INFO_FILE).unlink()
+    with pytest.raises(DataError, match=f"{place} is not a prepared folder: it has no {DATASET_INFO_FILE}") as caught:
         PreparedDataset.open(place)
     assert caught.value.hint == f"myna prepare SOURCE --out {place} --model MODEL"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"3", b'{"codec_revision": "x"}', b'{"more": 1}', b"\xff\xfe"])
 def test_a_damaged_note_is_named(folder: Path, damage: bytes) -> None:
-    (folder / PREPARED).write_bytes(damage)
-    with pytest.raises(DataError, match=f"{PREPARED} is damaged") as caught:
+    (folder / DATASET_INFO_FILE).write_bytes(damage)
+    with pytest.raises(DataError, match=f"{DATASET_INFO_FILE} is damaged") as caught:
         PreparedDataset.open(folder)
     assert "myna prepare" in caught.value.hint
 
 
 def test_the_note_is_written_whole(folder: Path) -> None:
-    assert json.loads((folder / PREPARED).read_text())["codec_revision"] == "0123456789abcdef"
+    assert json.loads((folder / DATASET_INFO_FILE).read_text())["codec_revision"] == "0123456789abcdef"
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_opens_and_says_what_that_costs(
         raise DataError("cannot write codes into there: read-only", hint="make room")
 
     table_of(folder).unlink()
-    monkeypatch.setattr("myna.data.manifest_table.publish", refuse)
+    monkeypatch.setattr("myna.data.manifest_table.write_arrow", refuse)
     corpus = PreparedDataset.open(folder)
     assert list(corpus.utterances) == clips(folder) and not table_of(folder).exists()
     [note] = corpus.notes
@@ -230,10 +230,10 @@ def test_a_corpus_travels_to_workers(folder: Path) -> None:
     def same(there: PreparedDataset, here: PreparedDataset) -> bool:
         whole = list(there.utterances) == list(here.utterances) == clips(folder)
         codes = (np.array_equal(there.codes(each), here.codes(each)) for each in here.utterances)
-        return whole and all(codes) and there.table.identity == here.table.identity
+        return whole and all(codes) and there.table.fingerprint == here.table.fingerprint
 
     corpus = PreparedDataset.open(folder)
-    assert corpus.row(corpus.utterances[0].id) == 0, "which leaves something behind that need not be sent"
+    assert corpus.find(corpus.utterances[0].id) == 0, "which leaves something behind that need not be sent"
     sent = pickle.dumps(corpus)
     assert len(sent) < 2000 and same(pickle.loads(sent), corpus)
 
@@ -254,7 +254,7 @@ def test_a_corpus_that_could_not_be_written_down_is_sent_whole(folder: Path, mon
         raise DataError("cannot write codes into there: read-only", hint="make room")
 
     table_of(folder).unlink()
-    monkeypatch.setattr("myna.data.manifest_table.publish", refuse)
+    monkeypatch.setattr("myna.data.manifest_table.write_arrow", refuse)
     there = pickle.loads(pickle.dumps(PreparedDataset.open(folder)))
     assert list(there.utterances) == clips(folder) and not table_of(folder).exists()
 
@@ -283,11 +283,11 @@ def test_a_sound_recorded_again_is_another_after_the_next_preparation(folder: Pa
     before = PreparedDataset.open(folder)
     (folder / "recordings" / "b.wav").unlink()
     again = [said(folder, "a"), said(folder, "b", seconds=2, sound="new"), clips(folder)[2]]
-    encode_corpus(again, FakeCodec(), folder)
+    encode_dataset(again, FakeCodec(), folder)
     after = PreparedDataset.open(folder)
     assert after.key(again[1]) != before.key(again[1]) and after.key(again[0]) == before.key(again[0])
     assert np.array_equal(after.codes(again[1]), codes_of(again[1]))
-    assert after.table.identity != before.table.identity
+    assert after.table.fingerprint != before.table.fingerprint
 
 
 def test_half_a_character_is_named(folder: Path) -> None:
@@ -298,7 +298,7 @@ def test_half_a_character_is_named(folder: Path) -> None:
 
 
 def table_of(folder: Path) -> Path:
-    return folder / "codes" / "01234567" / TABLE
+    return folder / "codes" / "01234567" / TABLE_FILE
 
 
 # Another codec
@@ -306,11 +306,11 @@ def table_of(folder: Path) -> Path:
 
 def test_codes_of_another_codec_are_not_taken_for_these(folder: Path) -> None:
     other = FakeCodec("fedcba9876543210")
-    DatasetInfo.of(other).write(folder)
+    DatasetInfo.from_codec(other).write(folder)
     with pytest.raises(DataError, match="holds no codes of the codec fedcba98") as caught:
         PreparedDataset.open(folder)
     assert f"myna prepare SOURCE --out {folder}" in caught.value.hint
-    encode_corpus(clips(folder), other, folder)
+    encode_dataset(clips(folder), other, folder)
     assert len(PreparedDataset.open(folder).utterances) == 3
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from myna.data.hash_rng import hash_of, randint, random_bits, shuffled
+from myna.data.hash_rng import permutation, randint, random_bits, string_hash
 
-NAMES = np.array([hash_of(f"{n}") for n in range(20_000)], np.uint64)
+NAMES = np.array([string_hash(f"{n}") for n in range(20_000)], np.uint64)
 
 
 def test_they_are_the_same_for_ever() -> None:
     """These very numbers decide which rows a run that goes on will see."""
-    assert hash_of("marta/0412") == 9747469348828060864
-    assert random_bits(np.array([hash_of("marta/0412")], np.uint64), "0/0/order").tolist() == [13218490670043171690]
-    assert shuffled(NAMES[:8], "0/0/order").tolist() == [3, 2, 7, 6, 5, 1, 4, 0]
+    assert string_hash("marta/0412") == 9747469348828060864
+    assert random_bits(np.array([string_hash("marta/0412")], np.uint64), "0/0/order").tolist() == [13218490670043171690]
+    assert permutation(NAMES[:8], "0/0/order").tolist() == [3, 2, 7, 6, 5, 1, 4, 0]
 
 
 def test_names_and_occasions_are_told_apart() -> None:
@@ -34,6 +34,6 @@ def test_below_is_even_and_keeps_to_its_limit() -> None:
 
 
 def test_a_shuffle_holds_each_place_once() -> None:
-    order = shuffled(NAMES, "0/0/order")
+    order = permutation(NAMES, "0/0/order")
     assert sorted(order.tolist()) == list(range(20_000))
     assert abs(np.corrcoef(order, np.arange(20_000))[0, 1]) < 0.03

@@ -46,15 +46,15 @@ def both(folder: Path) -> PreparedDataset:
 
 
 def loaded(corpus: PreparedDataset) -> Loader[Line, list[Line]]:
-    return load(corpus, ruler=Stacking(), render=render)
+    return load(corpus, length_estimator=Stacking(), render=render)
 
 
 def test_lengths_are_what_the_family_measures(tmp_path: Path) -> None:
     loader = loaded(both(tmp_path))
-    targets = loader.pairing.targets
-    voices = {reference.id for target in targets for reference in loader.pairing.references(target, 0)}
+    targets = loader.reference_sampler.targets
+    voices = {reference.id for target in targets for reference in loader.reference_sampler.references(target, 0)}
     assert voices and not any(id.startswith("heard") for id in voices)
-    lengths = loader.lengths.of(targets.rows, loader.pairing.draw(targets.rows, 0)).tolist()
+    lengths = loader.lengths.of(targets.indices, loader.reference_sampler.sample(targets.indices, 0)).tolist()
     assert lengths == [len(loader.sequence(target, 0)) for target in targets]
     ids = {line.id for row in rows_of(loader, loader.rows_in_first_epoch()) for line in row}
     assert len(ids) == 9, "each is rendered as it was counted, or the training would stop"
@@ -63,8 +63,8 @@ def test_lengths_are_what_the_family_measures(tmp_path: Path) -> None:
 def test_what_is_heard_is_asked_about_and_answered(tmp_path: Path) -> None:
     corpus = both(tmp_path)
     loader = loaded(corpus)
-    [target] = corpus.utterances.named("heard2")
-    assert loader.pairing.references(target, 0) == (), "nobody's voice is needed"
+    [target] = corpus.utterances.with_id("heard2")
+    assert loader.reference_sampler.references(target, 0) == (), "nobody's voice is needed"
     turns = loader.conversation(target, ()).turns
     [clip, asked] = turns[0].parts
     assert isinstance(clip, AudioClip) and not clip.target and asked == "How was that?"
@@ -73,7 +73,7 @@ def test_what_is_heard_is_asked_about_and_answered(tmp_path: Path) -> None:
 
 def test_without_a_question_there_is_only_the_clip(tmp_path: Path) -> None:
     corpus = both(tmp_path)
-    [target] = corpus.utterances.named("heard0")
+    [target] = corpus.utterances.with_id("heard0")
     assert len(loaded(corpus).conversation(target, ()).turns[0].parts) == 1
 
 
@@ -82,6 +82,6 @@ def test_another_answer_is_other_data_with_the_same_codes(tmp_path: Path) -> Non
     before = prepared(tmp_path, [clip])
     clip.extras["answer"] = "badly, alas"
     after = prepared(tmp_path, [clip])
-    assert loaded(after).identity != loaded(before).identity
+    assert loaded(after).fingerprint != loaded(before).fingerprint
     assert after.key(clip) == before.key(clip)
     assert loaded(after).lengths.as_target[0] - loaded(before).lengths.as_target[0] == len("badly, alas") - len("well")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myna.data.importers import Imported, import_source
+from myna.data.importers import ImportResult, import_source
 from myna.data.utterance import Span, Utterance
 from myna.io import bytes_hash
 from tests.data.sources import write_json, write_lines
@@ -28,11 +28,11 @@ def says(role: str, *content: Any) -> dict[str, Any]:
     return {"role": role, "content": content[0] if len(content) == 1 else list(content)}
 
 
-def chatml(folder: Path, *samples: Any) -> Imported:
+def chatml(folder: Path, *samples: Any) -> ImportResult:
     return import_source(str(write_json(folder / "train.json", list(samples))), media=folder / "media")
 
 
-def by_id(imported: Imported) -> dict[str, Utterance]:
+def by_id(imported: ImportResult) -> dict[str, Utterance]:
     assert imported.rejected == []
     return {utterance.id: utterance for utterance in imported.utterances}
 
@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_conversation(tmp_path: Path, clips: list[Path]) ->
 # -- ms-swift ----------------------------------------------------------------------------------------------------------
 
 
-def swift(folder: Path, *samples: dict[str, Any]) -> Imported:
+def swift(folder: Path, *samples: dict[str, Any]) -> ImportResult:
     result = import_source(str(write_lines(folder / "huo.jsonl", list(samples))), media=folder, speaker="huo")
     assert result.format == "ms_swift"
     return result

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myna.data.importers import FORMATS, Imported
+from myna.data.importers import FORMATS, ImportResult
 from myna.data.utterance import Utterance, normalise_text
 from tests.data import sources
 from tests.data.sources import Write, expected, found, imported
@@ -22,7 +22,7 @@ facts = st.fixed_dictionaries(
 Written = list[Utterance]
 
 
-def comes_back(write: Write, written: Written, clips: list[Path], *, format: str, **options: Any) -> Imported:
+def comes_back(write: Write, written: Written, clips: list[Path], *, format: str, **options: Any) -> ImportResult:
     with imported(write, written, clips, **options) as result:
         assert result.format == format
         assert result.rejected == []
@@ -131,7 +131,7 @@ def test_parquet(clips: list[Path], written: Written) -> None:
 
 def test_every_format_has_a_round_trip_above() -> None:
     tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    scored = {"assessed", "speechocean"}  # in test_importer_assessed.py
+    scored = {"scored_jsonl", "speechocean"}  # in pronunciation/test_importers.py
     assert set(FORMATS) <= tests | {"table", "hf"} | scored and {"csv", "tsv", "parquet"} <= tests
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from myna.audio.files import AudioInfo, check
-from myna.data.importers import FORMATS, Imported, detect_format, import_source, write_import
-from myna.data.importers.base import Reason
+from myna.audio.files import AudioInfo, check_audio
+from myna.data.importers import FORMATS, ImportResult, detect_format, import_source, write_import
+from myna.data.importers.base import RejectionReason
 from myna.data.manifest import read_manifest
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
@@ -26,7 +26,7 @@ def line(audio: Path | str, **changes: Any) -> dict[str, Any]:
     return {"id": "a", "audio": str(audio), "text": "hello", "speaker": "marta"} | changes
 
 
-def manifest(folder: Path, *lines: dict[str, Any]) -> Imported:
+def manifest(folder: Path, *lines: dict[str, Any]) -> ImportResult:
     return import_source(
         str(write_lines(folder / "manifest.jsonl", list(lines))), media=folder / "media", format="myna"
     )
@@ -40,13 +40,13 @@ def float_wav(path: Path, values: list[float]) -> Path:
 # -- reasons -----------------------------------------------------------------------------------------------------------
 
 
-def provoke(reason: Reason, folder: Path, clips: list[Path]) -> Imported:
+def provoke(reason: RejectionReason, folder: Path, clips: list[Path]) -> ImportResult:
     """A manifest whose second line is bad in the one way asked for."""
     good = line(clips[0], id="good")
     voiced = line(clips[1], extras={"references": ["voice"]})
     voice = line(clips[2], id="voice", extras={"reference_only": True})
     (folder / "garbage.wav").write_bytes(b"garbage" * 20)
-    bad: dict[Reason, list[dict[str, Any]]] = {
+    bad: dict[RejectionReason, list[dict[str, Any]]] = {
         "missing file": [line("gone.wav")],
         "unreadable audio": [line("garbage.wav")],
         "empty text": [line(clips[1], text=" \t ")],
@@ -76,8 +76,8 @@ def provoke(reason: Reason, folder: Path, clips: list[Path]) -> Imported:
     return manifest(folder, good, *bad[reason])
 
 
-@pytest.mark.parametrize("reason", typing.get_args(Reason))
-def test_each_reason(tmp_path: Path, clips: list[Path], reason: Reason) -> None:
+@pytest.mark.parametrize("reason", typing.get_args(RejectionReason))
+def test_each_reason(tmp_path: Path, clips: list[Path], reason: RejectionReason) -> None:
     result = provoke(reason, tmp_path, clips)
     assert len(result.utterances) == 1
     assert result.counts == {reason: 1}
@@ -111,9 +111,9 @@ def test_a_recording_with_many_spans_is_decoded_once(
 
     def check_once(path: Path) -> AudioInfo:
         opened.append(path)
-        return check(path)
+        return check_audio(path)
 
-    monkeypatch.setattr("myna.data.importers.validation.check", check_once)
+    monkeypatch.setattr("myna.data.importers.validation.check_audio", check_once)
     spans = [{"start": start / 10, "end": start / 10 + 0.05} for start in range(3)]
     result = manifest(tmp_path, *[line(clips[0], id=str(n), span=span) for n, span in enumerate(spans)])
     assert len(result.utterances) == 3 and opened == [clips[0]]
@@ -239,7 +239,7 @@ def test_our_own_manifest_is_not_a_conversation(tmp_path: Path, clips: list[Path
 # -- what is left on disk ----------------------------------------------------------------------------------------------
 
 
-def some(folder: Path, clips: list[Path], *, bad: int) -> Imported:
+def some(folder: Path, clips: list[Path], *, bad: int) -> ImportResult:
     good = [line(clips[number], id=f"good{number}") for number in range(4)]
     gone = [line(f"đã mất {number}.wav", id=f"bad{number}") for number in range(bad)]
     return manifest(folder, *good, *gone)
@@ -254,7 +254,7 @@ def test_a_clean_import_leaves_both_files(tmp_path: Path, clips: list[Path]) -> 
 
 def test_a_few_bad_items_pass_up_to_the_share_allowed(tmp_path: Path, clips: list[Path]) -> None:
     result = some(tmp_path, clips, bad=1)
-    assert result.bad_share == 0.2
+    assert result.rejected_share == 0.2
     write_import(result, tmp_path / "out", max_bad=0.2)
     assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 4
     (rejected,) = [json.loads(each) for each in (tmp_path / "out" / "rejected.jsonl").read_text("utf-8").splitlines()]
@@ -276,7 +276,7 @@ def test_above_the_share_nothing_old_is_lost(tmp_path: Path, clips: list[Path]) 
 
 def test_nothing_at_all_is_an_error_whatever_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not one utterance"):
-        write_import(Imported([], [], "myna"), tmp_path / "out", max_bad=1)
+        write_import(ImportResult([], [], "myna"), tmp_path / "out", max_bad=1)
     with pytest.raises(DataError, match="1 missing file"):
         write_import(manifest(tmp_path, line("gone.wav")), tmp_path / "out", max_bad=1)
     assert not (tmp_path / "out" / "manifest.jsonl").exists()
@@ -291,7 +291,7 @@ def test_a_rejected_text_that_is_no_text_is_still_written(tmp_path: Path, clips:
 
 
 def test_progress_counts_to_the_end(tmp_path: Path, clips: list[Path]) -> None:
-    told: list[int] = []
+    calls: list[tuple[str, int, int | None]] = []
     write_lines(tmp_path / "m.jsonl", [line(clips[0], id=str(number)) for number in range(3)] + [line("gone.wav")])
-    import_source(str(tmp_path / "m.jsonl"), media=tmp_path, progress=told.append)
-    assert told == [1, 2, 3, 4]
+    import_source(str(tmp_path / "m.jsonl"), media=tmp_path, progress=lambda *call: calls.append(call))
+    assert calls == [("importing", done, 4) for done in (1, 2, 3, 4)]

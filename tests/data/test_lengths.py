@@ -9,7 +9,7 @@ import pytest
 
 from myna.data.conversation import AudioClip, Conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.lengths import text_tokens
+from myna.data.lengths import count_text_tokens
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import DataError
@@ -65,14 +65,15 @@ def spoken(folder: Path) -> PreparedDataset:
 @pytest.mark.parametrize("scene", ["", "A room."])
 def test_sums_are_what_the_family_measures(tmp_path: Path, place: str, scene: str) -> None:
     ruler = Prompted()
-    loader = load(spoken(tmp_path), ruler=ruler, reference_placement=place, scene=scene)
-    targets = loader.pairing.targets
+    loader = load(spoken(tmp_path), length_estimator=ruler, reference_placement=place, scene=scene)
+    targets = loader.reference_sampler.targets
     for epoch in range(3):
-        references = loader.pairing.draw(targets.rows, epoch)
+        references = loader.reference_sampler.sample(targets.indices, epoch)
         measured = [
-            ruler.length(loader.conversation(target, loader.pairing.references(target, epoch))) for target in targets
+            ruler.length(loader.conversation(target, loader.reference_sampler.references(target, epoch)))
+            for target in targets
         ]
-        assert loader.lengths.of(targets.rows, references).tolist() == measured
+        assert loader.lengths.of(targets.indices, references).tolist() == measured
         assert set(references.counts.tolist()) == {0, 1, 2, 3}
 
 
@@ -86,9 +87,12 @@ def test_few_conversations_are_measured(tmp_path: Path) -> None:
             measured.append(conversation.id)
             return super().length(conversation)
 
-    loader = load(prepared(tmp_path, clips), ruler=Counting())
+    loader = load(prepared(tmp_path, clips), length_estimator=Counting())
     for epoch in range(5):
-        loader.lengths.of(loader.pairing.targets.rows, loader.pairing.draw(loader.pairing.targets.rows, epoch))
+        loader.lengths.of(
+            loader.reference_sampler.targets.indices,
+            loader.reference_sampler.sample(loader.reference_sampler.targets.indices, epoch),
+        )
     assert len(measured) == 2, "with the scene and without"
 
 
@@ -111,37 +115,37 @@ def utterances(folder: Path) -> list[Utterance]:
 
 def test_texts_are_counted_once_for_each_tokenizer(tmp_path: Path) -> None:
     corpus, first, again, other = prepared(tmp_path, utterances(tmp_path)), Counting(), Counting(), Counting("other")
-    assert text_tokens(corpus, first).tolist() == [0, 1, 2, 3, 4] and len(first.counted) == 5
-    assert text_tokens(PreparedDataset.open(tmp_path), again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
-    assert text_tokens(corpus, other).tolist() == [0, 1, 2, 3, 4] and len(other.counted) == 5
-    assert text_tokens(corpus, again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
+    assert count_text_tokens(corpus, first).tolist() == [0, 1, 2, 3, 4] and len(first.counted) == 5
+    assert count_text_tokens(PreparedDataset.open(tmp_path), again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
+    assert count_text_tokens(corpus, other).tolist() == [0, 1, 2, 3, 4] and len(other.counted) == 5
+    assert count_text_tokens(corpus, again).tolist() == [0, 1, 2, 3, 4] and again.counted == []
 
 
 def test_two_tokenizers_of_nearly_one_name_are_told_apart(tmp_path: Path) -> None:
     corpus, twin = prepared(tmp_path, utterances(tmp_path)), Counting("characters, others")
-    text_tokens(corpus, Counting("characters, some"))
-    text_tokens(corpus, twin)
+    count_text_tokens(corpus, Counting("characters, some"))
+    count_text_tokens(corpus, twin)
     assert len(twin.counted) == 5
 
 
 def test_a_changed_text_is_counted_anew(tmp_path: Path) -> None:
     corpus, later = prepared(tmp_path, utterances(tmp_path)), Counting()
-    text_tokens(corpus, Counting())
+    count_text_tokens(corpus, Counting())
     lines = utterances(tmp_path)
     lines[0] = said(tmp_path, "0", text="a longer text")
     write_manifest(tmp_path / "manifest.jsonl", lines)
-    assert text_tokens(PreparedDataset.open(tmp_path), later).tolist() == [13, 1, 2, 3, 4]
+    assert count_text_tokens(PreparedDataset.open(tmp_path), later).tolist() == [13, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("damage", [b"", b"ARROW1", None])
 def test_damaged_counts_are_made_anew(tmp_path: Path, damage: bytes | None) -> None:
     corpus, later = prepared(tmp_path, utterances(tmp_path)), Counting()
-    text_tokens(corpus, Counting())
+    count_text_tokens(corpus, Counting())
     [path] = tmp_path.rglob("tokens-*.arrow")
     whole = path.read_bytes()
     path.unlink()
     path.write_bytes(whole[:-50] if damage is None else damage)
-    assert text_tokens(corpus, later).tolist() == [0, 1, 2, 3, 4] and len(later.counted) == 5
+    assert count_text_tokens(corpus, later).tolist() == [0, 1, 2, 3, 4] and len(later.counted) == 5
     assert path.read_bytes() == whole
 
 
@@ -152,16 +156,16 @@ def test_where_nothing_can_be_kept_it_is_counted_every_time_and_said(
         raise DataError("cannot write codes into there: read-only", hint="make room")
 
     corpus = prepared(tmp_path, utterances(tmp_path))
-    monkeypatch.setattr("myna.data.lengths.publish", refuse)
-    assert text_tokens(corpus, Counting()).tolist() == [0, 1, 2, 3, 4]
+    monkeypatch.setattr("myna.data.lengths.write_arrow", refuse)
+    assert count_text_tokens(corpus, Counting()).tolist() == [0, 1, 2, 3, 4]
     [note] = corpus.notes
     assert "counted every time" in note and "read-only" in note
 
 
 def test_many_texts_are_counted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myna.data.lengths.TEXTS_AT_ONCE", 2)
+    monkeypatch.setattr("myna.data.lengths.TEXTS_PER_BATCH", 2)
     ruler = Counting()
-    assert text_tokens(prepared(tmp_path, utterances(tmp_path)), ruler).tolist() == [0, 1, 2, 3, 4]
+    assert count_text_tokens(prepared(tmp_path, utterances(tmp_path)), ruler).tolist() == [0, 1, 2, 3, 4]
     assert ruler.counted == ["0", "1", "2", "3", "4"]
 
 
@@ -170,6 +174,6 @@ def test_nothing_is_counted_where_nothing_is_packed(tmp_path: Path) -> None:
         def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
             raise AssertionError(texts)
 
-    loader = load(prepared(tmp_path, utterances(tmp_path)), ruler=Refusing(), pack=False)
+    loader = load(prepared(tmp_path, utterances(tmp_path)), length_estimator=Refusing(), pack=False)
     loader.check_lengths()
     assert loader.rows_in_first_epoch() == 5

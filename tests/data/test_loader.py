@@ -70,11 +70,11 @@ def load(
     corpus: PreparedDataset,
     seed: int = 0,
     render: Callable[[Conversation], Line] = render,
-    ruler: LengthEstimator = Characters(),  # noqa: B008 - it holds nothing
+    length_estimator: LengthEstimator = Characters(),  # noqa: B008 - it holds nothing
     **settings: Any,
 ) -> Loader[Line, list[Line]]:
     chosen = DataSettings(train=corpus.folder, **({"row_tokens": ROW, "packing_window": 16} | settings))
-    return Loader(corpus, chosen, render=render, collate=list, ruler=ruler, seed=seed)
+    return Loader(corpus, chosen, render=render, collate=list, length_estimator=length_estimator, seed=seed)
 
 
 def first(steps: Iterator[Step], count: int) -> list[Step]:
@@ -94,7 +94,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     return prepared(folder, clips)
 
 
-@pytest.mark.parametrize("settings", [{}, {"pack": False}, {"packing_window": 7}, {"window": 500}, {"row_tokens": 700}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"pack": False}, {"packing_window": 7}, {"packing_window": 500}, {"row_tokens": 700}]
+)
 def test_every_target_comes_once_an_epoch(corpus: PreparedDataset, settings: dict[str, Any]) -> None:
     loader = load(corpus, **settings)
     rows = loader.rows_in_first_epoch()
@@ -168,7 +170,7 @@ def test_starting_at_a_step_is_skipping_those_before(corpus: PreparedDataset, st
 def test_threads_change_nothing(corpus: PreparedDataset, workers: int) -> None:
     inline, threaded = load(corpus, workers=0), load(corpus, workers=workers)
     assert first(threaded.steps(2, 1, Shard(), start=3), 20) == first(inline.steps(2, 1, Shard(), start=3), 20)
-    assert list(threaded.once(2, Shard())) == list(inline.once(2, Shard()))
+    assert list(threaded.evaluation_batches(2, Shard())) == list(inline.evaluation_batches(2, Shard()))
     assert threaded.rows_in_first_epoch() == inline.rows_in_first_epoch()
 
 
@@ -236,12 +238,12 @@ def test_what_was_counted_once_is_not_packed_to_be_skipped(
         nonlocal windows
         windows = 0
         loader = load(corpus, workers=0)
-        loader.recall(counted)
+        loader.restore_row_counts(counted)
         assert first(loader.steps(2, 1, Shard(), start=20), 5) == whole[20:]
         return windows
 
     monkeypatch.setattr("myna.data.loader.first_fit_decreasing", note)
-    assert packed(before.counted) < packed({}) / 2
+    assert packed(before.row_counts) < packed({}) / 2
 
 
 def test_a_length_that_was_miscounted_stops_the_training(corpus: PreparedDataset) -> None:
@@ -253,7 +255,7 @@ def test_a_length_that_was_miscounted_stops_the_training(corpus: PreparedDataset
         def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
             return [len(text) + (id == "7") for id, text in texts.items()]
 
-    loader = load(corpus, ruler=Wrong(), reference="none")
+    loader = load(corpus, length_estimator=Wrong(), reference="none")
     with pytest.raises(DataError, match=r"7 was counted as (\d+) tokens and takes (\d+)") as caught:
         rows_of(loader, loader.rows_in_first_epoch())
     assert "tokens-*.arrow" in caught.value.hint
@@ -261,7 +263,7 @@ def test_a_length_that_was_miscounted_stops_the_training(corpus: PreparedDataset
 
 def test_its_identity_is_what_it_is_made_of(tmp_path: Path) -> None:
     def identity(folder: Path, **change: Any) -> str:
-        return load(prepared(folder, [said(folder, "a", **change), said(folder, "b")])).identity
+        return load(prepared(folder, [said(folder, "a", **change), said(folder, "b")])).fingerprint
 
     same = identity(tmp_path / "here")
     assert identity(tmp_path / "there") == same, "wherever it lies"
@@ -282,24 +284,27 @@ def test_its_identity_is_what_it_is_made_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_evaluation_hears_everything_once(corpus: PreparedDataset, settings: dict[str, Any], world: int) -> None:
     loader = load(corpus, **settings)
-    batches = [batch for rank in range(world) for batch in loader.once(2, Shard(rank, world))]
+    batches = [batch for rank in range(world) for batch in loader.evaluation_batches(2, Shard(rank, world))]
     assert sorted(line.id for batch in batches for line in batch) == sorted(u.id for u in corpus.utterances)
     assert max(sum(map(len, batch)) for batch in batches) <= 2 * ROW
-    again = [batch for rank in range(world) for batch in load(corpus, **settings).once(2, Shard(rank, world))]
+    again = [
+        batch for rank in range(world) for batch in load(corpus, **settings).evaluation_batches(2, Shard(rank, world))
+    ]
     assert again == batches
 
 
 def test_an_evaluation_has_the_same_references_for_any_number_of_processes(corpus: PreparedDataset) -> None:
     loader = load(corpus)
     heard = [
-        {line for rank in range(n) for batch in loader.once(1, Shard(rank, n)) for line in batch} for n in (1, 2, 7)
+        {line for rank in range(n) for batch in loader.evaluation_batches(1, Shard(rank, n)) for line in batch}
+        for n in (1, 2, 7)
     ]
     assert heard[0] == heard[1] == heard[2]
 
 
 def test_more_processes_than_targets_leave_some_with_nothing(tmp_path: Path) -> None:
     loader = load(prepared(tmp_path, [said(tmp_path, "a"), said(tmp_path, "b")]))
-    assert [len(list(loader.once(1, Shard(rank, 3)))) for rank in range(3)] == [1, 1, 0]
+    assert [len(list(loader.evaluation_batches(1, Shard(rank, 3)))) for rank in range(3)] == [1, 1, 0]
 
 
 # What a conversation holds

@@ -17,7 +17,7 @@ import pytest
 from myna.config import DataSettings
 from myna.data.conversation import Conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.loader import STEPS_AHEAD, Loader, Shard, start_workers
+from myna.data.loader import PREFETCH_STEPS, Loader, Shard, start_workers
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
 from tests.data.test_loader import Characters, Line, load, render
@@ -50,7 +50,7 @@ class Kitchen:
 
     def loader(self, corpus: PreparedDataset, **settings: Any) -> Loader[Line, Lines]:
         chosen = DataSettings(train=corpus.folder, **({"row_tokens": 1000, "packing_window": 16} | settings))
-        return Loader(corpus, chosen, render=self.render, collate=self.collate, ruler=Characters(), seed=0)
+        return Loader(corpus, chosen, render=self.render, collate=self.collate, length_estimator=Characters(), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,9 @@ def test_any_number_of_workers_gives_the_same_batches(corpus: PreparedDataset, w
     expected = list(islice(inline.loader(corpus, workers=0).steps(4, 2, Shard(), start=start), 12))
     loader = kitchen.loader(corpus, workers=workers)
     assert list(islice(loader.steps(4, 2, Shard(), start=start), 12)) == expected
-    assert list(loader.once(3, Shard())) == list(inline.loader(corpus, workers=0).once(3, Shard()))
+    assert list(loader.evaluation_batches(3, Shard())) == list(
+        inline.loader(corpus, workers=0).evaluation_batches(3, Shard())
+    )
     assert inline.threads == {"MainThread"} and kitchen.threads == {"myna-render"}
 
 
@@ -80,14 +82,14 @@ def test_steps_are_ready_before_they_are_asked_for(corpus: PreparedDataset) -> N
     steps = kitchen.loader(corpus).steps(2, 1, Shard())
     next(steps)
     deadline = time.monotonic() + 10
-    while kitchen.collated < 2 * (1 + STEPS_AHEAD) and time.monotonic() < deadline:
+    while kitchen.collated < 2 * (1 + PREFETCH_STEPS) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert kitchen.collated == 2 * (1 + STEPS_AHEAD), "and no more than that"
+    assert kitchen.collated == 2 * (1 + PREFETCH_STEPS), "and no more than that"
     steps.close()
 
 
-@pytest.mark.parametrize(("workers", "passes", "ahead"), [(5, 2, 3), (4, 1, 4), (1, 1, STEPS_AHEAD)])
+@pytest.mark.parametrize(("workers", "passes", "ahead"), [(5, 2, 3), (4, 1, 4), (1, 1, PREFETCH_STEPS)])
 def test_all_workers_have_something_to_do(corpus: PreparedDataset, workers: int, passes: int, ahead: int) -> None:
     """A pass is one worker's, so that few passes to a step take more steps ahead."""
     kitchen = Kitchen()
@@ -119,7 +121,7 @@ def test_an_error_comes_with_the_step_it_belongs_to(corpus: PreparedDataset, wor
 @pytest.mark.parametrize("end", ["close", "forget", "exhaust"])
 def test_no_thread_is_left(corpus: PreparedDataset, end: str) -> None:
     loader = Kitchen().loader(corpus, workers=3)
-    iterator = loader.once(1, Shard()) if end == "exhaust" else loader.steps(1, 1, Shard())
+    iterator = loader.evaluation_batches(1, Shard()) if end == "exhaust" else loader.steps(1, 1, Shard())
     assert ours() == [], "none before the first batch"
     next(iterator)
     assert len(ours()) > 1
@@ -153,7 +155,9 @@ def test_processes_make_the_same_batches(corpus: PreparedDataset, workers: int) 
         steps = loader.steps(4, 2, Shard(), start=9)
         expected = inline.steps(4, 2, Shard(), start=9)
         assert list(islice(steps, 6)) == list(islice(expected, 6))
-        assert list(evaluation.once(3, Shard())) == list(other.once(3, Shard())), "while the others wait"
+        assert list(evaluation.evaluation_batches(3, Shard())) == list(other.evaluation_batches(3, Shard())), (
+            "while the others wait"
+        )
         assert list(islice(steps, 6)) == list(islice(expected, 6))
         steps.close()
     assert ours() == []
@@ -179,21 +183,25 @@ def test_batches_are_finished_here_whoever_makes_them(corpus: PreparedDataset, w
 
     settings = DataSettings(train=corpus.folder, row_tokens=1000, packing_window=16, workers=1 if workers else 0)
     loader: Loader[Line, Lines] = Loader(
-        corpus, settings, render=render, collate=list, ruler=Characters(), seed=0, finish=finish
+        corpus, settings, render=render, collate=list, length_estimator=Characters(), seed=0, finish=finish
     )
     if workers == "hired":
         with closing(start_workers([loader], 1)):
-            batches = list(loader.once(2, Shard()))
+            batches = list(loader.evaluation_batches(2, Shard()))
     else:
-        batches = list(loader.once(2, Shard()))
-    assert batches == [batch[::-1] for batch in finished] == [batch[::-1] for batch in load(corpus).once(2, Shard())]
+        batches = list(loader.evaluation_batches(2, Shard()))
+    assert (
+        batches
+        == [batch[::-1] for batch in finished]
+        == [batch[::-1] for batch in load(corpus).evaluation_batches(2, Shard())]
+    )
 
 
 def test_rows_are_counted_without_rendering(corpus: PreparedDataset) -> None:
     kitchen = Kitchen()
     loader = kitchen.loader(corpus, workers=0)
     rows = loader.rows_in_first_epoch()
-    assert kitchen.rendered == [] and len(loader.counted) == 4, "windows of the first epoch"
+    assert kitchen.rendered == [] and len(loader.row_counts) == 4, "windows of the first epoch"
     list(islice(loader.steps(1, 1, Shard()), rows))
     assert sorted(kitchen.rendered) == sorted(u.id for u in corpus.utterances), "and all of it is in those rows"
 
@@ -207,7 +215,7 @@ def test_what_is_skipped_is_not_rendered(corpus: PreparedDataset) -> None:
 
     fresh = Kitchen()
     resumed = fresh.loader(corpus, workers=0)
-    resumed.recall(whole.counted)
+    resumed.restore_row_counts(whole.row_counts)
     assert list(islice(resumed.steps(2, 1, Shard(), start=rows // 2), 3)) == expected[-3:]
     assert fresh.rendered == [line.id for step in expected[-3:] for batch in step for line in batch]
     assert fresh.collated == 3 * 2
@@ -219,9 +227,9 @@ def test_what_is_skipped_is_not_rendered(corpus: PreparedDataset) -> None:
 
 def _counted(loader: Loader[Line, Lines], epochs: int) -> dict[tuple[int, int], int]:
     steps = loader.steps(1, 1, Shard())
-    while max((epoch for epoch, _ in loader.counted), default=0) < epochs:
+    while max((epoch for epoch, _ in loader.row_counts), default=0) < epochs:
         next(steps)
-    return loader.counted
+    return loader.row_counts
 
 
 def test_rows_of_their_own_are_skipped_without_counts(corpus: PreparedDataset) -> None:
@@ -238,7 +246,7 @@ def test_rows_of_their_own_are_skipped_without_counts(corpus: PreparedDataset) -
 def test_the_identity_follows_what_is_learned_and_not_where_it_lies(tmp_path: Path) -> None:
     def identity(folder: Path, **changes: Any) -> str:
         clips = [said(folder, f"{n}", **(changes if n == 1 else {})) for n in range(3)]
-        return Kitchen().loader(prepared(folder, clips)).identity
+        return Kitchen().loader(prepared(folder, clips)).fingerprint
 
     first = identity(tmp_path / "a")
     assert first.startswith("3 utterances ")

@@ -12,34 +12,34 @@ import pytest
 
 from myna.config import DataSettings
 from myna.data import pairing as pairing_module
-from myna.data.manifest_table import ManifestTable, Rows
-from myna.data.pairing import Mask, Pairing
+from myna.data.manifest_table import Indices, ManifestTable
+from myna.data.pairing import Mask, ReferenceSampler
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
 
 
-def pair(folder: Path, utterances: list[Utterance], seed: int = 0, **settings: Any) -> Pairing:
-    return Pairing(prepared(folder, utterances), DataSettings(train=folder, **settings), seed)
+def pair(folder: Path, utterances: list[Utterance], seed: int = 0, **settings: Any) -> ReferenceSampler:
+    return ReferenceSampler(prepared(folder, utterances), DataSettings(train=folder, **settings), seed)
 
 
-def drawn(pairing: Pairing, id: str, epochs: int = 60) -> set[str]:
+def drawn(pairing: ReferenceSampler, id: str, epochs: int = 60) -> set[str]:
     """Every reference a target gets in many epochs."""
     target = next(target for target in pairing.targets if target.id == id)
     return {reference.id for epoch in range(epochs) for reference in pairing.references(target, epoch)}
 
 
-def alone(pairing: Pairing) -> tuple[str, ...]:
-    return tuple(target.id for target in pairing.unpaired.without_reference)
+def alone(pairing: ReferenceSampler) -> tuple[str, ...]:
+    return tuple(target.id for target in pairing.without_reference)
 
 
-def longest(pairing: Pairing, length: Callable[[Utterance], int] = lambda _: 1) -> dict[str, list[str]]:
+def longest(pairing: ReferenceSampler, length: Callable[[Utterance], int] = lambda _: 1) -> dict[str, list[str]]:
     """The references that make the longest sequence, by the target's id."""
-    utterances = pairing.corpus.utterances
-    found = pairing.longest(np.array([length(utterance) for utterance in utterances]))
+    utterances = pairing.dataset.utterances
+    found = pairing.longest_references(np.array([length(utterance) for utterance in utterances]))
     return {
         target.id: [utterances[row].id for row in rows]
-        for target, rows in zip(pairing.targets, found.each(), strict=True)
+        for target, rows in zip(pairing.targets, found.as_tuples(), strict=True)
     }
 
 
@@ -172,7 +172,7 @@ def test_targets_outside_the_limits_are_left_out_and_counted(tmp_path: Path) -> 
     clips = [said(tmp_path, id, seconds=seconds) for id, seconds in lengths.items()]
     pairing = pair(tmp_path, clips, seconds=(0.2, 4))
     assert [target.id for target in pairing.targets] == ["shortest", "fine", "longest"]
-    assert tuple(target.id for target in pairing.unpaired.outside_seconds) == ("blip", "speech")
+    assert tuple(target.id for target in pairing.outside_seconds) == ("blip", "speech")
     assert "speech" in drawn(pairing, "fine"), "it still lends its voice"
 
 
@@ -199,7 +199,7 @@ def test_a_target_without_reference_is_counted_or_refused(tmp_path: Path) -> Non
 def test_a_choice_depends_on_seed_epoch_and_target_alone(tmp_path: Path) -> None:
     clips = [said(tmp_path, f"{n}") for n in range(12)]
 
-    def choices(pairing: Pairing, epoch: int) -> list[str]:
+    def choices(pairing: ReferenceSampler, epoch: int) -> list[str]:
         return [pairing.references(target, epoch)[0].id for target in sorted(pairing.targets, key=lambda t: t.id)]
 
     first, again = pair(tmp_path, clips), pair(tmp_path, clips)
@@ -218,9 +218,9 @@ def test_a_choice_depends_on_seed_epoch_and_target_alone(tmp_path: Path) -> None
 def test_longest_picks_by_the_measure_it_is_given(tmp_path: Path) -> None:
     clips = [said(tmp_path, f"{n}", seconds=1 + n) for n in range(4)]
     pairing = pair(tmp_path, clips)
-    by_seconds = longest(pairing, lambda clip: len(pairing.corpus.codes(clip)))
+    by_seconds = longest(pairing, lambda clip: len(pairing.dataset.codes(clip)))
     assert by_seconds == {"0": ["3"], "1": ["3"], "2": ["3"], "3": ["2"]}
-    backwards = longest(pairing, lambda clip: 1000 - len(pairing.corpus.codes(clip)))
+    backwards = longest(pairing, lambda clip: 1000 - len(pairing.dataset.codes(clip)))
     assert backwards == {"0": ["1"], "1": ["0"], "2": ["0"], "3": ["0"]}
     without = longest(pairing, lambda clip: -1 if clip.id == "3" else int(clip.id))
     assert without == {"0": ["2"], "1": ["2"], "2": ["1"], "3": ["2"]}, "below zero is not considered"
@@ -232,17 +232,17 @@ def test_many_at_once_are_what_each_is_alone(tmp_path: Path) -> None:
     clips += [said(tmp_path, f"s{n}", "spans", seconds=9, recording="long", span=Span(n, n + 2)) for n in range(7)]
     clips += [said(tmp_path, "asks", "speaker1", references=["3", "s0"]), said(tmp_path, "asks none", references=[])]
     pairing = pair(tmp_path, clips)
-    rows = pairing.targets.rows
+    rows = pairing.targets.indices
     for epoch in range(3):
-        every = list(pairing.draw(rows, epoch).each())
-        backwards = list(pairing.draw(rows[::-1], epoch).each())
+        every = list(pairing.sample(rows, epoch).as_tuples())
+        backwards = list(pairing.sample(rows[::-1], epoch).as_tuples())
         assert backwards[::-1] == every
         for target, drawn in zip(pairing.targets, every, strict=True):
             references = pairing.references(target, epoch)
-            assert tuple(pairing.corpus.row(reference.id) for reference in references) == drawn
+            assert tuple(pairing.dataset.find(reference.id) for reference in references) == drawn
             for reference in references:
                 assert target.id == "asks" or reference.speaker == target.speaker
-                assert pairing.corpus.key(reference) != pairing.corpus.key(target)
+                assert pairing.dataset.key(reference) != pairing.dataset.key(target)
                 if reference.span and target.span:
                     assert abs(reference.span.start - target.span.start) >= 2, "each lasts two seconds"
 
@@ -251,10 +251,10 @@ def test_every_clip_that_would_do_is_as_likely_as_the_next(tmp_path: Path) -> No
     """Also where most are the target's own sound, and a draw fails again and again."""
     twins = [said(tmp_path, f"twin{n}", sound="x") for n in range(30)]
     pairing = pair(tmp_path, [*twins, said(tmp_path, "one"), said(tmp_path, "two")])
-    target = pairing.targets.named("twin7")[0]
+    target = pairing.targets.with_id("twin7")[0]
     times = Counter(pairing.references(target, epoch)[0].id for epoch in range(400))
     assert set(times) == {"one", "two"} and abs(times["one"] - 200) < 60
-    calm = Counter(pairing.references(pairing.targets.named("one")[0], epoch)[0].id for epoch in range(3100))
+    calm = Counter(pairing.references(pairing.targets.with_id("one")[0], epoch)[0].id for epoch in range(3100))
     assert len(calm) == 31 and max(calm.values()) < 2 * min(calm.values()) + 60
 
 
@@ -265,15 +265,15 @@ def test_one_speaker_with_many_clips_is_not_compared_pair_by_pair(
         said(tmp_path, f"{n}", recording=f"{n % 8}", seconds=30, span=Span(n / 100, n / 100 + 1)) for n in range(2000)
     ]
     corpus = prepared(tmp_path, clips)
-    compared, share_sound = 0, pairing_module._share_sound
+    compared, share_audio = 0, pairing_module._share_audio
 
-    def count(table: ManifestTable, ones: Rows, others: Rows) -> Mask:
+    def count(table: ManifestTable, ones: Indices, others: Indices) -> Mask:
         nonlocal compared
         compared += len(others)
-        return share_sound(table, ones, others)
+        return share_audio(table, ones, others)
 
-    monkeypatch.setattr(pairing_module, "_share_sound", count)
-    pairing = Pairing(corpus, DataSettings(train=tmp_path), seed=0)
-    assert (pairing.draw(pairing.targets.rows, 1).counts == 1).all()
-    assert (pairing.longest(np.arange(2000)).counts == 1).all()
+    monkeypatch.setattr(pairing_module, "_share_audio", count)
+    pairing = ReferenceSampler(corpus, DataSettings(train=tmp_path), seed=0)
+    assert (pairing.sample(pairing.targets.indices, 1).counts == 1).all()
+    assert (pairing.longest_references(np.arange(2000)).counts == 1).all()
     assert compared < 20 * 2000, "not four million"

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myna.data.dataset import PreparedDataset
-from myna.data.split import PARTS, SPEAKERS, TEXTS, TRAIN, Split, check_leaks, choose, plain, split
+from myna.data.split import (
+    SPEAKERS,
+    SUBSETS,
+    TEXTS,
+    TRAIN,
+    DatasetSplit,
+    assign_subsets,
+    check_leaks,
+    split_dataset,
+)
+from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data.corpora import prepared, said
@@ -38,27 +48,27 @@ def key(utterance: Utterance) -> str:
 @given(corpora(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
 def test_no_choice_leaks(utterances: list[Utterance], speakers: int, texts: int, seed: int) -> None:
     try:
-        made = choose(utterances, key, speakers=speakers, texts=texts, seed=seed)
+        made = assign_subsets(utterances, key, speakers=speakers, texts=texts, seed=seed)
     except DataError:
         return  # too few to hold so many out
     check_leaks(made, utterances, key)
     for one in utterances:
         for other in utterances:
-            if one.audio == other.audio and made.part_of[one.id] != made.part_of[other.id]:
+            if one.audio == other.audio and made.subset_of[one.id] != made.subset_of[other.id]:
                 a, b = one.span or Span(0, None), other.span or Span(0, None)
                 assert (a.end or 99) <= b.start or (b.end or 99) <= a.start, "parts of one recording that overlap"
-    backwards = choose(utterances[::-1], key, speakers=speakers, texts=texts, seed=seed)
-    assert backwards.part_of == made.part_of, "the order of the source does not matter"
+    backwards = assign_subsets(utterances[::-1], key, speakers=speakers, texts=texts, seed=seed)
+    assert backwards.subset_of == made.subset_of, "the order of the source does not matter"
     grown = [*utterances, Utterance("new", Path("new.wav"), "Something else.", "zoe")]
-    later = choose(grown, key, speakers=speakers, texts=texts, seed=seed, known=made)
-    assert later.part_of == {**made.part_of, "new": TRAIN}
+    later = assign_subsets(grown, key, speakers=speakers, texts=texts, seed=seed, previous=made)
+    assert later.subset_of == {**made.subset_of, "new": TRAIN}
 
 
 def test_spans_that_share_a_second_stay_together() -> None:
     """Three in a row, the first of which reaches over the second into the third."""
     spans = {"a": Span(0, 9), "b": Span(2, 3), "c": Span(8, 12), "d": Span(12, 20)}
     clips = [Utterance(id, Path("tape.wav"), f"words of {id}", "anna", span=span) for id, span in spans.items()]
-    parts = [choose(clips, key, speakers=0, texts=1, seed=seed).part_of for seed in range(8)]
+    parts = [assign_subsets(clips, key, speakers=0, texts=1, seed=seed).subset_of for seed in range(8)]
     assert all(part["a"] == part["b"] == part["c"] != part["d"] for part in parts)
 
 
@@ -76,12 +86,12 @@ def test_a_leak_is_told(changed: dict[str, object], told: str) -> None:
         Utterance("b", Path("b.wav"), "No.", "bela"),
         Utterance("c", Path("c.wav"), "Good day!", "bela"),
     ]
-    made = Split(0, 1, 1, {"a": SPEAKERS, "b": TRAIN, "c": TEXTS})
+    made = DatasetSplit(0, 1, 1, {"a": SPEAKERS, "b": TRAIN, "c": TEXTS})
     check_leaks(made, clean, key)
     leaking = [clean[0], replace(clean[1], **changed), clean[2]]  # type: ignore[arg-type]
     with pytest.raises(DataError, match=told):
         check_leaks(made, leaking, key)
-    with pytest.raises(DataError, match="d is in no part"):
+    with pytest.raises(DataError, match="d is in no subset"):
         check_leaks(made, [*clean, replace(clean[0], id="d")], key)
 
 
@@ -90,12 +100,12 @@ def test_what_was_learned_from_cannot_be_held_out_later() -> None:
     clips = [
         Utterance(f"{who}{n}", Path(f"{who}{n}.wav"), f"{who} {n}", who) for who in ("anna", "bela") for n in "123"
     ]
-    made = choose(clips, key, speakers=1, texts=0, seed=0)
+    made = assign_subsets(clips, key, speakers=1, texts=0, seed=0)
     held, learned = made.ids(SPEAKERS)[0], made.ids(TRAIN)[0]
     named = {clip.id: clip for clip in clips}
     twin = replace(named[held], id="twin", speaker=named[learned].speaker)
     with pytest.raises(DataError, match="was learned from and would now be held out"):
-        choose([*clips, twin], key, speakers=1, texts=0, seed=0, known=made)
+        assign_subsets([*clips, twin], key, speakers=1, texts=0, seed=0, previous=made)
 
 
 @pytest.fixture
@@ -111,37 +121,40 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_parts_are_prepared_folders_with_the_same_codes(folder: Path) -> None:
-    made = split(folder, speakers=1, texts=2)
-    whole, parts = PreparedDataset.open(folder), {part: PreparedDataset.open(folder / "parts" / part) for part in PARTS}
+    made = split_dataset(folder, speakers=1, texts=2)
+    whole, parts = (
+        PreparedDataset.open(folder),
+        {part: PreparedDataset.open(folder / "subsets" / part) for part in SUBSETS},
+    )
     assert {part: len(corpus.utterances) for part, corpus in parts.items()} == {TRAIN: 9, TEXTS: 6, SPEAKERS: 5}
     assert len({utterance.speaker for utterance in parts[SPEAKERS].utterances}) == 1
-    learned = {plain(utterance.text) for utterance in parts[TRAIN].utterances}
-    assert not learned & {plain(utterance.text) for utterance in parts[TEXTS].utterances}
+    learned = {alphanumeric(utterance.text) for utterance in parts[TRAIN].utterances}
+    assert not learned & {alphanumeric(utterance.text) for utterance in parts[TEXTS].utterances}
     for part, corpus in parts.items():
         assert [utterance.id for utterance in corpus.utterances] == made.ids(part)
         for utterance in corpus.utterances:
             assert utterance.audio.is_file()
             assert (corpus.codes(utterance) == whole.codes(whole.by_id(utterance.id, wanted_by="a test"))).all()
             assert set(utterance.references or ()) <= set(made.ids(part))
-    shard = next(whole.store.home.glob("[0-9]*.arrow"))
-    assert shard.samefile(parts[TRAIN].store.home / shard.name), "linked, not copied"
+    shard = next(whole.store.codes_folder.glob("[0-9]*.arrow"))
+    assert shard.samefile(parts[TRAIN].store.codes_folder / shard.name), "linked, not copied"
 
 
 def test_it_is_made_once(folder: Path) -> None:
-    made = split(folder, speakers=1, texts=1)
+    made = split_dataset(folder, speakers=1, texts=1)
     stored = json.loads((folder / "split.json").read_text(encoding="utf-8"))
-    assert stored["part_of"] == made.part_of and Split.read(folder) == made
-    assert split(folder, speakers=1, texts=1) == made
+    assert stored["subset_of"] == made.subset_of and DatasetSplit.read(folder) == made
+    assert split_dataset(folder, speakers=1, texts=1) == made
     with pytest.raises(DataError, match="was split before, with 1 speakers and 1 texts"):
-        split(folder, speakers=2, texts=1)
+        split_dataset(folder, speakers=2, texts=1)
     (folder / "split.json").write_text("{")
     with pytest.raises(DataError, match="is damaged"):
-        split(folder, speakers=1, texts=1)
+        split_dataset(folder, speakers=1, texts=1)
 
 
 def test_too_much_cannot_be_held_out(folder: Path) -> None:
     with pytest.raises(DataError, match="4 speakers cannot be held out of 4"):
-        split(folder, speakers=4, texts=0)
+        split_dataset(folder, speakers=4, texts=0)
     with pytest.raises(DataError, match="5 texts cannot be held out of 5"):
-        split(folder, speakers=0, texts=5)
-    assert Split.read(folder) is None
+        split_dataset(folder, speakers=0, texts=5)
+    assert DatasetSplit.read(folder) is None

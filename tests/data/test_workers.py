@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.data.workers import Workers
+from myna.data.workers import WorkerPool
 from myna.errors import DataError
 from tests.data.workers_helper import Unopened, arrays, fail, turned, who
 
@@ -25,8 +25,8 @@ ARRAYS, TURNED, FAIL, WHO = range(4)
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with closing(Workers(1, [arrays, turned, fail, who])) as workers:
+def workers() -> Iterator[WorkerPool]:
+    with closing(WorkerPool(1, [arrays, turned, fail, who])) as workers:
         yield workers
 
 
@@ -45,61 +45,61 @@ def wait_until_gone(*pids: int) -> None:
         time.sleep(0.01)
 
 
-def test_arrays_arrive_as_they_were_and_are_ours_to_change(workers: Workers) -> None:
+def test_arrays_arrive_as_they_were_and_are_ours_to_change(workers: WorkerPool) -> None:
     sizes = [0, 1, 700_000, 0, 3]
     for _ in range(2):
-        for size, array in zip(sizes, workers.make(ARRAYS, sizes), strict=True):
+        for size, array in zip(sizes, workers.build(ARRAYS, sizes), strict=True):
             assert array.dtype == np.int64 and np.array_equal(array, np.arange(size))
             array += 1
-    made, expected = workers.make(TURNED, 5), turned(5)
+    made, expected = workers.build(TURNED, 5), turned(5)
     assert np.array_equal(made["turned"], expected["turned"]) and made["turned"].dtype == np.uint16
     assert (float(made["number"]), made["word"]) == (3.0, "x")
 
 
-def test_a_worker_is_another_process_and_sees_no_card(workers: Workers) -> None:
-    pid, cards = workers.make(WHO, None)
+def test_a_worker_is_another_process_and_sees_no_card(workers: WorkerPool) -> None:
+    pid, cards = workers.build(WHO, None)
     assert pid != os.getpid() and cards == ""
 
 
-def test_errors_arrive_and_the_worker_goes_on(workers: Workers) -> None:
+def test_errors_arrive_and_the_worker_goes_on(workers: WorkerPool) -> None:
     with pytest.raises(DataError, match=r"^marta_0412 is bad") as caught:
-        workers.make(FAIL, "ours")
+        workers.build(FAIL, "ours")
     assert caught.value.hint == "remove it"
     with pytest.raises(KeyError, match="marta_0412") as bug:
-        workers.make(FAIL, "bug")
+        workers.build(FAIL, "bug")
     assert 'raise KeyError("marta_0412")' in bug.value.__notes__[0], "with the place where it happened"
     with pytest.raises(RuntimeError, match=r"UntoldError: marta_0412"):
-        workers.make(FAIL, "untold")
+        workers.build(FAIL, "untold")
     with pytest.raises((AttributeError, RuntimeError), match="pickle"):
-        workers.make(FAIL, "an answer that cannot be sent")
-    assert workers.make(WHO, None)
+        workers.build(FAIL, "an answer that cannot be sent")
+    assert workers.build(WHO, None)
 
 
 @pytest.mark.parametrize(("how", "told"), [("killed", "was ended by SIGKILL"), ("gone", "ended with code 3")])
 def test_one_that_dies_is_told_of(how: str, told: str) -> None:
-    with closing(Workers(1, [fail])) as workers:
+    with closing(WorkerPool(1, [fail])) as workers:
         for _ in range(2):
             with pytest.raises(DataError, match=told) as caught:
-                workers.make(0, how)
+                workers.build(0, how)
     assert "data.workers=0" in caught.value.hint
 
 
 def test_what_cannot_be_opened_there_is_told_when_it_is_asked_for() -> None:
-    with closing(Workers(1, [Unopened()])) as workers, pytest.raises(DataError, match="marta_0412 is bad"):
-        workers.make(0, None)
+    with closing(WorkerPool(1, [Unopened()])) as workers, pytest.raises(DataError, match="marta_0412 is bad"):
+        workers.build(0, None)
 
 
 def test_all_are_kept_busy_and_closing_ends_them() -> None:
     together = 3
-    workers, begun = Workers(together, [who]), threading.Barrier(together)
+    workers, begun = WorkerPool(together, [who]), threading.Barrier(together)
 
     def ask(_: int) -> Any:
         begun.wait()
-        return workers.make(0, None)[0]
+        return workers.build(0, None)[0]
 
     with closing(workers), ThreadPoolExecutor(together) as threads:
         pids = set(threads.map(ask, range(together)))
-        assert pids == {worker._process.pid for worker in workers._all}, "each of them was asked once"
+        assert pids == {worker._process.pid for worker in workers._workers}, "each of them was asked once"
     assert not any(map(is_there, pids))
     workers.close()  # twice is no mistake
 

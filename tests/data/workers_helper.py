@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from myna.data.workers import Workers
+from myna.data.workers import WorkerPool
 from myna.errors import DataError
 
 
@@ -59,7 +59,7 @@ class Unopened:
 def main() -> None:
     """Hire two, say their process ids, and have something made for every line of standard input."""
     signal.signal(signal.SIGINT, lambda *_: None)  # which, unlike ignoring it, workers would not inherit
-    workers = Workers(2, [who])
-    print(*(worker._process.pid for worker in workers._all), flush=True)
+    workers = WorkerPool(2, [who])
+    print(*(worker._process.pid for worker in workers._workers), flush=True)
     for _ in sys.stdin:
-        print(workers.make(0, None)[0], flush=True)
+        print(workers.build(0, None)[0], flush=True)

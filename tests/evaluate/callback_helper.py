@@ -7,23 +7,23 @@ import os
 import sys
 from pathlib import Path
 
+from myna.api import train
 from myna.errors import AudioError
 from myna.train.distributed import ProcessInfo
-from myna.workflow import train
-from tests.evaluate.planted_scorers import Planted, planted
+from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
 
-HEARD = {0: 0.5, 2: 0.8, 4: 0.7}
+SIMILARITY = {0: 0.5, 2: 0.8, 4: 0.7}
 
 
 def main(folder: Path, ports: list[str]) -> None:
-    place = ProcessInfo.find()
+    place = ProcessInfo.from_environment()
     heard: dict[str, int | str] = {}
     for kind, port in zip(("lora", "full", "broken"), ports, strict=True):
         os.environ["MASTER_PORT"] = port
-        with planted(Planted(folder, alike=HEARD, broken=kind == "broken")) as ears:
+        with planted_scorers(PlantedScorers(folder, similarity=SIMILARITY, broken=kind == "broken")) as scorers:
             try:
-                train(folder / f"{kind}.yaml", folder / f"{kind}-{place.world}")
-                heard[kind] = len(ears.spoken)
+                train(folder / f"{kind}.yaml", out=folder / f"{kind}-{place.world_size}")
+                heard[kind] = len(scorers.spoken)
             except AudioError as error:
                 heard[kind] = error.what
     (folder / f"heard-{place.rank}.json").write_text(json.dumps(heard))

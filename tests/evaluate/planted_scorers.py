@@ -1,7 +1,7 @@
-"""Ears that hear what a test plants, step by step, and a panel that has them.
+"""Scorers that return what a test plants, step by step, and a speech evaluation that uses them.
 
-They know real recordings by their sound. Everything else is a model's, and is as alike, as well understood and as good
-as the test says for the step that is heard. Like careless ears they throw every dice there is.
+They know real recordings by their samples. Everything else is a model's, and is as similar and as good as the test
+says for the step that is scored. Like careless scorers they draw from every random generator.
 """
 
 from __future__ import annotations
@@ -17,50 +17,46 @@ import numpy as np
 import torch
 from torch import nn
 
-from myna.audio.files import Samples, read
+from myna.audio.files import Samples, read_audio
 from myna.errors import AudioError
+from myna.evaluate.asr import Transcript
 from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.items import EvalSet
-from myna.evaluate.resemblyzer import Voice
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
+from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.evaluate.systems import System
-from myna.evaluate.wer import Transcript
-from myna.train.callbacks import AutocastContext
-from myna.train.callbacks import SpeechScores as Verdict
+from myna.train.callbacks import AutocastContext, SpeechScores
 
 RATE = 16_000
 
 
 @dataclass
-class Planted:
-    """What is heard at which step; a step that is not named is heard like the untuned model."""
+class PlantedScorers:
+    """Scores by step; a step that is not named is scored like the base model."""
 
     real: Path
     """A folder of recordings."""
-    alike: Mapping[int, float] = field(default_factory=dict)
-    """Similarity of a model's voice."""
-    guard_alike: Mapping[int, float] = field(default_factory=dict)
-    """The same on the lines of the guard."""
+    similarity: Mapping[int, float] = field(default_factory=dict)
+    """Speaker similarity of a model."""
+    forgetting_similarity: Mapping[int, float] = field(default_factory=dict)
+    """The same on the forgetting set."""
     quality: Mapping[int, float] = field(default_factory=dict)
     base: float = 0.5
     step: int = 0
-    guarding: bool = False
+    is_forgetting_set: bool = False
     broken: bool = False
     spoken: list[int] = field(default_factory=list)
-    """Steps at which a model was heard, once for each line."""
-    names: tuple[str, str, str] = ("planted words", "planted voice", "planted quality")
+    """Steps at which a model was scored, once for each item."""
+    names: tuple[str, str, str] = ("planted asr", "planted encoder", "planted mos")
+    name: str = "planted encoder"
 
     def __post_init__(self) -> None:
-        self._known = {read(path, sample_rate=RATE).tobytes() for path in self.real.rglob("*.wav")}
+        self._known = {read_audio(path, sample_rate=RATE).tobytes() for path in self.real.rglob("*.wav")}
 
-    def ears(self) -> Scorers:
-        return Scorers(
-            words=self,
-            voice=self,
-            distillmos=self,
-            names=dict(zip(("words", "voice", "distillmos"), self.names, strict=True)),
-        )
+    def scorers(self) -> Scorers:
+        names = dict(zip(("asr", "speaker_encoder", "distillmos"), self.names, strict=True))
+        return Scorers(asr=self, speaker_encoder=self, distillmos=self, names=names)
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript:  # noqa: ARG002
         if self.broken:
@@ -68,40 +64,42 @@ class Planted:
         torch.rand(3), np.random.rand(3), random.random()
         return Transcript("nothing that was to be said", looped=False)
 
-    def embed(self, samples: Samples, sample_rate: int) -> Voice:  # noqa: ARG002
+    def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:  # noqa: ARG002
         if samples.tobytes() in self._known:
             return np.array([1.0, 0.0], np.float32)
         self.spoken.append(self.step)
-        alike = (self.guard_alike if self.guarding else self.alike).get(self.step, self.base)
-        # No two lines are quite the same, or every interval would be without width.
-        alike += 0.01 * np.sin(len(samples))
-        return np.array([alike, np.sqrt(1 - alike**2)], np.float32)
+        similarity = (self.forgetting_similarity if self.is_forgetting_set else self.similarity).get(
+            self.step, self.base
+        )
+        # No two items are quite the same, or every interval would be without width.
+        similarity += 0.01 * np.sin(len(samples))
+        return np.array([similarity, np.sqrt(1 - similarity**2)], np.float32)
 
     def score(self, samples: Samples, sample_rate: int) -> float:  # noqa: ARG002
         return self.quality.get(self.step, 3.0)
 
 
-class PlantedPanel(SpeechEvaluation):
-    """Tells its ears which step they hear, which no ear could know."""
+class PlantedEvaluation(SpeechEvaluation):
+    """Tells its scorers which step they score, which no scorer could know."""
 
     __slots__ = ()
-    planted: Planted
+    planted: PlantedScorers
 
-    def hear(self, step: int, model: nn.Module, numbers: AutocastContext) -> Verdict:
+    def run(self, step: int, model: nn.Module, numbers: AutocastContext) -> SpeechScores:
         self.planted.step = step
-        return super().hear(step, model, numbers)
+        return super().run(step, model, numbers)
 
-    def _judge(self, plan: EvalSet, system: System, folder: Path) -> list[ItemScores]:
-        self.planted.guarding = plan is self.guard
-        return super()._judge(plan, system, folder)
+    def _score(self, eval_set: EvalSet, system: System, folder: Path) -> list[ItemScores]:
+        self.planted.is_forgetting_set = eval_set is self.forgetting_set
+        return super()._score(eval_set, system, folder)
 
 
 @contextmanager
-def planted(ears: Planted) -> Iterator[Planted]:
-    """Whoever trains inside is heard by these."""
-    PlantedPanel.planted = ears
+def planted_scorers(scorers: PlantedScorers) -> Iterator[PlantedScorers]:
+    """Training inside is evaluated by these."""
+    PlantedEvaluation.planted = scorers
     with (
-        patch("myna.workflow.Panel", PlantedPanel),
-        patch("myna.evaluate.callback.open_required_scorers", lambda _: ears.ears()),
+        patch("myna.evaluate.callback.SpeechEvaluation", PlantedEvaluation),
+        patch("myna.evaluate.callback.open_required_scorers", lambda _: scorers.scorers()),
     ):
-        yield ears
+        yield scorers

@@ -1,7 +1,7 @@
-"""Speech for tests: voices that hum on their own pitch and spell letters as tones above it, and ears that hear them.
+"""Synthetic speech for tests: voices that hum on their own pitch and spell letters as tones above it, and fake scorers.
 
-Everything a real ear could say of real speech can be said of it, always the same and without weights: words, voices,
-quality, pitch and silence.
+Everything that scorers measure of real speech can be measured of it, deterministically and without weights: words,
+speakers, quality, pitch and silence.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.audio.files import Samples, write
+from myna.audio.files import Samples, write_audio
 from myna.data.utterance import Utterance
+from myna.evaluate.asr import Transcript, is_loop
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.resemblyzer import Voice
 from myna.evaluate.scorers import Scorers
+from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.evaluate.systems import SystemOutput
-from myna.evaluate.wer import Transcript, is_loop
 
 RATE = 16_000
 LETTER = 960
@@ -36,7 +36,7 @@ LINES = (
     "she sells sea shells by the shore",
 )
 LOWEST, APART, BIN = 1500, 150, 5
-"""Hertz of the letter a, between two letters, and that an ear can tell apart."""
+"""Hertz of the letter a, between two letters, and that the fake ASR can tell apart."""
 
 
 def say(text: str, pitch: float, *, rest: int = 1) -> Samples:
@@ -55,8 +55,8 @@ def _spectrum(frames: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return np.abs(np.fft.rfft(frames, RATE // BIN))
 
 
-class LetterEar:
-    """Reads the tones back."""
+class FakeASR:
+    """Transcribes the tones."""
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript:  # noqa: ARG002
         assert sample_rate == RATE
@@ -71,10 +71,12 @@ class LetterEar:
         return Transcript(text, is_loop(text))
 
 
-class HumEar:
-    """A voice is its spectrum below the letters."""
+class FakeSpeakerEncoder:
+    """Embeds a voice as its spectrum below the letters."""
 
-    def embed(self, samples: Samples, sample_rate: int) -> Voice:
+    name = "test speaker encoder"
+
+    def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:
         assert sample_rate == RATE
         if not len(samples):
             return np.zeros(90, np.float32)
@@ -84,73 +86,78 @@ class HumEar:
         return np.asarray(bands / (np.linalg.norm(bands) or 1.0), np.float32)
 
 
-class PurityEar:
+class FakeMOS:
     """Five for tones, one for noise: how much of the power lies in the strongest twentieth of the spectrum."""
 
     def score(self, samples: Samples, sample_rate: int) -> float:  # noqa: ARG002
-        assert len(samples), "an ear is not asked about nothing"
+        assert len(samples), "an empty clip is not scored"
         power = np.sort(np.square(np.abs(np.fft.rfft(samples))))[::-1]
         return float(1 + 4 * power[: len(power) // 20].sum() / (power.sum() or 1.0))
 
 
-def ears(**missing: str) -> Scorers:
-    """All of them, less those that are said to be missing, and why."""
-    there: dict[str, Any] = {"words": LetterEar(), "voice": HumEar(), "distillmos": PurityEar(), "dnsmos": PurityEar()}
-    there = {name: ear for name, ear in there.items() if name not in missing}
-    return Scorers(**there, names={name: f"test {name}" for name in there}, missing=missing)
+def fake_scorers(**missing: str) -> Scorers:
+    """All of them, less those that are missing, with the reason."""
+    scorers: dict[str, Any] = {
+        "asr": FakeASR(),
+        "speaker_encoder": FakeSpeakerEncoder(),
+        "distillmos": FakeMOS(),
+        "dnsmos": FakeMOS(),
+    }
+    scorers = {name: scorer for name, scorer in scorers.items() if name not in missing}
+    return Scorers(**scorers, names={name: f"test {name}" for name in scorers}, missing=missing)
 
 
 def record(folder: Path, id: str, text: str, speaker: str) -> Utterance:
     path = folder / f"{id}.wav"
     if not path.is_file():
         quiet = np.zeros(RATE // 20, np.float32)
-        write(path, np.concatenate([quiet, say(text, SPEAKERS[speaker]), quiet]), RATE)
+        write_audio(path, np.concatenate([quiet, say(text, SPEAKERS[speaker]), quiet]), RATE)
     return Utterance(id, path, text, speaker, "en")
 
 
-def plan(folder: Path, speakers: Sequence[str] = tuple(SPEAKERS)) -> EvalSet:
+def make_eval_set(folder: Path, speakers: Sequence[str] = tuple(SPEAKERS)) -> EvalSet:
     """Every line by every speaker, with recordings, and a reference that says something else."""
-    tasks, clips = [], {}
+    items, clips = [], {}
     for speaker in speakers:
         reference = record(folder, f"{speaker}-reference", REFERENCE, speaker)
-        real = [record(folder, f"{speaker}-{number}", text, speaker) for number, text in enumerate(LINES)]
-        tasks += [EvalItem(one.id, one.text, speaker, "en", (reference,), one) for one in real]
-        clips[speaker] = (reference, *real)
-    return EvalSet(tuple(tasks), clips)
+        recordings = [record(folder, f"{speaker}-{number}", text, speaker) for number, text in enumerate(LINES)]
+        items += [EvalItem(clip.id, clip.text, speaker, "en", (reference,), clip) for clip in recordings]
+        clips[speaker] = (reference, *recordings)
+    return EvalSet(tuple(items), clips)
 
 
 @dataclass(slots=True)
-class Puppet:
+class FakeSystem:
     """A model that says what a test gives it to say."""
 
     name: str
     voice: Callable[[EvalItem], SystemOutput]
-    about: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     sample_rate: int = RATE
-    asked: list[str] = field(default_factory=list)
-    """Lines that it was made to say, in order."""
+    spoken: list[str] = field(default_factory=list)
+    """Items that it has spoken, in order."""
 
-    def key(self, task: EvalItem) -> str:  # noqa: ARG002
+    def key(self, item: EvalItem) -> str:  # noqa: ARG002
         return self.name
 
-    def can_say(self, task: EvalItem) -> bool:  # noqa: ARG002
+    def supports(self, item: EvalItem) -> bool:  # noqa: ARG002
         return True
 
-    def speak(self, tasks: Sequence[EvalItem]) -> list[SystemOutput]:
-        assert len({task.cap for task in tasks}) == 1
-        self.asked += [task.id for task in tasks]
-        return [self.voice(task) for task in tasks]
+    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
+        assert len({item.max_seconds for item in items}) == 1
+        self.spoken += [item.id for item in items]
+        return [self.voice(item) for item in items]
 
     def close(self) -> None:
         pass
 
 
-def well(task: EvalItem) -> SystemOutput:
+def well(item: EvalItem) -> SystemOutput:
     """The line, in the right voice, at another pace than the recording has."""
-    return SystemOutput(say(task.text, SPEAKERS[task.speaker] * 1.01, rest=2), stopped=True)
+    return SystemOutput(say(item.text, SPEAKERS[item.speaker] * 1.01, rest=2), stopped=True)
 
 
-def poorly(task: EvalItem) -> SystemOutput:
+def poorly(item: EvalItem) -> SystemOutput:
     """An untuned model: vowels slip, and the voice is only near."""
-    slips = task.text.replace("e", "o").replace("a", "u")
-    return SystemOutput(say(slips, SPEAKERS[task.speaker] * 1.04, rest=2), stopped=True)
+    slips = item.text.replace("e", "o").replace("a", "u")
+    return SystemOutput(say(slips, SPEAKERS[item.speaker] * 1.04, rest=2), stopped=True)

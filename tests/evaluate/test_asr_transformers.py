@@ -18,8 +18,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from myna.audio.files import Samples
 from myna.errors import CheckpointError, ModelError
 from myna.evaluate import dependencies
+from myna.evaluate.asr import ASR, Transcript, is_transformers_whisper
 from myna.evaluate.scorers import Scorers
-from myna.evaluate.wer import ASR, Transcript, is_transformers
 from tests.evaluate.tiny_scorers import LETTERS, save_whisper
 
 RATE = 16_000
@@ -48,61 +48,61 @@ def without_faster_whisper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_of_transformers_is_known_by_its_files(folder: Path) -> None:
-    recogniser = ASR.open(str(folder))
-    assert recogniser.name.startswith("transformers ") and folder.name in recogniser.name
-    heard = recogniser.transcribe(tone(300), RATE, "en")
-    assert heard.text and set(heard.text) <= set(LETTERS)
-    assert heard == recogniser.transcribe(tone(300), RATE, "en"), "no dice"
-    assert recogniser.transcribe(np.zeros(RATE, np.float32), RATE, "en") == Transcript("", looped=False)
+    asr = ASR.open(str(folder))
+    assert asr.name.startswith("transformers ") and folder.name in asr.name
+    transcript = asr.transcribe(tone(300), RATE, "en")
+    assert transcript.text and set(transcript.text) <= set(LETTERS)
+    assert transcript == asr.transcribe(tone(300), RATE, "en"), "no dice"
+    assert asr.transcribe(np.zeros(RATE, np.float32), RATE, "en") == Transcript("", looped=False)
 
 
 def test_where_both_makes_lie_together_the_prefix_decides(copy: Path) -> None:
-    assert is_transformers(copy)
+    assert is_transformers_whisper(copy)
     (copy / "model.bin").touch()
-    assert not is_transformers(copy)
+    assert not is_transformers_whisper(copy)
     assert ASR.open(f"transformers:{copy}").name.startswith("transformers ")
 
 
 def test_company_changes_nothing(folder: Path) -> None:
-    recogniser = ASR.open(str(folder), at_once=4)
+    asr = ASR.open(str(folder), workers=4)
     clips = [tone(pitch, seconds) for pitch in (150, 700, 2500) for seconds in (0.4, 1.9, 2.7)]
-    alone = [recogniser.transcribe(clip, RATE, "en") for clip in clips]
+    alone = [asr.transcribe(clip, RATE, "en") for clip in clips]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda clip: recogniser.transcribe(clip, RATE, "en"), clips))
+        together = list(pool.map(lambda clip: asr.transcribe(clip, RATE, "en"), clips))
     assert together == alone and len({heard.text for heard in alone}) > 1
 
 
 def test_more_than_a_window_is_heard_to_its_end_and_loops_are_marked(folder: Path) -> None:
-    recogniser = ASR.open(str(folder))
-    short, long = (recogniser.transcribe(tone(300, seconds), RATE, "en") for seconds in (1.0, 9.0))
+    asr = ASR.open(str(folder))
+    short, long = (asr.transcribe(tone(300, seconds), RATE, "en") for seconds in (1.0, 9.0))
     assert len(long.text) >= 3 * len(short.text)
     assert long.looped and not short.looped, "a random model goes round in circles"
 
 
 def test_beams_of_five_and_the_language_that_was_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recogniser = ASR.open(str(folder))
-    model, asked = recogniser._whisper._model, []  # type: ignore[attr-defined]
+    asr = ASR.open(str(folder))
+    model, calls = asr._backend._model, []
     generate = model.generate
 
     def spy(**options: Any) -> Any:
-        asked.append(options)
+        calls.append(options)
         return generate(**options)
 
     monkeypatch.setattr(model, "generate", spy)
     for language in ("ar", None):
-        recogniser.transcribe(tone(300), RATE, language)
-    assert [one["language"] for one in asked] == ["ar", None]
-    assert all(one["num_beams"] == 5 and one["do_sample"] is False and one["task"] == "transcribe" for one in asked)
+        asr.transcribe(tone(300), RATE, language)
+    assert [call["language"] for call in calls] == ["ar", None]
+    assert all(call["num_beams"] == 5 and call["do_sample"] is False and call["task"] == "transcribe" for call in calls)
     with pytest.raises(ModelError, match="does not know the language vi, but ar, en"):
-        recogniser.transcribe(tone(300), RATE, "vi")
+        asr.transcribe(tone(300), RATE, "vi")
     model.generation_config.is_multilingual = False
-    recogniser.transcribe(tone(300), RATE, "vi")
-    assert "language" not in asked[-1], "an English Whisper is not asked for a language"
+    asr.transcribe(tone(300), RATE, "vi")
+    assert "language" not in calls[-1], "an English Whisper is not calls for a language"
 
 
 def test_beams_change_places_with_what_they_wrote_and_not_with_what_all_heard(folder: Path) -> None:
     ours, theirs = ASR.open(str(folder)), ASR.open(str(folder))
-    del theirs._whisper._model._reorder_cache  # type: ignore[attr-defined]
+    del theirs._backend._model._reorder_cache
     for pitch in (150, 700, 2500):
         assert ours.transcribe(tone(pitch), RATE, "en") == theirs.transcribe(tone(pitch), RATE, "en")
     written, heard = DynamicCache(), DynamicCache()
@@ -110,9 +110,7 @@ def test_beams_change_places_with_what_they_wrote_and_not_with_what_all_heard(fo
     for cache in (written, heard):
         cache.update(numbers, numbers, 0)
     same = heard.layers[0].keys
-    moved = ours._whisper._model._reorder_cache(  # type: ignore[attr-defined]
-        EncoderDecoderCache(written, heard), torch.tensor([4, 4, 0, 1, 2])
-    )
+    moved = ours._backend._model._reorder_cache(EncoderDecoderCache(written, heard), torch.tensor([4, 4, 0, 1, 2]))
     assert moved.self_attention_cache.layers[0].keys.flatten().tolist() == [4, 4, 0, 1, 2]
     assert moved.cross_attention_cache.layers[0].keys is same, "it is not copied"
 
@@ -155,9 +153,9 @@ def test_a_hub_out_of_reach_is_told_in_the_column(monkeypatch: pytest.MonkeyPatc
         raise OSError("no route to the hub")
 
     monkeypatch.setattr(dependencies, "snapshot_download", unreachable)
-    ears = Scorers.open("transformers:base")
-    assert ears.words is None and "openai/whisper-base" in ears.missing["words"]
-    assert "no route to the hub" in ears.missing["words"] and "hf download" in ears.missing["words"]
+    scorers = Scorers.open("transformers:base")
+    assert scorers.asr is None and "openai/whisper-base" in scorers.missing["asr"]
+    assert "no route to the hub" in scorers.missing["asr"] and "hf download" in scorers.missing["asr"]
     Scorers.open("someone/whisper-tuned")
     assert [repository for repository, _ in wanted] == ["openai/whisper-base", "someone/whisper-tuned"]
     assert not any(pattern.endswith((".pt", ".ckpt", "pytorch_model.bin")) for _, files in wanted for pattern in files)

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
+from myna.api import train
 from myna.train.checkpoint import checkpoint_folder
 from myna.train.run import Run
-from myna.workflow import train
-from tests.evaluate.callback_helper import HEARD
-from tests.evaluate.planted_scorers import Planted, planted
+from tests.evaluate.callback_helper import SIMILARITY
+from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
 from tests.train.resume_helper import contents, make_birds, recipe_for
 from tests.train.test_distributed import free_ports, started
+
+pytestmark = pytest.mark.slow
 
 RECIPES: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4, "alpha": 8, "train_modules": ["audio_head"]},
@@ -39,8 +41,8 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     for name in ("lora", "full"):
-        with planted(Planted(folder, alike=HEARD)):
-            train(folder / f"{name}.yaml", folder / f"{name}-1")
+        with planted_scorers(PlantedScorers(folder, similarity=SIMILARITY)):
+            train(folder / f"{name}.yaml", out=folder / f"{name}-1")
     with ExitStack() as stack:
         ports = free_ports(len(RECIPES))
         ranks = [
@@ -65,7 +67,7 @@ def test_the_first_listens_and_all_agree_on_the_best(birds: Path, kind: str) -> 
     for world in (1, 2):
         run = Run.open(birds / f"{kind}-{world}")
         rows = [row for row in map(json.loads, run.metrics.read_text().splitlines()) if "speech_eval" in row]
-        told.append([(row["step"], row["speech_eval"]["best_step"], row["speech_eval"]["mark"]) for row in rows])
+        told.append([(row["step"], row["speech_eval"]["best_step"], row["speech_eval"]["score"]) for row in rows])
         assert contents(run.folder / "best" / run.result.name) == contents(checkpoint_folder(run, 2) / run.result.name)
         assert contents(run.result) == contents(run.folder / "best" / run.result.name)
     assert [(step, best) for step, best, _ in told[0]] == [(0, None), (2, 2), (4, 2)]

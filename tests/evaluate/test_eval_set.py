@@ -27,35 +27,39 @@ def settings(data: Path, **changes: object) -> DataSettings:
 
 
 def test_every_target_is_a_line_with_another_clip_of_its_speaker(data: Path) -> None:
-    plan = eval_set_from_data(data, settings(data), seed=0, language="en")
-    assert [task.id for task in plan.tasks][:2] == ["anna-0", "anna-1"] and len(plan.tasks) == 9
-    for task in plan.tasks[:-1]:
-        assert task.real is not None and task.text == task.real.text and task.language == "en"
-        assert [clip.speaker for clip in task.references] == [task.speaker] and task.references[0].id != task.id
-    assert plan.tasks[-1].references == () and plan.tasks[-1].language == "vi"
-    assert any("1 lines are spoken without a reference" in note for note in plan.notes)
-    assert {speaker: len(clips) for speaker, clips in plan.clips.items()} == {"anna": 4, "bela": 4, "clara": 1}
-    assert plan == eval_set_from_data(data, settings(data), seed=0, language="en")
+    eval_set = eval_set_from_data(data, settings(data), seed=0, language="en")
+    assert [item.id for item in eval_set.items][:2] == ["anna-0", "anna-1"] and len(eval_set.items) == 9
+    for item in eval_set.items[:-1]:
+        assert item.recording is not None and item.text == item.recording.text and item.language == "en"
+        assert [clip.speaker for clip in item.references] == [item.speaker] and item.references[0].id != item.id
+    assert eval_set.items[-1].references == () and eval_set.items[-1].language == "vi"
+    assert any("1 items are spoken without a reference" in note for note in eval_set.notes)
+    assert {speaker: len(clips) for speaker, clips in eval_set.speaker_clips.items()} == {
+        "anna": 4,
+        "bela": 4,
+        "clara": 1,
+    }
+    assert eval_set == eval_set_from_data(data, settings(data), seed=0, language="en")
 
 
 def test_with_a_limit_speakers_take_turns(data: Path) -> None:
-    plan = eval_set_from_data(data, settings(data), seed=0, limit=5)
-    assert sorted(task.speaker for task in plan.tasks) == ["anna", "anna", "bela", "bela", "clara"]
-    assert any("name no language" in note for note in plan.notes)
+    eval_set = eval_set_from_data(data, settings(data), seed=0, limit=5)
+    assert sorted(item.speaker for item in eval_set.items) == ["anna", "anna", "bela", "bela", "clara"]
+    assert any("name no language" in note for note in eval_set.notes)
     others = [eval_set_from_data(data, settings(data), seed=seed, limit=5) for seed in range(1, 6)]
-    assert any({task.id for task in plan.tasks} != {task.id for task in other.tasks} for other in others)
+    assert any({item.id for item in eval_set.items} != {item.id for item in other.items} for other in others)
 
 
 def test_lines_of_a_file_are_dealt_to_the_speakers(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "lines.txt.gz"
     file.write_bytes(gzip.compress(b"Good morning.\n\n  What a   day! \nYes.\nNo.\n"))
-    plan = eval_set_from_file(file, data, settings(data), seed=0, language="en")
-    assert [task.text for task in plan.tasks] == ["Good morning.", "What a day!", "Yes.", "No."]
-    assert [task.speaker for task in plan.tasks] == ["anna", "bela", "clara", "anna"]
-    assert all(task.real is None and task.references[0].speaker == task.speaker for task in plan.tasks)
-    assert plan.tasks[0].references != plan.tasks[3].references, "another clip of the same speaker"
+    eval_set = eval_set_from_file(file, data, settings(data), seed=0, language="en")
+    assert [item.text for item in eval_set.items] == ["Good morning.", "What a day!", "Yes.", "No."]
+    assert [item.speaker for item in eval_set.items] == ["anna", "bela", "clara", "anna"]
+    assert all(item.recording is None and item.references[0].speaker == item.speaker for item in eval_set.items)
+    assert eval_set.items[0].references != eval_set.items[3].references, "another clip of the same speaker"
     alone = eval_set_from_file(file, None, None, seed=0, limit=2)
-    assert [task.references for task in alone.tasks] == [(), ()] and len(alone.notes) == 2
+    assert [item.references for item in alone.items] == [(), ()] and len(alone.notes) == 2
     with pytest.raises(DataError, match="no clip of 20 to 30 s"):
         eval_set_from_file(file, data, settings(data).model_copy(update={"reference_seconds": (20.0, 30.0)}), seed=0)
 
@@ -64,9 +68,9 @@ def test_a_list_names_its_references(tmp_path: Path) -> None:
     sound = said(tmp_path, "one").audio.relative_to(tmp_path)
     file = tmp_path / "meta.lst"
     file.write_text(f"a|what is said|{sound}|What to say.\nb|what is said|{sound}|And this.|{sound}\n")
-    one, two = eval_set_from_file(file, None, None, seed=0, language="en").tasks
-    assert (one.id, one.text, one.references[0].text, one.real) == ("a", "What to say.", "what is said", None)
-    assert one.references[0].audio == tmp_path / sound and two.real is not None
+    one, two = eval_set_from_file(file, None, None, seed=0, language="en").items
+    assert (one.id, one.text, one.references[0].text, one.recording) == ("a", "What to say.", "what is said", None)
+    assert one.references[0].audio == tmp_path / sound and two.recording is not None
     for wrong in ("a|b|c", "a|b|nowhere.wav|text", f"|b|{sound}|text"):
         file.write_text(wrong + "\n")
         with pytest.raises(DataError, match=r"meta\.lst:1"):
@@ -89,7 +93,7 @@ def test_many_speakers_are_known_by_fewer_clips(tmp_path: Path) -> None:
     few = eval_set_from_data(
         tmp_path, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0, limit=3
     )
-    speakers = {task.speaker for task in few.tasks}
-    assert len(speakers) == 3 and speakers <= few.clips.keys() and len(few.clips) == 20
+    speakers = {item.speaker for item in few.items}
+    assert len(speakers) == 3 and speakers <= few.speaker_clips.keys() and len(few.speaker_clips) == 20
     every = eval_set_from_data(tmp_path, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0)
-    assert len(every.clips) == 30 and {len(theirs) for theirs in every.clips.values()} == {5}
+    assert len(every.speaker_clips) == 30 and {len(theirs) for theirs in every.speaker_clips.values()} == {5}

@@ -1,4 +1,4 @@
-"""The ear for quality, and the module that stands in for one that it does not need."""
+"""The predictor for quality, and the module that stands in for one that it does not need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from myna.errors import AudioError, ConfigError
-from myna.evaluate.mos import DistillMOS, _torchaudio_named
+from myna.evaluate.mos import DistillMOS, _torchaudio_stub
 
 
 class FakeModel:
@@ -19,15 +19,15 @@ class FakeModel:
 
 
 def test_one_clip_at_the_rate_of_the_ear() -> None:
-    ear = DistillMOS(FakeModel())
-    assert ear.score(np.ones(24_000, np.float32), 24_000) == 16_000
+    predictor = DistillMOS(FakeModel())
+    assert predictor.score(np.ones(24_000, np.float32), 24_000) == 16_000
     with pytest.raises(AudioError, match="empty"):
-        ear.score(np.zeros(0, np.float32), 24_000)
+        predictor.score(np.zeros(0, np.float32), 24_000)
 
 
 def test_the_stand_in_is_gone_when_the_import_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchaudio", raising=False)
-    with pytest.raises(ConfigError), _torchaudio_named():
+    with pytest.raises(ConfigError), _torchaudio_stub():
         assert sys.modules["torchaudio"].__spec__ is not None, "importlib.util.find_spec raises where there is none"
         raise ConfigError("it fails", hint="nothing")
     assert "torchaudio" not in sys.modules
@@ -35,7 +35,7 @@ def test_the_stand_in_is_gone_when_the_import_is_done(monkeypatch: pytest.Monkey
 
 def test_a_torchaudio_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchaudio", sys)
-    with _torchaudio_named():
+    with _torchaudio_stub():
         assert sys.modules["torchaudio"] is sys
     assert sys.modules["torchaudio"] is sys
 
@@ -49,8 +49,8 @@ def test_what_to_type_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_real_ear_does_not_like_noise(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("xls_r_sqa", reason="pip install --no-deps distillmos==0.9.1 xls_r_sqa==0.1.0")
-    ear = DistillMOS.open()
+    predictor = DistillMOS.open()
     noise = 0.1 * np.random.default_rng(0).standard_normal(48_000).astype(np.float32)
-    assert 1 <= ear.score(noise, 24_000) < 2.5
-    assert ear.score(0.5 * noise, 24_000) == pytest.approx(ear.score(noise, 24_000), abs=1e-3)
+    assert 1 <= predictor.score(noise, 24_000) < 2.5
+    assert predictor.score(0.5 * noise, 24_000) == pytest.approx(predictor.score(noise, 24_000), abs=1e-3)
     assert not capsys.readouterr().out

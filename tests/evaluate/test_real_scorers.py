@@ -1,4 +1,4 @@
-"""The same faults by the ears that users have, on speech that a person spoke. Skipped where they are not installed."""
+"""The same defects by the scorers that users have, on real speech. Skipped where they are not installed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from myna.audio.files import Samples
 from myna.data.manifest import read_manifest
 from myna.demo.voice import BUNDLED
-from myna.evaluate.items import EvalItem, EvalSet, samples_of
+from myna.evaluate.evaluation import Evaluation
+from myna.evaluate.items import EvalItem, EvalSet, load_clip
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.scorers import Scorers
-from myna.evaluate.summary import summarise
 from myna.evaluate.systems import REAL, Recordings, System, SystemOutput
-from tests.evaluate.speech import Puppet
+from tests.evaluate.speech import FakeSystem
 
 RATE = 24_000
 
@@ -27,35 +27,37 @@ def fast(samples: Samples) -> Samples:
     return np.asarray(np.interp(places, np.arange(len(samples)), samples), np.float32)
 
 
-def test_real_ears_tell_speech_from_noise_copies_and_another_voice(tmp_path: Path) -> None:
+def test_real_scorers_tell_speech_from_noise_copies_and_another_voice(tmp_path: Path) -> None:
     for package in ("faster_whisper", "resemblyzer"):
-        pytest.importorskip(package, reason="docs/guides/evaluate.md says how to install the ears")
-    if not (recogniser := os.environ.get("MYNA_WHISPER")):
-        pytest.skip("MYNA_WHISPER does not name the folder of a recogniser")
+        pytest.importorskip(package, reason="docs/guides/evaluate.md says how to install the scorers")
+    if not (asr := os.environ.get("MYNA_WHISPER")):
+        pytest.skip("MYNA_WHISPER does not name the folder of a Whisper")
     clips = read_manifest(BUNDLED / "manifest.jsonl")[:6]
     reference, lines = clips[0], clips[1:4]
-    tasks = [EvalItem(one.id, one.text, one.speaker, "en", (reference,), one) for one in lines]
-    ears = Scorers.open(recogniser)
+    items = [EvalItem(one.id, one.text, one.speaker, "en", (reference,), one) for one in lines]
+    scorers = Scorers.open(asr)
     noise = np.random.default_rng(0).normal(0, 0.1, 3 * RATE).astype(np.float32)
     systems: list[System] = [
         Recordings(REAL, RATE),
-        Puppet("noise", lambda _: SystemOutput(noise, stopped=True), sample_rate=RATE),
-        Puppet("copy", lambda task: SystemOutput(samples_of(task.references[0], RATE), stopped=True), sample_rate=RATE),
-        Puppet(
-            "other", lambda task: SystemOutput(fast(samples_of(task.real or reference, RATE)), True), sample_rate=RATE
+        FakeSystem("noise", lambda _: SystemOutput(noise, stopped=True), sample_rate=RATE),
+        FakeSystem(
+            "copy", lambda item: SystemOutput(load_clip(item.references[0], RATE), stopped=True), sample_rate=RATE
+        ),
+        FakeSystem(
+            "other",
+            lambda item: SystemOutput(fast(load_clip(item.recording or reference, RATE)), True),
+            sample_rate=RATE,
         ),
     ]
-    summary = summarise(
-        score_systems(EvalSet(tuple(tasks), {reference.speaker: tuple(clips)}), systems, ears, tmp_path),
-        ears,
-        "copy",
-        {},
-    )
-    mean = {name: {key: figure.mean for key, figure in figures.items()} for name, figures in summary.systems.items()}
+    scores = score_systems(EvalSet(tuple(items), {reference.speaker: tuple(clips)}), systems, scorers, tmp_path)
+    evaluation = Evaluation(scores, scorers, "copy", tmp_path, {})
+    mean = {
+        name: {key: figure.mean for key, figure in figures.items()} for name, figures in evaluation.estimates.items()
+    }
     assert (mean[REAL]["wer"] or 0) < 0.2 and (mean[REAL]["similarity"] or 0) > 0.8
     assert (mean["other"]["similarity"] or 0) < (mean[REAL]["similarity"] or 0) - 0.1
     assert (mean["other"]["copy_rate"], mean["copy"]["copy_rate"], mean["copy"]["prompt_rate"]) == (0, 1, 1)
-    if "distillmos" in ears.names:
+    if "distillmos" in scorers.names:
         assert (mean["noise"]["distillmos"] or 0) < 2 < 3.5 < (mean[REAL]["distillmos"] or 0)
-    named = {(fault.system, fault.name) for fault in summary.faults}
+    named = {(diagnosis.system, diagnosis.name) for diagnosis in evaluation.diagnoses}
     assert {("noise", "noise"), ("copy", "copies the reference"), ("copy", "speaks the prompt")} <= named

@@ -1,4 +1,4 @@
-"""Voices as directions, and the ear itself where it is installed."""
+"""Voices as directions, and the encoder itself where it is installed."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from hypothesis import strategies as st
 
 from myna.audio.files import Samples
 from myna.errors import AudioError, ConfigError
-from myna.evaluate.resemblyzer import ResemblyzerEncoder, Voice, rank
+from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding, cosine_similarity, speaker_rank
 
 COUNT = 16_000
 
 
-def voice(*numbers: float) -> Voice:
+def voice(*numbers: float) -> SpeakerEmbedding:
     return np.array(numbers, np.float32)
 
 
 class FakeEncoder:
-    def embed_utterance(self, wave: Samples) -> Voice:
+    def embed_utterance(self, wave: Samples) -> SpeakerEmbedding:
         return voice(len(wave), 1)
 
 
 def test_similarity_is_the_angle_and_not_the_length() -> None:
-    assert ResemblyzerEncoder.similarity(voice(1, 0), voice(3, 0)) == pytest.approx(1)
-    assert ResemblyzerEncoder.similarity(voice(1, 0), voice(0, 2)) == 0
-    assert ResemblyzerEncoder.similarity(voice(1, 0), voice(0, 0)) == 0, "nobody is like nobody"
+    assert cosine_similarity(voice(1, 0), voice(3, 0)) == pytest.approx(1)
+    assert cosine_similarity(voice(1, 0), voice(0, 2)) == 0
+    assert cosine_similarity(voice(1, 0), voice(0, 0)) == 0, "nobody is like nobody"
 
 
 @given(st.lists(st.tuples(st.floats(-1, 1, width=32), st.floats(-1, 1, width=32)), min_size=2, max_size=6), st.data())
 def test_a_rank_counts_whoever_is_as_near(pairs: list[tuple[float, float]], data: st.DataObject) -> None:
     voices = [voice(*pair) for pair in pairs]
     own = data.draw(st.integers(0, len(voices) - 1))
-    alike = [ResemblyzerEncoder.similarity(voice(1, 0), one) for one in voices]
-    place = rank(voice(1, 0), own, voices)
+    similarities = [cosine_similarity(voice(1, 0), one) for one in voices]
+    place = speaker_rank(voice(1, 0), own, voices)
     assert 1 <= place <= len(voices)
-    assert (place == 1) == all(alike[own] > other for number, other in enumerate(alike) if number != own)
+    assert (place == 1) == all(similarities[own] > other for number, other in enumerate(similarities) if number != own)
 
 
 def test_a_clone_without_a_voice_is_nobodys() -> None:
-    assert rank(voice(0, 0), 1, [voice(1, 0), voice(0, 1), voice(1, 1)]) == 3
+    assert speaker_rank(voice(0, 0), 1, [voice(1, 0), voice(0, 1), voice(1, 1)]) == 3
 
 
 def test_silence_is_nobody_and_sound_is_resampled() -> None:
-    ear = ResemblyzerEncoder(FakeEncoder(), lambda wave, rate: wave[rate // 2 :])
-    assert not ear.embed(np.zeros(COUNT, np.float32), 24_000).any()
-    assert not ear.embed(np.zeros(0, np.float32), 24_000).any()
+    encoder = ResemblyzerEncoder(FakeEncoder(), lambda wave, rate: wave[rate // 2 :])
+    assert not encoder.embed(np.zeros(COUNT, np.float32), 24_000).any()
+    assert not encoder.embed(np.zeros(0, np.float32), 24_000).any()
     tone = np.sin(np.arange(24_000, dtype=np.float32))
-    assert ear.embed(tone, 24_000)[0] == 8_000
-    assert not ear.embed(tone[:100], 16_000).any(), "nothing is left when its silences are cut out"
+    assert encoder.embed(tone, 24_000)[0] == 8_000
+    assert not encoder.embed(tone[:100], 16_000).any(), "nothing is left when its silences are cut out"
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((2, 100), np.float32), np.full(100, np.nan, np.float32)])
@@ -67,15 +67,16 @@ def test_what_to_type_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.hint == 'pip install --no-deps resemblyzer==0.1.4 && pip install "myna[evaluate]"'
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_real_ear_tells_voices_apart() -> None:
     pytest.importorskip("resemblyzer", reason="pip install --no-deps resemblyzer==0.1.4")
-    ear = ResemblyzerEncoder.open()
+    encoder = ResemblyzerEncoder.open()
     low, again, high = (
-        ear.embed(buzz(pitch, formant), 24_000) for pitch, formant in ((100, 500), (102, 510), (230, 900))
+        encoder.embed(buzz(pitch, formant), 24_000) for pitch, formant in ((100, 500), (102, 510), (230, 900))
     )
     assert np.linalg.norm(low) == pytest.approx(1, abs=1e-5)
-    assert ear.similarity(low, again) > ear.similarity(low, high) + 0.05
+    assert cosine_similarity(low, again) > cosine_similarity(low, high) + 0.05
 
 
 def buzz(pitch: float, formant: float) -> Samples:

@@ -1,4 +1,4 @@
-"""What the rows share, made once: the house, its model, and a run that has learned its lines by heart."""
+"""Session fixtures: a workspace with a tiny model and data, and an overfitted run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ from typing import Any
 import pytest
 import torch
 
-from myna.models import open_family, save_tiny
+from myna.api import prepare
+from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
 from myna.speak.engine import Engine
+from myna.speak.loading import load_engine
 from myna.train.run import Run
-from myna.workflow import open_engine, prepare
 
-from .house import OTHER_BIRDS, OTHER_LINES, Notes, learn, load, make_recipe, overfit, record, recordings, sequences_of
+from .tiny_setup import (
+    OTHER_BIRDS,
+    OTHER_LINES,
+    RecordingCallback,
+    load,
+    make_recipe,
+    overfit,
+    record,
+    recordings,
+    sequences_of,
+    train_run,
+)
 
-Learn = Callable[..., tuple[Run, Notes]]
+TrainWith = Callable[..., tuple[Run, RecordingCallback]]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,10 +51,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model`, `recordings` and `others`, and the latter two as `prepared` and `evaluation`."""
-    folder = tmp_path_factory.mktemp("house")
-    save_tiny(folder / "model")
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
     recordings(folder / "recordings")
     record(folder / "others", OTHER_BIRDS, OTHER_LINES)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
@@ -51,49 +63,49 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def family(house: Path) -> Family:
-    return open_family(str(house / "model"))
+def family(workspace: Path) -> Family:
+    return open_family(str(workspace / "model"))
 
 
 @pytest.fixture(scope="session")
 def model(family: Family) -> Any:
-    """The untrained model, for looking at; whoever changes one loads their own."""
+    """The untrained model; tests that change it load their own."""
     return load(family, text_head=True)
 
 
 @pytest.fixture(scope="session")
-def schooled(house: Path, family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base that has heard birds before: it predicts them far better than chance, and far from by heart."""
-    folder = tmp_path_factory.mktemp("schooled") / "model"
-    schooled, sequences = load(family), sequences_of(family, make_recipe(house))
-    assert 0.5 < overfit(family, schooled, family.collate(sequences), steps=10)[-1] < 2
-    family.save_model(schooled, folder)
-    shutil.copytree(house / "model" / "codec", folder / "codec")
+def pretrained_base(workspace: Path, family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base trained for some steps: far better than chance, and far from overfitted."""
+    folder = tmp_path_factory.mktemp("pretrained_base") / "model"
+    pretrained_base, sequences = load(family), sequences_of(family, make_recipe(workspace))
+    assert 0.5 < overfit(family, pretrained_base, family.collate(sequences), steps=10)[-1] < 2
+    family.save_model(pretrained_base, folder)
+    shutil.copytree(workspace / "model" / "codec", folder / "codec")
     return folder
 
 
 @pytest.fixture
-def teach(house: Path, tmp_path: Path) -> Learn:
-    """Train in the house with some settings changed, each time into a folder of its own."""
+def train_with(workspace: Path, tmp_path: Path) -> TrainWith:
+    """Train in the workspace with some settings changed, each time into a folder of its own."""
     numbers = count()
 
-    def run_once(**changes: dict[str, Any]) -> tuple[Run, Notes]:
-        return learn(make_recipe(house, **changes), tmp_path / f"run{next(numbers)}")
+    def run_once(**changes: dict[str, Any]) -> tuple[Run, RecordingCallback]:
+        return train_run(make_recipe(workspace, **changes), tmp_path / f"run{next(numbers)}")
 
     return run_once
 
 
 @pytest.fixture(scope="session")
-def taught(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run that knows its lines by heart."""
+def overfitted(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has overfitted its sentences."""
     recipe = make_recipe(
-        house,
+        workspace,
         adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
         train={"steps": 120, "learning_rate": 1e-2, "warmup": 5, "schedule": "cosine", "micro_batch_size": 2},
     )
-    return learn(recipe, tmp_path_factory.mktemp("taught") / "run")[0]
+    return train_run(recipe, tmp_path_factory.mktemp("overfitted") / "run")[0]
 
 
 @pytest.fixture(scope="session")
-def engine(taught: Run) -> Engine:
-    return open_engine(run=taught.folder, model=None, codec=None, device="cpu")
+def engine(overfitted: Run) -> Engine:
+    return load_engine(run=overfitted.folder, model=None, codec=None, device="cpu")

@@ -1,4 +1,4 @@
-"""What is opened and what is saved: rows 15, 18, 28 and 32."""
+"""Loading and saving: rows 15, 18, 28 and 32."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from myna import doctor
+from myna.api import prepare
 from myna.data.dataset import PreparedDataset
+from myna.doctor import runner as doctor
+from myna.doctor.check import Check
 from myna.errors import CheckpointError, ModelError, TrainingError
-from myna.models import convert, open_family
+from myna.models import convert_checkpoint, open_family
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from myna.train import checkpoint
 from myna.train.checkpoint import checkpoint_folder, checkpoint_steps
-from myna.train.loop import train
+from myna.train.loop import run_training
 from myna.train.run import Run
-from myna.workflow import prepare
 
-from .house import Notes, load, make_recipe
+from .tiny_setup import RecordingCallback, load, make_recipe
 
 Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
-def copy(house: Path, tmp_path: Path) -> Path:
+def copy(workspace: Path, tmp_path: Path) -> Path:
     """The model, to be damaged."""
-    return Path(shutil.copytree(house / "model", tmp_path / "model"))
+    return Path(shutil.copytree(workspace / "model", tmp_path / "model"))
 
 
-def diagnosis(folder: Path) -> dict[str, doctor.Check]:
-    """What `myna doctor --model` says of a model."""
+def diagnosis(folder: Path) -> dict[str, Check]:
+    """Checks of `myna doctor --model`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "MACHINE", ())
-        return {check.name: check for check in doctor.examine(str(folder))}
+        patch.setattr(doctor, "MACHINE_CHECKS", ())
+        return {check.name: check for check in doctor.run_checks(str(folder))}
 
 
 # Row 15: a Whisper tower that is not there
@@ -50,9 +51,9 @@ def diagnosis(folder: Path) -> dict[str, doctor.Check]:
     ("setting", "value"), [("skip_audio_tower", False), ("audio_adapter_type", "stack"), ("use_rq_transformer", True)]
 )
 def test_row_15_what_the_configuration_asks_for_is_there_or_refused(
-    house: Path, tmp_path: Path, setting: str, value: object
+    workspace: Path, tmp_path: Path, setting: str, value: object
 ) -> None:
-    convert(house / "model", tmp_path / "original", "original")
+    convert_checkpoint(workspace / "model", tmp_path / "original", "original")
     file = tmp_path / "original" / "config.json"
     stored = json.loads(file.read_text())
     assert stored["skip_audio_tower"] is True and stored["encode_whisper_embed"] is False
@@ -74,12 +75,12 @@ def test_row_15_a_tower_that_nobody_listens_to_is_not_carried_along(copy: Path, 
     assert diagnosis(copy)["weights"].status == "failed"
 
 
-# Row 18: checkpoints that are none
+# Row 18: broken checkpoints
 
 
-def start(recipe: Any, folder: Path, watcher: Notes | None = None) -> Run:
+def start(recipe: Any, folder: Path, recorder: RecordingCallback | None = None) -> Run:
     run = Run.create(folder, recipe)
-    train(recipe, run, watcher or Notes())
+    run_training(recipe, run, recorder or RecordingCallback())
     return run
 
 
@@ -88,7 +89,7 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def flipped(tensors: dict[str, torch.Tensor], path: Path, **how: Any) -> None:
-    """A disk that gives back something else than it was given."""
+    """A disk that returns other bytes than were written."""
     save_file(tensors, path, **how)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -97,9 +98,9 @@ def flipped(tensors: dict[str, torch.Tensor], path: Path, **how: Any) -> None:
 
 @pytest.mark.parametrize(("disk", "said"), [(full, "No space left on device"), (flipped, "was read back otherwise")])
 def test_row_18_a_save_that_fails_stops_the_run_and_leaves_the_checkpoint_before_it(
-    house: Path, tmp_path: Path, monkeypatch: Patch, disk: Callable[..., None], said: str
+    workspace: Path, tmp_path: Path, monkeypatch: Patch, disk: Callable[..., None], said: str
 ) -> None:
-    recipe = make_recipe(house, train={"steps": 4, "save_every": 2})
+    recipe = make_recipe(workspace, train={"steps": 4, "save_every": 2})
     saves = []
 
     def second_time(tensors: dict[str, torch.Tensor], path: Path, **how: Any) -> None:
@@ -115,25 +116,25 @@ def test_row_18_a_save_that_fails_stops_the_run_and_leaves_the_checkpoint_before
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000002"], "nothing half-written"
 
     monkeypatch.setattr(checkpoint, "save_file", save_file)
-    train(run.recipe, run, Notes(), resume=True)
+    run_training(run.recipe, run, RecordingCallback(), resume=True)
     assert checkpoint_steps(run) == [2, 4] and run.is_finished
 
 
-def test_row_18_an_empty_checkpoint_is_not_taken_for_one(house: Path, tmp_path: Path) -> None:
-    run = start(make_recipe(house, train={"steps": 2, "save_every": 1}), tmp_path / "run")
+def test_row_18_an_empty_checkpoint_is_not_taken_for_one(workspace: Path, tmp_path: Path) -> None:
+    run = start(make_recipe(workspace, train={"steps": 2, "save_every": 1}), tmp_path / "run")
     shutil.rmtree(run.result)
     newest = checkpoint_folder(run, 2)
     for file in newest.iterdir():
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     with pytest.raises(TrainingError, match="step-000002 is damaged") as caught:
-        train(run.recipe, run, Notes(), resume=True)
+        run_training(run.recipe, run, RecordingCallback(), resume=True)
     assert caught.value.hint == f"rm -r {newest} and resume from the one before it"
     shutil.rmtree(newest)
-    train(run.recipe, run, Notes(), resume=True)
+    run_training(run.recipe, run, RecordingCallback(), resume=True)
     assert run.is_finished
 
 
-# Row 28: nobody looked
+# Row 28: silent fallbacks
 
 
 def test_row_28_a_damaged_tokenizer_is_an_error(copy: Path) -> None:
@@ -152,61 +153,61 @@ def test_row_28_a_tokenizer_of_another_model_is_an_error(copy: Path) -> None:
         open_family(str(copy))
 
 
-def test_row_28_a_wrong_codec_path_is_an_error_and_never_a_warning(house: Path, tmp_path: Path) -> None:
-    model = house / "model"
+def test_row_28_a_wrong_codec_path_is_an_error_and_never_a_warning(workspace: Path, tmp_path: Path) -> None:
+    model = workspace / "model"
     for wrong, said in (
         ("/no/such/codec", "there is no model folder /no/such/codec"),
-        (str(house / "recordings"), "has no config.json"),
+        (str(workspace / "recordings"), "has no config.json"),
         (str(model), "not a codec"),
         (str(model / "codec" / "config.json"), "is a file, not the folder"),
     ):
         with pytest.raises(ModelError, match=said):
-            prepare(str(house / "recordings"), tmp_path / "out", model=str(model), codec=wrong, device="cpu")
+            prepare(str(workspace / "recordings"), tmp_path / "out", model=str(model), codec=wrong, device="cpu")
     assert not (tmp_path / "out" / "prepared.json").exists()
 
 
-def test_row_28_a_codec_of_another_size_is_an_error(house: Path, tmp_path: Path) -> None:
+def test_row_28_a_codec_of_another_size_is_an_error(workspace: Path, tmp_path: Path) -> None:
     other = save_tiny_codec(tmp_path / "codec", codebook_size=32)
     with pytest.raises(ModelError, match=r"makes 8 x 32 codes at 25 frames/s; .* wants 8 x 64 at 25"):
-        open_family(str(house / "model"), codec=str(other)).load_codec()
+        open_family(str(workspace / "model"), codec=str(other)).load_encoder()
 
 
-def test_row_28_codes_are_pinned_to_the_weights_that_made_them(house: Path, copy: Path, tmp_path: Path) -> None:
+def test_row_28_codes_are_pinned_to_the_weights_that_made_them(workspace: Path, copy: Path, tmp_path: Path) -> None:
     """The codec changes behind an unchanged path: nothing of the old codes is used for the new."""
-    out = Path(shutil.copytree(house / "prepared", tmp_path / "prepared"))
+    out = Path(shutil.copytree(workspace / "prepared", tmp_path / "prepared"))
     before = PreparedDataset.open(out)
     shutil.rmtree(copy / "codec")
     save_tiny_codec(copy / "codec", seed=1)
-    prepare(str(house / "recordings"), out, model=str(copy), device="cpu")
+    prepare(str(workspace / "recordings"), out, model=str(copy), device="cpu")
     after = PreparedDataset.open(out)
-    assert after.prepared.codec_revision != before.prepared.codec_revision
+    assert after.info.codec_revision != before.info.codec_revision
     one = after.utterances[0]
     assert after.key(one) != before.key(one) and after.codes(one).tolist() != before.codes(one).tolist()
 
 
-def test_row_28_a_revision_is_not_ignored(house: Path) -> None:
+def test_row_28_a_revision_is_not_ignored(workspace: Path) -> None:
     with pytest.raises(ModelError, match="is a local folder, which has no revision main"):
-        open_family(str(house / "model"), revision="main")
+        open_family(str(workspace / "model"), revision="main")
 
 
 # Row 32: resume
 
 
-class Clumsy(Notes):
-    """Stumbles after a step that no checkpoint holds."""
+class InterruptingCallback(RecordingCallback):
+    """Interrupts the training after a step without a checkpoint."""
 
-    def stepped(self, row: dict[str, Any]) -> None:
-        super().stepped(row)
+    def on_metrics(self, row: dict[str, Any]) -> None:
+        super().on_metrics(row)
         if row["step"] == 5:
             raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="session")
-def whole_and_broken(house: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def whole_and_broken(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run that was never disturbed, and the same one, broken off after step 5 with a checkpoint of step 4."""
     recipe = make_recipe(
-        house,
-        data={"evaluation": str(house / "evaluation"), "packing_window": 4},
+        workspace,
+        data={"evaluation": str(workspace / "evaluation"), "packing_window": 4},
         adapt={"dropout": 0.3, "train_modules": ["audio_head"]},
         train={
             "steps": 7,
@@ -220,7 +221,7 @@ def whole_and_broken(house: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     folder = tmp_path_factory.mktemp("resume")
     start(recipe, folder / "whole")
     with pytest.raises(KeyboardInterrupt):
-        start(recipe, folder / "broken", Clumsy())
+        start(recipe, folder / "broken", InterruptingCallback())
     return folder / "whole", folder / "broken"
 
 
@@ -234,16 +235,16 @@ def test_row_32_resumed_is_uninterrupted_bit_for_bit(whole_and_broken: tuple[Pat
     folder = Path(shutil.copytree(broken, tmp_path / "run"))
     assert checkpoint_steps(Run.open(folder)) == [3, 4] and metrics(folder)[-1]["step"] == 5
     torch.manual_seed(12345)
-    notes = Notes()
+    callback = RecordingCallback()
     run = Run.open(folder)
-    train(run.recipe, run, notes, resume=True)
-    assert [row["step"] for row in notes.steps] == [5, 6, 7], "it neither begins again nor skips"
+    run_training(run.recipe, run, callback, resume=True)
+    assert [row["step"] for row in callback.steps] == [5, 6, 7], "it neither begins again nor skips"
     assert metrics(folder) == metrics(whole)
     for file in ("adapter/adapter_model.safetensors", "checkpoints/step-000007/state.safetensors"):
         assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("lost", ["optimizer/exp_avg/", "optimizer/", "random/", "mean/", "weight/"])
+@pytest.mark.parametrize("lost", ["optimizer/exp_avg/", "optimizer/", "rng/", "ema/", "weight/"])
 def test_row_32_a_checkpoint_without_all_its_state_is_refused(
     whole_and_broken: tuple[Path, Path], tmp_path: Path, lost: str
 ) -> None:
@@ -255,22 +256,22 @@ def test_row_32_a_checkpoint_without_all_its_state_is_refused(
     assert len(kept) < len(tensors)
     save_file(kept, file)
     with pytest.raises(TrainingError, match=rf"step-000004 is damaged: .* disagree about {lost}"):
-        train(run.recipe, run, Notes(), resume=True)
+        run_training(run.recipe, run, RecordingCallback(), resume=True)
 
 
 def test_row_32_a_run_does_not_go_on_with_something_else(
-    whole_and_broken: tuple[Path, Path], house: Path, tmp_path: Path, monkeypatch: Patch
+    whole_and_broken: tuple[Path, Path], workspace: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = Path(shutil.copytree(whole_and_broken[1], tmp_path / "run"))
     with pytest.raises(TrainingError, match=r"cannot go on with another train\.learning_rate"):
         Run.open(folder, ["train.learning_rate=1e-5"])
-    moved = Path(shutil.copytree(house / "prepared", tmp_path / "prepared"))
+    moved = Path(shutil.copytree(workspace / "prepared", tmp_path / "prepared"))
     manifest = moved / "manifest.jsonl"
     manifest.write_text(manifest.read_text().replace('"text": "you"', '"text": "who are you"'))
     run = Run.open(folder, [f"data.train={moved}"])
     with pytest.raises(TrainingError, match="was made with another training data"):
-        train(run.recipe, run, Notes(), resume=True)
-    monkeypatch.setattr("myna.models.higgs_v2.render.SYSTEM", "Speak.")
+        run_training(run.recipe, run, RecordingCallback(), resume=True)
+    monkeypatch.setattr("myna.models.higgs_v2.render.SYSTEM_PROMPT", "Speak.")
     run = Run.open(folder)
     with pytest.raises(TrainingError, match="was made with another prompt"):
-        train(run.recipe, run, Notes(), resume=True)
+        run_training(run.recipe, run, RecordingCallback(), resume=True)

@@ -1,4 +1,4 @@
-"""What is learned at which position: rows 3 to 7, 9, 29 and 33. Curves look healthy while the wrong thing is taught."""
+"""Labels and their alignment: rows 3 to 7, 9, 29 and 33. Loss curves look healthy while the wrong thing is learned."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from myna.errors import DataError, ModelError, TrainingError
-from myna.models import convert, open_family
-from myna.models.base import IGNORED, Family, RenderedSequence
+from myna.models import convert_checkpoint, open_family
+from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2 import forward, packing
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
@@ -23,14 +23,14 @@ from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.render import DelayPattern
 from myna.train.trainer import Trainer
 
-from .conftest import Learn
-from .house import cloning, code_loss, load, make_recipe, overfit, sequences_of, stock_code_sums, stock_inputs
+from .conftest import TrainWith
+from .tiny_setup import cloning, code_loss, load, make_recipe, overfit, sequences_of, stock_code_sums, stock_inputs
 
 Patch = pytest.MonkeyPatch
 
 
 def shift_labels(patch: Patch, by: int) -> None:
-    """A collator whose labels lie somewhere else than it says."""
+    """A collator that moves the labels."""
     collate = HiggsV2.collate
 
     def wrong(self: HiggsV2, sequences: Any, *, offset: int = 1) -> HiggsBatch:
@@ -54,25 +54,27 @@ def test_row_03_a_batch_cannot_lose_an_input_by_name(family: Family) -> None:
 
 
 def test_row_03_samples_without_labels_are_refused_and_not_learned_at_a_loss_of_zero(
-    teach: Learn, monkeypatch: Patch
+    train_with: TrainWith, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(DelayPattern, "labels", lambda self, codes: np.full_like(self.apply(codes), IGNORED))
+    monkeypatch.setattr(DelayPattern, "labels", lambda self, codes: np.full_like(self.apply(codes), IGNORE_INDEX))
     with pytest.raises(TrainingError, match=r"6 of 6 samples have no label: all is masked in \w+/\w+") as caught:
-        teach()
+        train_with()
     assert "myna render" in caught.value.hint
 
 
-def test_row_03_labels_that_the_batch_loses_are_missed(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_03_labels_that_the_batch_loses_are_missed(train_with: TrainWith, monkeypatch: Patch) -> None:
     collate = HiggsV2.collate
 
     def forgetful(self: HiggsV2, sequences: list[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         batch = collate(self, sequences, offset=offset)
         targets = batch.audio_targets[:0]
-        return replace(batch, audio_place=batch.audio_place[:0], audio_targets=targets, counts=torch.zeros(9))
+        return replace(
+            batch, audio_output_index=batch.audio_output_index[:0], audio_targets=targets, counts=torch.zeros(9)
+        )
 
     monkeypatch.setattr(HiggsV2, "collate", forgetful)
     with pytest.raises(TrainingError, match=r"has \d+ labels, of which 0 reach the batch"):
-        teach()
+        train_with()
 
 
 # Row 4: labels cut to fit
@@ -99,32 +101,34 @@ def test_row_04_a_frame_too_many_here_and_one_too_few_there_do_not_make_up_for_e
         family.collate([longer, shorter])
 
 
-def test_row_04_what_does_not_fit_a_row_is_refused_and_not_cut(teach: Learn) -> None:
+def test_row_04_what_does_not_fit_a_row_is_refused_and_not_cut(train_with: TrainWith) -> None:
     with pytest.raises(
         DataError, match=r"takes \d+ tokens .* a row holds 120; cutting it would lose its end"
     ) as caught:
-        teach(data={"row_tokens": 120})
+        train_with(data={"row_tokens": 120})
     needed = int(caught.value.hint.split("data.row_tokens=")[1].split(",")[0])
     with pytest.raises(DataError, match=f"a row holds {needed - 1}"):
-        teach(data={"row_tokens": needed - 1})
-    teach(data={"row_tokens": needed}, train={"steps": 1})
+        train_with(data={"row_tokens": needed - 1})
+    train_with(data={"row_tokens": needed}, train={"steps": 1})
 
 
 # Row 5: a copy task
 
 
-def test_row_05_labels_without_their_shift_are_told_from_what_the_model_reads(teach: Learn, monkeypatch: Patch) -> None:
-    """Even where nothing is known of the model: what it reads must not be what it is to predict."""
+def test_row_05_labels_without_their_shift_are_told_from_what_the_model_reads(
+    train_with: TrainWith, monkeypatch: Patch
+) -> None:
+    """For any model: the input at a position must not be its target."""
     shift_labels(monkeypatch, by=-1)
     with pytest.raises(TrainingError, match=r"changes its own loss: .* would learn to copy"):
-        teach()
+        train_with()
 
 
 def test_row_05_a_loss_too_good_to_be_true_is_an_alarm(
-    house: Path, family: Family, teach: Learn, tmp_path: Path, monkeypatch: Patch
+    workspace: Path, family: Family, train_with: TrainWith, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """The seed systems' story: a loss of 0.001 that was celebrated, and silence when it spoke."""
-    copyist, sequences = load(family), sequences_of(family, make_recipe(house))
+    """As in the systems we replace: a loss of 0.001, and silence from the engine."""
+    copyist, sequences = load(family), sequences_of(family, make_recipe(workspace))
     copied = overfit(family, copyist, family.collate(sequences, offset=0), steps=40)
     assert copied[-1] < 0.05, "the cause: a copy task is learned at once"
     assert code_loss(family, copyist, family.collate(sequences)) > math.log(66), "and it cannot speak"
@@ -134,7 +138,7 @@ def test_row_05_a_loss_too_good_to_be_true_is_an_alarm(
     with pytest.raises(
         TrainingError, match=r"before the first step (9\d|100)\.\d% of the targets are right.* a copy task"
     ):
-        teach(model={"source": str(tmp_path / "copyist"), "check_pretrained": False})
+        train_with(model={"source": str(tmp_path / "copyist"), "check_pretrained": False})
 
 
 def test_row_05_the_shift_is_made_in_one_place(family: Family, model: Any) -> None:
@@ -146,17 +150,17 @@ def test_row_05_the_shift_is_made_in_one_place(family: Family, model: Any) -> No
         logits = model(**stock_inputs(rendered)).logits[0]
     assert torch.allclose(ours, stock_code_sums(model, rendered, logits), atol=1e-3)
     assert isinstance(batch, HiggsBatch)
-    predicted_from = batch.to_stream[batch.audio_from]
+    predicted_from = batch.to_stream[batch.audio_predictors]
     audio = np.flatnonzero(np.isin(rendered.ids, (model.config.audio_token_id, model.config.audio_delay_token_id)))
-    labelled = audio[(rendered.code_labels != IGNORED).any(axis=1)]
+    labelled = audio[(rendered.code_labels != IGNORE_INDEX).any(axis=1)]
     assert predicted_from.tolist() == (labelled - 1).tolist()
 
 
 # Row 6: the delay pattern switched off
 
 
-def test_row_06_the_delay_pattern_comes_from_the_models_configuration(house: Path, tmp_path: Path) -> None:
-    convert(house / "model", tmp_path / "original", "original")
+def test_row_06_the_delay_pattern_comes_from_the_models_configuration(workspace: Path, tmp_path: Path) -> None:
+    convert_checkpoint(workspace / "model", tmp_path / "original", "original")
     config = tmp_path / "original" / "config.json"
     stored = json.loads(config.read_text())
     family = open_family(str(tmp_path / "original"))
@@ -168,16 +172,16 @@ def test_row_06_the_delay_pattern_comes_from_the_models_configuration(house: Pat
 
 
 def test_row_06_codes_without_the_delay_are_what_a_base_with_it_does_not_know(
-    house: Path, schooled: Path, monkeypatch: Patch
+    workspace: Path, pretrained_base: Path, monkeypatch: Patch
 ) -> None:
-    family = open_family(str(schooled))
-    model, recipe = load(family), make_recipe(house)
+    family = open_family(str(pretrained_base))
+    model, recipe = load(family), make_recipe(workspace)
     with_delay = code_loss(family, model, family.collate(sequences_of(family, recipe)))
-    together = DelayPattern.apply
+    original_apply = DelayPattern.apply
 
     def undelayed(self: DelayPattern, codes: Any) -> Any:
         """All codebooks at once, and the rest of the turn filled with ends."""
-        out = np.full_like(together(self, codes), self.end)
+        out = np.full_like(original_apply(self, codes), self.end)
         out[0], out[1 : 1 + len(codes)] = self.begin, codes
         return out
 
@@ -188,10 +192,10 @@ def test_row_06_codes_without_the_delay_are_what_a_base_with_it_does_not_know(
 
 def test_row_06_only_codes_and_one_end_per_codebook_are_learned(family: Family) -> None:
     labels = family.render(cloning(reference=5, target=7)).code_labels
-    assert (labels[: 5 + 9] == IGNORED).all(), "nothing of the reference"
+    assert (labels[: 5 + 9] == IGNORE_INDEX).all(), "nothing of the reference"
     assert not (labels == 64).any(), "no begin of stream"
     assert ((labels == 65).sum(axis=0) == 1).all()
-    assert ((labels != IGNORED).sum(axis=0) == 7 + 1).all()
+    assert ((labels != IGNORE_INDEX).sum(axis=0) == 7 + 1).all()
 
 
 # Row 7: chance
@@ -203,39 +207,39 @@ def test_row_07_chance_is_known_for_every_stream() -> None:
     assert family.chance[1:] == pytest.approx([6.93] * 8, abs=0.01)
 
 
-def test_row_07_a_base_at_chance_is_refused_and_the_numbers_are_told(teach: Learn) -> None:
+def test_row_07_a_base_at_chance_is_refused_and_the_numbers_are_told(train_with: TrainWith) -> None:
     with pytest.raises(
         TrainingError, match=r"no better than chance on this data: 4\.2\d, where .* guess has 4\.19"
     ) as caught:
-        teach(model={"check_pretrained": True})
+        train_with(model={"check_pretrained": True})
     assert "model.check_pretrained=false" in caught.value.hint and "myna prepare" in caught.value.hint
 
 
-def test_row_07_the_bases_loss_is_printed_beside_chance(teach: Learn, schooled: Path) -> None:
-    _, notes = teach(model={"source": str(schooled), "check_pretrained": True}, train={"steps": 1})
-    told = next(line for line in notes.said if line.startswith("before training: loss "))
-    loss = float(told.split("loss ")[1].split(",")[0])
-    assert loss < 0.6 * math.log(66) and "where chance is 4.19" in told and "code7" in told
-    assert notes.steps[0]["loss"] == pytest.approx(loss, abs=0.4), "and the first step begins there"
+def test_row_07_the_bases_loss_is_printed_beside_chance(train_with: TrainWith, pretrained_base: Path) -> None:
+    _, callback = train_with(model={"source": str(pretrained_base), "check_pretrained": True}, train={"steps": 1})
+    result = next(line for line in callback.messages if line.startswith("before training: loss "))
+    loss = float(result.split("loss ")[1].split(",")[0])
+    assert loss < 0.6 * math.log(66) and "where chance is 4.19" in result and "code7" in result
+    assert callback.steps[0]["loss"] == pytest.approx(loss, abs=0.4), "and the first step begins there"
 
 
 # Row 9: gradients that never come
 
 
-def test_row_09_a_dummy_loss_is_found_by_its_gradients(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_09_a_dummy_loss_is_found_by_its_gradients(train_with: TrainWith, monkeypatch: Patch) -> None:
     """It has the value that people expect of a loss, and is connected to everything."""
-    honest = HiggsObjective._losses
+    original_losses = HiggsObjective._losses
 
     def dummy(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> Any:
-        sums, hits = honest(self, logits.detach(), targets)
+        sums, hits = original_losses(self, logits.detach(), targets)
         return sums + 0 * logits.sum(), hits
 
     monkeypatch.setattr(HiggsObjective, "_losses", dummy)
     with pytest.raises(TrainingError, match=r"all \d+ gradients are zero: nothing would be learned"):
-        teach()
+        train_with()
 
 
-def test_row_09_weights_that_the_loss_does_not_reach_are_named(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_09_weights_that_the_loss_does_not_reach_are_named(train_with: TrainWith, monkeypatch: Patch) -> None:
     whole = forward.run_layer
 
     def cut_off(layer: Any, stream: torch.Tensor, texts: int, attend: Any) -> torch.Tensor:
@@ -243,11 +247,11 @@ def test_row_09_weights_that_the_loss_does_not_reach_are_named(teach: Learn, mon
 
     monkeypatch.setattr(forward, "run_layer", cut_off)
     with pytest.raises(TrainingError, match=r"20 of 40 trainable weights get no gradient: .*layers\.0"):
-        teach(train={"fused_lora": False})
+        train_with(train={"fused_lora": False})
 
 
-def test_row_09_an_optimizer_made_too_early_is_found(teach: Learn, monkeypatch: Patch) -> None:
-    make = Trainer.make
+def test_row_09_an_optimizer_made_too_early_is_found(train_with: TrainWith, monkeypatch: Patch) -> None:
+    make = Trainer.from_recipe
 
     def stale(*given: Any) -> Trainer:
         student = make(*given)
@@ -255,21 +259,21 @@ def test_row_09_an_optimizer_made_too_early_is_found(teach: Learn, monkeypatch: 
         group["params"] = [torch.nn.Parameter(parameter.detach().clone()) for parameter in group["params"]]
         return student
 
-    monkeypatch.setattr(Trainer, "make", stale)
+    monkeypatch.setattr(Trainer, "from_recipe", stale)
     with pytest.raises(TrainingError, match=r"the optimizer does not hold 40 of 40 trainable weights"):
-        teach()
+        train_with()
 
 
-def test_row_09_a_gradient_that_is_not_finite_stops_the_run(teach: Learn, monkeypatch: Patch) -> None:
-    honest = HiggsObjective._losses
+def test_row_09_a_gradient_that_is_not_finite_stops_the_run(train_with: TrainWith, monkeypatch: Patch) -> None:
+    original_losses = HiggsObjective._losses
 
     def endless(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> Any:
-        sums, hits = honest(self, logits, targets)
+        sums, hits = original_losses(self, logits, targets)
         return sums * math.inf, hits
 
     monkeypatch.setattr(HiggsObjective, "_losses", endless)
     with pytest.raises(TrainingError, match="is not finite"):
-        teach()
+        train_with()
 
 
 # Row 29: the wrong frame
@@ -277,16 +281,16 @@ def test_row_09_a_gradient_that_is_not_finite_stops_the_run(teach: Learn, monkey
 
 @pytest.mark.parametrize(("by", "best"), [(1, r"\+0"), (-1, r"\+2")])
 def test_row_29_labels_at_the_wrong_frame_are_found_by_the_base(
-    teach: Learn, schooled: Path, monkeypatch: Patch, by: int, best: str
+    train_with: TrainWith, pretrained_base: Path, monkeypatch: Patch, by: int, best: str
 ) -> None:
     shift_labels(monkeypatch, by)
     with pytest.raises(TrainingError, match=rf"(?s)predicts them best at offset {best} instead of \+1\n.*code7"):
-        teach(model={"source": str(schooled), "check_pretrained": True})
+        train_with(model={"source": str(pretrained_base), "check_pretrained": True})
 
 
-def test_row_29_the_right_frame_passes(teach: Learn, schooled: Path) -> None:
-    _, notes = teach(model={"source": str(schooled), "check_pretrained": True}, train={"steps": 1})
-    assert any(line.startswith("preflight passed") for line in notes.said)
+def test_row_29_the_right_frame_passes(train_with: TrainWith, pretrained_base: Path) -> None:
+    _, callback = train_with(model={"source": str(pretrained_base), "check_pretrained": True}, train={"steps": 1})
+    assert any(line.startswith("preflight passed") for line in callback.messages)
 
 
 # Row 33: clips that hear one another
@@ -317,15 +321,15 @@ def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
 
 
 def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
-    teach: Learn, monkeypatch: Patch
+    train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     within: Callable[..., torch.Tensor] = packing.attend_within
     monkeypatch.setattr(packing, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
     with pytest.raises(TrainingError, match="packed sequences see one another"):
-        teach()
+        train_with()
 
 
-def test_row_33_attention_to_the_future_is_found_too(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_33_attention_to_the_future_is_found_too(train_with: TrainWith, monkeypatch: Patch) -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional,
@@ -333,4 +337,4 @@ def test_row_33_attention_to_the_future_is_found_too(teach: Learn, monkeypatch: 
         lambda *given, **how: attention(*given, **how | {"is_causal": False}),
     )
     with pytest.raises(TrainingError, match="sees its own future"):
-        teach()
+        train_with()

@@ -1,4 +1,4 @@
-"""Types, devices and memory: rows 10 to 13, 19 and 20. The parts that need a card are marked `gpu`."""
+"""Types, devices and memory: rows 10 to 13, 19 and 20. Tests that need a GPU are marked `gpu`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from myna.config import AdaptSettings, Recipe, dump_recipe, load_recipe
 from myna.data.loader import Shard
 from myna.errors import ConfigError, TrainingError
 from myna.models import open_family
-from myna.models.base import Batch, Family, RenderedSequence
+from myna.models.base import Batch, Family, RenderedSequence, get_base_model
 from myna.models.higgs_v2 import forward
 from myna.models.higgs_v2.codec import HiggsCodec
-from myna.models.higgs_v2.forward import HiggsObjective, core_of
+from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.tiny import save_tiny
+from myna.models.lora import make_trainable
 from myna.train import memory_plan
-from myna.train.distributed import start
+from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader
-from myna.train.lora import adapt
 from myna.train.loss import stream_weights
-from myna.train.memory_plan import Pass, plan
-from myna.train.precision import Name, Precision, decide
+from myna.train.memory_plan import LargestBatch, plan_memory
+from myna.train.precision import Precision, PrecisionName, choose_precision
 from myna.train.trainer import Trainer
 
-from .conftest import Learn
-from .house import cloning, learn, load, make_recipe, stock_inputs
+from .conftest import TrainWith
+from .tiny_setup import cloning, load, make_recipe, stock_inputs, train_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Patch = pytest.MonkeyPatch
@@ -66,10 +66,12 @@ def part_of(card: torch.device, share: float) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, card)
 
 
-def student_for(recipe: Recipe, name: Name, device: torch.device, folder: Path) -> Trainer:
+def student_for(recipe: Recipe, name: PrecisionName, device: torch.device, folder: Path) -> Trainer:
     precision = Precision(name, "a test")
     family = open_family(recipe.model.source)
-    return Trainer.make(recipe, family, precision, start(recipe, precision, device, folder), lambda _: None)
+    return Trainer.from_recipe(
+        recipe, family, precision, init_accelerator(recipe, precision, device, folder), lambda _: None
+    )
 
 
 def first_steps(student: Trainer, count: int = 3) -> list[float]:
@@ -78,8 +80,8 @@ def first_steps(student: Trainer, count: int = 3) -> list[float]:
     loader = make_loader(recipe, student.family, recipe.data.train)
     weights = stream_weights(student.family.streams, recipe.loss)
     stream = loader.steps(recipe.train.batch_size, recipe.train.micro_batch_size, Shard())
-    tallies = [student.learn(next(stream), weights, recipe.train.learning_rate)[0] for _ in range(count)]
-    return [tally.row(student.family.streams, weights)["loss"] for tally in tallies]
+    tallies = [student.train_step(next(stream), weights, recipe.train.learning_rate)[0] for _ in range(count)]
+    return [tally.metrics(student.family.streams, weights)["loss"] for tally in tallies]
 
 
 # Row 10: fp16 gradients
@@ -93,7 +95,7 @@ def test_row_10_whatever_is_trained_is_fp32_and_can_be_unscaled(family: Family) 
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         _scaled_step(list(left.values()), lambda: sum(p.float().sum() for p in left.values()))
 
-    model = adapt(load(family, torch.float16), family, WITH_HEADS)
+    model = make_trainable(load(family, torch.float16), family, WITH_HEADS)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in trained} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.float16}
@@ -113,18 +115,20 @@ def _scaled_step(parameters: list[nn.Parameter], loss: Callable[[], Any]) -> Non
 @gpu
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(house: Path, tmp_path: Path, checkpointing: str) -> None:
+def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(workspace: Path, tmp_path: Path, checkpointing: str) -> None:
     recipe = make_recipe(
-        house,
+        workspace,
         adapt={"train_modules": list(HEADS)},
         train={"device": "cuda", "precision": "fp16", "steps": 4, "gradient_checkpointing": checkpointing},
     )
-    _, notes = learn(recipe, tmp_path / "fp16")
-    _, exact = learn(make_recipe(house, adapt={"train_modules": list(HEADS)}, train={"steps": 4}), tmp_path / "fp32")
-    losses = [[row["loss"] for row in told.steps] for told in (notes, exact)]
+    _, callback = train_run(recipe, tmp_path / "fp16")
+    _, exact = train_run(
+        make_recipe(workspace, adapt={"train_modules": list(HEADS)}, train={"steps": 4}), tmp_path / "fp32"
+    )
+    losses = [[row["loss"] for row in result.steps] for result in (callback, exact)]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
-    assert all(math.isfinite(row["gradient_norm"]) for row in notes.steps)
-    assert any("with gradient scaler" in line for line in notes.said)
+    assert all(math.isfinite(row["gradient_norm"]) for row in callback.steps)
+    assert any("with gradient scaler" in line for line in callback.messages)
 
 
 # Row 11: one decision
@@ -133,22 +137,22 @@ def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(house: Path, tmp_path
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
 def test_row_11_one_decision_says_the_type_and_whether_there_is_a_scaler(capability: tuple[int, int]) -> None:
     for asked in ("auto", "fp32", "fp16", "pure-fp16"):
-        precision = decide(asked, CUDA, capability)
-        assert precision.scaler == (precision.mixed_precision == "fp16")
-        assert not (precision.scaler and precision.trainable != torch.float32)
-        assert precision.frozen != torch.bfloat16 or not precision.scaler
-    assert decide("auto", CUDA, capability).name == ("bf16" if capability >= (8, 0) else "fp16")
+        precision = choose_precision(asked, CUDA, capability)
+        assert precision.uses_grad_scaler == (precision.mixed_precision == "fp16")
+        assert not (precision.uses_grad_scaler and precision.trainable_dtype != torch.float32)
+        assert precision.compute_dtype != torch.bfloat16 or not precision.uses_grad_scaler
+    assert choose_precision("auto", CUDA, capability).name == ("bf16" if capability >= (8, 0) else "fp16")
 
 
 def test_row_11_a_card_without_bf16_is_told_so_instead_of_mixing() -> None:
     with pytest.raises(ConfigError, match=r"bf16 begins at 8\.0"):
-        decide("bf16", CUDA, (7, 5))
+        choose_precision("bf16", CUDA, (7, 5))
     with pytest.raises(ConfigError, match="needs a CUDA card"):
-        decide("fp16", CPU)
+        choose_precision("fp16", CPU)
 
 
-def test_row_11_loader_and_loop_read_the_same_decision(house: Path, tmp_path: Path) -> None:
-    student = student_for(make_recipe(house, adapt={"train_modules": list(HEADS)}), "bf16", CPU, tmp_path)
+def test_row_11_loader_and_loop_read_the_same_decision(workspace: Path, tmp_path: Path) -> None:
+    student = student_for(make_recipe(workspace, adapt={"train_modules": list(HEADS)}), "bf16", CPU, tmp_path)
     assert student.accelerator.scaler is None
     assert student.accelerator.mixed_precision == "bf16"
     types = {True: set[torch.dtype](), False: set[torch.dtype]()}
@@ -161,26 +165,28 @@ def test_row_11_loader_and_loop_read_the_same_decision(house: Path, tmp_path: Pa
 @gpu
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_row_11_a_scaler_is_there_for_fp16_alone_and_never_over_half_precision(
-    card: torch.device, house: Path, tmp_path: Path, name: Name
+    card: torch.device, workspace: Path, tmp_path: Path, name: PrecisionName
 ) -> None:
-    student = student_for(make_recipe(house, adapt={"train_modules": list(HEADS)}), name, card, tmp_path)
+    student = student_for(make_recipe(workspace, adapt={"train_modules": list(HEADS)}), name, card, tmp_path)
     assert (student.accelerator.scaler is not None) == (name == "fp16")
     losses = first_steps(student)
     assert all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0]
     state = student.optimizer.state
-    assert {state[parameter]["exp_avg"].dtype for parameter in student.trainables.values()} == {torch.float32}
+    assert {state[parameter]["exp_avg"].dtype for parameter in student.trainable_parameters.values()} == {torch.float32}
 
 
 # Row 12: fp32 written into bf16
 
 
 def provoke_row_12(family: Family, trained: tuple[str, ...], device: torch.device) -> None:
-    model = adapt(load(family, torch.bfloat16).to(device), family, AdaptSettings(rank=4, train_modules=trained))
+    model = make_trainable(
+        load(family, torch.bfloat16).to(device), family, AdaptSettings(rank=4, train_modules=trained)
+    )
     rendered = family.render(cloning())
     inputs = {name: tensor.to(device) for name, tensor in stock_inputs(rendered).items()}
     with torch.autocast(device.type, torch.bfloat16):
         with pytest.raises(RuntimeError, match=r"masked_scatter|Index put|same dtype"):
-            core_of(model)(**inputs)  # the cause, in transformers' own forward
+            get_base_model(model)(**inputs)  # the cause, in transformers' own forward
         batch = family.collate([rendered]).to(device)
         assert HiggsObjective(model).hidden(batch).dtype == torch.bfloat16, "and fp32 does not spread"  # type: ignore[arg-type]
         sums = family.objective(model)(batch).sums
@@ -203,9 +209,9 @@ def test_row_12_on_a_card_too(card: torch.device, family: Family, trained: tuple
     provoke_row_12(family, trained, card)
 
 
-def test_row_12_such_a_run_trains_in_bf16(teach: Learn) -> None:
+def test_row_12_such_a_run_trains_in_bf16(train_with: TrainWith) -> None:
     changes = {"adapt": {"train_modules": ["norms", *HEADS]}}
-    (_, half), (_, exact) = (teach(**changes, train={"precision": name}) for name in ("bf16", "fp32"))
+    (_, half), (_, exact) = (train_with(**changes, train={"precision": name}) for name in ("bf16", "fp32"))
     for one, other in zip(half.steps, exact.steps, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
 
@@ -214,7 +220,7 @@ def test_row_12_such_a_run_trains_in_bf16(teach: Learn) -> None:
 
 
 def test_row_13_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
-    teach: Learn, monkeypatch: Patch
+    train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a codec inside the training")
@@ -222,14 +228,14 @@ def test_row_13_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
     monkeypatch.setattr(HiggsCodec, "open", refuse)
     monkeypatch.setattr(HiggsCodec, "encode", refuse)
     learned: list[Batch] = []
-    whole = Trainer.learn
+    whole = Trainer.train_step
 
     def watched(self: Trainer, passes: Sequence[Batch], *given: Any) -> Any:
         learned.extend(passes)
         return whole(self, passes, *given)
 
-    monkeypatch.setattr(Trainer, "learn", watched)
-    teach(train={"steps": 2}, data={"workers": 2})
+    monkeypatch.setattr(Trainer, "train_step", watched)
+    train_with(train={"steps": 2}, data={"workers": 2})
     assert learned and all(tensor.device == CPU for batch in learned for tensor in tensors_of(batch).values())
 
 
@@ -247,14 +253,16 @@ def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
 
 @gpu
 def test_row_13_the_loop_moves_what_a_model_on_a_card_would_stumble_over(
-    card: torch.device, house: Path, family: Family, tmp_path: Path
+    card: torch.device, workspace: Path, family: Family, tmp_path: Path
 ) -> None:
     model = load(family).to(card)
     with pytest.raises(RuntimeError, match="same device"):
         family.objective(model)(family.collate([family.render(cloning())]))  # the cause
-    recipe = make_recipe(house, data={"workers": 2, "evaluation": str(house / "evaluation")}, train={"device": "cuda"})
-    _, notes = learn(recipe, tmp_path / "run")
-    assert len(notes.steps) == 3 and notes.evaluations
+    recipe = make_recipe(
+        workspace, data={"workers": 2, "evaluation": str(workspace / "evaluation")}, train={"device": "cuda"}
+    )
+    _, callback = train_run(recipe, tmp_path / "run")
+    assert len(callback.steps) == 3 and callback.evaluations
 
 
 # Row 19: recomputed layers
@@ -263,7 +271,7 @@ def test_row_13_the_loop_moves_what_a_model_on_a_card_would_stumble_over(
 def gradients(family: Family, recompute: int, device: torch.device = CPU) -> tuple[int, list[torch.Tensor]]:
     """How often a layer was run, and every gradient."""
     torch.manual_seed(0)
-    model = adapt(load(family).to(device), family, WITH_HEADS.model_copy(update={"dropout": 0.3})).train()
+    model = make_trainable(load(family).to(device), family, WITH_HEADS.model_copy(update={"dropout": 0.3})).train()
     objective, calls = family.objective(model, recompute=recompute).train(), 0
     whole = forward.run_layer
 
@@ -305,7 +313,7 @@ def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> 
             size += tensor.numel() * tensor.element_size()
             return tensor
 
-        objective = family.objective(adapt(load(family), family, WITH_HEADS), recompute=recompute).train()
+        objective = family.objective(make_trainable(load(family), family, WITH_HEADS), recompute=recompute).train()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             objective(batch)
         return size
@@ -313,16 +321,16 @@ def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> 
     assert kept(2) < 0.5 * kept(0)
 
 
-def test_row_19_the_recipe_switches_it_on(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_19_the_recipe_switches_it_on(train_with: TrainWith, monkeypatch: Patch) -> None:
     seen = []
-    learn_ = Trainer.learn
+    learn_ = Trainer.train_step
 
     def note(self: Trainer, *given: Any) -> Any:
         seen.append(self.accelerator.unwrap_model(self.objective).recompute)
         return learn_(self, *given)
 
-    monkeypatch.setattr(Trainer, "learn", note)
-    (_, plain), (_, full) = (teach(train={"gradient_checkpointing": how}) for how in ("none", "full"))
+    monkeypatch.setattr(Trainer, "train_step", note)
+    (_, plain), (_, full) = (train_with(train={"gradient_checkpointing": how}) for how in ("none", "full"))
     assert seen == [0] * len(plain.steps) + [2] * len(full.steps), "of two layers"
     assert [row["loss"] for row in plain.steps] == pytest.approx([row["loss"] for row in full.steps], abs=1e-6)
 
@@ -334,7 +342,7 @@ def test_row_19_on_a_card_it_saves_memory(card: torch.device, family: Family, tm
     batch = wide.collate([wide.render(cloning(target=1500))]).to(card)
 
     def most(recompute: int) -> int:
-        model = adapt(load(wide, torch.bfloat16).to(card), wide, WITH_HEADS)
+        model = make_trainable(load(wide, torch.bfloat16).to(card), wide, WITH_HEADS)
         objective = wide.objective(model, recompute=recompute).train()
         torch.cuda.reset_peak_memory_stats(card)
         before = torch.cuda.memory_allocated(card)
@@ -355,12 +363,12 @@ def true_size(tiny: Family, rendered: RenderedSequence) -> RenderedSequence:
     return replace(rendered, ids=np.where(ids == ours.audio_delay_token_id, theirs.audio_delay_token_id, ids))
 
 
-def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(house: Path, family: Family) -> None:
+def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(workspace: Path, family: Family) -> None:
     """The base alone took 23 GB where it was in fp32."""
     sequences = (true_size(family, family.render(cloning(target=500))),)
-    recipe = make_recipe(house, model={"source": "higgs-v2"}, adapt={"rank": 16, "alpha": 32})
-    precision = decide("auto", CUDA, (9, 0))
-    planned = plan(open_family("higgs-v2"), recipe, precision, CPU, Pass(sequences, len(sequences[0])))
+    recipe = make_recipe(workspace, model={"source": "higgs-v2"}, adapt={"rank": 16, "alpha": 32})
+    precision = choose_precision("auto", CUDA, (9, 0))
+    planned = plan_memory(open_family("higgs-v2"), recipe, precision, CPU, LargestBatch(sequences, len(sequences[0])))
     # Beside the weights in bf16 lie such copies of A and B, and a little room to align their rows.
     assert planned.frozen == pytest.approx(2 * (5_377_281_024 + 39_452_672), rel=0.02)
     assert planned.trained == 4 * 39_452_672
@@ -368,18 +376,20 @@ def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(house:
     assert all(part in planned.table() for part in ("frozen weights", "optimizer", "activations", "in all"))
 
 
-def test_row_20_the_plan_is_told_before_anything_is_loaded_and_measured_after(teach: Learn, monkeypatch: Patch) -> None:
-    _, notes = teach(train={"steps": 1})
+def test_row_20_the_plan_is_told_before_anything_is_loaded_and_measured_after(
+    train_with: TrainWith, monkeypatch: Patch
+) -> None:
+    _, callback = train_with(train={"steps": 1})
     order = [
-        next(n for n, line in enumerate(notes.said) if sign in line)
+        next(n for n, line in enumerate(callback.messages) if sign in line)
         for sign in ("memory plan: fp32", "parameters learn", "measured in two")
     ]
     assert order == sorted(order)
 
-    monkeypatch.setattr(memory_plan, "room", lambda _: 100_000)
-    monkeypatch.setattr(Trainer, "make", lambda *_: pytest.fail("it was loaded all the same"))
+    monkeypatch.setattr(memory_plan, "available_memory", lambda _: 100_000)
+    monkeypatch.setattr(Trainer, "from_recipe", lambda *_: pytest.fail("it was loaded all the same"))
     with pytest.raises(TrainingError, match=r"the weights alone take \d"):
-        teach()
+        train_with()
 
 
 def follow(error: TrainingError, settings: dict[str, str]) -> dict[str, str]:
@@ -412,60 +422,62 @@ def typed(recipe: Recipe, settings: dict[str, str], folder: Path) -> Recipe:
     return load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
 
 
-def test_row_20_running_out_of_memory_ends_with_what_to_type_and_that_helps(house: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(house, data={"row_tokens": 300}, train={"micro_batch_size": 4, "batch_size": 4, "steps": 1})
+def test_row_20_running_out_of_memory_ends_with_what_to_type_and_that_helps(workspace: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(
+        workspace, data={"row_tokens": 300}, train={"micro_batch_size": 4, "batch_size": 4, "steps": 1}
+    )
     with memory_for(tokens=700):
         with pytest.raises(
             TrainingError, match=r"out of memory in the longest pass, [\d,]+ tokens\nmemory plan"
         ) as caught:
-            learn(recipe, tmp_path / "first")
+            train_run(recipe, tmp_path / "first")
         settings = follow(caught.value, {})
         assert settings == {"train.micro_batch_size": "2"}
-        _, notes = learn(typed(recipe, settings, tmp_path), tmp_path / "second")
-    assert len(notes.steps) == 1
+        _, callback = train_run(typed(recipe, settings, tmp_path), tmp_path / "second")
+    assert len(callback.steps) == 1
 
 
 @gpu
-def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, house: Path, tmp_path: Path) -> None:
+def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, workspace: Path, tmp_path: Path) -> None:
     """The allocator is held to a part of the card; advice is followed until it fits."""
     wide = save_tiny(tmp_path / "wide", hidden=256, layers=8)
     recipe = make_recipe(
-        house,
+        workspace,
         model={"source": str(wide), "check_pretrained": False},
         train={"micro_batch_size": 8, "batch_size": 8, "steps": 2, "device": "cuda", "gradient_checkpointing": "none"},
     )
-    _, notes = learn(recipe, tmp_path / "free")
-    assert any("measured in two" in line for line in notes.said)
+    _, callback = train_run(recipe, tmp_path / "free")
+    assert any("measured in two" in line for line in callback.messages)
     settings: dict[str, str] = {}
     with part_of(card, 0.6):
         for attempt in range(6):
             gc.collect()
             torch.cuda.empty_cache()
             try:
-                _, notes = learn(typed(recipe, settings, tmp_path), tmp_path / f"tight{attempt}")
+                _, callback = train_run(typed(recipe, settings, tmp_path), tmp_path / f"tight{attempt}")
                 break
             except TrainingError as error:
                 assert "out of memory in the longest pass" in error.what
                 settings = follow(error, settings)
         else:
             pytest.fail(f"never fitted with {settings}")
-    assert settings and len(notes.steps) == 2
+    assert settings and len(callback.steps) == 2
 
 
 @gpu
 def test_row_20_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
-    card: torch.device, house: Path, tmp_path: Path
+    card: torch.device, workspace: Path, tmp_path: Path
 ) -> None:
     """The same card, with the choice left to the plan: it fits at once."""
     wide = save_tiny(tmp_path / "wide", hidden=512, layers=8)
     recipe = make_recipe(
-        house,
+        workspace,
         model={"source": str(wide), "check_pretrained": False},
         train={"micro_batch_size": 8, "batch_size": 8, "steps": 2, "device": "cuda"},
     )
-    _, notes = learn(recipe, tmp_path / "free")
-    assert any("no layer recomputed, since everything fits" in line for line in notes.said)
+    _, callback = train_run(recipe, tmp_path / "free")
+    assert any("no layer recomputed, since everything fits" in line for line in callback.messages)
     with part_of(card, 0.8):
-        _, notes = learn(recipe, tmp_path / "tight")
-    assert any("of 8 layers recomputed, the fewest that fit" in line for line in notes.said)
-    assert len(notes.steps) == 2
+        _, callback = train_run(recipe, tmp_path / "tight")
+    assert any("of 8 layers recomputed, the fewest that fit" in line for line in callback.messages)
+    assert len(callback.steps) == 2

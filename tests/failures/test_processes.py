@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from myna.data.loader import Shard
-from myna.doctor import processes
+from myna.doctor.hardware import check_processes
 from myna.errors import ConfigError, TrainingError
 from myna.train import loop
 from myna.train.distributed import ProcessInfo
 from myna.train.schedule import learning_rate
 
-from .conftest import Learn
-from .house import learn, make_recipe
+from .conftest import TrainWith
+from .tiny_setup import make_recipe, train_run
 from .two_ranks import SCHEDULE
 
 Patch = pytest.MonkeyPatch
@@ -28,12 +28,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def together(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes left what they met; see `two_ranks`."""
+def two_ranks_out(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of two processes; see `two_ranks`."""
     out = tmp_path_factory.mktemp("together")
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
-    words += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, *words, "-m", "tests.failures.two_ranks", str(house), str(out)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, *launcher, "-m", "tests.failures.two_ranks", str(workspace), str(out)]
     bare = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
         command,
@@ -48,23 +48,23 @@ def together(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def met(together: Path, scenario: str) -> list[dict[str, Any]]:
-    """By each rank."""
-    return [json.loads((together / f"{scenario}.{rank}.json").read_text()) for rank in range(2)]
+def results_of(two_ranks_out: Path, scenario: str) -> list[dict[str, Any]]:
+    """Results of each rank."""
+    return [json.loads((two_ranks_out / f"{scenario}.{rank}.json").read_text()) for rank in range(2)]
 
 
 # Row 16: cuda:-1
 
 
-def test_row_16_a_local_rank_of_minus_one_is_a_single_process(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_16_a_local_rank_of_minus_one_is_a_single_process(train_with: TrainWith, monkeypatch: Patch) -> None:
     for name in ("LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "-1")
-    assert ProcessInfo.find() == ProcessInfo(rank=0, local_rank=0, world=1)
-    _, notes = teach(train={"steps": 1})
-    assert any(line.startswith("device cpu x 1") for line in notes.said)
+    assert ProcessInfo.from_environment() == ProcessInfo(rank=0, local_rank=0, world_size=1)
+    _, callback = train_with(train={"steps": 1})
+    assert any(line.startswith("device cpu x 1") for line in callback.messages)
     assert os.environ["LOCAL_RANK"] == "-1", "the environment is left as it was"
     monkeypatch.delenv("RANK")
-    (check,) = processes()
+    (check,) = check_processes()
     assert check.status == "ok" and "LOCAL_RANK=-1 means a single process" in check.detail
 
 
@@ -83,7 +83,7 @@ def test_row_16_a_device_has_the_number_of_its_process(monkeypatch: Patch, said:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for asked in ("auto", "cuda"):
-        assert ProcessInfo.find().device(asked) == torch.device("cuda", index)
+        assert ProcessInfo.from_environment().device(asked) == torch.device("cuda", index)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: index)
     with pytest.raises(ConfigError, match=f"wants card {index}, and there are {index}"):
         ProcessInfo(local_rank=index).device("cuda")
@@ -93,24 +93,24 @@ def test_row_16_a_process_that_does_not_know_which_it_is_is_refused(monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     with pytest.raises(TrainingError, match="RANK does not say which"):
-        ProcessInfo.find()
+        ProcessInfo.from_environment()
 
 
-# Row 17: ranks that part
+# Row 17: ranks that diverge
 
 
-def test_row_17_ranks_that_do_not_share_gradients_are_found_by_their_weights(together: Path) -> None:
-    for told in met(together, "bypassed"):
-        assert "the weights of rank 1 have parted from rank 0's" in told["error"]
-    assert not (together / "bypassed" / "adapter").exists()
+def test_row_17_ranks_that_do_not_share_gradients_are_found_by_their_weights(two_ranks_out: Path) -> None:
+    for result in results_of(two_ranks_out, "bypassed"):
+        assert "the weights of rank 1 have parted from rank 0's" in result["error"]
+    assert not (two_ranks_out / "bypassed" / "adapter").exists()
 
 
-def test_row_17_ranks_that_do_are_one_training(together: Path, house: Path, tmp_path: Path) -> None:
-    leader, other = met(together, "honest")
+def test_row_17_ranks_that_do_are_one_training(two_ranks_out: Path, workspace: Path, tmp_path: Path) -> None:
+    leader, other = results_of(two_ranks_out, "correct")
     assert leader["error"] == other["error"] == ""
     assert other["rows"] == [], "only one process writes and speaks"
-    recipe = make_recipe(house, data={"evaluation": str(house / "evaluation")}, train=SCHEDULE)
-    _, alone = learn(recipe, tmp_path / "alone")
+    recipe = make_recipe(workspace, data={"evaluation": str(workspace / "evaluation")}, train=SCHEDULE)
+    _, alone = train_run(recipe, tmp_path / "alone")
     steps = [row for row in leader["rows"] if "evaluation" not in row]
     for one, two in zip(alone.steps, steps, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
@@ -120,45 +120,51 @@ def test_row_17_ranks_that_do_are_one_training(together: Path, house: Path, tmp_
 # Row 18, of two: one that cannot save
 
 
-def test_row_18_ranks_do_not_wait_for_one_that_cannot_save(together: Path) -> None:
-    leader, other = met(together, "full_disk")
+def test_row_18_ranks_do_not_wait_for_one_that_cannot_save(two_ranks_out: Path) -> None:
+    leader, other = results_of(two_ranks_out, "full_disk")
     assert "the checkpoint of step 2 could not be written" in leader["error"]
     assert "No space left on device" in leader["error"] and "--resume" in leader["error"]
     assert "the checkpoint of step 2 could not be written" in other["error"]
     assert "see what rank 0 says" in other["error"]
-    assert list((together / "full_disk" / "checkpoints").iterdir()) == [], "nothing that looks like a checkpoint"
+    assert list((two_ranks_out / "full_disk" / "checkpoints").iterdir()) == [], "nothing that looks like a checkpoint"
 
 
-# Row 22: who counts the steps
+# Row 22: counting of steps
 
 
 def test_row_22_the_learning_rate_knows_neither_passes_nor_processes(
-    together: Path, house: Path, tmp_path: Path
+    two_ranks_out: Path, workspace: Path, tmp_path: Path
 ) -> None:
-    rates = {"two processes": [row["learning_rate"] for row in met(together, "honest")[0]["rows"] if "loss" in row]}
+    rates = {
+        "two processes": [
+            row["learning_rate"] for row in results_of(two_ranks_out, "correct")[0]["rows"] if "loss" in row
+        ]
+    }
     for rows in (4, 1):
-        recipe = make_recipe(house, train=SCHEDULE | {"micro_batch_size": rows})
-        _, notes = learn(recipe, tmp_path / str(rows))
-        assert notes.plan == 4, "optimizer steps"
-        rates[f"{4 // rows} passes"] = [row["learning_rate"] for row in notes.steps]
-    assert rates["1 passes"] == [learning_rate(recipe.train, step, 4) for step in (1, 2, 3, 4)]
-    assert rates["4 passes"] == rates["1 passes"] == rates["two processes"]
-    assert rates["1 passes"][0] == 2e-3 > 2.5 * rates["1 passes"][-1], "and it has come down in the end"
+        recipe = make_recipe(workspace, train=SCHEDULE | {"micro_batch_size": rows})
+        _, callback = train_run(recipe, tmp_path / str(rows))
+        assert callback.planned_steps == 4, "optimizer steps"
+        rates[f"{4 // rows} micro-batches"] = [row["learning_rate"] for row in callback.steps]
+    assert rates["1 micro-batches"] == [learning_rate(recipe.train, step, 4) for step in (1, 2, 3, 4)]
+    assert rates["4 micro-batches"] == rates["1 micro-batches"] == rates["two processes"]
+    assert rates["1 micro-batches"][0] == 2e-3 > 2.5 * rates["1 micro-batches"][-1], "and it has come down in the end"
 
 
-def test_row_22_epochs_become_optimizer_steps(house: Path, tmp_path: Path) -> None:
-    """Six rows, two a step: three steps an epoch, however many passes a step takes."""
+def test_row_22_epochs_become_optimizer_steps(workspace: Path, tmp_path: Path) -> None:
+    """Six rows, two a step: three steps an epoch, however many micro-batches a step has."""
     for rows in (2, 1):
         changes = {"steps": None, "epochs": 2, "batch_size": 2, "micro_batch_size": rows, "schedule": "linear"}
-        recipe = make_recipe(house, data={"pack": False}, train=changes)
-        _, notes = learn(recipe, tmp_path / str(rows))
-        assert notes.plan == len(notes.steps) == 6
-        assert notes.steps[-1]["epoch"] == 2.0
-        assert notes.steps[0]["learning_rate"] == 2e-3 > 5 * notes.steps[-1]["learning_rate"]
+        recipe = make_recipe(workspace, data={"pack": False}, train=changes)
+        _, callback = train_run(recipe, tmp_path / str(rows))
+        assert callback.planned_steps == len(callback.steps) == 6
+        assert callback.steps[-1]["epoch"] == 2.0
+        assert callback.steps[0]["learning_rate"] == 2e-3 > 5 * callback.steps[-1]["learning_rate"]
 
 
-def test_row_22_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, teach: Learn) -> None:
-    monkeypatch.setattr(loop, "Share", lambda *_: Shard(rank=0, world=2))
-    with pytest.raises(TrainingError, match="3 rows a step cannot be shared by 2 processes of 1 rows a pass") as caught:
-        teach(train={"batch_size": 3})
+def test_row_22_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, train_with: TrainWith) -> None:
+    monkeypatch.setattr(loop, "Share", lambda *_: Shard(rank=0, world_size=2))
+    with pytest.raises(
+        TrainingError, match="3 rows a step cannot be shared by 2 processes of 1 rows a micro-batch"
+    ) as caught:
+        train_with(train={"batch_size": 3})
     assert "train.batch_size=2" in caught.value.hint

@@ -1,4 +1,4 @@
-"""What is heard: rows 24, 25, 26 and 34."""
+"""Synthesis: rows 24, 25, 26 and 34."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ import numpy as np
 import pytest
 import torch
 
-from myna.audio.files import read
+from myna.api import prepare
+from myna.audio.files import read_audio
 from myna.data.conversation import Reference
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Shard
 from myna.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
-from myna.models.base import IGNORED, Family, Sampling
+from myna.models.base import IGNORE_INDEX, Family, Sampling, require_speaking
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.generate import _Sampler
 from myna.models.higgs_v2.render import DelayPattern
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
+from myna.speak.loading import load_engine
 from myna.train.loop import make_loader
 from myna.train.run import Run
-from myna.workflow import open_engine, prepare
-from tests.birds import BIRDS, SAMPLE_RATE, match, whistle
+from tests.birds import SPEAKER_PITCHES, SAMPLE_RATE, code_accuracy, tone_speech
 
-from .conftest import Learn
-from .house import LINES, VOICE, cloning, learn, load, make_recipe, overfit, random_codes, record
+from .conftest import TrainWith
 from .test_data import speak as put
+from .tiny_setup import LINES, VOICE, cloning, load, make_recipe, overfit, random_codes, record, train_run
 
 GREEDY = Sampling(temperature=0, max_seconds=1.2)
 Patch = pytest.MonkeyPatch
 
 
-def voice(engine: Engine, house: Path, bird: str) -> Reference:
-    return engine.voice(house / "recordings" / bird / f"{VOICE}.wav", VOICE)
+def voice(engine: Engine, workspace: Path, bird: str) -> Reference:
+    return engine.reference(workspace / "recordings" / bird / f"{VOICE}.wav", VOICE)
 
 
-def say(engine: Engine, house: Path, bird: str, text: str, sampling: Sampling = GREEDY) -> Speech:
-    return engine.speak([SpeechRequest(text, (voice(engine, house, bird),), id=text)], sampling)[0]
+def say(engine: Engine, workspace: Path, bird: str, text: str, sampling: Sampling = GREEDY) -> Speech:
+    return engine.speak([SpeechRequest(text, (voice(engine, workspace, bird),), id=text)], sampling)[0]
 
 
-def real(house: Path, bird: str, text: str) -> Any:
-    corpus = PreparedDataset.open(house / "prepared")
+def real(workspace: Path, bird: str, text: str) -> Any:
+    corpus = PreparedDataset.open(workspace / "prepared")
     return next(corpus.codes(u) for u in corpus.utterances if (u.speaker, u.text) == (bird, text))
 
 
@@ -55,74 +56,76 @@ def mask_ends(patch: Patch) -> None:
 
     def masked(self: DelayPattern, codes: Any) -> Any:
         sound = labels(self, codes)
-        return np.where(sound == self.end, IGNORED, sound)
+        return np.where(sound == self.end, IGNORE_INDEX, sound)
 
     patch.setattr(DelayPattern, "labels", masked)
 
 
 def test_row_24_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(family: Family) -> None:
-    """The same model, taught the same lines by heart, with nothing but the ends to tell the two apart."""
+    """The same model, overfitted on the same sentences, with and without end-of-stream labels."""
     prompts = [family.render(cloning(text, target=None, seed=seed)) for seed, text in enumerate(("one", "two"))]
 
-    def taught() -> list[Any]:
+    def overfitted() -> list[Any]:
         lines = [cloning(text, target=5 + seed, seed=seed) for seed, text in enumerate(("one", "two"))]
         model = load(family)
         assert overfit(family, model, family.collate([family.render(line) for line in lines]), steps=45)[-1] < 0.05
-        return family.generate(model, prompts, GREEDY)
+        return require_speaking(family).generate(model, prompts, GREEDY)
 
     with pytest.MonkeyPatch.context() as patch:
         mask_ends(patch)
-        endless = taught()
+        endless = overfitted()
     assert not any(spoken.stopped for spoken in endless), "the cause"
     assert all(len(spoken.codes) == 30 for spoken in endless), "cut off at 1.2 seconds"
 
-    for seed, spoken in enumerate(taught()):
+    for seed, spoken in enumerate(overfitted()):
         assert spoken.stopped
         assert spoken.codes.tolist() == random_codes(5 + seed, seed + 1).tolist()
 
 
-def test_row_24_masked_ends_are_refused_before_the_first_step(teach: Learn, monkeypatch: Patch) -> None:
+def test_row_24_masked_ends_are_refused_before_the_first_step(train_with: TrainWith, monkeypatch: Patch) -> None:
     mask_ends(monkeypatch)
     with pytest.raises(
         TrainingError, match="6 samples have 0 ends of stream among their labels: speech would not learn"
     ):
-        teach()
+        train_with()
 
 
-def test_row_24_every_target_keeps_one_end_per_codebook_to_the_last_row(house: Path, family: Family) -> None:
+def test_row_24_every_target_keeps_one_end_per_codebook_to_the_last_row(workspace: Path, family: Family) -> None:
     """Through the loader and the collator, in the smallest row that is allowed."""
     with pytest.raises(DataError) as caught:
-        make_loader(make_recipe(house, data={"row_tokens": 100}), family, house / "prepared")
+        make_loader(make_recipe(workspace, data={"row_tokens": 100}), family, workspace / "prepared")
     tight = int(caught.value.hint.split("data.row_tokens=")[1].split(",")[0])
-    loader = make_loader(make_recipe(house, data={"row_tokens": tight}), family, house / "prepared")
+    loader = make_loader(make_recipe(workspace, data={"row_tokens": tight}), family, workspace / "prepared")
     ends = torch.zeros(8)
-    for batch in loader.once(1, Shard()):
+    for batch in loader.evaluation_batches(1, Shard()):
         assert isinstance(batch, HiggsBatch)
         ends += (batch.audio_targets == 65).sum(0)
     assert ends.tolist() == [6.0] * 8
 
 
-def test_row_24_an_overfitted_run_stops_where_it_should_and_says_so(engine: Engine, house: Path, taught: Run) -> None:
-    for bird in BIRDS:
+def test_row_24_an_overfitted_run_stops_where_it_should_and_says_so(
+    engine: Engine, workspace: Path, overfitted: Run
+) -> None:
+    for bird in SPEAKER_PITCHES:
         for text in LINES:
-            spoken, sound = say(engine, house, bird, text), real(house, bird, text)
+            spoken, sound = say(engine, workspace, bird, text), real(workspace, bird, text)
             assert spoken.stopped and len(spoken.codes) == len(sound)
-            assert match(spoken.codes, sound) >= 0.99
-    cut = say(engine, house, "robin", "you", Sampling(temperature=0, max_seconds=0.12))
-    assert not cut.stopped and len(cut.codes) == 3, "one that was cut is told from one that ended"
-    last = taught.metrics.read_text().splitlines()[-1]
+            assert code_accuracy(spoken.codes, sound) >= 0.99
+    cut = say(engine, workspace, "robin", "you", Sampling(temperature=0, max_seconds=0.12))
+    assert not cut.stopped and len(cut.codes) == 3, "truncated speech is marked as such"
+    last = overfitted.metrics.read_text().splitlines()[-1]
     assert '"stop_accuracy": 1.0' in last
 
 
 # Row 25: another prompt than in training
 
 
-def test_row_25_speaking_continues_what_training_rendered(engine: Engine, house: Path, monkeypatch: Patch) -> None:
+def test_row_25_speaking_continues_what_training_rendered(engine: Engine, workspace: Path, monkeypatch: Patch) -> None:
     """Token by token, from the loader's sequence to the engine's prompt."""
-    recipe = make_recipe(house)
+    recipe = make_recipe(workspace)
     loader = make_loader(recipe, engine.family, recipe.data.train)
-    target = next(one for one in loader.pairing.targets if one.id == "robin/you")
-    reference = next(one for one in loader.corpus.utterances if one.id == f"robin/{VOICE}")
+    target = next(one for one in loader.reference_sampler.targets if one.id == "robin/you")
+    reference = next(one for one in loader.dataset.utterances if one.id == f"robin/{VOICE}")
     trained = engine.family.render(loader.conversation(target, (reference,)))
     prompts: list[Any] = []
 
@@ -131,7 +134,7 @@ def test_row_25_speaking_continues_what_training_rendered(engine: Engine, house:
         return []
 
     monkeypatch.setattr(HiggsV2, "generate", listen)
-    engine.speak([SpeechRequest(" you\n", (voice(engine, house, "robin"),))], GREEDY)
+    engine.speak([SpeechRequest(" you\n", (voice(engine, workspace, "robin"),))], GREEDY)
     [prompt] = prompts
     assert prompt.ids.tolist() == trained.ids[: len(prompt)].tolist()
     assert prompt.codes.tolist() == trained.codes[: len(prompt.codes)].tolist()
@@ -139,36 +142,36 @@ def test_row_25_speaking_continues_what_training_rendered(engine: Engine, house:
     assert trained.ids[len(prompt)] == engine.family.config.audio_token_id  # type: ignore[attr-defined]
 
 
-def test_row_25_another_prompt_spoils_what_was_learned(engine: Engine, house: Path) -> None:
-    sound = real(house, "robin", "you")
-    assert match(say(engine, house, "robin", "you").codes, sound) >= 0.99
-    elsewhere = Engine(engine.family, engine.model, engine.codec, place="system")
-    assert match(say(elsewhere, house, "robin", "you").codes, sound) < 0.5, "the cause"
+def test_row_25_another_prompt_spoils_what_was_learned(engine: Engine, workspace: Path) -> None:
+    sound = real(workspace, "robin", "you")
+    assert code_accuracy(say(engine, workspace, "robin", "you").codes, sound) >= 0.99
+    elsewhere = Engine(engine.family, engine.model, engine.codec, reference_placement="system")
+    assert code_accuracy(say(elsewhere, workspace, "robin", "you").codes, sound) < 0.5, "the cause"
 
 
-def test_row_25_a_run_remembers_where_its_references_stood(house: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(house, data={"reference_placement": "system"}, train={"steps": 1, "learning_rate": 1e-2})
-    run, _ = learn(recipe, tmp_path / "run")
-    assert open_engine(run=run.folder, model=None, codec=None, device="cpu").place == "system"
+def test_row_25_a_run_remembers_where_its_references_stood(workspace: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(workspace, data={"reference_placement": "system"}, train={"steps": 1, "learning_rate": 1e-2})
+    run, _ = train_run(recipe, tmp_path / "run")
+    assert load_engine(run=run.folder, model=None, codec=None, device="cpu").reference_placement == "system"
 
 
-def test_less_of_what_was_learned_can_be_spoken_with(taught: Run, engine: Engine, house: Path) -> None:
+def test_less_of_what_was_learned_can_be_spoken_with(overfitted: Run, engine: Engine, workspace: Path) -> None:
     def opened(strength: float) -> Engine:
-        return open_engine(run=taught.folder, model=None, codec=None, device="cpu", strength=strength)
+        return load_engine(run=overfitted.folder, model=None, codec=None, device="cpu", strength=strength)
 
-    untuned = Engine(engine.family, load(engine.family), engine.codec, engine.place)
-    none, some, whole = (say(one, house, "robin", "you").codes.tolist() for one in map(opened, (0.0, 0.5, 1.0)))
-    assert none == say(untuned, house, "robin", "you").codes.tolist()
-    assert whole == say(engine, house, "robin", "you").codes.tolist() and some != whole
+    untuned = Engine(engine.family, load(engine.family), engine.codec, engine.reference_placement)
+    none, some, whole = (say(one, workspace, "robin", "you").codes.tolist() for one in map(opened, (0.0, 0.5, 1.0)))
+    assert none == say(untuned, workspace, "robin", "you").codes.tolist()
+    assert whole == say(engine, workspace, "robin", "you").codes.tolist() and some != whole
 
 
-def test_strength_is_refused_where_nothing_could_follow_it(house: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(house, adapt={"mode": "full"}, train={"steps": 1})
-    run, _ = learn(recipe, tmp_path / "run")
+def test_strength_is_refused_where_nothing_could_follow_it(workspace: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(workspace, adapt={"mode": "full"}, train={"steps": 1})
+    run, _ = train_run(recipe, tmp_path / "run")
     with pytest.raises(SpeakError, match="was trained in full"):
-        open_engine(run=run.folder, model=None, codec=None, device="cpu", strength=0.5)
+        load_engine(run=run.folder, model=None, codec=None, device="cpu", strength=0.5)
     with pytest.raises(SpeakError, match="of what a run has learned"):
-        open_engine(run=None, model=str(house / "model"), codec=None, device="cpu", strength=0.5)
+        load_engine(run=None, model=str(workspace / "model"), codec=None, device="cpu", strength=0.5)
 
 
 def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
@@ -177,7 +180,7 @@ def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
 
 
 def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
-    """A model that would say one code for ever: without the look back it does."""
+    """A model that repeats one code for ever without the repetition check."""
 
     def share_of_loop(window: int) -> float:
         sampling = Sampling(temperature=0.1, repetition_window=window, repetition_limit=2, max_seconds=60)
@@ -196,24 +199,26 @@ def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
 # Row 26: two ways to decode
 
 
-def test_row_26_a_clip_becomes_the_same_codes_on_every_way(engine: Engine, house: Path) -> None:
+def test_row_26_a_clip_becomes_the_same_codes_on_every_way(engine: Engine, workspace: Path) -> None:
     """To learn from, to set a voice, and by the codec alone."""
-    sound = read(house / "recordings/robin/who.wav", sample_rate=SAMPLE_RATE)
-    stored = real(house, "robin", VOICE)
-    assert voice(engine, house, "robin").clip.codes.tolist() == stored.tolist()
+    sound = read_audio(workspace / "recordings/robin/who.wav", sample_rate=SAMPLE_RATE)
+    stored = real(workspace, "robin", VOICE)
+    assert voice(engine, workspace, "robin").clip.codes.tolist() == stored.tolist()
     assert encode_clip(engine.codec, sound).tolist() == stored.tolist()
 
 
-def test_row_26_what_is_heard_is_what_the_codec_makes_of_the_codes(engine: Engine, house: Path) -> None:
-    spoken = say(engine, house, "robin", "you")
+def test_row_26_what_is_heard_is_what_the_codec_makes_of_the_codes(engine: Engine, workspace: Path) -> None:
+    spoken = say(engine, workspace, "robin", "you")
     assert np.array_equal(spoken.samples, engine.codec.decode(spoken.codes))
     assert len(spoken.samples) == len(spoken.codes) * engine.codec.hop
     assert np.isfinite(spoken.samples).all() and spoken.samples.std() > 1e-3, "no silence"
-    assert np.array_equal(spoken.samples, engine.codec.decode(real(house, "robin", "you"))), "as if it were the clip"
+    assert np.array_equal(spoken.samples, engine.codec.decode(real(workspace, "robin", "you"))), (
+        "as if it were the clip"
+    )
 
 
-def test_row_26_the_delay_is_undone_or_refused_and_never_decoded(engine: Engine, house: Path) -> None:
-    codes = real(house, "robin", "you")
+def test_row_26_the_delay_is_undone_or_refused_and_never_decoded(engine: Engine, workspace: Path) -> None:
+    codes = real(workspace, "robin", "you")
     delay = DelayPattern(8, 64, 65)
     assert delay.undo(delay.apply(codes)).tolist() == codes.tolist()
     with pytest.raises(ModelError, match="undo the delay pattern"):
@@ -228,52 +233,54 @@ def test_row_26_a_padded_or_broken_clip_is_refused_and_not_clicked_through(engin
         engine.codec.encode(np.zeros((1, hop + 1), np.float32))
     with pytest.raises(AudioError, match="not finite"):
         engine.codec.encode(np.full((1, hop), np.inf, np.float32))
-    assert encode_clip(engine.codec, whistle("hi", 320.0)).shape == (4, 8)
+    assert encode_clip(engine.codec, tone_speech("hi", 320.0)).shape == (4, 8)
 
 
 # Row 34: one word, and less
 
 
 @pytest.fixture(scope="module")
-def short(house: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A voice that says one word, one letter, and one letter in a single frame; taught by heart."""
+def short(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A voice that says one word, one letter, and one letter in a single frame; overfitted."""
     folder = tmp_path_factory.mktemp("short")
     source = record(folder / "recordings", {"robin": 320.0, "heron": 110.0}, (VOICE, "a"))
-    for bird, pitch in BIRDS.items():
-        put(source, bird, "i", "I", whistle("i", pitch)[1440 : 1440 + 960])
-    prepare(str(source), folder / "prepared", model=str(house / "model"), device="cpu")
+    for bird, pitch in SPEAKER_PITCHES.items():
+        put(source, bird, "i", "I", tone_speech("i", pitch)[1440 : 1440 + 960])
+    prepare(str(source), folder / "prepared", model=str(workspace / "model"), device="cpu")
     recipe = make_recipe(
-        house,
+        workspace,
         data={"train": str(folder / "prepared")},
         adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
         train={"steps": 120, "learning_rate": 1e-2, "warmup": 5, "schedule": "cosine", "micro_batch_size": 2},
     )
-    return folder, learn(recipe, folder / "run")[0]
+    return folder, train_run(recipe, folder / "run")[0]
 
 
-def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple[Path, Run], house: Path) -> None:
+def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple[Path, Run], workspace: Path) -> None:
     folder, run = short
-    engine = open_engine(run=run.folder, model=None, codec=None, device="cpu")
+    engine = load_engine(run=run.folder, model=None, codec=None, device="cpu")
     corpus = PreparedDataset.open(folder / "prepared")
     lengths = set()
     for utterance in corpus.utterances:
         if utterance.text == VOICE:
             continue
         sound = corpus.codes(utterance)
-        spoken = say(engine, house, utterance.speaker, utterance.text)
+        spoken = say(engine, workspace, utterance.speaker, utterance.text)
         other = next(u for u in corpus.utterances if u.text == utterance.text and u.speaker != utterance.speaker)
-        assert spoken.stopped and match(spoken.codes, sound) >= 0.99, utterance.id
-        assert match(spoken.codes, corpus.codes(other)) < 0.9, "in its own voice, not the other bird's"
+        assert spoken.stopped and code_accuracy(spoken.codes, sound) >= 0.99, utterance.id
+        assert code_accuracy(spoken.codes, corpus.codes(other)) < 0.9, "in its own voice, not the other bird's"
         lengths.add(len(sound))
     assert min(lengths) == 1, "a single frame is among them"
 
 
 def test_row_34_short_lines_that_are_left_out_are_counted_and_named(
-    short: tuple[Path, Run], house: Path, tmp_path: Path
+    short: tuple[Path, Run], workspace: Path, tmp_path: Path
 ) -> None:
     data = {"train": str(short[0] / "prepared"), "seconds": [0.2, 30]}
-    _, notes = learn(make_recipe(house, data=data, train={"steps": 1}), tmp_path / "run")
-    assert any(line.startswith("4 targets lie outside data.seconds and are left out (heron/") for line in notes.said)
+    _, callback = train_run(make_recipe(workspace, data=data, train={"steps": 1}), tmp_path / "run")
+    assert any(
+        line.startswith("4 targets lie outside data.seconds and are left out (heron/") for line in callback.messages
+    )
 
 
 def test_row_34_a_word_without_a_voice_is_spoken_too(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The page and the tests are one list: every row is on it, and every test."""
+"""README.md lists every row and every test."""
 
 from __future__ import annotations
 

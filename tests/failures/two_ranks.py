@@ -1,9 +1,9 @@
-"""Two processes without a card that train together, honestly and otherwise.
+"""Two CPU processes that train together, correctly and otherwise.
 
-    torchrun --nproc-per-node 2 -m tests.failures.two_ranks HOUSE OUT
+    torchrun --nproc-per-node 2 -m tests.failures.two_ranks WORKSPACE OUT
 
-trains once around the wrapper that shares gradients, once with a disk that is full for rank 0 alone, and once as it
-should be, after which the processes part. Each rank leaves what it met in OUT/SCENARIO.RANK.json.
+trains once bypassing the DDP wrapper, once with a disk that is full for rank 0 alone, and once
+correctly. Each rank writes its results to OUT/SCENARIO.RANK.json.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 from myna.errors import MynaError
 from myna.train import checkpoint
-from myna.train.loop import train
+from myna.train.loop import run_training
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.failures.house import Notes, make_recipe
+from tests.failures.tiny_setup import RecordingCallback, make_recipe
 
 SCHEDULE = {
     "steps": 4,
@@ -37,11 +37,11 @@ SCHEDULE = {
 Patch = pytest.MonkeyPatch
 
 
-def honest(_: Patch) -> None: ...
+def correct(_: Patch) -> None: ...
 
 
 def bypassed(patch: Patch) -> None:
-    """The module inside the wrapper is called, as one does who needs its attributes."""
+    """Call the module inside the DDP wrapper."""
     whole = Trainer.backward
 
     def around(self: Trainer, *given: Any) -> None:
@@ -64,24 +64,24 @@ def full_disk(patch: Patch) -> None:
         patch.setattr(checkpoint, "save_file", refuse)
 
 
-def attempt(house: Path, out: Path, scenario: Callable[[Patch], None]) -> None:
-    recipe = make_recipe(house, data={"evaluation": str(house / "evaluation")}, train=SCHEDULE)
-    name, rank, notes, error = scenario.__name__, os.environ["RANK"], Notes(), ""
+def attempt(workspace: Path, out: Path, scenario: Callable[[Patch], None]) -> None:
+    recipe = make_recipe(workspace, data={"evaluation": str(workspace / "evaluation")}, train=SCHEDULE)
+    name, rank, callback, error = scenario.__name__, os.environ["RANK"], RecordingCallback(), ""
     run = Run.create(out / name, recipe) if rank == "0" else Run(out / name, recipe)
     with pytest.MonkeyPatch.context() as patch:
         scenario(patch)
         try:
-            train(recipe, run, notes)
+            run_training(recipe, run, callback)
         except MynaError as met:
             error = str(met)
-    told = {"error": error, "said": notes.said, "rows": notes.rows}
-    (out / f"{name}.{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    result = {"error": error, "messages": callback.messages, "rows": callback.rows}
+    (out / f"{name}.{rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def main(house: str, out: str) -> None:
+def main(workspace: str, out: str) -> None:
     torch.set_num_threads(1)
-    for scenario in (bypassed, full_disk, honest):
-        attempt(Path(house), Path(out), scenario)
+    for scenario in (bypassed, full_disk, correct):
+        attempt(Path(workspace), Path(out), scenario)
 
 
 if __name__ == "__main__":

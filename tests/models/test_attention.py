@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from myna.models import attention
-from myna.models.attention import attend_side_by_side, attend_within
+from myna.models.attention import packed_causal_attention, padded_causal_attention
 
 HEADS, KEYS, SIZE = 4, 2, 8
 
@@ -27,7 +27,7 @@ def test_side_by_side_is_each_by_itself(lengths: tuple[int, ...]) -> None:
     qkv, places = drawn(lengths)
     weights = torch.randn(sum(lengths), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
     results = []
-    for attended in (attend_within(*qkv, lengths), attend_side_by_side(*qkv, places, lengths)):
+    for attended in (packed_causal_attention(*qkv, lengths), padded_causal_attention(*qkv, places, lengths)):
         gradients = torch.autograd.grad((attended * weights).sum(), qkv)
         results.append((attended, *gradients))
     for one, other in zip(*results, strict=True):
@@ -41,8 +41,8 @@ def test_what_would_mostly_be_filling_is_attended_to_apart(monkeypatch: pytest.M
         asked.append(lengths)
         return q
 
-    monkeypatch.setattr(attention, "attend_within", apart)
+    monkeypatch.setattr(attention, "packed_causal_attention", apart)
     for lengths in ((30, 2, 2, 2), (30, 28)):
         qkv, places = drawn(lengths)
-        attend_side_by_side(*qkv, places, lengths)
+        padded_causal_attention(*qkv, places, lengths)
     assert asked == [(30, 2, 2, 2)]

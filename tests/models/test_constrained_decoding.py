@@ -1,9 +1,10 @@
-"""Tokens held to a grammar, for tokenizers of several kinds: whatever a model would like to say, it can be read."""
+"""Constrained decoding with tokenizers of several kinds: any logits give an answer that can be read."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import sys
+from functools import cache
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from myna.data.pronunciation.assessment import Readings, read_answer
-from myna.data.pronunciation.grammar import AnswerGrammar
+from myna.data.pronunciation.assessment import ParsedAnswers, read_answer
+from myna.data.pronunciation.grammar import answer_grammar
 from myna.errors import ModelError
-from myna.models.constrained_decoding import Constraint, Vocabulary
+from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
 from myna.models.phi4.tiny import SPECIAL_TOKENS, tiny_tokenizer
 
 LINES = [
@@ -53,37 +54,38 @@ def pieces_of_text() -> PreTrainedTokenizerFast:
 
 
 KINDS = {"bytes": tiny_tokenizer, "pairs": pairs_of_bytes, "pieces": pieces_of_text}
-MADE: dict[str, tuple[PreTrainedTokenizerFast, Constraint]] = {}
 
 
-def made(kind: str) -> tuple[PreTrainedTokenizerFast, Constraint]:
-    if kind not in MADE:
-        tokenizer = KINDS[kind]()
-        ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|endoftext|>")]
-        MADE[kind] = tokenizer, Constraint(AnswerGrammar(), Vocabulary(tokenizer), ends)
-    return MADE[kind]
+@cache
+def compiled(kind: str) -> tuple[PreTrainedTokenizerFast, TokenGrammar]:
+    tokenizer = KINDS[kind]()
+    eos_ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|endoftext|>")]
+    return tokenizer, TokenGrammar(answer_grammar(), tokenizer, eos_ids, len(tokenizer) + PADDED)
 
 
-def say(
-    constraint: Constraint, logits: torch.Tensor, *, max_tokens: int, sampled: torch.Generator | None = None
+def fewest(grammar: TokenGrammar) -> int:
+    """Tokens of the shortest answer, its end included."""
+    return len(grammar.completion) + 1
+
+
+def decode(
+    grammar: TokenGrammar, logits: torch.Tensor, *, max_tokens: int, sampled: torch.Generator | None = None
 ) -> list[tuple[list[int], bool]]:
-    """Answers to logits (steps, answers, tokens), which come round again when they are over."""
+    """Answers to logits (steps, answers, tokens), which come round again when they are over. Sampled ones get Gumbel
+    noise, so that the likeliest token is a draw."""
     answers = logits.shape[1]
-    guide = constraint.guide(answers, max_tokens)
-    said: list[list[int]] = [[] for _ in range(answers)]
+    decoder = ConstrainedDecoder(grammar, answers, max_tokens)
+    output: list[list[int]] = [[] for _ in range(answers)]
     ended = [False] * answers
     for step in range(max_tokens):
-        held = guide.hold(logits[step % len(logits)])
-        if sampled is None:
-            chosen = held.argmax(-1).tolist()
-        else:
-            chosen = torch.multinomial(held.softmax(-1), 1, generator=sampled)[:, 0].tolist()
-        guide.follow(chosen)
-        for number, id in enumerate(chosen):
-            ended[number] = ended[number] or id in constraint.ends
+        now = logits[step % len(logits)]
+        if sampled is not None:
+            now = now - torch.empty_like(now).exponential_(generator=sampled).log()
+        for number, id in enumerate(decoder.choose(now)):
+            ended[number] = ended[number] or id in grammar.eos_ids
             if not ended[number]:
-                said[number].append(id)
-    return list(zip(said, ended, strict=True))
+                output[number].append(id)
+    return list(zip(output, ended, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,10 +95,10 @@ def say(
 @settings(max_examples=25, deadline=None)
 def test_any_logits_give_an_answer(kind: str, seed: int, spare: int, sharp: float, sample: bool) -> None:
     """Greedily and by dice, in as few tokens as an answer can take and in more."""
-    tokenizer, constraint = made(kind)
+    tokenizer, grammar = compiled(kind)
     stream = torch.Generator().manual_seed(seed)
     logits = sharp * torch.randn(7, 3, len(tokenizer) + PADDED, generator=stream)
-    for ids, ended in say(constraint, logits, max_tokens=constraint.fewest + spare, sampled=stream if sample else None):
+    for ids, ended in decode(grammar, logits, max_tokens=fewest(grammar) + spare, sampled=stream if sample else None):
         assert ended
         read_answer(tokenizer.decode(ids))
 
@@ -105,83 +107,78 @@ def test_any_logits_give_an_answer(kind: str, seed: int, spare: int, sharp: floa
 @given(line=st.sampled_from(LINES), noise=st.integers(0, 2**32), indent=st.sampled_from([None, 1]))
 @settings(max_examples=10, deadline=None)
 def test_what_is_an_answer_already_is_left_alone(kind: str, line: str, noise: int, indent: int | None) -> None:
-    tokenizer, constraint = made(kind)
+    tokenizer, grammar = compiled(kind)
     wanted = json.dumps(json.loads(line), indent=indent, ensure_ascii=False)
     ids = tokenizer.encode(wanted, add_special_tokens=False)
     assert tokenizer.decode(ids) == wanted
     due = [*ids, tokenizer.convert_tokens_to_ids("<|end|>")]
-    logits = torch.randn(len(due), 1, len(tokenizer), generator=torch.Generator().manual_seed(noise))
+    logits = torch.randn(len(due), 1, len(tokenizer) + PADDED, generator=torch.Generator().manual_seed(noise))
     logits[torch.arange(len(due)), 0, due] += 20
-    [(said, ended)] = say(constraint, logits, max_tokens=len(due) + 40)
+    [(said, ended)] = decode(grammar, logits, max_tokens=len(due) + 40)
     assert ended and said == ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_runaway_is_closed_before_it_is_cut(kind: str) -> None:
     """A head that wants to write one letter for ever, wherever it may."""
-    tokenizer, constraint = made(kind)
-    logits = torch.zeros(1, 1, len(tokenizer))
+    tokenizer, grammar = compiled(kind)
+    logits = torch.zeros(1, 1, len(tokenizer) + PADDED)
     logits[..., tokenizer.encode("a", add_special_tokens=False)[-1]] = 9
-    for max_tokens in (constraint.fewest, 400):
-        [(ids, ended)] = say(constraint, logits, max_tokens=max_tokens)
+    for max_tokens in (fewest(grammar), 400):
+        [(ids, ended)] = decode(grammar, logits, max_tokens=max_tokens)
         answer = read_answer(tokenizer.decode(ids))
         assert ended and len(ids) < max_tokens
-        assert ("aaaa" in answer.text + answer.phones) == (max_tokens > constraint.fewest)
+        assert ("aaaa" in answer.text + answer.phones) == (max_tokens > fewest(grammar))
 
 
 def test_special_tokens_and_what_is_none_never_come() -> None:
-    tokenizer, constraint = made("bytes")
+    tokenizer, grammar = compiled("bytes")
     audio = tokenizer.convert_tokens_to_ids("<|audio|>")
     logits = torch.zeros(1, 1, len(tokenizer) + PADDED)
     logits[..., audio], logits[..., len(tokenizer) :] = 9, 99
-    [(ids, _)] = say(constraint, logits, max_tokens=200)
+    [(ids, _)] = decode(grammar, logits, max_tokens=200)
     assert audio not in ids and max(ids) < len(tokenizer)
 
 
 def test_the_end_comes_only_at_the_end() -> None:
-    tokenizer, constraint = made("pairs")
+    tokenizer, grammar = compiled("pairs")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    logits = torch.zeros(1, 1, len(tokenizer))
+    logits = torch.zeros(1, 1, len(tokenizer) + PADDED)
     logits[..., end] = 9
-    [(ids, ended)] = say(constraint, logits, max_tokens=300)
-    assert ended and not Readings.of([tokenizer.decode(ids)]).unreadable
+    [(ids, ended)] = decode(grammar, logits, max_tokens=300)
+    assert ended and not ParsedAnswers.of([tokenizer.decode(ids)]).unreadable
 
 
 def test_answers_side_by_side_are_those_of_each_alone() -> None:
-    tokenizer, constraint = made("pairs")
-    logits = torch.randn(50, 4, len(tokenizer), generator=torch.Generator().manual_seed(1))
-    together = say(constraint, logits, max_tokens=150)
-    assert [say(constraint, logits[:, one : one + 1], max_tokens=150)[0] for one in range(4)] == together
+    tokenizer, grammar = compiled("pairs")
+    logits = torch.randn(50, 4, len(tokenizer) + PADDED, generator=torch.Generator().manual_seed(1))
+    together = decode(grammar, logits, max_tokens=150)
+    assert [decode(grammar, logits[:, one : one + 1], max_tokens=150)[0] for one in range(4)] == together
     assert len({tuple(ids) for ids, _ in together}) == 4
 
 
-def test_a_state_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = pairs_of_bytes()
-    constraint = Constraint(AnswerGrammar(), Vocabulary(tokenizer), [len(tokenizer) - 1])
-    asked: list[int] = []
-    ask = constraint._asked
-
-    def count(state: int) -> Any:
-        asked.append(state)
-        return ask(state)
-
-    monkeypatch.setattr(constraint, "_asked", count)
-    logits = torch.randn(9, 3, len(tokenizer), generator=torch.Generator().manual_seed(2))
-    first = say(constraint, logits, max_tokens=200)
-    assert len(asked) == len(set(asked))
-    before = len(asked)
-    assert say(constraint, logits, max_tokens=200) == first and len(asked) == before
-
-
 def test_too_few_tokens_are_refused() -> None:
-    _, constraint = made("bytes")
+    _, grammar = compiled("bytes")
     with pytest.raises(ModelError, match="no answer can be closed") as caught:
-        constraint.guide(1, constraint.fewest - 1)
-    assert str(constraint.fewest) in caught.value.hint
+        ConstrainedDecoder(grammar, 1, fewest(grammar) - 1)
+    assert str(fewest(grammar)) in caught.value.hint
 
 
 def test_a_tokenizer_without_brackets_is_refused() -> None:
-    core = Tokenizer(models.WordLevel({"we": 0, ",": 1, "?": 2}, unk_token="?"))
-    constraint = Constraint(AnswerGrammar(), Vocabulary(fast(core)), [3])
+    core = Tokenizer(models.BPE({"w": 0, ",": 1, '"': 2}, []))
+    core.decoder = decoders.ByteLevel()
     with pytest.raises(ModelError, match="no token for"):
-        constraint.guide(1, 99)
+        TokenGrammar(answer_grammar(), fast(core), [3], 9 + PADDED)
+
+
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    core = Tokenizer(models.WordLevel({"we": 0, ",": 1, "?": 2}, unk_token="?"))
+    with pytest.raises(ModelError, match="cannot read this tokenizer"):
+        TokenGrammar(answer_grammar(), fast(core), [3], 9 + PADDED)
+
+
+def test_a_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ModelError, match="needs llguidance") as caught:
+        TokenGrammar(answer_grammar(), tiny_tokenizer(), [256], 263)
+    assert "myna[answer]" in caught.value.hint

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from myna.models import cross_entropy as module
-from myna.models.base import IGNORED
+from myna.models.base import IGNORE_INDEX
 from myna.models.cross_entropy import cross_entropy
 
 
@@ -15,7 +15,7 @@ def drawn(rows: int, classes: int, dtype: torch.dtype, device: str = "cpu") -> t
     generator = torch.Generator().manual_seed(rows * classes)
     logits = torch.randn(rows, classes, generator=generator).to(device, dtype)
     targets = torch.randint(classes, (rows,), generator=generator).to(device)
-    targets[::5] = IGNORED
+    targets[::5] = IGNORE_INDEX
     return logits, targets
 
 
@@ -27,7 +27,7 @@ def both_ways(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> 
     losses, hits = cross_entropy(ours * 1, targets, smoothing)
     (losses * weights).sum().backward()  # type: ignore[no-untyped-call]
     expected = F.cross_entropy(
-        theirs.float(), targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+        theirs.float(), targets, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
     )
     (expected * weights).sum().backward()  # type: ignore[no-untyped-call]
     assert ours.grad is not None and theirs.grad is not None
@@ -37,7 +37,7 @@ def both_ways(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [100, 2**24])
 def test_it_is_torchs(smoothing: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", chunk)
     ours, theirs = both_ways(*drawn(37, 19, torch.float32), smoothing)
     for mine, reference in zip(ours[:2], theirs[:2], strict=True):
         assert torch.allclose(mine, reference, atol=1e-6)
@@ -46,7 +46,7 @@ def test_it_is_torchs(smoothing: float, chunk: int, monkeypatch: pytest.MonkeyPa
 
 def test_what_is_ignored_costs_nothing() -> None:
     logits, targets = drawn(10, 7, torch.float32)
-    (losses, gradients, hits), _ = both_ways(logits, targets.fill_(IGNORED), 0.1)
+    (losses, gradients, hits), _ = both_ways(logits, targets.fill_(IGNORE_INDEX), 0.1)
     assert not losses.any() and not gradients.any() and not hits.any()
 
 

@@ -16,10 +16,10 @@ from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError
 from myna.models import extract as extract_module
 from myna.models import open_family
-from myna.models.extract import extract, extract_lora
-from myna.models.higgs_v2.lora_targets import adapt_targets, module_names
+from myna.models.extract import extract_adapter, fit_lora
+from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.tiny import save_tiny, tiny_config
-from myna.models.lora import load_adapter, merge
+from myna.models.lora import load_adapter, merge_lora
 
 CONFIG = tiny_config()
 
@@ -28,8 +28,8 @@ class Tiny:
     """As much of a family as adapters need."""
 
     source = "someone/tiny-higgs"
-    adapt_targets = staticmethod(adapt_targets)
-    module_names = staticmethod(module_names)
+    lora_targets = staticmethod(MODULES.lora_targets)
+    module_names = staticmethod(MODULES.module_names)
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -42,7 +42,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def tuned_from(base: nn.Module, *, rank: int | None, others: tuple[str, ...] = ()) -> nn.Module:
     """Every projection with an update of a rank, or of all ranks; `others` are parameters that change at will."""
     tuned, dice = copy.deepcopy(base), torch.Generator().manual_seed(1)
-    for name in adapt_targets(base, "comprehensive").adapted:
+    for name in MODULES.lora_targets(base, "comprehensive").adapted:
         weight = tuned.get_parameter(f"{name}.weight")
         rows, columns = weight.shape
         inner = rank or columns
@@ -68,13 +68,13 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 def test_an_update_of_a_rank_is_recovered(rank: int, changes: dict[str, Any]) -> None:
     base = make_model()
     tuned = tuned_from(base, rank=4)
-    model, report = extract_lora(copy.deepcopy(base), tuned, Tiny(), settings(rank, **changes))
+    model, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(rank, **changes))
     assert isinstance(model, PeftModel)
     assert report.error < 1e-5 and max(report.modules.values()) < 1e-5
-    assert set(report.modules) == set(adapt_targets(base, "comprehensive").adapted)
+    assert set(report.modules) == set(MODULES.lora_targets(base, "comprehensive").adapted)
     assert report.left == {} and report.copied == ()
     assert distance(base, tuned) > 0.01
-    assert distance(merge(model), tuned) < 1e-5
+    assert distance(merge_lora(model), tuned) < 1e-5
 
 
 @torch.no_grad()
@@ -84,22 +84,22 @@ def test_the_error_falls_with_the_rank_as_far_as_the_singular_values_say() -> No
     errors, name = [], "model.layers.1.audio_mlp.up_proj"
     values = torch.linalg.svdvals(tuned.get_parameter(f"{name}.weight") - base.get_parameter(f"{name}.weight"))
     for rank in (1, 4, 16, 48):
-        _, report = extract_lora(copy.deepcopy(base), tuned, Tiny(), settings(rank))
+        _, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(rank))
         best = float(values[rank:].norm() / values.norm())
         assert report.modules[name] == pytest.approx(best, abs=1e-4), "no update of that rank is nearer"
         errors.append(report.error)
     assert errors == sorted(errors, reverse=True) and errors[0] > 0.9 and errors[-1] < 0.3
-    _, report = extract_lora(copy.deepcopy(base), tuned, Tiny(), settings(128))
+    _, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(128))
     assert report.error < 1e-5, "with all ranks there is nothing to miss"
 
 
 def test_few_singular_values_of_a_large_weight_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     decaying = torch.randn(400, 300) @ torch.diag(torch.logspace(0, -2, 300)) @ torch.randn(300, 300)
-    exact = extract_module._truncated(decaying, 8)
-    monkeypatch.setattr(extract_module, "EXACT", 0)
+    exact = extract_module._low_rank_factors(decaying, 8)
+    monkeypatch.setattr(extract_module, "MAX_EXACT_SVD_SIZE", 0)
     state = torch.get_rng_state()
-    quick, again = extract_module._truncated(decaying, 8), extract_module._truncated(decaying, 8)
+    quick, again = extract_module._low_rank_factors(decaying, 8), extract_module._low_rank_factors(decaying, 8)
     assert torch.equal(torch.get_rng_state(), state), "the dice of the caller stay where they are"
     assert all(torch.equal(one, other) for one, other in zip(quick, again, strict=True))
     sizes = [float((decaying - left @ right).norm()) for left, right in (exact, quick)]
@@ -110,20 +110,20 @@ def test_what_a_lora_cannot_carry_is_copied_or_reported() -> None:
     base = make_model()
     others = ("audio_lm_head.weight", "model.layers.0.input_layernorm.weight")
     tuned = tuned_from(base, rank=2, others=others)
-    _, report = extract_lora(copy.deepcopy(base), tuned, Tiny(), settings(2))
+    _, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(2))
     assert report.left.keys() == set(others) and all(change > 0.01 for change in report.left.values())
     assert report.error > 0.01 and max(report.modules.values()) < 1e-5
 
     chosen = settings(2, train_modules=("audio_head", "norms"))
-    model, report = extract_lora(copy.deepcopy(base), tuned, Tiny(), chosen)
+    model, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), chosen)
     assert report.left == {} and report.error < 1e-5
     assert "audio_lm_head" in report.copied and "model.norm" in report.copied
-    assert distance(merge(model), tuned) < 1e-5
+    assert distance(merge_lora(model), tuned) < 1e-5
 
 
 def test_what_changed_outside_the_mode_is_reported() -> None:
     base = make_model()
-    _, report = extract_lora(copy.deepcopy(base), tuned_from(base, rank=2), Tiny(), settings(2, mode="attention_only"))
+    _, report = fit_lora(copy.deepcopy(base), tuned_from(base, rank=2), Tiny(), settings(2, mode="attention_only"))
     assert all("self_attn" in name for name in report.modules)
     assert len(report.left) == 2 * 6 and all("mlp" in name for name in report.left)
     assert 0.1 < report.error < 1
@@ -131,29 +131,29 @@ def test_what_changed_outside_the_mode_is_reported() -> None:
 
 def test_models_that_are_equal_have_nothing_to_extract() -> None:
     base = make_model()
-    model, report = extract_lora(copy.deepcopy(base), base, Tiny(), settings(2))
+    model, report = fit_lora(copy.deepcopy(base), base, Tiny(), settings(2))
     assert report.error == 0 and set(report.modules.values()) == {0.0}
-    assert distance(merge(model), base) == 0
+    assert distance(merge_lora(model), base) == 0
 
 
 def test_half_precision_models_are_compared_in_full() -> None:
     base = make_model(torch.bfloat16)
     tuned = tuned_from(base, rank=None)
-    model, report = extract_lora(copy.deepcopy(base), tuned, Tiny(), settings(64))
+    model, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(64))
     assert report.error < 1e-5
     assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
-    assert distance(merge(model).float(), tuned.float()) < 2e-3, "but for the last bit of bf16"
+    assert distance(merge_lora(model).float(), tuned.float()) < 2e-3, "but for the last bit of bf16"
 
 
 def test_what_cannot_be_extracted_is_refused() -> None:
     base = make_model()
     with pytest.raises(ConfigError, match=r"adapt\.dora"):
-        extract_lora(base, base, Tiny(), settings(2, dora=True))
+        fit_lora(base, base, Tiny(), settings(2, dora=True))
     with pytest.raises(ConfigError, match=r"adapt\.mode: full"):
-        extract_lora(base, base, Tiny(), settings(2, mode="full"))
+        fit_lora(base, base, Tiny(), settings(2, mode="full"))
     narrow: nn.Module = HiggsAudioV2ForConditionalGeneration(tiny_config(hidden=32), use_text_head=False)
     with pytest.raises(CheckpointError, match=r"not of one shape: .* is \(\d+, 64\) and \(\d+, 32\)"):
-        extract_lora(base, narrow, Tiny(), settings(2))
+        fit_lora(base, narrow, Tiny(), settings(2))
 
 
 # From folder to folder
@@ -172,7 +172,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_adapter_is_written_that_any_peft_program_opens(folders: Path, tmp_path: Path) -> None:
-    report = extract(str(folders / "base"), str(folders / "tuned"), tmp_path / "adapter", 3)
+    report = extract_adapter(str(folders / "base"), str(folders / "tuned"), tmp_path / "adapter", 3)
     assert report["error"] < 1e-5 and report["left"] == {} and report["rank"] == 3
     assert {"audio_lm_head", "model.norm", "model.embed_tokens"} <= set(report["copied"]), "found by itself"
     family = open_family(str(folders / "base"))
@@ -181,14 +181,14 @@ def test_an_adapter_is_written_that_any_peft_program_opens(folders: Path, tmp_pa
     def base() -> nn.Module:
         return family.load_model(dtype=torch.float32, device="cpu", text_head=False)
 
-    assert distance(merge(load_adapter(base(), tmp_path / "adapter")), tuned) < 1e-5
+    assert distance(merge_lora(load_adapter(base(), tmp_path / "adapter")), tuned) < 1e-5
     by_peft = PeftModel.from_pretrained(base(), str(tmp_path / "adapter")).merge_and_unload()
     assert distance(by_peft, tuned) < 1e-5
 
 
 def test_only_what_is_asked_for_is_copied(folders: Path, tmp_path: Path) -> None:
     source = str(folders / "base"), str(folders / "tuned")
-    report = extract(*source, tmp_path / "adapter", 3, train_modules=["audio_head"])
+    report = extract_adapter(*source, tmp_path / "adapter", 3, train_modules=["audio_head"])
     assert report["copied"] == ("audio_lm_head",)
     assert report["left"].keys() == {"model.norm.weight", "model.embed_tokens.weight"}
 
@@ -196,4 +196,4 @@ def test_only_what_is_asked_for_is_copied(folders: Path, tmp_path: Path) -> None
 def test_nothing_is_overwritten(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ModelError, match="not empty"):
-        extract(str(folders / "base"), str(folders / "tuned"), tmp_path, 3)
+        extract_adapter(str(folders / "base"), str(folders / "tuned"), tmp_path, 3)

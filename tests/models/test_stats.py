@@ -17,8 +17,8 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.config import AdaptSettings
 from myna.errors import ConfigError
 from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.higgs_v2.lora_targets import adapt_targets, module_names
-from myna.models.stats import model_stats
+from myna.models.higgs_v2.lora_targets import MODULES
+from myna.models.stats import count_model
 
 TOTAL = 5_771_283_456
 ALL_THREE = ("text_head", "audio_head", "audio_embedding")
@@ -30,8 +30,8 @@ class TrueSize:
     """The built-in model behind as much of the seam as counting needs."""
 
     source = "higgs-v2"
-    adapt_targets = staticmethod(adapt_targets)
-    module_names = staticmethod(module_names)
+    lora_targets = staticmethod(MODULES.lora_targets)
+    module_names = staticmethod(MODULES.module_names)
 
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
         with torch.device(device):
@@ -42,7 +42,7 @@ class TrueSize:
 
 
 def count(**settings: Any) -> dict[str, Any]:
-    return model_stats(TrueSize(), AdaptSettings(**settings))
+    return count_model(TrueSize(), AdaptSettings(**settings))
 
 
 def test_comprehensive_with_all_three_train_modules() -> None:
@@ -120,6 +120,7 @@ def _peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated() -> None:
     command = [sys.executable, "-c", "from tests.models.test_stats import measure; measure()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

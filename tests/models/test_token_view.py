@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from rich.text import Text
 
-from myna.data.conversation import AudioClip, Reference, script
-from myna.models import open_family, save_tiny
-from myna.models.base import IGNORED, Family, RenderedSequence
-from myna.models.token_view import LEARNED, SHOWN_FRAMES, token_view
+from myna.data.conversation import AudioClip, Reference, speech_conversation
+from myna.models import open_family, save_tiny_model
+from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
+from myna.models.token_view import EDGE_FRAMES_SHOWN, SUPERVISED, token_view
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return open_family(str(save_tiny(tmp_path_factory.mktemp("tiny") / "model")))
+    return open_family(str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")))
 
 
 def rendered(
@@ -29,7 +29,7 @@ def rendered(
 ) -> RenderedSequence:
     dice = np.random.default_rng(0)
     codes = [dice.integers(0, 64, (frames, 8)).astype(np.uint16) for frames in (5, target)]
-    conversation = script(
+    conversation = speech_conversation(
         text,
         id="utterance",
         references=(Reference("as I said", AudioClip("reference", codes[0])),),
@@ -39,7 +39,7 @@ def rendered(
 
 
 def green(art: Text) -> list[str]:
-    return [art.plain[span.start : span.end] for span in art.spans if span.style == LEARNED]
+    return [art.plain[span.start : span.end] for span in art.spans if span.style == SUPERVISED]
 
 
 switches = pytest.mark.parametrize(
@@ -51,14 +51,14 @@ switches = pytest.mark.parametrize(
 def test_exactly_the_learned_codes_are_green(family: Family, text_too: bool, supervise_references: bool) -> None:
     drawn = rendered(family, text_too=text_too, supervise_references=supervise_references)
     codes = [int(word) for word in green(token_view(drawn, family)) if word.strip().isdigit()]
-    assert codes == drawn.code_labels[drawn.code_labels != IGNORED].tolist()
+    assert codes == drawn.code_labels[drawn.code_labels != IGNORE_INDEX].tolist()
 
 
 @switches
 def test_exactly_the_learned_text_is_green(family: Family, text_too: bool, supervise_references: bool) -> None:
     drawn = rendered(family, text_too=text_too, supervise_references=supervise_references)
     words = [word for word in green(token_view(drawn, family)) if not word.strip().isdigit() and "frames" not in word]
-    assert words == [family.show_token(id) for id in drawn.labels[drawn.labels != IGNORED].tolist()]
+    assert words == [family.show_token(id) for id in drawn.labels[drawn.labels != IGNORE_INDEX].tolist()]
     assert bool(words) == text_too
 
 
@@ -69,7 +69,7 @@ def test_only_clips_that_are_learned_have_a_green_title(family: Family) -> None:
 
 
 def test_nothing_is_green_in_what_is_only_to_be_spoken(family: Family) -> None:
-    assert green(token_view(family.render(script("hello", id="open")), family)) == []
+    assert green(token_view(family.render(speech_conversation("hello", id="open")), family)) == []
 
 
 def test_masked_codes_are_marked_without_colour_too(family: Family) -> None:
@@ -79,7 +79,8 @@ def test_masked_codes_are_marked_without_colour_too(family: Family) -> None:
     assert len(frames) == len(drawn.codes)
     for line, codes, labels in zip(frames, drawn.codes, drawn.code_labels, strict=True):
         marked = [
-            str(code) + "·" * (label == IGNORED) for code, label in zip(codes.tolist(), labels.tolist(), strict=True)
+            str(code) + "·" * (label == IGNORE_INDEX)
+            for code, label in zip(codes.tolist(), labels.tolist(), strict=True)
         ]
         assert line.replace("·", "· ").split() == marked
 
@@ -90,19 +91,19 @@ def test_every_position_is_told(family: Family) -> None:
     assert art.startswith(f"utterance: {len(drawn)} positions, 0 text and {8 * (7 + 1)} code targets\n")
     assert "h│e│l│l│o│⏎│t│h│e│r│e" in art, "a line of text stays a line"
     starts = {int(line[:6]) for line in art.splitlines()[1:]}
-    assert starts == {piece.start for piece in drawn.pieces} | set(
-        itertools.chain.from_iterable(range(p.start, p.stop) for p in drawn.pieces if p.kind == "audio")
+    assert starts == {piece.start for piece in drawn.spans} | set(
+        itertools.chain.from_iterable(range(p.start, p.stop) for p in drawn.spans if p.kind == "audio")
     )
 
 
 def test_long_clips_show_their_ends(family: Family) -> None:
     drawn = rendered(family, target=100)
     art, whole = token_view(drawn, family), token_view(drawn, family, all_frames=True)
-    ends, positions = SHOWN_FRAMES + 8, 100 + 9
+    ends, positions = EDGE_FRAMES_SHOWN + 8, 100 + 9
     assert f"… {positions - 2 * ends} more frames" in art.plain and "more frames" not in whole.plain
     assert len(whole.plain.splitlines()) - len(art.plain.splitlines()) == positions - 2 * ends - 1
     codes = [int(word) for word in green(whole) if word.strip().isdigit()]
-    assert codes == drawn.code_labels[drawn.code_labels != IGNORED].tolist()
+    assert codes == drawn.code_labels[drawn.code_labels != IGNORE_INDEX].tolist()
 
 
 def test_brackets_in_a_text_are_text(family: Family) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from myna.errors import ConfigError, DataError
-from myna.report.local_server import LARGEST, server
+from myna.report.local_server import MAX_POST_BYTES, local_page_server
 
 
 class House:
     def __init__(self) -> None:
         self.received: list[bytes] = []
-        self.running = server(b"<p>the page</p>", "answers", self.receive, 0)
+        self.running = local_page_server(b"<p>the page</p>", "answers", self.receive, 0)
         self.port = self.running.server_port
 
     def receive(self, content: bytes) -> None:
@@ -57,7 +57,7 @@ def test_what_is_wrong_with_an_answer_is_told(house: House) -> None:
     assert status == 400 and b"this is no answer" in told and b"send another" in told
     assert house.ask("POST", "/elsewhere", b"x")[0] == 404
     assert house.ask("POST", "/answers", b"x", Content_Type="text/plain")[0] == 415
-    assert house.ask("POST", "/answers", b"", Content_Length=str(LARGEST + 1))[0] == 413
+    assert house.ask("POST", "/answers", b"", Content_Length=str(MAX_POST_BYTES + 1))[0] == 413
     assert house.received == []
 
 
@@ -72,5 +72,5 @@ def test_other_sites_cannot_reach_it_through_a_browser(house: House) -> None:
 def test_it_listens_to_this_machine_alone_and_says_when_a_port_is_taken(house: House) -> None:
     assert house.running.server_address[0] == "127.0.0.1"
     with pytest.raises(ConfigError, match=f"port {house.port} cannot be used") as caught:
-        server(b"", "answers", house.receive, house.port)
+        local_page_server(b"", "answers", house.receive, house.port)
     assert "--port" in caught.value.hint

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.report.document import STYLE
-from myna.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, plot, smoothed, ticks
+from myna.report.document import page_asset
+from myna.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, axis_ticks, line_plot, smooth_curve
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,7 +28,7 @@ def drawn(made: str) -> tuple[ElementTree.Element, list[list[tuple[float, float]
 
 def test_points_stand_where_they_belong() -> None:
     curve = Curve("loss", [(0, 4.0), (5, 2.0), (10, 0.0)])
-    image, (line,) = drawn(plot([curve], title="Loss", across="step", upwards="loss"))
+    image, (line,) = drawn(line_plot([curve], title="Loss", x_label="step", y_label="loss"))
     left, right, top, bottom = float(LEFT), float(WIDTH - RIGHT), float(TOP), float(HEIGHT - BOTTOM)
     assert line == [(left, top), ((left + right) / 2, (top + bottom) / 2), (right, bottom)]
     labels = [text.text for text in image.iter(f"{SVG}text")]
@@ -36,44 +36,44 @@ def test_points_stand_where_they_belong() -> None:
 
 
 def test_the_axis_ends_where_the_curve_does() -> None:
-    image, (line,) = drawn(plot([Curve("c", [(0, 1.0), (120, 2.0)])], title="t", across="x", upwards="y"))
+    image, (line,) = drawn(line_plot([Curve("c", [(0, 1.0), (120, 2.0)])], title="t", x_label="x", y_label="y"))
     assert line[-1][0] == WIDTH - RIGHT
     assert all(float(text.attrib["x"]) <= WIDTH - RIGHT for text in image.iter(f"{SVG}text"))
 
 
 def test_those_who_do_not_see_it_are_told() -> None:
-    image, _ = drawn(plot([Curve("a < b", [(0, 4.0), (1, 2.5)])], title="Loss & all", across="step", upwards="y"))
+    image, _ = drawn(line_plot([Curve("a < b", [(0, 4.0), (1, 2.5)])], title="Loss & all", x_label="step", y_label="y"))
     assert image.attrib["role"] == "img"
     assert image.attrib["aria-label"] == "Loss & all. a < b: from 4 to 2.5."
     assert image.find(f"{SVG}title") is not None
 
 
-def test_curves_have_the_colours_they_are_given_and_their_names_the_same() -> None:
-    curves = [Curve("a", [(0, 1.0)], "faint", colour=2), Curve("b", [(0, 1.0)], colour=2), Curve("c", [(0, 2.0)])]
-    made = plot(curves, title="t", across="x", upwards="y")
-    assert made.count('class="colour2 ') == made.count('class="curve colour2 ') == 2
-    assert made.count('class="colour0 ') == made.count('class="curve colour0 ') == 1
-    assert all(f".colour{number} " in STYLE for number in range(6))
+def test_curves_have_the_colors_they_are_given_and_their_names_the_same() -> None:
+    curves = [Curve("a", [(0, 1.0)], "faint", color=2), Curve("b", [(0, 1.0)], color=2), Curve("c", [(0, 2.0)])]
+    made = line_plot(curves, title="t", x_label="x", y_label="y")
+    assert made.count('class="color2 ') == made.count('class="curve color2 ') == 2
+    assert made.count('class="color0 ') == made.count('class="curve color0 ') == 1
+    assert all(f".color{number} " in page_asset("page.css") for number in range(6))
 
 
 def test_dots_are_drawn_where_they_are_asked_for() -> None:
-    image, _ = drawn(plot([Curve("e", [(0, 1.0), (1, 2.0)], "dots")], title="t", across="x", upwards="y"))
+    image, _ = drawn(line_plot([Curve("e", [(0, 1.0), (1, 2.0)], "dots")], title="t", x_label="x", y_label="y"))
     assert len(list(image.iter(f"{SVG}circle"))) == 2
 
 
 @pytest.mark.parametrize("points", [[(1.0, 3.0)], [(0.0, 2.0), (1.0, 2.0)], [(0.0, math.nan), (1.0, 1.0)]])
 def test_one_point_a_flat_line_and_what_is_no_number_are_drawn(points: list[tuple[float, float]]) -> None:
-    _, (line,) = drawn(plot([Curve("c", points)], title="t", across="x", upwards="y"))
+    _, (line,) = drawn(line_plot([Curve("c", points)], title="t", x_label="x", y_label="y"))
     assert line and all(math.isfinite(x) and math.isfinite(y) for x, y in line)
 
 
 def test_nothing_to_draw_is_said() -> None:
-    assert "nothing to draw" in plot([Curve("c", [])], title="Loss", across="x", upwards="y")
+    assert "nothing to draw" in line_plot([Curve("c", [])], title="Loss", x_label="x", y_label="y")
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_hold_their_bounds_and_are_few(low: float, size: float) -> None:
-    found = ticks(low, low + size)
+    found = axis_ticks(low, low + size)
     slack = 1e-6 * max(1.0, abs(low), size)
     assert found[0] <= low + slack and found[-1] >= low + size - slack
     assert 2 <= len(found) <= 12
@@ -81,6 +81,6 @@ def test_ticks_hold_their_bounds_and_are_few(low: float, size: float) -> None:
 
 
 def test_a_running_mean_starts_at_the_first_value() -> None:
-    assert [y for _, y in smoothed([(1, 5.0), (2, 5.0), (3, 5.0)], 0.9)] == pytest.approx([5.0, 5.0, 5.0])
-    falling = smoothed([(step, 10.0 - step) for step in range(10)], 0.5)
+    assert [y for _, y in smooth_curve([(1, 5.0), (2, 5.0), (3, 5.0)], 0.9)] == pytest.approx([5.0, 5.0, 5.0])
+    falling = smooth_curve([(step, 10.0 - step) for step in range(10)], 0.5)
     assert [y for _, y in falling] == sorted((y for _, y in falling), reverse=True)

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
-from myna.report.spectrogram import BANDS, Pixels, mel_pixels, palette, png, spectrogram
+from myna.report.spectrogram import BANDS, Pixels, color_palette, encode_png, mel_spectrogram_pixels, spectrogram_image
 
 RATE = 24_000
 
@@ -39,37 +39,37 @@ def decoded(content: bytes) -> tuple[Pixels, Pixels]:
 
 def test_a_picture_decodes_to_its_pixels() -> None:
     pixels = np.arange(6 * 7, dtype=np.uint8).reshape(6, 7)
-    found, colours = decoded(png(pixels))
+    found, colours = decoded(encode_png(pixels))
     assert np.array_equal(found, pixels)
-    assert np.array_equal(colours, palette())
+    assert np.array_equal(colours, color_palette())
 
 
 def test_louder_is_brighter() -> None:
-    light = palette().astype(float) @ [0.2, 0.7, 0.1]
+    light = color_palette().astype(float) @ [0.2, 0.7, 0.1]
     assert (np.diff(light) > -1).all() and light[-1] > light[0] + 200
 
 
 def test_a_higher_tone_stands_higher() -> None:
-    rows = [int(mel_pixels(tone(pitch), RATE).mean(axis=1).argmax()) for pitch in (150.0, 600.0, 2400.0)]
+    rows = [int(mel_spectrogram_pixels(tone(pitch), RATE).mean(axis=1).argmax()) for pitch in (150.0, 600.0, 2400.0)]
     assert rows == sorted(rows, reverse=True) and len(set(rows)) == 3, "row 0 is the top"
 
 
 def test_a_column_is_ten_milliseconds() -> None:
-    pixels = mel_pixels(np.concatenate([tone(500.0, 0.3), np.zeros(round(0.3 * RATE), np.float32)]), RATE)
+    pixels = mel_spectrogram_pixels(np.concatenate([tone(500.0, 0.3), np.zeros(round(0.3 * RATE), np.float32)]), RATE)
     assert pixels.shape == (BANDS, 60)
     assert pixels[:, 5:25].max() == 255 and pixels[:, 36:].max() == 0, "sound in the first half, silence after it"
 
 
 @pytest.mark.parametrize("samples", [np.zeros(0, np.float32), np.zeros(2400, np.float32)])
 def test_silence_is_black(samples: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
-    pixels = mel_pixels(samples, RATE)
+    pixels = mel_spectrogram_pixels(samples, RATE)
     assert pixels.shape[0] == BANDS and pixels.shape[1] >= 1 and not pixels.any()
 
 
 def test_a_spectrogram_is_an_image_with_a_name() -> None:
-    made = spectrogram(tone(440.0), RATE, label='line 1, "real"')
-    assert 'alt="line 1, &quot;real&quot;"' in made
+    made = spectrogram_image(tone(440.0), RATE, label='line 1, "real"')
+    assert 'alt="line 1, &#34;real&#34;"' in made
     found = re.search(r'src="data:image/png;base64,([^"]+)"', made)
     assert found
     pixels, _ = decoded(base64.b64decode(found[1]))
-    assert np.array_equal(pixels, mel_pixels(tone(440.0), RATE))
+    assert np.array_equal(pixels, mel_spectrogram_pixels(tone(440.0), RATE))

@@ -1,4 +1,4 @@
-"""The whole way of a model that listens, through the command line: recordings with scores in, the same answers out."""
+"""An answering model through the command line: recordings with scores in, the same answers out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from peft import PeftModel
 from transformers import Phi4MultimodalForCausalLM
 from typer.testing import CliRunner
 
-from myna.audio.files import write
+from myna.audio.files import write_audio
 from myna.cli import app
-from myna.data.pronunciation.assessment import Readings, read_assessment
-from myna.data.pronunciation.metrics import F1, score_answers
+from myna.data.pronunciation.assessment import ParsedAnswers, read_assessment
+from myna.data.pronunciation.metrics import MISPRONUNCIATION_F1, score_answers
 from myna.errors import MynaError
 from tests.learners import RATE, lines, recipe, record, sound
+
+pytestmark = pytest.mark.slow
 
 
 def myna(*words: object) -> str:
@@ -31,7 +33,7 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixteen recordings with their scores, prepared and learned."""
     folder = tmp_path_factory.mktemp("listening")
     source = record(folder / "recordings")
-    myna("model", "tiny", "--listens", "-o", folder / "model")
+    myna("model", "tiny", "--answers", "-o", folder / "model")
     myna("prepare", source, "-o", folder / "prepared", "-m", folder / "model", "--device", "cpu")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
     myna("train", folder / "recipe.yaml", "-o", folder / "run")
@@ -41,33 +43,33 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sixteen_learners_are_answered_exactly(way: Path) -> None:
     """All say the same word: only what is heard can tell the model what to answer."""
     out = way / "answers.jsonl"
-    said = myna("listen", way / "prepared", "--run", way / "run", "-o", out, "--device", "cpu")
-    assert "16 of 16 answers are as they were due" in said
+    said = myna("answer", way / "prepared", "--run", way / "run", "-o", out, "--device", "cpu")
+    assert "16 of 16 answers equal the expected ones" in said
     assert "16 utterances, 0 answers that cannot be read" in said and "phone error rate" in said
-    assert "the paper" not in said, "whose figures are of other recordings"
+    assert "published" not in said, "whose figures are of other recordings"
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all(row["answer"] == row["due"] and row["stopped"] for row in rows)
+    assert all(row["answer"] == row["expected"] and row["stopped"] for row in rows)
     assert len({row["answer"] for row in rows}) == 16
     held = way / "held.jsonl"
-    myna("listen", way / "prepared", "--run", way / "run", "-o", held, "--device", "cpu", "--constrained")
+    myna("answer", way / "prepared", "--run", way / "run", "-o", held, "--device", "cpu", "--constrained")
     assert held.read_text() == out.read_text(), "what can be read already is left alone"
-    assert not Readings.of(row["answer"] for row in rows).unreadable
+    assert not ParsedAnswers.of(row["answer"] for row in rows).unreadable
     due = [read_assessment({key: line[key] for key in ("text", "scores", "words")}) for line in lines()]
-    assert score_answers(due, [row["answer"] for row in rows]).figures[F1].mean == 1.0
+    assert score_answers(due, [row["answer"] for row in rows]).figures[MISPRONUNCIATION_F1].mean == 1.0
 
 
 def test_who_was_taught_nothing_is_counted_as_unreadable_unless_held(way: Path, tmp_path: Path) -> None:
-    words = ["listen", way / "prepared", "--model", way / "model", "--device", "cpu", "--max-tokens", 120]
+    words = ["answer", way / "prepared", "--model", way / "model", "--device", "cpu", "--max-tokens", 120]
     assert "16 utterances, 16 answers that cannot be read" in myna(*words, "-o", tmp_path / "free.jsonl")
     said = myna(*words, "-o", tmp_path / "held.jsonl", "--constrained")
     assert "16 utterances, 0 answers that cannot be read" in said
     with pytest.raises(MynaError, match="no answer can be closed within 9 tokens"):
-        myna("listen", way / "recordings" / "00.wav", "-m", way / "model", "--constrained", "--max-tokens", 9)
+        myna("answer", way / "recordings" / "00.wav", "-m", way / "model", "--constrained", "--max-tokens", 9)
 
 
 def test_a_recording_is_answered_as_it_was_learned(way: Path, tmp_path: Path) -> None:
-    write(tmp_path / "new.wav", sound("K S"), RATE)
-    words = ["listen", tmp_path / "new.wav", "--run", way / "run", "--ask", "How was it?", "--device", "cpu"]
+    write_audio(tmp_path / "new.wav", sound("K S"), RATE)
+    words = ["answer", tmp_path / "new.wav", "--run", way / "run", "--question", "How was it?", "--device", "cpu"]
     assert '"phones": "K S"' in myna(*words)
 
 
@@ -94,17 +96,17 @@ def test_preparing_again_encodes_nothing_new(way: Path) -> None:
     assert "0 clips were encoded now" in myna(*words, "--device", "cpu")
 
 
-def test_a_listener_does_not_speak_and_a_speaker_does_not_answer(way: Path, tmp_path: Path) -> None:
-    with pytest.raises(MynaError, match="listens, and does not speak"):
+def test_an_answering_model_does_not_speak_nor_a_speaking_one_answer(way: Path, tmp_path: Path) -> None:
+    with pytest.raises(MynaError, match="answers in words and has no codec"):
         myna("speak", "hello", "--run", way / "run", "-o", tmp_path / "x.wav", "--device", "cpu")
     myna("model", "tiny", "-o", tmp_path / "speaker")
-    write(tmp_path / "x.wav", np.zeros(24_000, np.float32), 24_000)
+    write_audio(tmp_path / "x.wav", np.zeros(24_000, np.float32), 24_000)
     with pytest.raises(MynaError, match="does not answer in words"):
-        myna("listen", tmp_path / "x.wav", "-m", tmp_path / "speaker", "--device", "cpu")
+        myna("answer", tmp_path / "x.wav", "-m", tmp_path / "speaker", "--device", "cpu")
 
 
-def test_a_listener_refuses_what_is_to_be_spoken(way: Path, tmp_path: Path) -> None:
-    write(tmp_path / "in" / "a.wav", sound("T K"), RATE)
+def test_an_answering_model_refuses_a_line_to_be_spoken(way: Path, tmp_path: Path) -> None:
+    write_audio(tmp_path / "in" / "a.wav", sound("T K"), RATE)
     (tmp_path / "in" / "a.txt").write_text("hello")
     myna("prepare", tmp_path / "in", "-o", tmp_path / "out", "-m", way / "model", "--device", "cpu")
     with pytest.raises(MynaError, match="its manifest line has no answer"):
@@ -114,9 +116,9 @@ def test_a_listener_refuses_what_is_to_be_spoken(way: Path, tmp_path: Path) -> N
 def test_full_training_answers_too_and_leaves_what_sees_as_it_was(way: Path) -> None:
     settings = ("adapt.mode=full", "adapt.train_modules=[]", "train.steps=2", "train.learning_rate=1e-4")
     said = myna("train", way / "recipe.yaml", "-o", way / "full", *(word for s in settings for word in ("--set", s)))
-    assert "Ask it: myna listen RECORDING.wav" in said and "myna speak" not in said
+    assert "myna answer RECORDING.wav" in said and "myna speak" not in said
     clip = way / "recordings" / "00.wav"
-    assert "00.wav" in myna("listen", clip, "--run", way / "full", "--device", "cpu", "--max-tokens", 3)
+    assert "00.wav" in myna("answer", clip, "--run", way / "full", "--device", "cpu", "--max-tokens", 3)
     before = Phi4MultimodalForCausalLM.from_pretrained(way / "model").state_dict()
     after = Phi4MultimodalForCausalLM.from_pretrained(way / "full" / "model").state_dict()
     moved = {name for name, tensor in after.items() if not tensor.equal(before[name])}
@@ -126,4 +128,4 @@ def test_full_training_answers_too_and_leaves_what_sees_as_it_was(way: Path) -> 
 
 def test_a_prepared_folder_wants_a_place_for_its_answers(way: Path) -> None:
     with pytest.raises(MynaError, match="comes alone"):
-        myna("listen", way / "prepared", "--run", way / "run")
+        myna("answer", way / "prepared", "--run", way / "run")

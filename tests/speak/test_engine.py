@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
+import re
+import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,21 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from myna.audio.files import read, write
-from myna.data.conversation import AudioClip, Reference, ReferencePlacement, script
+from myna.audio.files import read_audio, write_audio
+from myna.data.conversation import AudioClip, Reference, ReferencePlacement, speech_conversation
 from myna.errors import AudioError, MynaError, SpeakError
-from myna.models import open_family, save_tiny
-from myna.models.base import Sampling
-from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.models import open_family, save_tiny_model
+from myna.models.base import Sampling, require_speaking
+from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 
 GREEDY = Sampling(temperature=0, max_seconds=0.4)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    family = open_family(str(save_tiny(tmp_path_factory.mktemp("tiny") / "model")))
+    family = open_family(str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")))
     model = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
-    return Engine(family, model.train(), family.load_codec())
+    return Engine(family, model.train(), require_speaking(family).load_codec())
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def voices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("voices")
     for name, rate, seconds, pitch in (("robin", 24_000, 0.4, 320), ("heron", 16_000, 0.51, 110)):
         time = np.arange(round(seconds * rate)) / rate
-        write(folder / f"{name}.wav", (0.4 * np.sin(2 * np.pi * pitch * time)).astype(np.float32), rate)
+        write_audio(folder / f"{name}.wav", (0.4 * np.sin(2 * np.pi * pitch * time)).astype(np.float32), rate)
     return [folder / "robin.wav", folder / "heron.wav"]
 
 
@@ -43,11 +47,11 @@ def voices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_voice_is_the_recordings_codes_and_words(engine: Engine, voices: list[Path]) -> None:
-    robin, heron = engine.voice(voices[0], "  good\nmorning "), engine.voice(voices[1], "cafe\u0301")
+    robin, heron = engine.reference(voices[0], "  good\nmorning "), engine.reference(voices[1], "cafe\u0301")
     assert (robin.text, robin.clip.id) == ("good morning", "robin")
     assert heron.text == "caf\u00e9", "as a manifest would have it"
     assert not robin.clip.target
-    samples = read(voices[0], sample_rate=24_000)
+    samples = read_audio(voices[0], sample_rate=24_000)
     assert np.array_equal(robin.clip.codes, engine.codec.encode(samples[None])[0])
     assert robin.clip.codes.shape == (10, 8)
     assert heron.clip.codes.shape == (12, 8), "0.51 seconds hold twelve whole frames"
@@ -59,14 +63,14 @@ def test_a_clip_is_trimmed_to_whole_frames(engine: Engine) -> None:
 
 
 def test_a_recording_of_less_than_a_frame_is_refused(engine: Engine, tmp_path: Path) -> None:
-    write(tmp_path / "click.wav", np.full(engine.codec.hop - 1, 0.1, np.float32), engine.codec.sample_rate)
+    write_audio(tmp_path / "click.wav", np.full(engine.codec.hop - 1, 0.1, np.float32), engine.codec.sample_rate)
     with pytest.raises(SpeakError, match=r"click\.wav is shorter than one frame of 40 ms"):
-        engine.voice(tmp_path / "click.wav", "click")
+        engine.reference(tmp_path / "click.wav", "click")
 
 
 def test_a_recording_that_is_not_there_is_named(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(AudioError, match=r"nobody\.wav"):
-        engine.voice(tmp_path / "nobody.wav", "hello")
+        engine.reference(tmp_path / "nobody.wav", "hello")
 
 
 # Lines
@@ -93,11 +97,13 @@ def test_nothing_to_say_is_nothing_said(engine: Engine) -> None:
 def test_it_speaks_what_the_training_renderer_leaves_open(
     engine: Engine, voices: list[Path], place: ReferencePlacement
 ) -> None:
-    reference = engine.voice(voices[0], "good morning")
+    reference = engine.reference(voices[0], "good morning")
     placed = Engine(engine.family, engine.model, engine.codec, place)
     speech = placed.speak([SpeechRequest(" hello  there ", (reference,), scene="A room.")], GREEDY)[0]
     prompt = engine.family.render(
-        script("hello there", id="line", references=(reference,), scene="A room.", place=place)
+        speech_conversation(
+            "hello there", id="line", references=(reference,), scene="A room.", reference_placement=place
+        )
     )
     spoken = engine.family.generate(engine.model, [prompt], GREEDY)[0]
     assert np.array_equal(speech.codes, spoken.codes) and len(speech.codes)
@@ -160,7 +166,7 @@ def thoughts(engine: Engine, line: SpeechRequest) -> torch.Tensor:
 
 
 def test_several_speakers_are_heard_in_their_order(engine: Engine, voices: list[Path]) -> None:
-    robin, heron = engine.voice(voices[0], "good morning"), engine.voice(voices[1], "good evening")
+    robin, heron = engine.reference(voices[0], "good morning"), engine.reference(voices[1], "good evening")
     text = "[SPEAKER0] hello [SPEAKER1] well hello"
     ways: list[tuple[Reference, ...]] = [(robin, heron), (heron, robin), (robin,), ()]
     lines = [SpeechRequest(text, references, id=f"{number}") for number, references in enumerate(ways)]
@@ -183,3 +189,19 @@ def test_codes_of_another_codec_are_refused_by_the_clips_name(engine: Engine) ->
     foreign = Reference("hello", AudioClip("foreign", np.full((4, 8), 1000, np.uint16)))
     with pytest.raises(MynaError, match="clip foreign has code 1000"):
         engine.speak([SpeechRequest("hello", (foreign,))], GREEDY)
+
+
+# What comes out
+
+
+def test_speech_is_saved_and_shown_in_notebooks(tmp_path: Path) -> None:
+    samples = np.linspace(-1.5, 0.5, 240, dtype=np.float32)
+    speech = Speech(samples, np.zeros((1, 8), np.uint16), stopped=True, sample_rate=24_000)
+    assert speech.seconds == 0.01
+    stored = read_audio(speech.save(tmp_path / "out.wav"), sample_rate=24_000)
+    [encoded] = re.findall(r'src="data:audio/wav;base64,([^"]+)"', speech._repr_html_())
+    with wave.open(io.BytesIO(base64.b64decode(encoded))) as player:
+        shown = np.frombuffer(player.readframes(240), "<i2") / 32767
+        assert (player.getframerate(), player.getnchannels()) == (24_000, 1)
+    for audio in (stored, shown):
+        assert np.abs(audio - samples.clip(-1, 1)).max() < 1e-3

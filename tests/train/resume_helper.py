@@ -27,40 +27,40 @@ from typing import Any
 
 import torch
 
-from myna.audio.files import write
+from myna.api import prepare
+from myna.audio.files import write_audio
 from myna.config import Recipe, parse_recipe
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.train.loop import train
+from myna.train.loop import run_training
 from myna.train.run import Run
-from myna.workflow import prepare
-from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 
 class Notes:
-    """A watcher that keeps what it is told."""
+    """Observer that keeps messages and metrics."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.rows: list[dict[str, Any]] = []
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
-    def planned(self, *_: int) -> None: ...
+    def on_start(self, *_: int) -> None: ...
 
-    def stepped(self, row: dict[str, Any]) -> None:
+    def on_metrics(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
 
 def make_birds(folder: Path) -> Path:
     """A model, six clips to learn and four to be judged by."""
     save_tiny(folder / "model", hidden=32)
-    record(folder / "recordings")
-    for bird, pitch in BIRDS.items():
+    write_recordings(folder / "recordings")
+    for bird, pitch in SPEAKER_PITCHES.items():
         for number, text in enumerate(("hello", "you")):
             clip = folder / "others" / bird / f"{number}.wav"
-            write(clip, whistle(text, pitch), SAMPLE_RATE)
+            write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
         prepare(str(folder / source), folder / out, model=str(folder / "model"), device="cpu")
@@ -172,10 +172,10 @@ def _work(job: dict[str, Any]) -> None:
         _die_at(*job["deadly"])
     if "recipe" in job:
         recipe = parse_recipe(job["recipe"], where="job")
-        train(recipe, Run.create(folder, recipe), Notes())
+        run_training(recipe, Run.create(folder, recipe), Notes())
     else:
         run = Run.open(folder, job.get("settings"))
-        train(run.recipe, run, Notes(), resume=True)
+        run_training(run.recipe, run, Notes(), resume=True)
 
 
 def _die_at(name: str, number: int) -> None:
@@ -194,7 +194,7 @@ def main(birds: str) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = recipe_for(Path(birds), train={"steps": 1})
-        train(recipe, Run.create(Path(scratch), recipe), Notes())
+        run_training(recipe, Run.create(Path(scratch), recipe), Notes())
     assert threading.active_count() == 1
     for line in sys.stdin:
         pid = os.fork()

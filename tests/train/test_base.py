@@ -16,18 +16,18 @@ from myna.config import Recipe, parse_recipe
 from myna.data.loader import Shard
 from myna.errors import ConfigError, TrainingError
 from myna.models import open_family
-from myna.models.base import IGNORED, Family, RenderedSequence
+from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny, tiny_config
 from myna.models.lora import load_adapter
-from myna.models.quantized import frozen_linears
+from myna.models.quantized import quantized_linears
 from myna.train import loop
-from myna.train.checkpoint import checkpoint_folder, made_of
-from myna.train.distributed import start
-from myna.train.loop import make_loader, train
+from myna.train.checkpoint import checkpoint_folder, describe_inputs
+from myna.train.distributed import init_accelerator
+from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights
-from myna.train.memory_plan import MemoryPlan, Pass, check_room, plan
-from myna.train.precision import Name, Precision
+from myna.train.memory_plan import LargestBatch, MemoryPlan, check_weights_fit, plan_memory
+from myna.train.precision import Precision, PrecisionName
 from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.train.resume_helper import Notes, contents, make_birds, metrics, recipe_for
@@ -47,30 +47,30 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held = {"mode": "full", "freeze": ["text_embedding", "audio_embedding"]}
     how = {"steps": 25, "learning_rate": 2e-2, "warmup": 5, "schedule": "constant", "evaluate_every": 25}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "preflight", lambda *_, **__: None)
+        patch.setattr(loop, "run_preflight", lambda *_, **__: None)
         recipe = recipe_for(folder, adapt=held, train=how)
-        train(recipe, Run.create(folder / "learned", recipe), Notes())
+        run_training(recipe, Run.create(folder / "learned", recipe), Notes())
     return folder
 
 
-def student_of(
-    birds: Path, base: str, precision: Name = "fp32", source: str = "learned/model", **changes: dict[str, Any]
+def trainer_for(
+    birds: Path, base: str, precision: PrecisionName = "fp32", source: str = "learned/model", **changes: dict[str, Any]
 ) -> Trainer:
     """It goes past the check of the device: fp8 is imitated here."""
     model = {"source": str(birds / source), "quantization": base}
     recipe, decided = recipe_for(birds, model=model, **changes), Precision(precision, "asked for")
-    accelerator = start(recipe, decided, CPU, birds)
-    return Trainer.make(recipe, open_family(recipe.model.source), decided, accelerator, lambda _: None)
+    accelerator = init_accelerator(recipe, decided, CPU, birds)
+    return Trainer.from_recipe(recipe, open_family(recipe.model.source), decided, accelerator, lambda _: None)
 
 
-def losses(student: Trainer, steps: int) -> list[float]:
-    recipe = student.recipe
-    loader = make_loader(recipe, student.family, recipe.data.train)
-    weights, told = stream_weights(student.family.streams, recipe.loss), []
+def losses(trainer: Trainer, steps: int) -> list[float]:
+    recipe = trainer.recipe
+    loader = make_loader(recipe, trainer.family, recipe.data.train)
+    weights, told = stream_weights(trainer.family.streams, recipe.loss), []
     stream = loader.steps(recipe.train.batch_size, 1, Shard())
     for _ in range(steps):
-        tally, _ = student.learn(next(stream), weights, RATE)
-        told.append(float(tally.row(student.family.streams, weights)["loss"]))
+        tally, _ = trainer.train_step(next(stream), weights, RATE)
+        told.append(float(tally.metrics(trainer.family.streams, weights)["loss"]))
     stream.close()
     return told
 
@@ -82,7 +82,7 @@ class Curve(NamedTuple):
 
 
 def curve(birds: Path, base: str) -> Curve:
-    told = losses(student_of(birds, base), STEPS)
+    told = losses(trainer_for(birds, base), STEPS)
     return Curve(told[0], sum(told[-10:]) / 10)
 
 
@@ -105,36 +105,36 @@ def test_the_loss_is_that_of_the_plain_base(birds: Path, plain: Curve, kind: str
 
 def test_the_loss_hears_the_layers(birds: Path, plain: Curve) -> None:
     """Else the test above could not fail."""
-    student = student_of(birds, "int8")
-    for layer in frozen_linears(student.model):
+    trainer = trainer_for(birds, "int8")
+    for layer in quantized_linears(trainer.model):
         layer.scale.zero_()
-    assert losses(student, 1)[0] > 1.5 * plain.first
+    assert losses(trainer, 1)[0] > 1.5 * plain.first
 
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bf16_too_folded_or_not(birds: Path, plain: Curve, kind: str, fast: bool) -> None:
-    student = student_of(birds, kind, "bf16", train={"fused_lora": fast})
-    assert {layer.dtype for layer in frozen_linears(student.model)} == {torch.bfloat16}
-    assert losses(student, 1)[0] == pytest.approx(plain.first, rel=2 * NEAR[kind])
+    trainer = trainer_for(birds, kind, "bf16", train={"fused_lora": fast})
+    assert {layer.dtype for layer in quantized_linears(trainer.model)} == {torch.bfloat16}
+    assert losses(trainer, 1)[0] == pytest.approx(plain.first, rel=2 * NEAR[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_adapter_learns_and_nothing_else(birds: Path, kind: str) -> None:
     # With text: what the last layer makes of it is nothing to a loss on audio.
-    student = student_of(birds, kind, source="model", loss={"text_weight": 1.0})
-    before = {name: parameter.detach().clone() for name, parameter in student.model.named_parameters()}
-    packed = [tensor.clone() for layer in frozen_linears(student.model) for tensor in layer.packed]
-    losses(student, 2)  # in the first one A still gets no gradient, since B is zero
-    moved = {name for name, p in student.model.named_parameters() if not torch.equal(p.detach(), before[name])}
-    assert moved == student.trainables.keys() and len(moved) == 2 * 20
-    now = [tensor for layer in frozen_linears(student.model) for tensor in layer.packed]
+    trainer = trainer_for(birds, kind, source="model", loss={"text_weight": 1.0})
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    packed = [tensor.clone() for layer in quantized_linears(trainer.model) for tensor in layer.packed_tensors]
+    losses(trainer, 2)  # in the first one A still gets no gradient, since B is zero
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p.detach(), before[name])}
+    assert moved == trainer.trainable_parameters.keys() and len(moved) == 2 * 20
+    now = [tensor for layer in quantized_linears(trainer.model) for tensor in layer.packed_tensors]
     assert all(torch.equal(one, other) for one, other in zip(packed, now, strict=True))
 
 
 def test_recomputed_layers_learn_the_same(birds: Path) -> None:
     kept, recomputed = (
-        losses(student_of(birds, "nf4", train={"gradient_checkpointing": how}), 3) for how in ("none", "full")
+        losses(trainer_for(birds, "nf4", train={"gradient_checkpointing": how}), 3) for how in ("none", "full")
     )
     assert recomputed == pytest.approx(kept, rel=1e-6)
 
@@ -142,8 +142,8 @@ def test_recomputed_layers_learn_the_same(birds: Path) -> None:
 def test_what_is_said_counts_weights_and_not_bytes(birds: Path) -> None:
     said: dict[str, list[str]] = {}
     for base in ("none", *KINDS):
-        student, told = student_of(birds, base), list[str]()
-        Trainer.make(student.recipe, student.family, student.precision, student.accelerator, told.append)
+        trainer, told = trainer_for(birds, base), list[str]()
+        Trainer.from_recipe(trainer.recipe, trainer.family, trainer.precision, trainer.accelerator, told.append)
         said[base] = told
     assert "parameters learn" in said["none"][0]
     assert all(told == said["none"] for told in said.values())
@@ -155,22 +155,22 @@ def test_what_is_said_counts_weights_and_not_bytes(birds: Path) -> None:
 def speech(family: Any, text: int, audio: int) -> RenderedSequence:
     ids = np.array([5] * text + [family.config.audio_token_id] * audio)
     codes = np.zeros((audio, 8), np.int64)
-    return RenderedSequence("speech", ids, codes, np.full(text + audio, IGNORED), codes, (), audio / 25)
+    return RenderedSequence("speech", ids, codes, np.full(text + audio, IGNORE_INDEX), codes, (), audio / 25)
 
 
-def planned(family: Family, base: str, precision: Name = "bf16", fast: bool = True) -> MemoryPlan:
+def planned(family: Family, base: str, precision: PrecisionName = "bf16", fast: bool = True) -> MemoryPlan:
     how = {"steps": 1, "gradient_checkpointing": "none", "fused_lora": fast}
     tree = {"model": {"source": "x", "quantization": base}, "data": {"train": "y"}, "train": how, "adapt": {"rank": 4}}
     recipe = parse_recipe(tree, where="test")
-    return plan(family, recipe, Precision(precision, ""), CPU, Pass((speech(family, 30, 60),), 90))
+    return plan_memory(family, recipe, Precision(precision, ""), CPU, LargestBatch((speech(family, 30, 60),), 90))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_memory_plan_counts_what_is_there(birds: Path, kind: str) -> None:
-    student = student_of(birds, kind)
-    frozen = [*student.objective.buffers(), *(p for p in student.model.parameters() if not p.requires_grad)]
+    trainer = trainer_for(birds, kind)
+    frozen = [*trainer.objective.buffers(), *(p for p in trainer.model.parameters() if not p.requires_grad)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in frozen}
-    assert planned(student.family, kind, "fp32").frozen == sum(storages.values())
+    assert planned(trainer.family, kind, "fp32").frozen == sum(storages.values())
 
 
 def test_the_memory_plan_is_smaller_by_what_is_frozen() -> None:
@@ -182,7 +182,11 @@ def test_the_memory_plan_is_smaller_by_what_is_frozen() -> None:
         now = plans[kind]
         assert f"frozen, {kind}" in now.table()
         assert before.frozen - now.frozen == pytest.approx((2 - bytes_each) * weights, abs=0.02 * weights)
-        assert (now.trained, now.gradients, now.moments) == (before.trained, before.gradients, before.moments)
+        assert (now.trained, now.gradients, now.optimizer_state) == (
+            before.trained,
+            before.gradients,
+            before.optimizer_state,
+        )
         # Not one weight that was turned back is kept, though a product has the use of a few at a time.
         assert abs(now.activations - before.activations) < 8 * 512 * 1024
 
@@ -191,12 +195,12 @@ def test_what_does_not_fit_is_told_of_fewer_bits() -> None:
     family = HiggsV2("wide", tiny_config(hidden=512, layers=4), None)
     for base, hint in (("none", "--set model.quantization=nf4"), ("nf4", "--set model.source=")):
         with pytest.raises(TrainingError) as told:
-            check_room(replace(planned(family, base), room=2**20))
+            check_weights_fit(replace(planned(family, base), available=2**20))
         assert told.value.hint.startswith(hint)
 
 
 def test_processes_do_not_send_the_packed_weights_around(birds: Path) -> None:
-    objective = student_of(birds, "nf4").objective
+    objective = trainer_for(birds, "nf4").objective
     ignored = set(objective._ddp_params_and_buffers_to_ignore)
     assert {name for name, _ in objective.named_buffers()} == ignored
     assert sum(name.endswith(".codes") for name in ignored) == 20
@@ -224,7 +228,7 @@ def test_a_base_in_fewer_bits_that_would_be_trained_is_refused(adapt: dict[str, 
 def test_fp8_is_refused_before_anything_is_read(birds: Path, tmp_path: Path) -> None:
     recipe = recipe_for(birds, model={"source": str(birds / "model"), "quantization": "fp8"}, data={"train": "nowhere"})
     with pytest.raises(ConfigError, match="fp8"):
-        train(recipe, Run.create(tmp_path / "run", recipe), Notes())
+        run_training(recipe, Run.create(tmp_path / "run", recipe), Notes())
 
 
 # Going on
@@ -235,7 +239,7 @@ def runs(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps, and the same one without what came after the third; both with the whole preflight."""
     folder = tmp_path_factory.mktemp("runs")
     recipe = nf4_recipe(birds)
-    train(recipe, Run.create(folder / "whole", recipe), Notes())
+    run_training(recipe, Run.create(folder / "whole", recipe), Notes())
     stopped = Run.open(Path(shutil.copytree(folder / "whole", folder / "stopped")))
     shutil.rmtree(stopped.adapter)
     shutil.rmtree(checkpoint_folder(stopped, 6))
@@ -249,7 +253,7 @@ def nf4_recipe(birds: Path) -> Recipe:
 
 def test_it_goes_on_bit_by_bit(runs: Path) -> None:
     run = Run.open(runs / "stopped")
-    train(run.recipe, run, Notes(), resume=True)
+    run_training(run.recipe, run, Notes(), resume=True)
     assert metrics(runs / "stopped") == metrics(runs / "whole")
     assert contents(runs / "stopped" / "adapter") == contents(runs / "whole" / "adapter")
 
@@ -262,20 +266,22 @@ def test_it_does_not_go_on_with_another_base(runs: Path) -> None:
 
 def test_another_model_under_it_shows(birds: Path) -> None:
     """Packed weights are no parameters, and yet they are what the base is known by."""
-    student = student_of(birds, "nf4")
-    loader = make_loader(student.recipe, student.family, student.recipe.data.train)
-    before = made_of(student, loader, None)
-    assert made_of(student_of(birds, "nf4"), loader, None) == before
-    layer = next(frozen_linears(student.model))
+    trainer = trainer_for(birds, "nf4")
+    loader = make_loader(trainer.recipe, trainer.family, trainer.recipe.data.train)
+    before = describe_inputs(trainer, loader, None)
+    assert describe_inputs(trainer_for(birds, "nf4"), loader, None) == before
+    layer = next(quantized_linears(trainer.model))
     layer.codes[3] ^= 1
-    assert made_of(student, loader, None)["base model"] != before["base model"]
+    assert describe_inputs(trainer, loader, None)["base model"] != before["base model"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_model_is_known_folded_or_not(birds: Path, kind: str) -> None:
     """`train.fused_lora` may change under a run, and puts layers together."""
     loader = make_loader(recipe_for(birds), open_family(str(birds / "model")), birds / "prepared")
-    one, other = (made_of(student_of(birds, kind, train={"fused_lora": fast}), loader, None) for fast in (True, False))
+    one, other = (
+        describe_inputs(trainer_for(birds, kind, train={"fused_lora": fast}), loader, None) for fast in (True, False)
+    )
     assert one == other
 
 
@@ -284,19 +290,19 @@ def test_a_checkpoint_holds_what_was_learned_and_no_base(runs: Path) -> None:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
         assert names
-        assert not [name for name in names if "lora_" not in name and not name.startswith("random/")], path
+        assert not [name for name in names if "lora_" not in name and not name.startswith("rng/")], path
 
 
 def test_its_adapter_opens_on_the_plain_model(birds: Path, runs: Path) -> None:
     family = open_family(str(birds / "learned" / "model"))
     model = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
     opened = load_adapter(model, runs / "whole" / "adapter")
-    assert not list(frozen_linears(opened))
+    assert not list(quantized_linears(opened))
 
 
 def test_odd_sizes_train_as_well(birds: Path) -> None:
     """24 x 24 and 12 x 24 weights end in the middle of a block."""
     save_tiny(birds / "odd", hidden=24)
-    plain = losses(student_of(birds, "none", source="odd"), 2)
+    plain = losses(trainer_for(birds, "none", source="odd"), 2)
     for kind in KINDS:
-        assert losses(student_of(birds, kind, source="odd"), 2) == pytest.approx(plain, rel=1e-3)
+        assert losses(trainer_for(birds, kind, source="odd"), 2) == pytest.approx(plain, rel=1e-3)

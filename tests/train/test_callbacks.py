@@ -1,4 +1,4 @@
-"""Whoever listens leaves the dice as they were, and a failure of theirs is told."""
+"""Evaluation callbacks leave random states as they were, and their failures stop the training with a hint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_dice_fall_as_if_nobody_had_listened() -> None:
     assert [first, throw()] == expected
 
 
-class Student:
+class FakeTrainer:
     """As much of one as is needed to be heard."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Student:
         self.accelerator = SimpleNamespace(
             device=torch.device("cpu"), is_main_process=True, num_processes=1, autocast=nullcontext
         )
-        self.averaged, self.speaking_model = nullcontext, lambda: self.objective
+        self.ema_weights, self.inference_model = nullcontext, lambda: self.objective
 
 
 @pytest.mark.parametrize("error", [DataError("no such line", hint="look"), OSError(28, "no space left")])
@@ -48,16 +48,16 @@ def test_a_failure_is_one_that_a_person_can_act_on(error: Exception) -> None:
     def hear(*_: Any) -> SpeechScores:
         raise error
 
-    student: Any = Student()
-    audience: Any = SimpleNamespace(hear=hear)
+    trainer: Any = FakeTrainer()
+    callback: Any = SimpleNamespace(run=hear)
     with pytest.raises((DataError, TrainingError), match=r"no such line|cannot be kept: .*no space left") as told:
-        run_callback(student, audience, 20)
+        run_callback(trainer, callback, 20)
     assert told.value.hint
 
 
 def test_a_model_is_heard_at_rest() -> None:
-    student: Any = Student()
-    audience: Any = SimpleNamespace(
-        hear=lambda step, model, _: SpeechScores({"training": model.training, "step": step}, True)
+    trainer: Any = FakeTrainer()
+    callback: Any = SimpleNamespace(
+        run=lambda step, model, _: SpeechScores({"training": model.training, "step": step}, True)
     )
-    assert run_callback(student, audience, 20).row == {"training": False, "step": 20}
+    assert run_callback(trainer, callback, 20).row == {"training": False, "step": 20}

@@ -22,9 +22,9 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import load_adapter
 from myna.train import checkpoint, loop
-from myna.train.checkpoint import Checkpoints, Progress, checkpoint_folder, checkpoint_steps
-from myna.train.distributed import start
-from myna.train.loop import make_loader, train
+from myna.train.checkpoint import CheckpointManager, TrainingProgress, checkpoint_folder, checkpoint_steps
+from myna.train.distributed import init_accelerator
+from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
@@ -42,18 +42,18 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at what is trained, and this is about what is kept."""
-    monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
 
 
 def learn(folder: Path, recipe: Recipe) -> Run:
     run = Run.create(folder, recipe)
-    train(recipe, run, Notes())
+    run_training(recipe, run, Notes())
     return run
 
 
 def go_on(folder: Path, settings: list[str] | None = None) -> Notes:
     run, notes = Run.open(folder, settings), Notes()
-    train(run.recipe, run, notes, resume=True)
+    run_training(run.recipe, run, notes, resume=True)
     return notes
 
 
@@ -61,7 +61,7 @@ def go_on(folder: Path, settings: list[str] | None = None) -> Notes:
 def unfinished(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that was interrupted after the fourth, with checkpoints of the second and the fourth."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "preflight", lambda *_, **__: None)
+        patch.setattr(loop, "run_preflight", lambda *_, **__: None)
         how = {"save_every": 2, "evaluate_every": 6, "keep_checkpoints": 3, "ema_decay": 0.5}
         recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how)
         run = learn(tmp_path_factory.mktemp("runs") / "run", recipe)
@@ -89,44 +89,44 @@ def test_it_holds_what_speaks_and_what_it_takes_to_go_on(copied: Run, birds: Pat
     family = open_family(str(birds / "model"))
     prepared = json.loads((birds / "prepared" / "prepared.json").read_text())
     assert facts["recipe"] == copied.recipe.model_dump(mode="json")
-    assert facts["made_of"]["prompt"] == family.prompt_revision
-    assert facts["made_of"]["codec"] == prepared["codec_revision"]
-    assert facts["made_of"]["training data"].startswith("6 utterances")
-    assert facts["made_of"]["evaluation data"].startswith("4 utterances")
+    assert facts["inputs"]["prompt"] == family.prompt_revision
+    assert facts["inputs"]["codec"] == prepared["codec_revision"]
+    assert facts["inputs"]["training data"].startswith("6 utterances")
+    assert facts["inputs"]["evaluation data"].startswith("4 utterances")
     base = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
     load_adapter(base, newest(copied) / "adapter")
 
 
 class Pupil:
-    """A student with its data, as the loop makes them."""
+    """A trainer with its data, as the loop makes them."""
 
     def __init__(self, recipe: Recipe, run: Run, precision: Precision, device: str = "cpu") -> None:
-        accelerator = start(recipe, precision, torch.device(device), run.folder)
+        accelerator = init_accelerator(recipe, precision, torch.device(device), run.folder)
         self.family = open_family(recipe.model.source)
         self.loader: Loader[RenderedSequence, Batch] = make_loader(recipe, self.family, recipe.data.train)
-        self.student = Trainer.make(recipe, self.family, precision, accelerator, lambda _: None)
-        self.checkpoints = Checkpoints(self.student, run, self.loader)
+        self.trainer = Trainer.from_recipe(recipe, self.family, precision, accelerator, lambda _: None)
+        self.checkpoints = CheckpointManager(self.trainer, run, self.loader)
 
-    def learn(self, start: int, steps: int) -> None:
+    def train_step(self, start: int, steps: int) -> None:
         stream = self.loader.steps(2, 1, Shard(), start=start)
         for _ in range(steps):
-            self.student.learn(next(stream), stream_weights(self.family.streams, self.student.recipe.loss), 1e-3)
+            self.trainer.train_step(next(stream), stream_weights(self.family.streams, self.trainer.recipe.loss), 1e-3)
         stream.close()
 
     def state(self) -> dict[str, Any]:
         """Everything a step depends on."""
-        student, device = self.student, self.student.accelerator.device
-        kept = {"random": torch.get_rng_state(), "groups": [_plain(group) for group in student.optimizer.param_groups]}
+        trainer, device = self.trainer, self.trainer.accelerator.device
+        kept = {"random": torch.get_rng_state(), "groups": [_plain(group) for group in trainer.optimizer.param_groups]}
         if device.type == "cuda":
             kept["random on the card"] = torch.cuda.get_rng_state(device)
-        if student.accelerator.scaler is not None:
-            kept["scaler"] = student.accelerator.scaler.state_dict()
-        for name, parameter in student.trainables.items():
+        if trainer.accelerator.scaler is not None:
+            kept["scaler"] = trainer.accelerator.scaler.state_dict()
+        for name, parameter in trainer.trainable_parameters.items():
             kept[name] = parameter.detach().clone()
-            kept |= {f"{name}/{key}": value.clone() for key, value in student.optimizer.state[parameter].items()}
-            if student.ema is not None:
-                kept[f"{name}/mean"] = student.ema.means[name].clone()
-        return kept | {"ema": student.ema and student.ema.steps, "overflows": student.overflows}
+            kept |= {f"{name}/{key}": value.clone() for key, value in trainer.optimizer.state[parameter].items()}
+            if trainer.ema is not None:
+                kept[f"{name}/mean"] = trainer.ema.averages[name].clone()
+        return kept | {"ema": trainer.ema and trainer.ema.steps, "overflows": trainer.overflows}
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
@@ -154,17 +154,17 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
     recipe = recipe_for(birds, adapt=adapt, train={"ema_decay": 0.9})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
     first = Pupil(recipe, run, precision)
-    first.learn(0, 3)
-    first.checkpoints.save(Progress(3, best_step=2, best_loss=0.1, evaluations_since_best=4))
+    first.train_step(0, 3)
+    first.checkpoints.save(TrainingProgress(3, best_step=2, best_loss=0.1, evaluations_since_best=4))
     saved = first.state()
-    first.learn(3, 2)
+    first.train_step(3, 2)
 
     second = Pupil(recipe, run, precision)
-    assert second.checkpoints.restore() == Progress(3, best_step=2, best_loss=0.1, evaluations_since_best=4)
+    assert second.checkpoints.restore() == TrainingProgress(3, best_step=2, best_loss=0.1, evaluations_since_best=4)
     assert_same(second.state(), saved)
     moments = {key for key in saved if "/" in key}
     assert {key.rpartition("/")[2] for key in moments} >= {"exp_avg", "exp_avg_sq", "step", "mean"}
-    second.learn(3, 2)
+    second.train_step(3, 2)
     assert_same(second.state(), first.state())
 
 
@@ -178,14 +178,14 @@ def test_on_a_card_it_is_restored_to_where_it_was(birds: Path, tmp_path: Path, m
     recipe = recipe_for(birds, adapt=adapt, train={"ema_decay": 0.9, "device": "cuda"})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
     first = Pupil(recipe, run, precision, "cuda:0")
-    first.learn(0, 3)
-    first.checkpoints.save(Progress(3))
+    first.train_step(0, 3)
+    first.checkpoints.save(TrainingProgress(3))
     saved = first.state()
-    first.learn(3, 2)
+    first.train_step(3, 2)
     second = Pupil(recipe, run, precision, "cuda:0")
     second.checkpoints.restore()
     assert_same(second.state(), saved)
-    second.learn(3, 2)
+    second.train_step(3, 2)
     for key, value in first.state().items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(second.state()[key], value, rtol=1e-3, atol=1e-4, msg=key)
@@ -195,7 +195,7 @@ def test_a_run_without_a_checkpoint_begins_anew(birds: Path, tmp_path: Path) -> 
     recipe = recipe_for(birds, train={"steps": 2})
     whole = learn(tmp_path / "whole", recipe)
     begun = Run.create(tmp_path / "begun", recipe)
-    begun.record({"step": 1, "loss": 9.0})
+    begun.log_metrics({"step": 1, "loss": 9.0})
     go_on(begun.folder)
     assert metrics(begun.folder) == metrics(whole.folder)
     assert contents(begun.adapter) == contents(whole.adapter)
@@ -273,7 +273,7 @@ def test_killed_between_the_last_checkpoint_and_the_result_nothing_more_is_learn
 
     for name, recipe in {"early": early(birds), "steps": recipe_for(birds, train={"steps": 3})}.items():
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Checkpoints, "publish", die)
+            patch.setattr(CheckpointManager, "publish", die)
             learn(tmp_path / name, recipe)
         before = metrics(tmp_path / name)
         assert go_on(tmp_path / name).rows == []
@@ -339,7 +339,7 @@ def test_another_prompt_codec_or_precision_is_refused(copied: Run, monkeypatch: 
         with pytest.raises(TrainingError, match=r"another prompt \(\w+, now 0123\)"):
             go_on(copied.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "decide", lambda *_: Precision("bf16", "a test"))
+        patch.setattr(loop, "choose_precision", lambda *_: Precision("bf16", "a test"))
         with pytest.raises(TrainingError, match=r"another precision \(fp32, now bf16\)"):
             go_on(copied.folder)
 
@@ -381,7 +381,7 @@ def truncate(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(drop_tensor(kind) for kind in ("weight/", "mean/", "optimizer/exp_avg/", "optimizer/step/", "random/cpu")),
+        *(drop_tensor(kind) for kind in ("weight/", "ema/", "optimizer/exp_avg/", "optimizer/step/", "rng/cpu")),
         add_tensor,
         reshape_tensor,
         truncate(STATE),
@@ -408,6 +408,7 @@ def test_the_one_before_it_will_do(copied: Run, unfinished: Path) -> None:
 # What cannot be written
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_with_a_word_and_leaves_the_last_checkpoint(birds: Path, tmp_path: Path) -> None:
     """The kernel refuses to let a file of the child grow beyond a limit, which to it is a disk that is full."""
     recipe = recipe_for(birds, train={"steps": 8, "save_every": 2}).model_dump(mode="json")
@@ -443,7 +444,7 @@ def test_a_folder_that_cannot_be_written_stops_with_a_word(birds: Path, tmp_path
     else:
         (run.folder / place).mkdir()
     with pytest.raises(TrainingError, match=rf"(could not be written|cannot write) to {run.folder}") as caught:
-        train(recipe, run, Notes())
+        run_training(recipe, run, Notes())
     assert f"myna train --resume {run.folder}" in caught.value.hint
     assert not run.is_finished
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from myna.train import loop
-from myna.train.loop import train
+from myna.train.loop import run_training
 from myna.train.run import Run
 from tests.train.resume_helper import Notes, make_birds, recipe_for
 
@@ -23,7 +23,7 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(birds: Path, folder: Path, stages: list[dict[str, float]], **loss: float) -> list[dict[str, Any]]:
     how = {"steps": 12, "learning_rate": 1e-2, "schedule": "constant", "stages": stages}
     recipe, notes = recipe_for(birds, adapt={"train_modules": ["audio_head"]}, loss=loss, train=how), Notes()
-    train(recipe, Run.create(folder, recipe), notes)
+    run_training(recipe, Run.create(folder, recipe), notes)
     return notes.rows
 
 
@@ -32,7 +32,7 @@ def audio(row: dict[str, Any]) -> float:
 
 
 def test_text_first_and_then_all(birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
     stages = [{"until": 0.5, "text_weight": 1.0, "audio_weight": 0.0}]
     taught = rows(birds, tmp_path / "run", stages, text_weight=0.5, audio_weight=2.0)
     for row in taught[:6]:
@@ -48,7 +48,7 @@ def test_stages_end_at_a_share_or_at_a_step_and_the_text_head_is_there_from_the_
     birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe's own loss has no text: it is the stage that needs the head."""
-    monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
     stages = [{"until": 0.25, "text_weight": 1.0, "audio_weight": 0.0}, {"until": 8, "text_weight": 1.0}]
     taught = rows(birds, tmp_path / "run", stages)
     for row in taught:

@@ -20,18 +20,17 @@ import yaml
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from myna import workflow
-from myna.audio.files import write
+from myna.api import prepare, resume, train
+from myna.audio.files import write_audio
 from myna.config import load_recipe
 from myna.errors import ConfigError, MynaError, TrainingError
-from myna.models import save_tiny
+from myna.models import save_tiny_model
 from myna.train import distributed
 from myna.train.checkpoint import checkpoint_folder
-from myna.train.distributed import ProcessInfo, launch, reporting, start
-from myna.train.precision import Precision, decide
+from myna.train.distributed import ProcessInfo, init_accelerator, launch, report_failures
+from myna.train.precision import Precision, choose_precision
 from myna.train.run import Run
-from myna.workflow import prepare, resume, train
-from tests.birds import SAMPLE_RATE, record, whistle
+from tests.birds import SAMPLE_RATE, tone_speech, write_recordings
 from tests.train.distributed_helper import asked_to_stop, bf16_loss, learn_from_text
 
 ROOT = Path(__file__).parents[2]
@@ -42,10 +41,10 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six clips to learn and one to be judged by, which leaves the second rank nothing; a LoRA and a full training."""
     folder = tmp_path_factory.mktemp("birds")
-    save_tiny(folder / "model")
-    record(folder / "recordings")
+    save_tiny_model(folder / "model")
+    write_recordings(folder / "recordings")
     clip = folder / "others" / "robin" / "0.wav"
-    write(clip, whistle("hello", 320.0), SAMPLE_RATE)
+    write_audio(clip, tone_speech("hello", 320.0), SAMPLE_RATE)
     clip.with_suffix(".txt").write_text("hello")
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
         prepare(str(folder / source), folder / out, model=str(folder / "model"), device="cpu")
@@ -80,9 +79,9 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(birds: Path) -> Path:
     """What one process does, and what two do, as `NAME-PROCESSES`; one process began `NAME-1-2`, two ended it."""
     for kind, stop in (("lora", 3), ("full", 2)):
-        train(birds / f"{kind}.yaml", birds / f"{kind}-1")
+        train(birds / f"{kind}.yaml", out=birds / f"{kind}-1")
         with asked_to_stop(stop):
-            train(birds / f"{kind}.yaml", birds / f"{kind}-1-2")
+            train(birds / f"{kind}.yaml", out=birds / f"{kind}-1-2")
     learn_from_text(birds)
     with ExitStack() as stack:
         ports = free_ports(9)
@@ -155,6 +154,7 @@ def seen(two: Path, what: str) -> list[dict[str, Any]]:
 # Two are as good as one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_two_processes_take_the_course_of_one_with_twice_the_accumulation(two: Path, kind: str) -> None:
     """With an averaged model, and an evaluation of a single target, which one of the ranks has to do without."""
@@ -162,6 +162,7 @@ def test_two_processes_take_the_course_of_one_with_twice_the_accumulation(two: P
     same_course(two / f"{kind}-1", two / f"{kind}-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("change", ["1-2", "2-1"])
 def test_a_run_goes_on_with_another_number_of_processes(two: Path, kind: str, change: str) -> None:
@@ -172,21 +173,25 @@ def test_a_run_goes_on_with_another_number_of_processes(two: Path, kind: str, ch
     same_course(two / f"{kind}-1", two / f"{kind}-{change}")
 
 
+@pytest.mark.slow
 def test_a_rank_without_audio_learns_along(two: Path) -> None:
     same_weights(*(load_file(two / f"text-{world}.safetensors") for world in (1, 2)))
 
 
+@pytest.mark.slow
 def test_only_what_learns_is_communicated_and_ranks_that_part_are_found_out(two: Path) -> None:
     for ddp in seen(two, "ddp"):
         assert ddp["communicated"] and ddp["together"] == ""
         assert ddp["bypassed"] == "the weights of rank 1 have parted from rank 0's"
 
 
+@pytest.mark.slow
 def test_the_wrapper_goes_before_the_connections(two: Path) -> None:
     """Else torch's DDP closes them while it holds Python's lock, and hangs if a thread of gloo waits for that."""
     assert all(ddp["let go"] for ddp in seen(two, "ddp"))
 
 
+@pytest.mark.slow
 def test_full_training_shares_every_weight_out(two: Path) -> None:
     for fsdp in seen(two, "fsdp"):
         assert fsdp["all are shared out"] and fsdp["whole"] and fsdp["taken apart again"]
@@ -194,6 +199,7 @@ def test_full_training_shares_every_weight_out(two: Path) -> None:
         assert fsdp["share"] == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 def test_full_training_computes_in_bf16_and_learns_in_fp32(two: Path) -> None:
     alone = bf16_loss(two)
     for rank in seen(two, "bf16"):
@@ -202,16 +208,16 @@ def test_full_training_computes_in_bf16_and_learns_in_fp32(two: Path) -> None:
 
 def test_pure_fp16_is_not_shared_out(birds: Path) -> None:
     device = torch.device("cpu")
-    accelerator = start(load_recipe(birds / "full.yaml"), decide("fp32", device), device, birds)
+    accelerator = init_accelerator(load_recipe(birds / "full.yaml"), choose_precision("fp32", device), device, birds)
     with pytest.raises(ConfigError, match="does not go with full training"):
-        distributed.shard(torch.nn.Linear(2, 2), [], Precision("pure-fp16", "asked for"), accelerator)
+        distributed.shard_model(torch.nn.Linear(2, 2), [], Precision("pure-fp16", "asked for"), accelerator)
 
 
 # Who is who
 
 
 CARDS = 4
-ALONE, SECOND = ProcessInfo(), ProcessInfo(rank=1, local_rank=1, world=2)
+ALONE, SECOND = ProcessInfo(), ProcessInfo(rank=1, local_rank=1, world_size=2)
 SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[03-04,9],x1", "SLURM_JOB_ID": "50007"}
 
 
@@ -238,9 +244,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}, SECOND),
         ({"LOCAL_RANK": "-1", "RANK": "1", "WORLD_SIZE": "2"}, SECOND),
         ({"RANK": "1", "WORLD_SIZE": "2"}, SECOND),
-        ({"RANK": "5", "WORLD_SIZE": "8"}, ProcessInfo(rank=5, local_rank=5 % CARDS, world=8)),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, ProcessInfo(rank=5, local_rank=1, world=8)),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, ProcessInfo(rank=5, local_rank=1, world=8)),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, ProcessInfo(rank=5, local_rank=5 % CARDS, world_size=8)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, ProcessInfo(rank=5, local_rank=1, world_size=8)),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, ProcessInfo(rank=5, local_rank=1, world_size=8)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, ALONE),
         # srun started one torchrun on each node.
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "8", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, SECOND),
@@ -251,7 +257,7 @@ def test_every_launcher_and_none_says_who_we_are(
 ) -> None:
     for name, value in said.items():
         environment.setenv(name, value)
-    assert ProcessInfo.find() == place
+    assert ProcessInfo.from_environment() == place
     assert place.device("cuda") == torch.device("cuda", place.local_rank)
     assert place.device("cpu") == torch.device("cpu")
 
@@ -259,16 +265,16 @@ def test_every_launcher_and_none_says_who_we_are(
 def test_the_first_node_is_where_slurm_tasks_meet(environment: pytest.MonkeyPatch) -> None:
     for name, value in {**SRUN, "SLURM_STEP_NUM_TASKS": "8"}.items():
         environment.setenv(name, value)
-    assert distributed._from_slurm()["MASTER_ADDR"] == "gpu03"
-    assert distributed._from_slurm()["MASTER_PORT"] == "30007"
+    assert distributed._slurm_variables()["MASTER_ADDR"] == "gpu03"
+    assert distributed._slurm_variables()["MASTER_PORT"] == "30007"
     environment.setenv("MASTER_ADDR", "elsewhere")
-    assert "MASTER_ADDR" not in distributed._from_slurm()
+    assert "MASTER_ADDR" not in distributed._slurm_variables()
 
 
 def test_a_world_without_a_rank_is_refused(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("WORLD_SIZE", "2")
     with pytest.raises(TrainingError, match="WORLD_SIZE is 2, but RANK"):
-        ProcessInfo.find()
+        ProcessInfo.from_environment()
 
 
 @pytest.mark.usefixtures("environment")
@@ -288,7 +294,7 @@ def test_local_rank_alone_is_no_reason_to_wait_for_others(
 ) -> None:
     environment.setenv("LOCAL_RANK", "0")
     device = torch.device("cpu")
-    accelerator = start(load_recipe(birds / "lora.yaml"), decide("fp32", device), device, tmp_path)
+    accelerator = init_accelerator(load_recipe(birds / "lora.yaml"), choose_precision("fp32", device), device, tmp_path)
     assert (accelerator.num_processes, accelerator.device) == (1, device)
     assert os.environ["LOCAL_RANK"] == "0"
 
@@ -300,7 +306,7 @@ def test_accelerate_does_not_shard_a_second_time(
     environment.setenv(variable, "true")
     device = torch.device("cpu")
     with pytest.raises(ConfigError, match="accelerate is configured"):
-        start(load_recipe(birds / "lora.yaml"), decide("fp32", device), device, tmp_path)
+        init_accelerator(load_recipe(birds / "lora.yaml"), choose_precision("fp32", device), device, tmp_path)
 
 
 # Launched, and stopped
@@ -352,6 +358,7 @@ def ranks_of(launcher: subprocess.Popen[str], run: Path) -> list[int]:
 linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 
 
+@pytest.mark.slow
 @linux
 def test_when_a_rank_dies_the_others_stop_and_it_is_named(birds: Path) -> None:
     run = birds / "killed"
@@ -365,10 +372,11 @@ def test_when_a_rank_dies_the_others_stop_and_it_is_named(birds: Path) -> None:
         os.kill(first, 0)
 
 
+@pytest.mark.slow
 @linux
-def test_processes_asked_to_stop_save_and_end_well(birds: Path) -> None:
+def test_processes_stop_on_signal_save_and_end_well(birds: Path) -> None:
     run, longer = birds / "stopped", ["train.steps=120", "train.evaluate_every=120"]
-    train(birds / "lora.yaml", birds / "straight", longer)
+    train(birds / "lora.yaml", out=birds / "straight", settings=longer)
     settings = [f"--set={setting}" for setting in longer]
     with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
         ranks_of(launcher, run)
@@ -390,8 +398,9 @@ def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_we
     assert "before anything new was saved" in said and "give the same command again" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 @linux
-def test_processes_that_cannot_save_when_they_are_asked_to_stop_say_why(birds: Path) -> None:
+def test_processes_that_cannot_save_when_they_are_stop_on_signal_say_why(birds: Path) -> None:
     run = birds / "unsaved"
     settings = ["--set=train.steps=5000", "--set=train.evaluate_every=5000"]
     with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
@@ -408,7 +417,7 @@ def test_processes_that_cannot_save_when_they_are_asked_to_stop_say_why(birds: P
 def test_a_stopped_launch_is_told_by_what_it_has_saved(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = birds / "asked"
     with asked_to_stop(2):
-        train(birds / "lora.yaml", run)
+        train(birds / "lora.yaml", out=run)
 
     def stopped_after(step: int | None) -> Callable[..., bool]:
         def stopped(*_: object) -> bool:
@@ -418,14 +427,15 @@ def test_a_stopped_launch_is_told_by_what_it_has_saved(birds: Path, monkeypatch:
 
         return stopped
 
-    monkeypatch.setattr(workflow, "launch", stopped_after(3))
+    monkeypatch.setattr(distributed, "launch", stopped_after(3))
     resume(run, gpus=2)
-    monkeypatch.setattr(workflow, "launch", stopped_after(None))
+    monkeypatch.setattr(distributed, "launch", stopped_after(None))
     with pytest.raises(TrainingError, match="before anything new was saved") as failure:
         resume(run, gpus=2)
     assert failure.value.hint == f"myna train --resume {run}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -472,16 +482,16 @@ def test_a_rank_tells_its_launcher_why_it_stops(
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "e")}.items():
         environment.setenv(name, value)
-    with pytest.raises(MynaError), reporting():
+    with pytest.raises(MynaError), report_failures():
         raise error
     assert json.loads((tmp_path / "e").read_text())["message"]["message"].startswith(told)
-    environment.setenv(distributed.LAUNCHED, "1")
-    with pytest.raises(SystemExit), reporting():
+    environment.setenv(distributed.LAUNCHED_VARIABLE, "1")
+    with pytest.raises(SystemExit), report_failures():
         raise error
 
 
 def test_alone_an_error_stays_what_it_was(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "e"))
-    with pytest.raises(ZeroDivisionError), reporting():
+    with pytest.raises(ZeroDivisionError), report_failures():
         raise ZeroDivisionError
     assert not (tmp_path / "e").exists()

@@ -15,8 +15,8 @@ from myna.models import open_family
 from myna.models.lora import load_adapter
 from myna.train import loop
 from myna.train.checkpoint import checkpoint_folder
-from myna.train.ema import Ema
-from myna.train.loop import make_loader, train
+from myna.train.ema import WeightEMA
+from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights, weighted_loss
 from myna.train.run import Run
 from tests.train.resume_helper import Notes, make_birds, metrics, recipe_for
@@ -28,8 +28,8 @@ def weights(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, nn.
 
 def test_a_mean_starts_at_the_weights_and_follows_them() -> None:
     parameters = weights(0.0, 4.0)
-    ema = Ema(parameters, decay=0.5)
-    assert torch.equal(ema.means["one"], torch.tensor([0.0, 4.0]))
+    ema = WeightEMA(parameters, decay=0.5)
+    assert torch.equal(ema.averages["one"], torch.tensor([0.0, 4.0]))
     with torch.no_grad():
         parameters["one"].fill_(8.0)
     expected = torch.tensor([0.0, 4.0])
@@ -37,59 +37,59 @@ def test_a_mean_starts_at_the_weights_and_follows_them() -> None:
         ema.update(parameters)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * 8.0
-        torch.testing.assert_close(ema.means["one"], expected)
-    assert ema.steps == 7 and torch.equal(ema.means["two"], torch.ones(2, 3))
+        torch.testing.assert_close(ema.averages["one"], expected)
+    assert ema.steps == 7 and torch.equal(ema.averages["two"], torch.ones(2, 3))
 
 
 def test_a_long_memory_forgets_the_beginning_soon() -> None:
     """With the full decay from the first step, 0.9999 ** 100 = 99 % of the mean would be random weights."""
     parameters = weights(0.0)
-    ema = Ema(parameters, decay=0.9999)
+    ema = WeightEMA(parameters, decay=0.9999)
     with torch.no_grad():
         parameters["one"].fill_(1.0)
     for _ in range(100):
         ema.update(parameters)
-    assert ema.means["one"].item() > 0.99
+    assert ema.averages["one"].item() > 0.99
 
 
 def test_a_decay_of_zero_is_the_last_weights() -> None:
     parameters = weights(0.0)
-    ema = Ema(parameters, decay=0.0)
+    ema = WeightEMA(parameters, decay=0.0)
     for value in (3.0, 7.0):
         with torch.no_grad():
             parameters["one"].fill_(value)
         ema.update(parameters)
-        assert ema.means["one"].item() == value
+        assert ema.averages["one"].item() == value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_it_stands_in_and_gives_way_exactly(dtype: torch.dtype) -> None:
     parameters = weights(0.1, 1 / 3, dtype=dtype)
-    ema = Ema(parameters, decay=0.9)
+    ema = WeightEMA(parameters, decay=0.9)
     with torch.no_grad():
         parameters["one"].mul_(1.7)
     ema.update(parameters)
     before, storage = parameters["one"].detach().clone(), parameters["one"].data_ptr()
-    means = {name: mean.clone() for name, mean in ema.means.items()}
+    means = {name: mean.clone() for name, mean in ema.averages.items()}
     assert means["one"].dtype == torch.float32, "small steps of half-precision weights would be lost"
-    with pytest.raises(ZeroDivisionError), ema.in_place(parameters):
-        assert torch.equal(parameters["one"].detach(), ema.means["one"].to(dtype))
+    with pytest.raises(ZeroDivisionError), ema.swapped_in(parameters):
+        assert torch.equal(parameters["one"].detach(), ema.averages["one"].to(dtype))
         assert not torch.equal(parameters["one"].detach(), before)
         raise ZeroDivisionError
     assert torch.equal(parameters["one"].detach(), before)
     assert parameters["one"].data_ptr() == storage, "the optimizer and DDP hold on to it"
-    assert all(torch.equal(ema.means[name], mean) for name, mean in means.items())
+    assert all(torch.equal(ema.averages[name], mean) for name, mean in means.items())
 
 
 def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
     birds = make_birds(tmp_path / "birds")
     how = {"steps": 6, "learning_rate": 2e-2, "schedule": "constant", "evaluate_every": 6}
     runs = {}
     for name, ema in {"plain": None, "mean": 0.9}.items():
         recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how | {"ema_decay": ema})
         runs[name] = Run.create(tmp_path / name, recipe)
-        train(recipe, runs[name], Notes())
+        run_training(recipe, runs[name], Notes())
     rows = {name: [json.loads(line) for line in metrics(run.folder)] for name, run in runs.items()}
     assert rows["plain"][:-1] == rows["mean"][:-1], "it changes nothing that is learned"
     assert rows["plain"][-1]["evaluation"]["loss"] != rows["mean"][-1]["evaluation"]["loss"]
@@ -101,7 +101,7 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
             full = name.replace("lora_A.weight", "lora_A.default.weight").replace(
                 "lora_B.weight", "lora_B.default.weight"
             )
-            assert torch.equal(tensor, state[f"mean/{full}"]), name
+            assert torch.equal(tensor, state[f"ema/{full}"]), name
             if "audio_mlp" in name and "lora_B" in name:
                 assert not torch.equal(tensor, state[f"weight/{full}"]), name
 
@@ -111,7 +111,7 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
     objective = family.objective(load_adapter(base, runs["mean"].adapter)).eval()
     sums = counts = torch.zeros(len(family.streams), dtype=torch.float64)
     with torch.no_grad():
-        for batch in make_loader(recipe, family, birds / "evaluation").once(1, Shard()):
+        for batch in make_loader(recipe, family, birds / "evaluation").evaluation_batches(1, Shard()):
             sums, counts = sums + objective(batch).sums, counts + batch.counts
     loss = float(weighted_loss(sums, counts, stream_weights(family.streams, recipe.loss)))
     assert loss == pytest.approx(rows["mean"][-1]["evaluation"]["loss"], abs=1e-6)

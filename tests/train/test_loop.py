@@ -15,36 +15,37 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from myna.audio.files import write
+from myna.api import prepare
+from myna.audio.files import write_audio
 from myna.config import Recipe, parse_recipe
 from myna.data.loader import Shard, start_workers
-from myna.data.workers import Workers
+from myna.data.workers import WorkerPool
 from myna.errors import ConfigError, DataError
-from myna.models import open_family, save_tiny
-from myna.train.loop import make_loader, train
+from myna.models import open_family, save_tiny_model
+from myna.train import loop
+from myna.train.loop import make_loader, run_training
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from myna.workflow import prepare
-from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 CODES = [f"code{k}" for k in range(8)]
 
 
 class Notes:
-    """A watcher that keeps what it is told."""
+    """Observer that keeps messages and metrics."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.plan: int | None = None
         self.rows: list[dict[str, Any]] = []
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
-    def planned(self, steps: int, *_: int) -> None:
+    def on_start(self, steps: int, *_: int) -> None:
         self.plan = steps
 
-    def stepped(self, row: dict[str, Any]) -> None:
+    def on_metrics(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
 
@@ -52,12 +53,12 @@ class Notes:
 def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, six clips to learn and two to be judged by."""
     folder = tmp_path_factory.mktemp("birds")
-    save_tiny(folder / "model")
-    record(folder / "recordings")
-    for bird, pitch in BIRDS.items():
+    save_tiny_model(folder / "model")
+    write_recordings(folder / "recordings")
+    for bird, pitch in SPEAKER_PITCHES.items():
         for number, text in enumerate(("hello", "you")):
             clip = folder / "others" / bird / f"{number}.wav"
-            write(clip, whistle(text, pitch), SAMPLE_RATE)
+            write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
         prepare(str(folder / source), folder / out, model=str(folder / "model"), device="cpu")
@@ -93,7 +94,7 @@ def learn(birds: Path, tmp_path: Path) -> Learn:
     def run_once(**changes: dict[str, Any]) -> tuple[Run, Notes]:
         chosen, notes = recipe(birds, **changes), Notes()
         run = Run.create(tmp_path / f"run{len(list(tmp_path.iterdir()))}", chosen)
-        train(chosen, run, notes)
+        run_training(chosen, run, notes)
         return run, notes
 
     return run_once
@@ -190,7 +191,7 @@ def code_loss(birds: Path, source: Path) -> float:
     objective = family.objective(family.load_model(dtype=torch.float32, device="cpu", text_head=False).eval())
     loss, count = 0.0, 0.0
     with torch.no_grad():
-        for batch in make_loader(chosen, family, chosen.data.train).once(1, Shard()):
+        for batch in make_loader(chosen, family, chosen.data.train).evaluation_batches(1, Shard()):
             loss, count = loss + float(objective(batch).sums[1:].sum()), count + float(batch.counts[1:].sum())
     return loss / count
 
@@ -292,7 +293,7 @@ def test_an_utterance_too_long_for_a_row_is_refused_by_name_before_the_first_ste
     with pytest.raises(
         DataError, match=r"(robin/robin|heron/heron)-[12] takes 187 tokens .* a row holds 186"
     ) as caught:
-        train(chosen, run, notes)
+        run_training(chosen, run, notes)
     assert "data.row_tokens=187" in caught.value.hint
     assert notes.plan is None and notes.rows == [] and not run.metrics.exists()
 
@@ -304,7 +305,7 @@ def test_codes_of_another_kind_of_codec_are_refused(birds: Path, tmp_path: Path)
     chosen = recipe(birds)
     try:
         with pytest.raises(DataError, match="another kind of codec") as caught:
-            train(chosen, Run.create(tmp_path / "run", chosen), Notes())
+            run_training(chosen, Run.create(tmp_path / "run", chosen), Notes())
     finally:
         note.write_text(before)
     assert "myna prepare" in caught.value.hint
@@ -323,32 +324,33 @@ def test_every_module_is_in_training_after_an_evaluation(
     learn: Learn, birds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states: list[set[bool]] = []
-    clip = Trainer.clip
+    clip = Trainer.clip_gradients
 
-    def note(student: Trainer) -> Any:
-        states.append({module.training for module in student.objective.modules()})
-        return clip(student)
+    def note(trainer: Trainer) -> Any:
+        states.append({module.training for module in trainer.objective.modules()})
+        return clip(trainer)
 
-    monkeypatch.setattr(Trainer, "clip", note)
+    monkeypatch.setattr(Trainer, "clip_gradients", note)
     learn(data={"evaluation": str(birds / "evaluation")}, train={"steps": 3, "evaluate_every": 1})
     assert states[-3:] == [{True}] * 3
 
 
+@pytest.mark.slow
 def test_processes_make_the_batches_of_a_card_and_change_nothing(learn: Learn, monkeypatch: pytest.MonkeyPatch) -> None:
-    hired: list[Workers] = []
+    hired: list[WorkerPool] = []
 
-    def note(loaders: Sequence[Any], number: int) -> Workers:
+    def note(loaders: Sequence[Any], number: int) -> WorkerPool:
         hired.append(start_workers(loaders, number))
         return hired[-1]
 
-    monkeypatch.setattr("myna.train.loop.hire", note)
+    monkeypatch.setattr(loop, "start_workers", note)
     settings: dict[str, Any] = {"data": {"workers": 2}, "train": {"steps": 4}}
     alone, _ = learn(**settings)
     assert hired == []
-    monkeypatch.setattr("myna.train.loop.HELD_BACK_BY_PYTHON", ("cpu",))
+    monkeypatch.setattr(loop, "WORKER_PROCESS_DEVICES", ("cpu",))
     together, _ = learn(**settings)
     [workers] = hired
-    assert [each._process.returncode for each in workers._all] == [-signal.SIGKILL] * 2, "nobody is left"
+    assert [each._process.returncode for each in workers._workers] == [-signal.SIGKILL] * 2, "nobody is left"
     whole, same = adapter(alone), adapter(together)
     assert whole and all(torch.equal(tensor, same[name]) for name, tensor in whole.items())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.precision import draw_steps, learn, make_recipe, make_student
+from benchmarks.precision import draw_steps, learn, make_recipe, make_trainer
 from torch import nn
 
 from myna.config import TrainSettings
@@ -17,9 +17,9 @@ from myna.errors import TrainingError
 from myna.models import open_family
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train import optimizer as optimizer_module
-from myna.train.optimizer import FIRST_SCALE, LARGEST_SCALE, KahanAdamW, make_optimizer
-from myna.train.precision import Name, Precision
-from myna.train.trainer import PATIENCE_WITH_OVERFLOW
+from myna.train.optimizer import INITIAL_LOSS_SCALE, MAX_LOSS_SCALE, KahanAdamW, make_optimizer
+from myna.train.precision import Precision, PrecisionName
+from myna.train.trainer import MAX_CONSECUTIVE_OVERFLOWS
 
 SETTINGS = TrainSettings(steps=1, learning_rate=1e-3, weight_decay=0.1, betas=(0.8, 0.95))
 
@@ -37,9 +37,9 @@ def set_gradient(optimizer: KahanAdamW, parameter: nn.Parameter, gradient: torch
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "pure-fp16"])
-def test_the_precision_chooses_and_the_settings_arrive(name: Name) -> None:
+def test_the_precision_chooses_and_the_settings_arrive(name: PrecisionName) -> None:
     precision = Precision(name, "a test")
-    optimizer = make_optimizer([nn.Parameter(torch.ones(3, dtype=precision.trainable))], SETTINGS, precision)
+    optimizer = make_optimizer([nn.Parameter(torch.ones(3, dtype=precision.trainable_dtype))], SETTINGS, precision)
     assert isinstance(optimizer, KahanAdamW if name == "pure-fp16" else torch.optim.AdamW)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"]) == (1e-3, 0.1, (0.8, 0.95))
@@ -51,15 +51,17 @@ def test_off_cuda_adamw_takes_all_tensors_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "pure-fp16"])
-def test_the_same_gradients_give_the_same_bits(name: Name) -> None:
+def test_the_same_gradients_give_the_same_bits(name: PrecisionName) -> None:
     def learn() -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
         precision = Precision(name, "a test")
-        parameters = [nn.Parameter(torch.randn(33, 7, generator=generator).to(precision.trainable)) for _ in range(3)]
+        parameters = [
+            nn.Parameter(torch.randn(33, 7, generator=generator).to(precision.trainable_dtype)) for _ in range(3)
+        ]
         optimizer = make_optimizer(parameters, SETTINGS, precision)
         for _ in range(5):
             for parameter in parameters:
-                parameter.grad = torch.randn(33, 7, generator=generator).to(precision.trainable)
+                parameter.grad = torch.randn(33, 7, generator=generator).to(precision.trainable_dtype)
             optimizer.step()
         return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
@@ -107,7 +109,7 @@ def test_weights_of_any_size_add_up(value: float) -> None:
         exact.grad = torch.full((1,), -0.01)
         optimizer.step()
         plain.step()
-    together = parameter.item() + optimizer.state[parameter]["compensation"].item() * optimizer_module.UNIT
+    together = parameter.item() + optimizer.state[parameter]["compensation"].item() * optimizer_module.COMPENSATION_UNIT
     assert together - start == pytest.approx(1000 * rate, rel=0.02)
     assert together - start == pytest.approx(exact.item() - start, rel=0.02)
 
@@ -136,7 +138,7 @@ def test_what_it_keeps_is_tensors_and_two_numbers() -> None:
         "compensation": torch.float16,
     }
     assert {key: optimizer.param_groups[0][key] for key in ("loss_scale", "clean_steps")} == {
-        "loss_scale": FIRST_SCALE,
+        "loss_scale": INITIAL_LOSS_SCALE,
         "clean_steps": 1,
     }
 
@@ -161,7 +163,7 @@ def test_it_goes_on_from_what_was_kept_bit_for_bit() -> None:
     after.param_groups[0] |= {key: before.param_groups[0][key] for key in ("loss_scale", "clean_steps")}
     learn(after, second, range(10, 20))
     assert torch.equal(whole, second)
-    assert after.loss_scale == optimizer.loss_scale == FIRST_SCALE / 2
+    assert after.loss_scale == optimizer.loss_scale == INITIAL_LOSS_SCALE / 2
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -177,13 +179,13 @@ def test_an_overflow_is_skipped_and_halves_the_scale(bad: float) -> None:
         assert math.isfinite(norm) == math.isfinite(value)
         assert torch.equal(before[0], parameter) == (not math.isfinite(value))
         assert torch.equal(before[1], other) == (not math.isfinite(value))
-    assert optimizer.loss_scale == FIRST_SCALE / 2
+    assert optimizer.loss_scale == INITIAL_LOSS_SCALE / 2
     assert optimizer.param_groups[0]["clean_steps"] == 1
     assert optimizer.state[other]["step"].item() == 2
 
 
 def test_the_scale_grows_back_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "GROW_AFTER", 3)
+    monkeypatch.setattr(optimizer_module, "LOSS_SCALE_GROWTH_STEPS", 3)
     parameter = weight(1.0)
     optimizer = kahan(parameter)
     scales = []
@@ -191,8 +193,8 @@ def test_the_scale_grows_back_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) 
         set_gradient(optimizer, parameter, torch.tensor([math.inf if step == 1 else 1e-5]))
         optimizer.step()
         scales.append(optimizer.loss_scale)
-    assert scales[:5] == [FIRST_SCALE, *[FIRST_SCALE / 2] * 3, FIRST_SCALE]
-    assert scales[-1] == LARGEST_SCALE
+    assert scales[:5] == [INITIAL_LOSS_SCALE, *[INITIAL_LOSS_SCALE / 2] * 3, INITIAL_LOSS_SCALE]
+    assert scales[-1] == MAX_LOSS_SCALE
 
 
 def test_the_norm_is_that_of_the_true_gradient_and_clipping_holds_to_it() -> None:
@@ -221,7 +223,7 @@ def test_a_norm_that_fp16_cannot_hold_is_no_overflow() -> None:
     parameter = nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
     optimizer = kahan(parameter)
     parameter.grad = torch.full_like(parameter, 60_000.0)
-    assert optimizer.clip(1.0) == pytest.approx(6e6 / FIRST_SCALE, rel=1e-3)
+    assert optimizer.clip(1.0) == pytest.approx(6e6 / INITIAL_LOSS_SCALE, rel=1e-3)
 
 
 def test_gradients_too_small_for_fp16_survive_through_the_scale() -> None:
@@ -233,22 +235,24 @@ def test_gradients_too_small_for_fp16_survive_through_the_scale() -> None:
         return parameter.grad.item()
 
     assert gradient_of(None) == 0.0
-    assert gradient_of(kahan(weight(1.0))) / FIRST_SCALE == pytest.approx(1e-9, rel=1e-2)
+    assert gradient_of(kahan(weight(1.0))) / INITIAL_LOSS_SCALE == pytest.approx(1e-9, rel=1e-2)
 
 
-def test_a_student_of_pure_fp16_learns_as_one_of_fp32(tmp_path: Path) -> None:
+def test_a_trainer_in_pure_fp16_learns_as_one_in_fp32(tmp_path: Path) -> None:
     """On the CPU, where `decide` does not offer it: slow, but the same path."""
     source = save_tiny(tmp_path / "tiny")
     family = open_family(str(source))
     steps = draw_steps(family, 6)
-    names: tuple[Name, ...] = ("fp32", "pure-fp16")
+    names: tuple[PrecisionName, ...] = ("fp32", "pure-fp16")
     rows = []
     for name in names:
         recipe = make_recipe(source, name, steps=6)
-        student = make_student(recipe, family, Precision(name, "a test"), torch.device("cpu"), tmp_path)
-        assert (student.kahan is not None) == (name == "pure-fp16")
-        assert {parameter.dtype for parameter in student.trainables.values()} == {student.precision.trainable}
-        rows.append(learn(student, steps))
+        trainer = make_trainer(recipe, family, Precision(name, "a test"), torch.device("cpu"), tmp_path)
+        assert (trainer.kahan is not None) == (name == "pure-fp16")
+        assert {parameter.dtype for parameter in trainer.trainable_parameters.values()} == {
+            trainer.precision.trainable_dtype
+        }
+        rows.append(learn(trainer, steps))
     exact, half = rows
     assert half["losses"] == pytest.approx(exact["losses"], rel=0.005)
     assert half["losses"][-1] < half["losses"][0] - 0.02
@@ -259,8 +263,8 @@ def test_gradients_that_stay_infinite_end_a_run_of_pure_fp16(tmp_path: Path) -> 
     source = save_tiny(tmp_path / "tiny")
     family = open_family(str(source))
     recipe = make_recipe(source, "pure-fp16", steps=1)
-    student = make_student(recipe, family, Precision("pure-fp16", "a test"), torch.device("cpu"), tmp_path)
-    for _ in range(PATIENCE_WITH_OVERFLOW):
-        student._check_finite(math.inf)
+    trainer = make_trainer(recipe, family, Precision("pure-fp16", "a test"), torch.device("cpu"), tmp_path)
+    for _ in range(MAX_CONSECUTIVE_OVERFLOWS):
+        trainer._check_finite(math.inf)
     with pytest.raises(TrainingError, match="not finite"):
-        student._check_finite(math.inf)
+        trainer._check_finite(math.inf)

@@ -18,26 +18,29 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from myna.audio.files import write
+from myna.api import prepare
+from myna.audio.files import write_audio
 from myna.config import Recipe, parse_recipe
 from myna.data.conversation import Conversation
 from myna.data.loader import Shard
 from myna.errors import DataError, TrainingError
-from myna.models import save_tiny
-from myna.models.base import IGNORED, RenderedSequence
+from myna.models import attention, save_tiny_model
+from myna.models.base import IGNORE_INDEX, RenderedSequence, get_base_model
 from myna.models.higgs_v2 import forward, packing
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
-from myna.train import loop, preflight
-from myna.train.distributed import start
-from myna.train.loop import make_loader, train
+from myna.train import loop
+from myna.train.distributed import init_accelerator
+from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights
-from myna.train.memory_plan import longest_pass, plan
-from myna.train.precision import decide
+from myna.train.memory_plan import largest_batch, plan_memory
+from myna.train.precision import choose_precision
+from myna.train.preflight import backward, run_preflight
+from myna.train.preflight import loss as preflight_loss
+from myna.train.preflight.context import CheckContext
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from myna.workflow import prepare
-from tests.birds import BIRDS, SAMPLE_RATE, record, whistle
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 CPU = torch.device("cpu")
 
@@ -68,7 +71,7 @@ class Losing(HiggsV2):
     """Forgets the labels of a codebook."""
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
-        lame = [replace(s, code_labels=np.where(np.arange(8) == 3, IGNORED, s.code_labels)) for s in sequences]
+        lame = [replace(s, code_labels=np.where(np.arange(8) == 3, IGNORE_INDEX, s.code_labels)) for s in sequences]
         return super().collate(lame, offset=offset)
 
 
@@ -77,7 +80,7 @@ class Mute(HiggsV2):
 
     def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
-        return replace(rendered, code_labels=np.full_like(rendered.code_labels, IGNORED))
+        return replace(rendered, code_labels=np.full_like(rendered.code_labels, IGNORE_INDEX))
 
 
 class Greedy(HiggsV2):
@@ -94,19 +97,19 @@ class Endless(HiggsV2):
     def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
         ends = rendered.code_labels == self.config.audio_stream_eos_id
-        return replace(rendered, code_labels=np.where(ends, IGNORED, rendered.code_labels))
+        return replace(rendered, code_labels=np.where(ends, IGNORE_INDEX, rendered.code_labels))
 
 
 @pytest.fixture(scope="module")
 def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model, the same after a little full training, clips to learn and others to be judged by."""
     folder = tmp_path_factory.mktemp("birds")
-    save_tiny(folder / "model")
-    record(folder / "recordings")
-    for bird, pitch in BIRDS.items():
+    save_tiny_model(folder / "model")
+    write_recordings(folder / "recordings")
+    for bird, pitch in SPEAKER_PITCHES.items():
         for text in ("hello", "you"):
             clip = folder / "others" / bird / f"{text}.wav"
-            write(clip, whistle(text, pitch), SAMPLE_RATE)
+            write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
         prepare(str(folder / source), folder / out, model=str(folder / "model"), device="cpu")
@@ -126,20 +129,22 @@ def recipe(birds: Path, base: str = "taught", **changes: dict[str, Any]) -> Reci
     return parse_recipe(tree, where="test")
 
 
-def student_of(recipe: Recipe, family: HiggsV2) -> Trainer:
-    precision = decide(recipe.train.precision, CPU)
-    return Trainer.make(recipe, family, precision, start(recipe, precision, CPU, Path()), lambda _: None)
+def trainer_for(recipe: Recipe, family: HiggsV2) -> Trainer:
+    precision = choose_precision(recipe.train.precision, CPU)
+    return Trainer.from_recipe(
+        recipe, family, precision, init_accelerator(recipe, precision, CPU, Path()), lambda _: None
+    )
 
 
 def teach(birds: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
     """Full training as if for a published model."""
     chosen = recipe(birds, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
     family = opened(kind, birds / "model")
-    student, loader = student_of(chosen, family), make_loader(chosen, family, birds / "prepared")
+    trainer, loader = trainer_for(chosen, family), make_loader(chosen, family, birds / "prepared")
     weights, stream = stream_weights(family.streams, chosen.loss), loader.steps(2, 1, Shard())
     for _ in range(steps):
-        student.learn(next(stream), weights, 5e-3)
-    family.save_model(student.model, out)
+        trainer.train_step(next(stream), weights, 5e-3)
+    family.save_model(trainer.model, out)
 
 
 def opened(kind: type[HiggsV2], folder: Path) -> HiggsV2:
@@ -165,16 +170,15 @@ class Flight:
         family = opened(kind, Path(chosen.model.source))
         self.loader = make_loader(chosen, family, chosen.data.train)
         self.evaluation = make_loader(chosen, family, chosen.data.evaluation) if chosen.data.evaluation else None
-        self.student = student_of(chosen, family)
-        precision = self.student.precision
-        self.memory = plan(family, chosen, precision, CPU, longest_pass(self.loader, chosen, Shard()))
+        self.trainer = trainer_for(chosen, family)
+        precision = self.trainer.precision
+        self.memory = plan_memory(family, chosen, precision, CPU, largest_batch(self.loader, chosen, Shard()))
 
     def take(self, **how: Any) -> str:
-        preflight.preflight(
-            self.student,
+        run_preflight(
+            self.trainer,
             self.loader,
             self.evaluation,
-            self.recipe,
             self.said.append,
             memory=self.memory,
             folder=self.folder,
@@ -190,19 +194,19 @@ class Flight:
 
     def state(self) -> dict[str, Any]:
         """All that a training depends on."""
-        student = self.student
+        trainer = self.trainer
         return {
-            "weights": {name: own(tensor).clone() for name, tensor in student.objective.state_dict().items()},
+            "weights": {name: own(tensor).clone() for name, tensor in trainer.objective.state_dict().items()},
             "moments": {
                 (number, name): own(torch.as_tensor(value)).clone()
-                for number, kept in enumerate(student.optimizer.state.values())
+                for number, kept in enumerate(trainer.optimizer.state.values())
                 for name, value in kept.items()
             },
             "random": {"cpu": torch.get_rng_state()},
-            "gradients": {name: p.grad for name, p in student.trainables.items() if p.grad is not None},
-            "modes": {name: torch.tensor(module.training) for name, module in student.objective.named_modules()},
-            "rates": {"lr": torch.tensor(student.optimizer.param_groups[0]["lr"])},
-            "counted": {str(self.loader.counted): torch.zeros(())},
+            "gradients": {name: p.grad for name, p in trainer.trainable_parameters.items() if p.grad is not None},
+            "modes": {name: torch.tensor(module.training) for name, module in trainer.objective.named_modules()},
+            "rates": {"lr": torch.tensor(trainer.optimizer.param_groups[0]["lr"])},
+            "counted": {str(self.loader.row_counts): torch.zeros(())},
         }
 
 
@@ -230,13 +234,13 @@ def test_a_sound_training_passes_and_is_shown(flight: Make, tmp_path: Path) -> N
 
 def test_it_leaves_no_trace(flight: Make) -> None:
     it = flight(adapt={"dropout": 0.2}, train={"ema_decay": 0.9})
-    weights = stream_weights(it.student.family.streams, it.recipe.loss)
-    it.student.learn(next(it.loader.steps(2, 1, Shard())), weights, 1e-3)  # moments, and a random state in use
+    weights = stream_weights(it.trainer.family.streams, it.recipe.loss)
+    it.trainer.train_step(next(it.loader.steps(2, 1, Shard())), weights, 1e-3)  # moments, and a random state in use
     before = it.state()
     it.take()
     assert same(before, it.state())
     assert before["moments"] and not before["gradients"]
-    next(iter(it.student.trainables.values())).data.add_(1e-6)
+    next(iter(it.trainer.trainable_parameters.values())).data.add_(1e-6)
     assert not same(before, it.state())
 
 
@@ -245,12 +249,12 @@ class Notes:
         self.said: list[str] = []
         self.rows: list[dict[str, Any]] = []
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
-    def planned(self, *_: int) -> None: ...
+    def on_start(self, *_: int) -> None: ...
 
-    def stepped(self, row: dict[str, Any]) -> None:
+    def on_metrics(self, row: dict[str, Any]) -> None:
         self.rows.append({key: value for key, value in row.items() if key != "speed"})
 
 
@@ -263,8 +267,8 @@ def test_a_run_is_the_same_to_the_bit_without_it(birds: Path, tmp_path: Path, mo
     for name in ("with", "without"):
         run, notes = Run.create(tmp_path / name, chosen), Notes()
         if name == "without":
-            monkeypatch.setattr(loop, "preflight", lambda *_, **__: None)
-        train(chosen, run, notes)
+            monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
+        run_training(chosen, run, notes)
         results.append((notes.rows, load_file(run.adapter / "adapter_model.safetensors")))
         assert (run.folder / "preflight.txt").exists() == (name == "with")
     (rows, tensors), (plain_rows, plain) = results
@@ -275,7 +279,7 @@ def test_a_run_is_the_same_to_the_bit_without_it(birds: Path, tmp_path: Path, mo
 def test_a_dry_run_checks_and_trains_nothing(birds: Path, tmp_path: Path) -> None:
     chosen, notes = recipe(birds), Notes()
     run = Run.create(tmp_path / "run", chosen)
-    train(chosen, run, notes, dry_run=True)
+    run_training(chosen, run, notes, dry_run=True)
     assert any("preflight passed" in line for line in notes.said)
     assert "dry run: everything is ready for 3 steps" in notes.said[-1]
     assert notes.said.index(next(line for line in notes.said if line.startswith("memory plan"))) < notes.said.index(
@@ -296,29 +300,29 @@ def test_misplaced_labels_are_seen_by_a_pretrained_model(flight: Make, kind: typ
 
 def test_one_codebook_may_waver(flight: Make) -> None:
     it = flight()
-    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Shard())
-    losses = preflight.measure(look)
-    preflight.labels_align(losses, look)
-    losses.tallies[1].sums[5] = losses.tallies[2].sums[5] * 1.01
-    preflight.labels_align(losses, look)
+    look = CheckContext(it.trainer, it.loader, None, it.memory, it.folder, print, Shard())
+    losses = preflight_loss.measure_initial_loss(look)
+    preflight_loss.check_label_alignment(losses, look)
+    losses.by_offset[1].sums[5] = losses.by_offset[2].sums[5] * 1.01
+    preflight_loss.check_label_alignment(losses, look)
     for k in range(1, 5):
-        losses.tallies[1].sums[k] = losses.tallies[2].sums[k] * 1.01
+        losses.by_offset[1].sums[k] = losses.by_offset[2].sums[k] * 1.01
     with pytest.raises(TrainingError, match="misplaced"):
-        preflight.labels_align(losses, look)
+        preflight_loss.check_label_alignment(losses, look)
 
 
 def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> None:
     it = flight()
-    look = preflight.Look(it.student, it.loader, None, it.recipe, it.memory, it.folder, print, Shard())
-    losses = preflight.measure(look)
-    guesses = torch.tensor(losses.chance) * losses.tallies[1].counts
+    look = CheckContext(it.trainer, it.loader, None, it.memory, it.folder, print, Shard())
+    losses = preflight_loss.measure_initial_loss(look)
+    guesses = torch.tensor(losses.chance) * losses.by_offset[1].counts
     for k in losses.decisive[1:]:
-        losses.tallies[1].sums[k] = 1.5 * guesses[k]
-    assert losses.mean(1) > losses.guess
-    preflight.base_knows_something(losses, look)
-    losses.tallies[1].sums[losses.decisive[0]] = guesses[losses.decisive[0]]
+        losses.by_offset[1].sums[k] = 1.5 * guesses[k]
+    assert losses.mean(1) > losses.mean_chance
+    preflight_loss.check_better_than_chance(losses, look)
+    losses.by_offset[1].sums[losses.decisive[0]] = guesses[losses.decisive[0]]
     with pytest.raises(TrainingError, match="no better than chance"):
-        preflight.base_knows_something(losses, look)
+        preflight_loss.check_better_than_chance(losses, look)
 
 
 def test_random_weights_that_should_speak_are_refused(birds: Path, flight: Make) -> None:
@@ -346,7 +350,7 @@ def test_a_copy_task_is_too_easy(birds: Path, flight: Make, tmp_path: Path) -> N
 def test_a_loss_that_is_not_finite_is_named(flight: Make) -> None:
     it = flight()
     with torch.no_grad():
-        forward.core_of(it.student.model).audio_lm_head.weight[66 * 3] = torch.nan
+        get_base_model(it.trainer.model).audio_lm_head.weight[66 * 3] = torch.nan
     assert "the loss of code3 is not finite" in it.refused()
 
 
@@ -364,14 +368,14 @@ def everything(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple
 
 
 def test_a_model_that_sees_its_own_future_is_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "attend_within", everything)
+    monkeypatch.setattr(packing, "packed_causal_attention", everything)
     assert "sees its own future" in flight("model").refused()
 
 
 def test_packed_sequences_that_see_one_another_are_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an all-ones mask: causal, but over the whole row."""
-    apart = packing.attend_within
-    monkeypatch.setattr(packing, "attend_within", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
+    apart = attention.packed_causal_attention
+    monkeypatch.setattr(packing, "packed_causal_attention", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
     told = flight("model").refused()
     assert "packed sequences see one another" in told and "--set data.pack=false" in told
 
@@ -381,10 +385,10 @@ def test_labels_that_are_read_are_refused_whatever_the_weights(flight: Make) -> 
 
 
 def test_codes_that_do_not_arrive_are_noticed(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    embed = forward.embed
-    monkeypatch.setattr(forward, "embed", lambda core, ids, codes: embed(core, ids, torch.zeros_like(codes)))
+    embed = forward.embed_inputs
+    monkeypatch.setattr(forward, "embed_inputs", lambda core, ids, codes: embed(core, ids, torch.zeros_like(codes)))
     it = flight("model")
-    it.student.family.collate = deaf_to_text(it.student.family)  # type: ignore[method-assign]
+    it.trainer.family.collate = deaf_to_text(it.trainer.family)  # type: ignore[method-assign]
     assert "codes do not reach the model" in it.refused()
 
 
@@ -407,11 +411,11 @@ def test_evaluation_that_is_trained_on_is_refused_by_sound_and_by_words(
 ) -> None:
     flight(data={"evaluation": str(birds / "evaluation")}).take()
     seen = tmp_path / "seen"
-    for bird, pitch in BIRDS.items():
+    for bird, pitch in SPEAKER_PITCHES.items():
         sounds = {"good morning": "good morning", "What a fine day!": "what a fine dax", "fine": "fine"}
         for number, (text, sound) in enumerate(sounds.items()):
             clip = seen / bird / f"{number}.wav"
-            write(clip, whistle(sound, pitch), SAMPLE_RATE)
+            write_audio(clip, tone_speech(sound, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     prepare(str(seen), tmp_path / "leaky", model=str(birds / "model"), device="cpu")
     told = flight(data={"evaluation": str(tmp_path / "leaky")}).refused()
@@ -425,7 +429,7 @@ def test_a_reference_with_the_sound_of_its_target_is_refused(birds: Path, flight
     source = tmp_path / "twins" / "robin"
     for name, subtype in (("one", "PCM_16"), ("two", "PCM_24")):
         source.mkdir(parents=True, exist_ok=True)
-        soundfile.write(source / f"{name}.wav", whistle("good morning", 320.0), SAMPLE_RATE, subtype=subtype)
+        soundfile.write(source / f"{name}.wav", tone_speech("good morning", 320.0), SAMPLE_RATE, subtype=subtype)
         (source / f"{name}.txt").write_text("good morning")
     prepare(str(tmp_path / "twins"), tmp_path / "prepared", model=str(birds / "model"), device="cpu")
     told = flight("model", data={"train": str(tmp_path / "prepared")}).refused()
@@ -451,42 +455,42 @@ def test_a_row_that_would_cut_an_end_is_refused(birds: Path, tmp_path: Path) -> 
         Flight(recipe(birds, data={"row_tokens": 100}), tmp_path)
 
 
-# Who learns
+# Trainable parameters
 
 
 def test_a_frozen_model_is_refused(flight: Make) -> None:
     it = flight()
-    for parameter in it.student.trainables.values():
+    for parameter in it.trainer.trainable_parameters.values():
         parameter.requires_grad_(False)
     assert "no weight would learn" in it.refused()
 
 
 def test_a_lora_on_nothing_is_refused(flight: Make) -> None:
     it = flight(adapt={"train_modules": ["audio_head"]})
-    for name in [name for name in it.student.trainables if "lora_" in name]:
-        it.student.trainables.pop(name).requires_grad_(False)
+    for name in [name for name in it.trainer.trainable_parameters if "lora_" in name]:
+        it.trainer.trainable_parameters.pop(name).requires_grad_(False)
     told = it.refused()
     assert "has put a LoRA on nothing" in told and "audio_lm_head" in told and "myna model stats" in told
 
 
 def test_an_optimizer_of_other_weights_is_refused(flight: Make) -> None:
     it = flight()
-    it.student.optimizer.param_groups[0]["params"] = it.student.optimizer.param_groups[0]["params"][:-1]
+    it.trainer.optimizer.param_groups[0]["params"] = it.trainer.optimizer.param_groups[0]["params"][:-1]
     told = it.refused()
     assert "does not hold 1 of" in told and "lora_B" in told
 
 
 def test_a_trainable_without_a_gradient_is_named(flight: Make) -> None:
     it = flight()
-    it.student.trainables["extra.lora_A"] = extra = nn.Parameter(torch.zeros(3))
-    it.student.optimizer.param_groups[0]["params"].append(extra)
+    it.trainer.trainable_parameters["extra.lora_A"] = extra = nn.Parameter(torch.zeros(3))
+    it.trainer.optimizer.param_groups[0]["params"].append(extra)
     told = it.refused()
     assert "get no gradient: extra.lora_A" in told
 
 
 def test_a_gradient_that_is_not_finite_is_named(flight: Make) -> None:
     it = flight()
-    name, parameter = next(item for item in it.student.trainables.items() if "lora_B" in item[0])
+    name, parameter = next(item for item in it.trainer.trainable_parameters.items() if "lora_B" in item[0])
     parameter.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[no-untyped-call]
     told = it.refused()
     assert "gradients are not finite" in told and name in told
@@ -494,7 +498,7 @@ def test_a_gradient_that_is_not_finite_is_named(flight: Make) -> None:
 
 def test_gradients_that_are_all_zero_are_refused(flight: Make) -> None:
     it = flight()
-    for parameter in it.student.trainables.values():
+    for parameter in it.trainer.trainable_parameters.values():
         parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     assert "gradients are zero" in it.refused()
 
@@ -507,13 +511,13 @@ def test_out_of_memory_says_what_to_type_and_puts_everything_back(
 ) -> None:
     it = flight(train={"micro_batch_size": 2, "batch_size": 2})
     before = it.state()
-    two_steps = preflight.two_steps
+    two_steps = backward.run_two_steps
 
     def too_much(*arguments: Any) -> None:
         two_steps(*arguments)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(preflight, "two_steps", too_much)
+    monkeypatch.setattr(backward, "run_two_steps", too_much)
     told = it.refused()
     assert "out of memory in the longest pass" in told and "--set train.micro_batch_size=1" in told
     assert same(before, it.state())
@@ -523,7 +527,7 @@ def test_any_other_error_is_not_taken_for_it(flight: Make, monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr(preflight, "two_steps", broken)
+    monkeypatch.setattr(backward, "run_two_steps", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         flight().take()
 
@@ -531,6 +535,7 @@ def test_any_other_error_is_not_taken_for_it(flight: Make, monkeypatch: pytest.M
 # Several processes
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_and_one_that_fails_stops_both(birds: Path, tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", __name__]
     done = subprocess.run(
@@ -564,7 +569,7 @@ def as_rank(birds: Path, out: Path) -> None:
         it.take()
         untouched = same(before, it.state())
         passes = next(it.loader.steps(2, 1, Shard(torch.distributed.get_rank(), 2)))
-        tally, _ = it.student.learn(passes, stream_weights(it.student.family.streams, it.recipe.loss), 1e-3)
+        tally, _ = it.trainer.train_step(passes, stream_weights(it.trainer.family.streams, it.recipe.loss), 1e-3)
         told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
     try:
         Flight(recipe(birds), out, MuteOnOne).take()

@@ -13,8 +13,8 @@ from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train import loop, memory_plan
-from myna.train.distributed import start
-from myna.train.loop import make_loader, train
+from myna.train.distributed import init_accelerator
+from myna.train.loop import make_loader, run_training
 from myna.train.loss import LossAccumulator, stream_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
@@ -39,24 +39,24 @@ def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool
         train={"gradient_checkpointing": checkpointing, "fused_lora": fast},
     )
     precision = Precision("fp32", "a test")
-    accelerator = start(recipe, precision, torch.device("cpu"), birds)
+    accelerator = init_accelerator(recipe, precision, torch.device("cpu"), birds)
     family = open_family(recipe.model.source)
-    student = Trainer.make(recipe, family, precision, accelerator, lambda _: None)
+    trainer = Trainer.from_recipe(recipe, family, precision, accelerator, lambda _: None)
     runs = 0
 
     def count(*_: Any) -> None:
         nonlocal runs
         runs += 1
 
-    for layer in family.layers(accelerator.unwrap_model(student.objective)):
+    for layer in family.layers(accelerator.unwrap_model(trainer.objective)):
         layer.register_forward_pre_hook(count)
     stream = make_loader(recipe, family, recipe.data.train).steps(2, 1, Shard())
-    passes, tally = next(stream), LossAccumulator.of(len(family.streams))
+    passes, tally = next(stream), LossAccumulator.zeros(len(family.streams))
     stream.close()
     tally.counts = torch.stack([batch.counts for batch in passes]).sum(0)
     torch.manual_seed(5)
-    student.backward(passes, stream_weights(family.streams, recipe.loss), tally)
-    found: dict[str, Any] = {name: parameter.grad for name, parameter in student.trainables.items()}
+    trainer.backward(passes, stream_weights(family.streams, recipe.loss), tally)
+    found: dict[str, Any] = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
     return found | {"losses": tally.sums}, runs
 
 
@@ -99,12 +99,12 @@ class Seen:
         self.losses: list[float] = []
         self.recomputed: list[int] = []
 
-    def say(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.said.append(text)
 
-    def planned(self, *_: int) -> None: ...
+    def on_start(self, *_: int) -> None: ...
 
-    def stepped(self, row: dict[str, Any]) -> None:
+    def on_metrics(self, row: dict[str, Any]) -> None:
         self.losses.append(row.get("loss", math.nan))
 
 
@@ -112,15 +112,15 @@ def run(birds: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool =
     recipe = recipe_for(
         birds, model={"source": str(birds / "deep"), "check_pretrained": False}, train={"steps": 2} | how
     )
-    seen, learn = Seen(), Trainer.learn
+    seen, learn = Seen(), Trainer.train_step
 
     def note(self: Trainer, *given: Any) -> Any:
         seen.recomputed.append(self.accelerator.unwrap_model(self.objective).recompute)
         return learn(self, *given)
 
     with patch.context() as inside:
-        inside.setattr(Trainer, "learn", note)
-        train(recipe, Run.create(folder, recipe), seen, dry_run=dry_run)
+        inside.setattr(Trainer, "train_step", note)
+        run_training(recipe, Run.create(folder, recipe), seen, dry_run=dry_run)
     return seen
 
 
@@ -137,7 +137,7 @@ def test_a_training_recomputes_what_its_plan_has_chosen(
     assert any("no layer recomputed, since everything fits" in line for line in free.said)
     assert free.recomputed == [0, 0]
     whole = total(free.said)
-    monkeypatch.setattr(memory_plan, "room", lambda _: int(0.8 * whole / memory_plan.HEADROOM))
+    monkeypatch.setattr(memory_plan, "available_memory", lambda _: int(0.8 * whole / memory_plan.USABLE_MEMORY_SHARE))
     tight = run(birds, tmp_path / "tight", monkeypatch)
     number = tight.recomputed[0]
     assert 0 < number < 4 and tight.recomputed == [number, number]

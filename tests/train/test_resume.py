@@ -66,6 +66,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
         assert not {*folder.glob(".*"), *folder.glob("checkpoints/.*")}, "nothing half-done is left"
 
 
+@pytest.mark.slow
 def test_killed_at_twenty_random_moments(birds: Path, nursery: Nursery, tmp_path: Path) -> None:
     recipe, dice = everything(birds, steps=60), random.Random(20)
     assert nursery.train(tmp_path / "whole", recipe=dump(recipe)) == 0
@@ -87,7 +88,9 @@ MOMENTS = [("fsync", 1), ("fsync", 5), ("fsync", 8), ("rename", 1), ("rename", 2
 FULL = {"mode": "full", "freeze": ["text_ffn"]}
 
 
-@pytest.mark.parametrize("adapt", [{"dora": True}, FULL], ids=["dora", "full"])
+@pytest.mark.parametrize(
+    "adapt", [pytest.param({"dora": True}, marks=pytest.mark.slow), FULL], ids=["dora", "full"]
+)
 def test_killed_within_a_save(birds: Path, nursery: Nursery, tmp_path: Path, adapt: dict[str, Any]) -> None:
     recipe = recipe_for(
         birds,

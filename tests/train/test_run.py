@@ -86,8 +86,8 @@ def test_what_is_recorded_is_added(tmp_path: Path, recipe: Recipe) -> None:
         {"step": 1, "evaluation": {"loss": 5.5}},
     ]
     for row in written:
-        run.record(row)
-    Run.open(run.folder).record({"step": 2})
+        run.log_metrics(row)
+    Run.open(run.folder).log_metrics({"step": 2})
     assert rows(run) == [*written, {"step": 2}]
     run.log("một")
     Run.open(run.folder).log("hai")
@@ -100,31 +100,31 @@ def test_what_is_recorded_is_added(tmp_path: Path, recipe: Recipe) -> None:
 def test_later_steps_are_forgotten(tmp_path: Path, recipe: Recipe) -> None:
     run = Run.create(tmp_path / "run", recipe)
     for step in range(1, 6):
-        run.record({"step": step})
+        run.log_metrics({"step": step})
         if step % 2 == 0:
-            run.record({"step": step, "evaluation": {}})
-    run.forget_after(4)
+            run.log_metrics({"step": step, "evaluation": {}})
+    run.truncate_metrics(4)
     assert [row["step"] for row in rows(run)] == [1, 2, 2, 3, 4, 4]
-    run.forget_after(2)
+    run.truncate_metrics(2)
     assert rows(run)[-1] == {"step": 2, "evaluation": {}}
-    run.forget_after(0)
+    run.truncate_metrics(0)
     assert rows(run) == []
     assert not [path for path in run.folder.iterdir() if path.name.startswith(".")]
 
 
 def test_a_last_line_that_a_kill_has_cut_is_forgotten(tmp_path: Path, recipe: Recipe) -> None:
     run = Run.create(tmp_path / "run", recipe)
-    run.record({"step": 1})
+    run.log_metrics({"step": 1})
     with run.metrics.open("a") as file:
         file.write('{"step": 2, "lo')
-    run.forget_after(5)
-    run.record({"step": 2})
+    run.truncate_metrics(5)
+    run.log_metrics({"step": 2})
     assert [row["step"] for row in rows(run)] == [1, 2]
 
 
 def test_a_run_without_metrics_has_nothing_to_forget(tmp_path: Path, recipe: Recipe) -> None:
     run = Run.create(tmp_path / "run", recipe)
-    run.forget_after(3)
+    run.truncate_metrics(3)
     assert not run.metrics.exists()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from myna.train.checkpoint import checkpoint_steps
-from myna.train.loop import _asked_to_stop
+from myna.train.loop import _stop_on_signal
 from myna.train.run import Run
 from tests.train.resume_helper import (
     Nursery,
@@ -29,6 +29,7 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_birds(tmp_path_factory.mktemp("birds"))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_result(birds: Path, tmp_path: Path) -> None:
     recipe = recipe_for(
         birds,
@@ -60,9 +61,9 @@ def test_the_second_interrupt_does_not_wait_and_handlers_come_back() -> None:
         return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     before, asked = handlers(), []
-    with pytest.raises(KeyboardInterrupt), _asked_to_stop() as stop:
+    with pytest.raises(KeyboardInterrupt), _stop_on_signal() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-            asked.append(stop.is_asked)
+            asked.append(stop.requested)
     assert asked == [True, True], "asking twice to end is asking to end"
     assert handlers() == before

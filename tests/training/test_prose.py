@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from corpus_making.prose import CLAUSE, LONGEST, prose_lines
+from corpus_making.prose import MAX_CHARACTERS, MIN_CLAUSE_CHARACTERS, prose_lines
 
 
 def lines_of(text: str) -> list[str]:
@@ -86,6 +86,9 @@ def test_what_is_too_long_is_cut_at_its_strongest_marks() -> None:
         *(f"{first}.", f"{second.capitalize()}.", f"{third.capitalize()}!"),
     ]
     assert lines_of(f"{first}; so it seemed; {second}, {third}.")[1].startswith("And nobody"), "scraps are left out"
-    endless = " ".join(["very"] * LONGEST)
+    endless = " ".join(["very"] * MAX_CHARACTERS)
     assert lines_of(f"It was {endless} long.") == []
-    assert all(CLAUSE <= len(line) <= LONGEST for line in lines_of(f"{first}, {second} {third}, {first} {third}."))
+    assert all(
+        MIN_CLAUSE_CHARACTERS <= len(line) <= MAX_CHARACTERS
+        for line in lines_of(f"{first}, {second} {third}, {first} {third}.")
+    )

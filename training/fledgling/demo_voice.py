@@ -1,9 +1,9 @@
-"""The voice of `myna demo`: three minutes of Kokoro-82M in a voice that no corpus has, reading lines that none has.
+"""Recordings of `myna demo`: three minutes of Kokoro-82M in a voice and with sentences of no fledgling corpus.
 
 python training/fledgling/demo_voice.py --out src/myna/demo/recordings
 
-Makes clips as OGG/Opus and `manifest.jsonl`, in which some are marked as held out: the demo is judged by them. About
-four minutes of one core. The same seed gives the same clips, but for the encoder's version.
+Writes clips as OGG/Opus and `manifest.jsonl`, in which some are marked as held out, for the demo's evaluation. About
+four minutes of one core. The same seed gives the same clips with the same version of the encoder.
 """
 
 from __future__ import annotations
@@ -17,22 +17,28 @@ import numpy as np
 import soundfile
 
 from corpus_making.held_out import is_held_out_line
-from corpus_making.kokoro import DEMO_VOICES, RESERVED, SAMPLE_RATE, OnnxKokoro, Request, Samples, Speaker
+from corpus_making.kokoro import (
+    DEMO_VOICES,
+    RESERVED_VOICES,
+    SAMPLE_RATE,
+    KokoroSpeaker,
+    OnnxKokoro,
+    Samples,
+    SynthesisRequest,
+)
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import DataError, MynaError
-from myna.io import replacing
+from myna.io import atomic_write
 
-SPEED = (0.95, 1.05)
-"""Nobody reads every line at one pace."""
-LEVEL = 0.08
-"""Root mean square, the same in all clips."""
-BEFORE, AFTER = 0.1, 0.25
+SPEED_FACTORS = (0.95, 1.05)
+TARGET_RMS = 0.08
+LEADING_SECONDS, TRAILING_SECONDS = 0.1, 0.25
 """Seconds of silence that are left at both ends."""
-SILENCE = 0.01
-"""Of the loudest sample: below is silence."""
+SILENCE_RATIO = 0.01
+"""Relative to the loudest sample."""
 
-TO_LEARN = (
+TRAIN_SENTENCES = (
     "A bass voice is lower than a baritone voice.",
     "A collar of flowers was placed about the neck of the winning horse.",
     "A great congregation of birds flew over.",
@@ -82,7 +88,7 @@ TO_LEARN = (
     "You must take the receiver off the hook before you dial.",
 )
 """Examples from WordNet that no corpus of fledgling reads: whole, plain sentences, which people would say."""
-TO_JUDGE_BY = (
+HELD_OUT_SENTENCES = (
     "After fishing for an hour he still had not had a bite.",
     "I guess I can squeeze by on this lousy salary.",
     "I kept your little secret to myself all these years.",
@@ -97,18 +103,18 @@ TO_JUDGE_BY = (
 
 
 def make(out: Path, packages: Path, voice: str, seed: int) -> float:
-    """Write clips and manifest; how many seconds there are to learn from."""
-    for text in (*TO_LEARN, *TO_JUDGE_BY):
+    """Write clips and manifest; the seconds of training audio."""
+    for text in (*TRAIN_SENTENCES, *HELD_OUT_SENTENCES):
         if not is_held_out_line(text):
             raise DataError(f"a corpus may have read {text!r}", hint="take lines of texts/held_out.txt.gz only")
     kokoro = OnnxKokoro(packages, threads=1)
     name = voice.partition("_")[2]
-    speaker = Speaker(name, (voice, voice), share=1.0, speed=1.0)
+    speaker = KokoroSpeaker(name, (voice, voice), share=1.0, speed=1.0)
     utterances, seconds = [], 0.0
     for id, text, held_out in _lines(name):
-        speed = random.Random(f"{seed}/{voice}/{text}").uniform(*SPEED)
-        samples = trimmed(kokoro.say([Request(text, speaker, speed)])[0])
-        with replacing(out / f"{id}.opus") as temporary:
+        speed = random.Random(f"{seed}/{voice}/{text}").uniform(*SPEED_FACTORS)
+        samples = trim_and_level(kokoro.say([SynthesisRequest(text, speaker, speed)])[0])
+        with atomic_write(out / f"{id}.opus") as temporary:
             soundfile.write(temporary, samples, SAMPLE_RATE, format="OGG", subtype="OPUS")
         extras = {"held_out": True} if held_out else {}
         utterances.append(Utterance(id, out / f"{id}.opus", text, name, "en", extras=extras))
@@ -117,18 +123,21 @@ def make(out: Path, packages: Path, voice: str, seed: int) -> float:
     return seconds
 
 
-def trimmed(samples: Samples) -> Samples:
+def trim_and_level(samples: Samples) -> Samples:
     """With a moment of silence at both ends, and at the common level."""
-    loud = np.flatnonzero(np.abs(samples) > SILENCE * np.abs(samples).max())
-    first, last = int(loud[0]) - round(BEFORE * SAMPLE_RATE), int(loud[-1]) + round(AFTER * SAMPLE_RATE)
+    loud = np.flatnonzero(np.abs(samples) > SILENCE_RATIO * np.abs(samples).max())
+    first, last = (
+        int(loud[0]) - round(LEADING_SECONDS * SAMPLE_RATE),
+        int(loud[-1]) + round(TRAILING_SECONDS * SAMPLE_RATE),
+    )
     kept = samples[max(0, first) : last]
     level = float(np.sqrt(np.mean(np.square(kept, dtype=np.float64))))
-    return np.asarray(np.clip(kept * (LEVEL / level), -0.99, 0.99), np.float32)
+    return np.asarray(np.clip(kept * (TARGET_RMS / level), -0.99, 0.99), np.float32)
 
 
 def _lines(name: str) -> Iterator[tuple[str, str, bool]]:
     """Id, text, and whether it is held out."""
-    for kind, texts in (("learn", TO_LEARN), ("judge", TO_JUDGE_BY)):
+    for kind, texts in (("learn", TRAIN_SENTENCES), ("judge", HELD_OUT_SENTENCES)):
         for number, text in enumerate(texts, start=1):
             yield f"{name}-{kind}-{number:02d}", text, kind == "judge"
 
@@ -142,13 +151,13 @@ def main() -> None:
     parser.add_argument(
         "--voice",
         default="im_nicola",
-        choices=(*DEMO_VOICES, *RESERVED),
+        choices=(*DEMO_VOICES, *RESERVED_VOICES),
         help="the last three are nearer to what fledgling knows: for benchmarks/rank_checkpoints.py --voice",
     )
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        print(f"{given.out}: {make(given.out, given.packages, given.voice, given.seed):.0f} s to learn from")
+        print(f"{args.out}: {make(args.out, args.packages, args.voice, args.seed):.0f} s to learn from")
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

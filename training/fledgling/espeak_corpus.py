@@ -1,9 +1,9 @@
-"""Hours of speech of speakers that do not exist, out of espeak-ng: robotic, but cheap, and every voice another.
+"""Corpus of random eSpeak NG voices: robotic, but cheap, and with any number of speakers.
 
 python training/fledgling/espeak_corpus.py --texts data/fledgling/texts --out data/fledgling/espeak \\
     --hours 100 --speakers 2500
 
-One core makes some 300 hours an hour. Stopped at any moment, it goes on where it was when it is run again.
+One core makes some 300 hours an hour. Interrupted, it continues when it is run again.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from pathlib import Path
 import soxr  # type: ignore[import-untyped]
 
 from corpus_making.channel import Channel
-from corpus_making.espeak import Espeak, Speaker
-from corpus_making.folder import SAMPLE_RATE, CorpusFolder
-from corpus_making.lines import Lines
-from corpus_making.sound import Samples, at_level, speaker_level, trim
-from corpus_making.survivors import done_by_survivors
+from corpus_making.corpus_folder import SAMPLE_RATE, CorpusFolder
+from corpus_making.espeak import Espeak, EspeakSpeaker
+from corpus_making.lines import TextPool
+from corpus_making.loudness import Samples, at_level, speaker_level, trim
+from corpus_making.process_pool import map_with_restarts
 from myna.errors import MynaError
 
-FEWEST_CLIPS = 6
-"""Of a speaker: each clip wants another one as its reference."""
-HEAP = 4
-"""Speakers that a process makes before it asks for more."""
-SHORTEST, LONGEST = 0.25, 14.0
+MIN_CLIPS = 6
+"""Of a speaker: each clip needs another one as its reference."""
+SPEAKERS_PER_TASK = 4
+MIN_SECONDS, MAX_SECONDS = 0.25, 14.0
 """Seconds of a clip; others are left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CorpusConfig:
+    """Settings of the corpus."""
+
     texts: str
     hours: float
     speakers: int
     seed: int
-    other: float
+    other_language_share: float
     """Share of Arabic speakers, and of Vietnamese ones."""
     channels: bool = True
     """Whether there are microphones, rooms and noise between speakers and files."""
@@ -51,7 +52,7 @@ class Asked:
 
     def language(self, name: str) -> str:
         kind = random.Random(f"{self.seed}/language/{name}").random()
-        return "ar" if kind < self.other else "vi" if kind < 2 * self.other else "en"
+        return "ar" if kind < self.other_language_share else "vi" if kind < 2 * self.other_language_share else "en"
 
 
 @cache
@@ -61,55 +62,57 @@ def _espeak() -> Espeak:
 
 
 @cache
-def _lines(folder: str) -> Lines:
-    return Lines.read(Path(folder))
+def _lines(folder: str) -> TextPool:
+    return TextPool.read(Path(folder))
 
 
-def make_speaker(asked: Asked, out: Path, name: str) -> float:
+def make_speaker(config: CorpusConfig, out: Path, name: str) -> float:
     """All clips of one speaker, unless they are there; how many seconds were made."""
     corpus = CorpusFolder(out)
     if corpus.has(name):
         return 0.0
-    language = asked.language(name)
-    return corpus.add(name, language, _clips(asked, name, language))
+    language = config.language(name)
+    return corpus.add(name, language, _clips(config, name, language))
 
 
-def _clips(asked: Asked, name: str, language: str) -> Iterator[tuple[str, Samples]]:
-    espeak, lines, dice = _espeak(), _lines(asked.texts), random.Random(f"{asked.seed}/clips/{name}")
-    espeak.meet(Speaker.draw(name, language, asked.seed))
-    level, wanted, said = speaker_level(name, asked.seed), asked.hours * 3600 / asked.speakers, set[str]()
-    channel = Channel.draw(name, asked.seed) if asked.channels else Channel()
+def _clips(config: CorpusConfig, name: str, language: str) -> Iterator[tuple[str, Samples]]:
+    espeak, lines, rng = _espeak(), _lines(config.texts), random.Random(f"{config.seed}/clips/{name}")
+    espeak.set_speaker(EspeakSpeaker.draw(name, language, config.seed))
+    level, wanted, used = speaker_level(name, config.seed), config.hours * 3600 / config.speakers, set[str]()
+    channel = Channel.draw(name, config.seed) if config.channels else Channel()
     seconds, clips = 0.0, 0
-    while seconds < wanted or clips < FEWEST_CLIPS:
-        text = lines.draw(language, dice)
-        if text in said and len(said) < len(lines.of.get(language, ())):
+    while seconds < wanted or clips < MIN_CLIPS:
+        text = lines.draw(language, rng)
+        if text in used and len(used) < len(lines.of.get(language, ())):
             continue
-        said.add(text)
+        used.add(text)
         spoken = soxr.resample(espeak.say(text), espeak.sample_rate, SAMPLE_RATE, quality="HQ")
-        samples = at_level(channel.record(trim(spoken, SAMPLE_RATE, dice)), SAMPLE_RATE, level, dice)
-        if SHORTEST <= len(samples) / SAMPLE_RATE <= LONGEST:
+        samples = at_level(channel.record(trim(spoken, SAMPLE_RATE, rng)), SAMPLE_RATE, level, rng)
+        if MIN_SECONDS <= len(samples) / SAMPLE_RATE <= MAX_SECONDS:
             seconds, clips = seconds + len(samples) / SAMPLE_RATE, clips + 1
             yield text, samples
 
 
-def _make_some(asked: Asked, out: Path, names: Sequence[str]) -> float:
-    return sum(make_speaker(asked, out, name) for name in names)
+def _make_speakers(config: CorpusConfig, out: Path, names: Sequence[str]) -> float:
+    return sum(make_speaker(config, out, name) for name in names)
 
 
-def _heaps(names: Sequence[str]) -> list[Sequence[str]]:
-    return [names[start : start + HEAP] for start in range(0, len(names), HEAP)]
+def _speaker_batches(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[start : start + SPEAKERS_PER_TASK] for start in range(0, len(names), SPEAKERS_PER_TASK)]
 
 
-def make(asked: Asked, out: Path, jobs: int) -> None:
-    settings = asdict(asked) | {"texts": Path(asked.texts).name}
-    if not asked.channels:
+def make(config: CorpusConfig, out: Path, jobs: int) -> None:
+    settings = asdict(config) | {"texts": Path(config.texts).name}
+    if not config.channels:
         del settings["channels"]  # folders of before are clean, and go on so
     CorpusFolder(out).begin(settings)
-    names, began, seconds = asked.names(), time.monotonic(), 0.0
-    for number, one in enumerate(done_by_survivors(partial(_make_some, asked, out), _heaps(names), jobs), start=1):
-        seconds += one
-        if number % 50 == 0 or HEAP * number >= len(names):
-            pace, made = seconds / (time.monotonic() - began), min(HEAP * number, len(names))
+    names, began, seconds = config.names(), time.monotonic(), 0.0
+    for number, made_seconds in enumerate(
+        map_with_restarts(partial(_make_speakers, config, out), _speaker_batches(names), jobs), start=1
+    ):
+        seconds += made_seconds
+        if number % 50 == 0 or SPEAKERS_PER_TASK * number >= len(names):
+            pace, made = seconds / (time.monotonic() - began), min(SPEAKERS_PER_TASK * number, len(names))
             print(f"{made} of {len(names)} speakers, {seconds / 3600:.1f} h now, {pace:.0f} x real time", flush=True)
     for part, count in CorpusFolder(out).finish().items():
         print(f"{out / part}: {count} clips")
@@ -117,18 +120,22 @@ def make(asked: Asked, out: Path, jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, help="folder made by texts.py")
+    parser.add_argument("--texts", type=Path, required=True, help="folder made by extract_texts.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the corpus")
     parser.add_argument("--hours", type=float, default=100.0, help="of speech, held-out speakers included")
     parser.add_argument("--speakers", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--other", type=float, default=0.04, help="share of Arabic, and of Vietnamese speakers")
+    parser.add_argument(
+        "--other-language-share", type=float, default=0.04, help="share of Arabic, and of Vietnamese speakers"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--clean", action="store_true", help="no microphones, rooms and noise")
-    given = parser.parse_args()
-    asked = Asked(str(given.texts), given.hours, given.speakers, given.seed, given.other, not given.clean)
+    args = parser.parse_args()
+    config = CorpusConfig(
+        str(args.texts), args.hours, args.speakers, args.seed, args.other_language_share, not args.clean
+    )
     try:
-        make(asked, given.out, given.jobs)
+        make(config, args.out, args.jobs)
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Makes fledgling on one machine with a card, stage by stage: bash training/fledgling/fledgling.sh STAGE...
+# Trains fledgling on one machine with a GPU, stage by stage: bash training/fledgling/fledgling.sh STAGE...
 #
 #   all      everything below in $BUDGET seconds: what is late shortens what comes after it
-#   decoder  instead: $CODEC, or the codec that ships, in $BUDGET seconds made to sound better, with the same codes;
-#            sounds, then training of the decoder alone, and no language model
+#   decoder  instead: decoder-only training of $CODEC, or of the shipped codec, in $BUDGET seconds, with the same codes;
+#            corpora, then the decoder, and no language model
 #
 #   check    is everything there that the other stages import?
-#   sounds   natural speech made and shaped, corpora of espeak voices beside it
-#                                                                        ($NATURAL_SOUND_SECONDS and 20 s)
+#   corpora  natural speech, synthesized and augmented, and corpora of eSpeak voices
+#                                                                        ($NATURAL_SECONDS and 20 s)
 #   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
-#   encode   an egg, and the codes of all sounds                         (50 s)
+#   encode   the initial checkpoint, and the codes of all clips          (50 s)
 #   trial    sixty steps, to see how many fit into the time
-#   learn    the language model                                          ($LEARN_SECONDS)
-#   ship     halves in small files, copied to $OUT
+#   train    the language model                                          ($TRAIN_SECONDS)
+#   export   fp16 weights in small files, copied to $OUT
 #
-# Each stage goes on where it was when it is run again, so that a command may be cut at any moment. What each training
-# leaves is copied to $OUT as soon as it is there. What is not said here is said in README.md.
+# An interrupted stage continues when it is run again. The results of each training are copied to $OUT as soon as they are
+# there. README.md has the rest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -27,40 +27,40 @@ CODEC_HOURS=${CODEC_HOURS:-8}            # of espeak for the codec, of more spea
 CODEC_SPEAKERS=${CODEC_SPEAKERS:-800}
 CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in all
 CODEC_TOTAL=${CODEC_TOTAL:-}
-CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source that it reads: 15 hours and more, of all speakers
+CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source: 15 hours and more, of all speakers
 CODEC_OPTIONS=${CODEC_OPTIONS:-}
-BEGIN_WITH=${BEGIN_WITH:-}               # a fledgling that goes on learning, with its codec; else an egg of random weights
-CODEC=${CODEC:-${BEGIN_WITH:+$BEGIN_WITH/codec}} # a codec that is there already: none is trained
-EGG_OPTIONS=${EGG_OPTIONS:-}
-NATURAL_HOURS=${NATURAL_HOURS:-200}      # of natural speech to make here, if Kokoro was carried
+INIT_FROM=${INIT_FROM:-}               # a fledgling to train further, with its codec; else random weights
+CODEC=${CODEC:-${INIT_FROM:+$INIT_FROM/codec}} # an existing codec: none is trained
+INIT_OPTIONS=${INIT_OPTIONS:-}
+NATURAL_HOURS=${NATURAL_HOURS:-200}      # of natural speech to synthesize here, if Kokoro is in the bundle
 NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-6000}
-NATURAL_SEED=${NATURAL_SEED:-2}          # of another seed than what was made elsewhere: no two speakers have one name
-NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-} # after which what is made is enough: 165, or 60 for `decoder`
+NATURAL_SEED=${NATURAL_SEED:-2}          # another seed than that of speech from elsewhere, so that speaker names differ
+NATURAL_SECONDS=${NATURAL_SECONDS:-}     # of synthesis: 165, or 60 for `decoder`
 NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
-NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without kernels of our own
-CHANNELS=${CHANNELS-yes}                 # microphones, rooms and noise for two speakers in three; CHANNELS= for none
+NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without our own kernels
+CHANNELS=${CHANNELS-yes}                 # channel simulation for two speakers in three; CHANNELS= for none
 JOBS=${JOBS:-$(nproc)}
 NATURAL_JOBS=${NATURAL_JOBS:-10}
 ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
-REPEAT=${REPEAT:-1}                      # how often a natural line comes beside espeak
+REPEAT=${REPEAT:-1}                      # of natural lines in an epoch
 ENCODERS=${ENCODERS:-$JOBS}
-LEARN_SECONDS=${LEARN_SECONDS:-600}
-LIMIT=${LIMIT:-}                         # seconds of a command after which it is asked to stop and to keep what it has
+TRAIN_SECONDS=${TRAIN_SECONDS:-600}
+LIMIT=${LIMIT:-}                         # seconds of a command after which it is told to stop and to save a checkpoint
 DATA=${DATA:-data/fledgling}
-CARRY=${CARRY:-$DATA/carry}              # the loads that carry.py made
+BUNDLE=${BUNDLE:-$DATA/bundle}           # the parts that pack_offline.py made
 RUNS=${RUNS:-runs}
 SET=${SET:-}                             # more settings for the language model: "--set train.learning_rate=1e-3"
 HERE=training/fledgling
 CLEAN=()
 [ -n "$CHANNELS" ] || CLEAN=(--clean)
-GOES_ON=() # what was learned before should not be thrown away by the first steps
-[ -z "$BEGIN_WITH" ] || GOES_ON=(--set model.check_pretrained=true --set train.learning_rate=1e-3)
+CONTINUED=() # a lower learning rate for trained weights
+[ -z "$INIT_FROM" ] || CONTINUED=(--set model.check_pretrained=true --set train.learning_rate=1e-3)
 export PYTHONPATH=src:$DATA/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 say() { echo "[$(date +%T)] $*"; }
 
 unpack() {
-  for wheel in "$CARRY"/*/wheels/*.whl; do
+  for wheel in "$BUNDLE"/*/wheels/*.whl; do
     [ -e "$wheel" ] || continue
     [ -e "$DATA/site/.$(basename "$wheel")" ] && continue
     $PYTHON -m zipfile -e "$wheel" "$DATA/site" && touch "$DATA/site/.$(basename "$wheel")"
@@ -71,28 +71,28 @@ check() {
   $PYTHON -c "
 import accelerate, espeakng_loader, peft, pyarrow, pydantic, rich, safetensors, soundfile, soxr, torch, transformers
 import typer, yaml
-import myna.workflow
+import myna.train.loop
 for package in (torch, transformers, peft, pyarrow, pydantic):
     print(package.__name__, package.__version__)
 print('cuda', torch.cuda.is_available())"
 }
 
-texts() { for folder in "$DATA/texts" "$CARRY/0/texts"; do [ -d "$folder" ] && echo "$folder" && return; done; }
+texts() { for folder in "$DATA/texts" "$BUNDLE/0/texts"; do [ -d "$folder" ] && echo "$folder" && return; done; }
 
-sounds() {
-  espeak_sounds >"$DATA/espeak.log" 2>&1 &
+corpora() {
+  espeak_corpora >"$DATA/espeak.log" 2>&1 &
   local beside=$!
-  local sources=() # natural speech that was made elsewhere; what is made here is shaped already, and its manifest has both
-  for folder in "$CARRY"/*/natural; do [ ! -d "$folder" ] || sources+=("$folder"); done
+  local sources=() # natural speech from elsewhere; what is made here is augmented already, and its manifest has both
+  for folder in "$BUNDLE"/*/natural; do [ ! -d "$folder" ] || sources+=("$folder"); done
   [ ${#sources[@]} = 0 ] ||
-    $PYTHON $HERE/shape_natural.py "${sources[@]}" --out "$DATA/natural_shaped" --jobs "$JOBS" "${CLEAN[@]}"
-  natural_sounds
+    $PYTHON $HERE/augment_natural.py "${sources[@]}" --out "$DATA/natural_augmented" --jobs "$JOBS" "${CLEAN[@]}"
+  natural_corpus
   wait $beside || { cat "$DATA/espeak.log"; return 1; }
   tail -n 2 "$DATA/espeak.log"
-  [ -e "$DATA/natural_shaped/manifest.jsonl" ] || { say "there is no natural speech: carry some, or Kokoro"; return 1; }
+  [ -e "$DATA/natural_augmented/manifest.jsonl" ] || { say "there is no natural speech: bundle some, or Kokoro"; return 1; }
 }
 
-espeak_sounds() { # the codec's first, which is wanted first
+espeak_corpora() { # the codec's first, which is needed first
   [ -n "$CODEC" ] || espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
   [ "$HOURS" = 0 ] || espeak espeak --hours "$HOURS" --speakers "$SPEAKERS"
 }
@@ -104,24 +104,24 @@ espeak() {
     $PYTHON $HERE/espeak_corpus.py --texts "$(texts)" --out "$DATA/$name" --jobs "$ESPEAK_JOBS" "${CLEAN[@]}" "$@"
 }
 
-natural_sounds() {
-  local weights=("$CARRY"/*/kokoro)
-  [ -d "${weights[0]}" ] || { say "Kokoro was not carried: there is only the natural speech that was"; return 0; }
-  [ -e "$DATA/natural_shaped/finished" ] && return 0
+natural_corpus() {
+  local weights=("$BUNDLE"/*/kokoro)
+  [ -d "${weights[0]}" ] || { say "the bundle has no Kokoro: only its natural speech is used"; return 0; }
+  [ -e "$DATA/natural_augmented/finished" ] && return 0
   # shellcheck disable=SC2086
-  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_shaped" --shaped "${CLEAN[@]}" --seed "$NATURAL_SEED" \
+  $PYTHON $HERE/natural_corpus.py --texts "$(texts)" --out "$DATA/natural_augmented" --augment "${CLEAN[@]}" --seed "$NATURAL_SEED" \
     --jobs "$NATURAL_JOBS" --hours "$NATURAL_HOURS" --speakers "$NATURAL_SPEAKERS" \
-    --seconds "${NATURAL_SOUND_SECONDS:-165}" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
+    --seconds "${NATURAL_SECONDS:-165}" --device "$NATURAL_DEVICE" $NATURAL_OPTIONS --weights "${weights[@]}" \
     >"$DATA/natural.log" 2>&1 || { tail -n 30 "$DATA/natural.log"; return 1; }
-  grep -v " to .*: .* x real time" "$DATA/natural.log" | sort | uniq -c || true # what was remarked, and how often
+  grep -v " to .*: .* x real time" "$DATA/natural.log" | sort | uniq -c || true # warnings, and how often
   grep " x real time" "$DATA/natural.log" | tail -n 3 || true
-  touch "$DATA/natural_shaped/finished"
+  touch "$DATA/natural_augmented/finished"
 }
 
 codec() {
   [ -z "$CODEC" ] || { mkdir -p "$RUNS/codec" && cp -r "$CODEC" "$RUNS/codec/codec"; return; }
   # shellcheck disable=SC2086
-  $PYTHON $HERE/train_codec.py --source "$DATA/natural_shaped=0.7" --source "$DATA/espeak_codec=0.3" \
+  $PYTHON $HERE/train_codec.py --source "$DATA/natural_augmented=0.7" --source "$DATA/espeak_codec=0.3" \
     --out "$RUNS/codec" --seconds "$CODEC_SECONDS" --total "${CODEC_TOTAL:-$CODEC_SECONDS}" --limit "$CODEC_CLIPS" \
     $CODEC_OPTIONS
   [ -n "${OUT:-}" ] || return 0
@@ -130,56 +130,56 @@ codec() {
   cp "$RUNS/codec/progress.json" "$OUT/codec_progress.json"
 }
 
-decoder() { # the two stages that it takes, with a clock and a folder of their own
-  local begun=${CODEC:-src/myna/models/fledgling/codec} CODEC="" HOURS=0 RUNS=$RUNS/decoder
-  local NATURAL_SOUND_SECONDS=${NATURAL_SOUND_SECONDS:-60}
-  local CODEC_OPTIONS="--decoder-only --begin-with $begun $CODEC_OPTIONS"
+decoder() { # two stages, with a clock and a folder of their own
+  local init=${CODEC:-src/myna/models/fledgling/codec} CODEC="" HOURS=0 RUNS=$RUNS/decoder
+  local NATURAL_SECONDS=${NATURAL_SECONDS:-60}
+  local CODEC_OPTIONS="--decoder-only --init-from $init $CODEC_OPTIONS"
   mkdir -p "$RUNS"
   [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
-  stage sounds
+  stage corpora
   planned CODEC_SECONDS decoder
   stage codec
 }
 
 encode() {
-  # A codec that has learned more since is another codec, and wants another egg.
-  diff -rq "$RUNS/codec/codec" "$DATA/egg/codec" >/dev/null 2>&1 || egg
-  $PYTHON $HERE/mix.py --natural "$DATA/natural_shaped" --espeak "$DATA/espeak" --repeat "$REPEAT" --out "$DATA/mixed"
-  $PYTHON $HERE/encode.py --model "$DATA/egg" --work "$DATA/codes" --jobs "$ENCODERS" \
+  # Another codec needs another initial checkpoint.
+  diff -rq "$RUNS/codec/codec" "$DATA/init/codec" >/dev/null 2>&1 || init_model
+  $PYTHON $HERE/mix_corpora.py --natural "$DATA/natural_augmented" --espeak "$DATA/espeak" --repeat "$REPEAT" --out "$DATA/mixed"
+  $PYTHON $HERE/encode.py --model "$DATA/init" --work "$DATA/codes" --jobs "$ENCODERS" \
     "$DATA/mixed/train=$DATA/prepared/train" "$DATA/mixed/held_out=$DATA/prepared/held_out"
 }
 
-egg() {
-  rm -rf "$DATA/egg"
-  if [ -n "$BEGIN_WITH" ]; then
-    diff -rq "$RUNS/codec/codec" "$BEGIN_WITH/codec" || { say "$BEGIN_WITH knows other codes than those of $CODEC"; return 1; }
-    cp -r "$BEGIN_WITH" "$DATA/egg"
+init_model() {
+  rm -rf "$DATA/init"
+  if [ -n "$INIT_FROM" ]; then
+    diff -rq "$RUNS/codec/codec" "$INIT_FROM/codec" || { say "$INIT_FROM was trained with other codes than those of $CODEC"; return 1; }
+    cp -r "$INIT_FROM" "$DATA/init"
   else
     # shellcheck disable=SC2086
-    $PYTHON $HERE/make_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/egg" $EGG_OPTIONS
+    $PYTHON $HERE/init_fledgling.py --codec "$RUNS/codec/codec" --out "$DATA/init" $INIT_OPTIONS
   fi
 }
 
 trial() {
   rm -rf "$RUNS/trial"
   # shellcheck disable=SC2086
-  $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial" --set model.source="$DATA/egg" \
+  $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial" --set model.source="$DATA/init" \
     --set data.train="$DATA/prepared/train" --set data.evaluation=null \
-    --set train.steps=60 --set train.warmup=10 "${GOES_ON[@]}" $SET
+    --set train.steps=60 --set train.warmup=10 "${CONTINUED[@]}" $SET
 }
 
-learn() { # as many steps as fit, by the trial; cut by LIMIT, carried on by the next command
+train() { # as many steps as fit, by the trial; stopped by LIMIT, resumed by the next command
   local run=$RUNS/language_model steps
   [ -d "$run/model" ] && { say "$run is finished"; return; }
   if [ -d "$run/checkpoints" ]; then
     timeout --signal=TERM "$(left)" $PYTHON -m myna train --resume "$run" || cut $?
   else
-    steps=$($PYTHON $HERE/plan_steps.py "$RUNS/trial" --seconds "$LEARN_SECONDS")
-    say "$steps steps in about $LEARN_SECONDS s"
+    steps=$($PYTHON $HERE/plan_steps.py "$RUNS/trial" --seconds "$TRAIN_SECONDS")
+    say "$steps steps in about $TRAIN_SECONDS s"
     # shellcheck disable=SC2086
     timeout --signal=TERM "$(left)" $PYTHON -m myna train $HERE/language_model.yaml --out "$run" \
-      --set model.source="$DATA/egg" --set data.train="$DATA/prepared/train" \
-      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" "${GOES_ON[@]}" $SET || cut $?
+      --set model.source="$DATA/init" --set data.train="$DATA/prepared/train" \
+      --set data.evaluation="$DATA/prepared/held_out" --set train.steps="$steps" "${CONTINUED[@]}" $SET || cut $?
   fi
 }
 
@@ -188,14 +188,14 @@ left() { # SECONDS is the shell's own clock of this command
   echo $((LIMIT > SECONDS + 10 ? LIMIT - SECONDS : 10))
 }
 
-cut() { [ "$1" = 124 ] && say "stopped by the clock: the same command goes on"; return "$1"; }
+cut() { [ "$1" = 124 ] && say "stopped by LIMIT: the same command resumes"; return "$1"; }
 
-ship() {
-  $PYTHON $HERE/ship.py --run "$RUNS/language_model" --codec "$DATA/egg/codec" --out "$DATA/shipped"
-  if [ -n "${OUT:-}" ]; then # a flat folder: only so many files come back, and they are named by what they are
-    cp "$DATA"/shipped/*.safetensors "$OUT"/
-    cp "$DATA/shipped/codec/model.safetensors" "$OUT/codec.safetensors"
-    tar -C "$DATA/shipped" --exclude='*.safetensors' -czf "$OUT/rest.tgz" .
+export_model() {
+  $PYTHON $HERE/export_fledgling.py --run "$RUNS/language_model" --codec "$DATA/init/codec" --out "$DATA/exported"
+  if [ -n "${OUT:-}" ]; then # a flat folder of few files
+    cp "$DATA"/exported/*.safetensors "$OUT"/
+    cp "$DATA/exported/codec/model.safetensors" "$OUT/codec.safetensors"
+    tar -C "$DATA/exported" --exclude='*.safetensors' -czf "$OUT/rest.tgz" .
     tar -czf "$OUT/metrics.tgz" "$RUNS"/*/metrics.jsonl "$RUNS"/*/log.txt "$RUNS"/*/config.yaml
   fi
 }
@@ -203,27 +203,27 @@ ship() {
 all() {
   [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
   check
-  planned NATURAL_SOUND_SECONDS sounds
-  stage sounds
+  planned NATURAL_SECONDS corpora
+  stage corpora
   [ -n "$CODEC" ] || planned CODEC_SECONDS codec
   stage codec
   stage encode
   stage trial
-  planned LEARN_SECONDS learn
-  stage learn
-  stage ship
+  planned TRAIN_SECONDS train
+  stage train
+  stage export_model
 }
 
-planned() { # NAME STAGE: what is left decides, and is decided once: the rate falls over it
-  local kept=$RUNS/plan.$2 gone
-  gone=$(($(date +%s) - $(cat "$RUNS/began")))
-  [ -e "$kept" ] || $PYTHON $HERE/plan_seconds.py "$2" --budget "$BUDGET" --gone "$gone" \
-    ${CODEC:+--codec-there} >"$kept"
-  printf -v "$1" %s "$(cat "$kept")"
-  say "$gone of $BUDGET s are over; ${!1} s for $2"
+planned() { # NAME STAGE: seconds of a stage, planned once, since the learning rate decays over them
+  local plan=$RUNS/plan.$2 elapsed
+  elapsed=$(($(date +%s) - $(cat "$RUNS/began")))
+  [ -e "$plan" ] || $PYTHON $HERE/plan_seconds.py "$2" --budget "$BUDGET" --elapsed "$elapsed" \
+    ${CODEC:+--codec-exists} >"$plan"
+  printf -v "$1" %s "$(cat "$plan")"
+  say "$elapsed of $BUDGET s are over; ${!1} s for $2"
 }
 
-stage() { # once, however often `all` is cut and typed again
+stage() { # once, however often `all` is run
   [ -e "$RUNS/done.$1" ] && return 0
   say "$1"
   "$1"
@@ -234,7 +234,8 @@ mkdir -p "$DATA" "$RUNS" ${OUT:+"$OUT"}
 unpack
 for stage in "$@"; do
   case $stage in
-    all | decoder | check | sounds | codec | encode | trial | learn | ship) say "$stage"; "$stage" ;;
+    export) say export; export_model ;; # `export` is a word of the shell
+    all | decoder | check | corpora | codec | encode | trial | train) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -1,15 +1,15 @@
-"""Natural English of many speakers, out of Kokoro-82M: parquet files like those of the corpus `en-natural`.
+"""Corpus of natural English by Kokoro-82M, with many blended voices, as parquet files like the corpus `en-natural`.
 
 python training/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural \\
     --hours 10 --speakers 600
-python training/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural_shaped --shaped \\
-    --hours 150 --speakers 4000 --device cuda --weights data/fledgling/kokoro --jobs 7 --seconds 300
+python training/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural_augmented \\
+    --augment --hours 150 --speakers 4000 --device cuda --weights data/fledgling/kokoro --jobs 7 --seconds 300
 
-Two cores make about three hours an hour; a card is hundreds of times as fast. Stopped at any moment, it loses at most a
-part of some minutes and goes on there when it is run again. Columns: id, text, speaker, language, seconds, audio
-{bytes, path}: OGG/Opus, or WAV where a card makes it, since such files stay there and encoding would take longer than
-speaking. Held-out speakers are among the others; `shape_natural.py` tells them apart. With `--shaped` no parquet files
-are written, but the very folder that `shape_natural.py` would make of them: no sound is written and read twice.
+Two cores make about three hours an hour; a GPU is hundreds of times as fast. Interrupted, it continues when it is run
+again, and loses some minutes at most. Columns: id, text, speaker, language, seconds, audio
+{bytes, path}: OGG/Opus, or WAV on a GPU, where encoding would take longer than synthesis. Held-out speakers are
+among the others; `augment_natural.py` separates them. With `--augment` no parquet files are written, but the folder
+that `augment_natural.py` would make of them: no audio is written and read twice.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from corpus_making.folder import CorpusFolder
+from augment_natural import augmented_unwritten_clips
+from corpus_making.corpus_folder import CorpusFolder
 from corpus_making.held_out import is_held_out
-from corpus_making.kokoro import SAMPLE_RATE, Kokoro, OnnxKokoro, Request, Samples, Speaker, joined
-from corpus_making.lines import Lines
+from corpus_making.kokoro import SAMPLE_RATE, Kokoro, KokoroSpeaker, OnnxKokoro, Samples, SynthesisRequest, joined_model
+from corpus_making.lines import TextPool
 from myna.errors import ConfigError, MynaError
-from myna.io import replacing
-from shape_natural import shaped_at_once
+from myna.io import atomic_write
 
-FEWEST_CLIPS, PART, HEAP = 6, 2, 8
+MIN_CLIPS, SPEAKERS_PER_FILE, SPEAKERS_PER_TASK = 6, 2, 8
 """Clips of a speaker, speakers of a file, and speakers that take turns where no file is to be filled."""
-SHORT, LONGEST = 3.8, 14.0
-"""Seconds of a clip, which has 4.3 in the mean: how many are asked for at once is counted with the first, since a few
+EXPECTED_CLIP_SECONDS, MAX_SECONDS = 3.8, 14.0
+"""Seconds of a clip, which has 4.3 in the mean: how many are config for at once is counted with the first, since a few
 too many cost less than another round. What is longer than the second is left out."""
-JUDGES = 60
-"""Held-out speakers at most: that many tell how well strangers are spoken for, and nothing is learned from more."""
-WRITERS = 4
+MAX_HELD_OUT_SPEAKERS = 60
+"""More held-out speakers would not make the evaluation better."""
+WRITER_THREADS = 4
 """Threads of a process that write, since a disk may take its time for every file."""
 SCHEMA = pa.schema(
     [
@@ -59,25 +59,27 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CorpusConfig:
+    """Settings of the corpus."""
+
     hours: float
     speakers: int
     seed: int
 
     def names(self) -> list[str]:
         names = [f"kokoro{self.seed}-{number:04d}" for number in range(self.speakers)]
-        judges = set(list(filter(is_held_out, names))[:JUDGES])
-        return [name for name in names if name in judges or not is_held_out(name)]
+        held_out = set(list(filter(is_held_out, names))[:MAX_HELD_OUT_SPEAKERS])
+        return [name for name in names if name in held_out or not is_held_out(name)]
 
     def parts(self) -> Iterator[tuple[str, list[str]]]:
         names = self.names()
-        for at in range(0, len(names), PART):
-            yield f"part-{at // PART:04d}.parquet", names[at : at + PART]
+        for at in range(0, len(names), SPEAKERS_PER_FILE):
+            yield f"part-{at // SPEAKERS_PER_FILE:04d}.parquet", names[at : at + SPEAKERS_PER_FILE]
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What a process makes speech with."""
+class SynthesisConfig:
+    """Settings of the synthesis."""
 
     texts: Path
     packages: Path
@@ -86,114 +88,126 @@ class Means:
     exactly: bool = False
     """In single precision, without kernels of our own."""
     channels: bool = True
-    """Whether speech that is shaped at once goes through microphones and rooms."""
+    """Whether speech that is augment at once goes through microphones and rooms."""
 
     @property
-    def on_card(self) -> bool:
+    def on_gpu(self) -> bool:
         return self.device != "cpu"
 
 
 @cache
-def _tools(means: Means) -> tuple[Lines, Kokoro]:
+def _open_tools(synthesis: SynthesisConfig) -> tuple[TextPool, Kokoro]:
     """For each process its own, on one thread: two processes get more done than two threads."""
-    lines = Lines.read(means.texts)
-    if not means.on_card:
-        return lines, OnnxKokoro(means.packages, threads=1)
+    lines = TextPool.read(synthesis.texts)
+    if not synthesis.on_gpu:
+        return lines, OnnxKokoro(synthesis.packages, threads=1)
     import torch
 
     from corpus_making.kokoro_torch import TorchKokoro
 
     torch.set_num_threads(1)
-    return lines, TorchKokoro(means.weights, means.device, means.exactly)
+    return lines, TorchKokoro(synthesis.weights, synthesis.device, synthesis.exactly)
 
 
-def make_part(asked: Asked, means: Means, until: float, file: Path, names: list[str]) -> float:
+def make_parquet_file(
+    config: CorpusConfig, synthesis: SynthesisConfig, until: float, file: Path, names: list[str]
+) -> float:
     """One parquet file; how many seconds it holds. None is begun after the moment `until`."""
     if time.time() >= until:
         return 0.0
-    lines, kokoro = _tools(means)
-    rows = rows_of(asked, lines, kokoro, names, "wav" if means.on_card else "opus")
-    with replacing(file) as temporary:  # sound is not made smaller by what makes columns smaller
+    lines, kokoro = _open_tools(synthesis)
+    rows = record_rows(config, lines, kokoro, names, "wav" if synthesis.on_gpu else "opus")
+    with atomic_write(file) as temporary:  # sound is not made smaller by what makes columns smaller
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary, compression="none", use_dictionary=False)
     return float(sum(row["seconds"] for row in rows))
 
 
-def make_heap(asked: Asked, means: Means, until: float, out: Path, names: list[str]) -> float:
-    """Some speakers, shaped; how many seconds they said. None is begun after the moment `until`."""
+def make_augmented(
+    config: CorpusConfig, synthesis: SynthesisConfig, until: float, out: Path, names: list[str]
+) -> float:
+    """Some speakers, augment; how many seconds they said. None is begun after the moment `until`."""
     if time.time() >= until:
         return 0.0
-    lines, kokoro = _tools(means)
+    lines, kokoro = _open_tools(synthesis)
     corpus = CorpusFolder(out)
 
-    def write(session: Session) -> float:
+    def write(session: SpeakerSession) -> float:
         name = session.speaker.name
-        return corpus.add(name, "en", shaped_at_once(name, session.clips, channels=means.channels))
+        return corpus.add(name, "en", augmented_unwritten_clips(name, session.clips, channels=synthesis.channels))
 
-    with ThreadPoolExecutor(WRITERS) as pool:
-        return sum(pool.map(write, sessions_of(asked, lines, kokoro, names)))
+    with ThreadPoolExecutor(WRITER_THREADS) as pool:
+        return sum(pool.map(write, record_sessions(config, lines, kokoro, names)))
 
 
-def make(asked: Asked, means: Means, out: Path, jobs: int, seconds: float = math.inf, *, shaped: bool = False) -> float:
+def make(
+    config: CorpusConfig,
+    synthesis: SynthesisConfig,
+    out: Path,
+    jobs: int,
+    seconds: float = math.inf,
+    *,
+    augment: bool = False,
+) -> float:
     """How many seconds of speech were made, in so many seconds and what it takes to finish what was begun then."""
     corpus = CorpusFolder(out)
-    settings = asdict(asked) | ({"shaped": True} if shaped else {"speakers of a part": PART})
-    if shaped and means.channels:
-        settings["channels"] = True  # not said where there are none: folders of before are clean, and go on so
+    settings = asdict(config) | ({"augment": True} if augment else {"speakers of a part": SPEAKERS_PER_FILE})
+    if augment and synthesis.channels:
+        settings["channels"] = True  # left out where there are none: older folders have no such key
     corpus.begin(settings)
-    if not means.on_card:
-        joined(means.packages)  # by one process, before the others look for it
-    if shaped:
-        lacking = [name for name in asked.names() if not corpus.has(name)]
-        missing = [(out, lacking[at : at + HEAP]) for at in range(0, len(lacking), HEAP)]
+    if not synthesis.on_gpu:
+        joined_model(synthesis.packages)  # by one process, before the others look for it
+    if augment:
+        lacking = [name for name in config.names() if not corpus.has(name)]
+        missing = [(out, lacking[at : at + SPEAKERS_PER_TASK]) for at in range(0, len(lacking), SPEAKERS_PER_TASK)]
     else:
-        missing = [(out / file, names) for file, names in asked.parts() if not (out / file).is_file()]
-    work = make_heap if shaped else make_part
+        missing = [(out / file, names) for file, names in config.parts() if not (out / file).is_file()]
+    work = make_augmented if augment else make_parquet_file
     began, until, made, number = time.monotonic(), time.time() + seconds, 0.0, 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        begun = {pool.submit(work, asked, means, until, where, names): names for where, names in missing}
+        begun = {pool.submit(work, config, synthesis, until, where, names): names for where, names in missing}
         for done in as_completed(begun):
             length = done.result()
             if length == 0:
                 continue
             number, made = number + 1, made + length
             pace = made / (time.monotonic() - began)
-            who = f"{begun[done][0]} to {begun[done][-1]}"
+            speakers = f"{begun[done][0]} to {begun[done][-1]}"
             so_far = f"{number} of {len(missing)}; {made / 3600:.2f} h now, {pace:.2f} x real time"
-            print(f"{who}: {so_far}", flush=True)
-    if shaped:
+            print(f"{speakers}: {so_far}", flush=True)
+    if augment:
         for part, count in corpus.finish().items():
             print(f"{out / part}: {count} clips", flush=True)
     return made
 
 
 @dataclass(slots=True)
-class Session:
-    """One speaker before the microphone."""
+class SpeakerSession:
+    """Clips of one speaker, synthesized until there are enough."""
 
-    speaker: Speaker
-    dice: random.Random
+    speaker: KokoroSpeaker
+    rng: random.Random
     wanted: float
     """Seconds."""
-    said: set[str] = field(default_factory=set)
+    used_texts: set[str] = field(default_factory=set)
     clips: list[tuple[str, Samples]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def enough(self) -> bool:
-        return self.seconds >= self.wanted and len(self.clips) >= FEWEST_CLIPS
+        return self.seconds >= self.wanted and len(self.clips) >= MIN_CLIPS
 
-    def ask(self, lines: Lines, most: int) -> Iterator[Request]:
+    def requests(self, lines: TextPool, most: int) -> Iterator[SynthesisRequest]:
         """Lines for about what is still wanted, each of them new."""
-        count = max(math.ceil((self.wanted - self.seconds) / SHORT), FEWEST_CLIPS - len(self.clips), 1)
+        count = max(math.ceil((self.wanted - self.seconds) / EXPECTED_CLIP_SECONDS), MIN_CLIPS - len(self.clips), 1)
         for _ in range(min(count, most)):
-            text = lines.draw_natural(self.dice)
-            while text in self.said:
-                text = lines.draw_natural(self.dice)
-            self.said.add(text)
-            yield Request(text, self.speaker, self.speaker.speed * self.dice.uniform(0.95, 1.05))
+            text = lines.draw_natural(self.rng)
+            while text in self.used_texts:
+                text = lines.draw_natural(self.rng)
+            self.used_texts.add(text)
+            yield SynthesisRequest(text, self.speaker, self.speaker.speed * self.rng.uniform(0.95, 1.05))
 
-    def hear(self, text: str, samples: Samples) -> None:
-        if 0 < len(samples) <= LONGEST * SAMPLE_RATE:
+    def add_clip(self, text: str, samples: Samples) -> None:
+        if 0 < len(samples) <= MAX_SECONDS * SAMPLE_RATE:
             self.seconds += len(samples) / SAMPLE_RATE
             self.clips.append((text, samples))
 
@@ -206,29 +220,31 @@ class Session:
             yield {"id": id, "text": text, "speaker": name, "language": "en", "seconds": length, "audio": audio}
 
 
-def sessions_of(asked: Asked, lines: Lines, kokoro: Kokoro, names: Sequence[str]) -> list[Session]:
+def record_sessions(
+    config: CorpusConfig, lines: TextPool, kokoro: Kokoro, names: Sequence[str]
+) -> list[SpeakerSession]:
     """All clips of these speakers, who take turns so that many lines are said at once."""
     sessions = [
-        Session(
-            Speaker.draw(name, kokoro.voices, asked.seed),
-            random.Random(f"{asked.seed}/clips/{name}"),
-            asked.hours * 3600 / asked.speakers,
+        SpeakerSession(
+            KokoroSpeaker.draw(name, kokoro.voices, config.seed),
+            random.Random(f"{config.seed}/clips/{name}"),
+            config.hours * 3600 / config.speakers,
         )
         for name in names
     ]
     while waiting := [session for session in sessions if not session.enough]:
-        turns = [(session, request) for session in waiting for request in session.ask(lines, kokoro.at_once)]
+        turns = [(session, request) for session in waiting for request in session.requests(lines, kokoro.batch_size)]
         sounds = kokoro.say([request for _, request in turns])
         for (session, request), samples in zip(turns, sounds, strict=True):
-            session.hear(request.text, samples)
+            session.add_clip(request.text, samples)
     return sessions
 
 
-def rows_of(
-    asked: Asked, lines: Lines, kokoro: Kokoro, names: Sequence[str], format: str = "opus"
+def record_rows(
+    config: CorpusConfig, lines: TextPool, kokoro: Kokoro, names: Sequence[str], format: str = "opus"
 ) -> list[dict[str, Any]]:
     """The same as rows of a table."""
-    return [row for session in sessions_of(asked, lines, kokoro, names) for row in session.rows(format)]
+    return [row for session in record_sessions(config, lines, kokoro, names) for row in session.rows(format)]
 
 
 def _encoded(samples: Samples, format: str) -> bytes:
@@ -241,7 +257,7 @@ def _encoded(samples: Samples, format: str) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, help="folder made by texts.py")
+    parser.add_argument("--texts", type=Path, required=True, help="folder made by extract_texts.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
     parser.add_argument(
         "--packages", type=Path, default=Path("data/fledgling/packages"), help="where archives are kept"
@@ -252,21 +268,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="onnxruntime, or PyTorch on a card")
     parser.add_argument(
-        "--weights", type=Path, nargs="+", default=[], help="for --device cuda: folders with what kokoro_files.py made"
+        "--weights", type=Path, nargs="+", default=[], help="for --device cuda: folders with what export_kokoro.py made"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no part after so many")
-    parser.add_argument(
-        "--shaped", action="store_true", help="leave what shape_natural.py would make, and nothing else"
-    )
+    parser.add_argument("--augment", action="store_true", help="write the folder that augment_natural.py would make")
     parser.add_argument("--exactly", action="store_true", help="for --device cuda: in fp32, without kernels of our own")
-    parser.add_argument("--clean", action="store_true", help="for --shaped: no microphones, rooms and noise")
-    given = parser.parse_args()
-    asked = Asked(given.hours, given.speakers, given.seed)
-    means = Means(given.texts, given.packages, tuple(given.weights), given.device, given.exactly, not given.clean)
+    parser.add_argument("--clean", action="store_true", help="for --augment: no channel simulation")
+    args = parser.parse_args()
+    config = CorpusConfig(args.hours, args.speakers, args.seed)
+    synthesis = SynthesisConfig(
+        args.texts, args.packages, tuple(args.weights), args.device, args.exactly, not args.clean
+    )
     try:
-        if means.on_card and not means.weights:
-            raise ConfigError("a card wants weights", hint="--weights FOLDER, as kokoro_files.py made it")
-        make(asked, means, given.out, given.jobs, given.seconds, shaped=given.shaped)
+        if synthesis.on_gpu and not synthesis.weights:
+            raise ConfigError("--device cuda needs weights", hint="--weights FOLDER, as export_kokoro.py made it")
+        make(config, synthesis, args.out, args.jobs, args.seconds, augment=args.augment)
     except MynaError as error:
         parser.exit(1, f"{error}\n")
 

@@ -1,11 +1,10 @@
-"""How many seconds each training may take, so that all of them together end in time.
+"""Time budget of the stages of fledgling.sh.
 
-python training/fledgling/plan_seconds.py codec --budget 1400 --gone 260
-python training/fledgling/plan_seconds.py sounds --budget 1400 --gone 15 --codec-there
+python training/fledgling/plan_seconds.py codec --budget 1400 --elapsed 260
+python training/fledgling/plan_seconds.py corpora --budget 1400 --elapsed 15 --codec-exists
 
-What comes before a stage has taken what it has taken; what comes after it keeps its due. The language model gets at
-least nine twentieths of the whole, and whatever nobody needed. Where the codec is there already, its time goes to the
-making of natural speech. Prints whole seconds.
+The language model gets at least nine twentieths of the budget, and whatever the earlier stages leave over. Where a
+codec exists already, its time goes to the synthesis of natural speech. Prints whole seconds.
 """
 
 from __future__ import annotations
@@ -13,53 +12,60 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-Stage = Literal["sounds", "codec", "decoder", "learn"]
+Stage = Literal["corpora", "codec", "decoder", "train"]
 
-SPEAKING = 0.45
+LANGUAGE_MODEL_SHARE = 0.45
 """The share of the whole that the language model must have."""
-OF_SOUNDS = 0.11
+CORPORA_SHARE = 0.11
 """The share in which natural speech is made."""
-AROUND: dict[str, int] = {
-    "before sounds": 15,
-    "sounds": 20,
+OVERHEAD_SECONDS: dict[str, int] = {
+    "before corpora": 15,
+    "corpora": 20,
     "codec": 35,
     "encode": 110,
     "trial": 40,
-    "learn": 35,
-    "ship": 15,
+    "train": 35,
+    "export": 15,
 }
 """Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the runs of
-2026-11-15 and 16 on an H200 with 16 cores; of sounds and codes, for the 250 hours that are expected next."""
-LEAST: dict[Stage, int] = {"sounds": 30, "codec": 60, "decoder": 60, "learn": 30}
-"""Below this a stage is not worth its start; a plan that is that late takes a little more than it was given."""
+2026-11-15 and 16 on an H200 with 16 cores; of corpora and codes, for the 250 hours that are expected next."""
+MIN_SECONDS: dict[Stage, int] = {"corpora": 30, "codec": 60, "decoder": 60, "train": 30}
+"""Below this a stage is not worth its start; a plan that is that late takes a little more than it was args."""
 
 
-def seconds_for(stage: Stage, budget: float, gone: float, *, codec_there: bool = False) -> int:
-    left = budget - gone
-    after_codec = sum(AROUND[name] for name in ("encode", "trial", "learn", "ship"))
+def seconds_for(stage: Stage, budget: float, elapsed: float, *, codec_exists: bool = False) -> int:
+    left = budget - elapsed
+    after_codec = sum(OVERHEAD_SECONDS[name] for name in ("encode", "trial", "train", "export"))
     match stage:
-        case "sounds" if codec_there:
-            wanted = left - AROUND["sounds"] - after_codec - SPEAKING * budget
-        case "sounds":
-            free = left - AROUND["sounds"] - LEAST["codec"] - AROUND["codec"] - after_codec - SPEAKING * budget
-            wanted = min(OF_SOUNDS * budget, free)
+        case "corpora" if codec_exists:
+            wanted = left - OVERHEAD_SECONDS["corpora"] - after_codec - LANGUAGE_MODEL_SHARE * budget
+        case "corpora":
+            free = (
+                left
+                - OVERHEAD_SECONDS["corpora"]
+                - MIN_SECONDS["codec"]
+                - OVERHEAD_SECONDS["codec"]
+                - after_codec
+                - LANGUAGE_MODEL_SHARE * budget
+            )
+            wanted = min(CORPORA_SHARE * budget, free)
         case "codec":
-            wanted = left - AROUND["codec"] - after_codec - SPEAKING * budget
+            wanted = left - OVERHEAD_SECONDS["codec"] - after_codec - LANGUAGE_MODEL_SHARE * budget
         case "decoder":  # after which nothing comes
-            wanted = left - AROUND["codec"]
-        case "learn":
-            wanted = left - AROUND["learn"] - AROUND["ship"]
-    return max(LEAST[stage], int(wanted))
+            wanted = left - OVERHEAD_SECONDS["codec"]
+        case "train":
+            wanted = left - OVERHEAD_SECONDS["train"] - OVERHEAD_SECONDS["export"]
+    return max(MIN_SECONDS[stage], int(wanted))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=LEAST)
+    parser.add_argument("stage", choices=MIN_SECONDS)
     parser.add_argument("--budget", type=float, required=True, help="seconds of everything, from the first stage on")
-    parser.add_argument("--gone", type=float, required=True, help="seconds of it that are over")
-    parser.add_argument("--codec-there", action="store_true", help="no codec is trained")
-    given = parser.parse_args()
-    print(seconds_for(given.stage, given.budget, given.gone, codec_there=given.codec_there))
+    parser.add_argument("--elapsed", type=float, required=True, help="seconds of it that have passed")
+    parser.add_argument("--codec-exists", action="store_true", help="no codec is trained")
+    args = parser.parse_args()
+    print(seconds_for(args.stage, args.budget, args.elapsed, codec_exists=args.codec_exists))
 
 
 if __name__ == "__main__":

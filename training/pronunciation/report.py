@@ -1,11 +1,11 @@
-"""What a small listener has learned of learners who do not exist, as numbers, a table and a curve.
+"""Report of the small pronunciation model: scores, a table and a loss curve.
 
 python training/pronunciation/report.py --run runs/learners/run --answers runs/learners/answers.jsonl \\
-    --data data/learners/prepared/test --hearing data/learners/hearing/hearing.json --out docs/benchmarks
-python training/pronunciation/report.py --json pronunciation.json --true-size true_size.json --out docs/benchmarks
+    --data data/learners/prepared/test --pretraining data/learners/encoder/pretraining.json --out docs/benchmarks
+python training/pronunciation/report.py --json pronunciation.json --full-size full_size.json --out docs/benchmarks
 
-The second makes page and curve again from numbers that came from elsewhere. `--true-size` adds what
-benchmarks/pronunciation.py has measured, if it is there.
+The second writes page and curve again from given results. `--full-size` adds the
+results of benchmarks/pronunciation.py, if they are there.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ import torch
 import transformers
 
 from myna.data.manifest import read_manifest
-from myna.data.pronunciation.metrics import F1, PHONES, Due, canonical, score_answers
+from myna.data.pronunciation.metrics import (
+    MISPRONUNCIATION_F1,
+    PER,
+    canonical_answers,
+    score_answers,
+    stored_assessment,
+)
 from myna.errors import DataError, MynaError
-from myna.io import replacing
+from myna.io import atomic_write
 from myna.models import open_family
 
-CORRELATION, OF_CANONICAL = 0.6, 0.5
-"""What is wanted: of accuracy and fluency at least, and of the errors of always answering the canonical phones at
-most."""
+MIN_CORRELATION, MAX_SHARE_OF_CANONICAL = 0.6, 0.5
+"""Targets: of accuracy and fluency, and of the errors relative to those of always answering the canonical phones."""
 Tree = dict[str, Any]
 
 
-def measured(run: Path, answers: Path, data: Path, hearing: Path | None) -> Tree:
-    """Everything that is known of a run, and of how its ear was taught before it, if it was."""
+def collect_results(run: Path, answers: Path, data: Path, pretraining: Path | None) -> Tree:
+    """Scores and training facts of a run, and of the pretraining of its audio encoder."""
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
-    utterances = {one.id: one for one in read_manifest(data / "manifest.jsonl")}
-    due = [Due.of(utterances[row["id"]]) for row in rows]
-    meant = [one.assessment for one in due if one is not None]
-    if not rows or len(meant) < len(rows):
+    utterances = {utterance.id: utterance for utterance in read_manifest(data / "manifest.jsonl")}
+    stored = [stored_assessment(utterances[row["id"]]) for row in rows]
+    assessments = [assessment for assessment in stored if assessment is not None]
+    if not rows or len(assessments) < len(rows):
         raise DataError(f"{data} has lines without scores", hint="prepare it from learner_corpus.py's scores.jsonl")
     threads = torch.get_num_threads()
     processor = f"{'thread' if threads == 1 else f'processor with {threads} threads'} of {platform.machine()}"
@@ -53,12 +58,12 @@ def measured(run: Path, answers: Path, data: Path, hearing: Path | None) -> Tree
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "hearing": None if hearing is None else json.loads(hearing.read_text(encoding="utf-8")),
+        "encoder_pretraining": None if pretraining is None else json.loads(pretraining.read_text(encoding="utf-8")),
         "training": training(run),
-        "held_out": {"speakers": len({one.speaker for one in utterances.values()}), "sentences": len(rows)},
-        "ended_by_itself": sum(row["stopped"] for row in rows),
-        "ours": score_answers(meant, [row["answer"] for row in rows]).to_json(),
-        "canonical": score_answers(meant, canonical(meant)).to_json(),
+        "held_out": {"speakers": len({utterance.speaker for utterance in utterances.values()}), "sentences": len(rows)},
+        "stopped": sum(row["stopped"] for row in rows),
+        "ours": score_answers(assessments, [row["answer"] for row in rows]).to_json(),
+        "canonical": score_answers(assessments, canonical_answers(assessments)).to_json(),
     }
 
 
@@ -92,36 +97,39 @@ def _newest(run: Path) -> Path:
     return run / "model" if (run / "model").is_dir() else sorted(run.glob("checkpoints/*/model"))[-1]
 
 
-def verdicts(facts: Tree) -> dict[str, tuple[str, bool]]:
-    """What is wanted, what there is, and whether that will do."""
-    ours, deaf = facts["ours"]["figures"], facts["canonical"]["figures"]
-    told = {
-        f"correlation of {name} at least {CORRELATION}": (
+def check_targets(facts: Tree) -> dict[str, tuple[str, bool]]:
+    """Value of each target, and whether it is reached."""
+    ours, baseline = facts["ours"]["figures"], facts["canonical"]["figures"]
+    checks = {
+        f"correlation of {name} at least {MIN_CORRELATION}": (
             f"{_number(ours[name])}",
-            (ours[name]["mean"] or 0.0) >= CORRELATION,
+            (ours[name]["mean"] or 0.0) >= MIN_CORRELATION,
         )
         for name in ("accuracy", "fluency")
     }
-    share = (ours[PHONES]["mean"] or 0.0) / (deaf[PHONES]["mean"] or 1.0)
-    told[f"phone errors at most {OF_CANONICAL:.0%} of the canonical answer's"] = (f"{share:.0%}", share <= OF_CANONICAL)
-    return told
+    share = (ours[PER]["mean"] or 0.0) / (baseline[PER]["mean"] or 1.0)
+    checks[f"phone errors at most {MAX_SHARE_OF_CANONICAL:.0%} of the canonical answer's"] = (
+        f"{share:.0%}",
+        share <= MAX_SHARE_OF_CANONICAL,
+    )
+    return checks
 
 
-def page(facts: Tree, true_size: Tree | None) -> str:
-    train, ours, deaf = facts["training"], facts["ours"], facts["canonical"]
+def results_page(facts: Tree, full_size: Tree | None) -> str:
+    train, ours, baseline = facts["training"], facts["ours"], facts["canonical"]
     unreadable = sum(ours["unreadable"].values())
     lines = [
-        "# A listener of learners",
+        "# Pronunciation assessment",
         "",
         "Made by `training/pronunciation/learners.sh`; the numbers are in [pronunciation.json](pronunciation.json).",
         "",
         "## A small model, from random weights",
         "",
-        f"{train['parameters'] / 1e6:.1f} million parameters of Phi-4-multimodal's own classes, taught by learners who",
-        "do not exist ([how they are made](../guides/pronunciation.md#learners-who-do-not-exist)) and by nothing else:",
+        f"{train['parameters'] / 1e6:.1f} million parameters of Phi-4-multimodal's own classes, trained on simulated",
+        "learners ([how they are made](../guides/pronunciation.md#simulated-learners)) and on nothing else:",
         f"{train['steps']:,} steps, {train['epochs']:.1f} epochs, {train['seconds']:.0f} s on one {facts['machine']}",
         f"({1000 * train['seconds_per_step']:.0f} ms a step, {train['heard_seconds_per_second']:,.0f} x real time).",
-        *_taught(facts["hearing"]),
+        *_encoder_training(facts["encoder_pretraining"]),
         "",
         f"It answers {facts['held_out']['sentences']:,} held-out sentences of {facts['held_out']['speakers']} held-out",
         f"speakers; {unreadable} of these answers cannot be read, and count against it.",
@@ -130,19 +138,25 @@ def page(facts: Tree, true_size: Tree | None) -> str:
         "|---|---|---|",
     ]
     for name, figure in ours["figures"].items():
-        other = _number(deaf["figures"][name]) if name in (PHONES, F1) else ""
+        other = _number(baseline["figures"][name]) if name in (PER, MISPRONUNCIATION_F1) else ""
         lines.append(f"| {name} | {_number(figure)} | {other} |")
-    lines += ["", "Intervals are of 95 %, by bootstrap over sentences.", "", "| wanted | is | |", "|---|---|---|"]
     lines += [
-        f"| {name} | {value} | {'yes' if good else '**no**'} |" for name, (value, good) in verdicts(facts).items()
+        "",
+        "Intervals are of 95 %, by bootstrap over sentences.",
+        "",
+        "| target | result | reached |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {value} | {'yes' if good else '**no**'} |" for name, (value, good) in check_targets(facts).items()
     ]
     lines += ["", "![loss over steps](pronunciation.svg)", ""]
-    if true_size is not None:
+    if full_size is not None:
         lines += [
-            "## The true size on a small card",
+            "## The full size on a small GPU",
             "",
-            f"`pronunciation_paper_r64` with random weights on one {true_size['machine']}, held to",
-            f"{true_size['card_gib']:g} GiB: fp16, gradient scaler, 64 utterances a step.",
+            f"`pronunciation_paper_r64` with random weights on one {full_size['machine']}, held to",
+            f"{full_size['gpu_gib']:g} GiB: fp16, gradient scaler, 64 utterances a step.",
             "",
             "| | recomputed layers | s a step | peak GiB | steps the scaler skipped | adapters with finite gradient |",
             "|---|---|---|---|---|---|",
@@ -150,23 +164,23 @@ def page(facts: Tree, true_size: Tree | None) -> str:
         lines += [
             f"| {row['name']} | {row['recomputed_layers']} | {row['seconds_per_step']:.2f} "
             f"| {row['peak_gib'] or 0:.1f} | {row['skipped_steps']} | {row['finite_gradients']} of {row['adapters']} |"
-            for row in true_size["rows"]
+            for row in full_size["rows"]
         ]
         lines += [
             "",
-            f"The system this replaces took {true_size['old_system_seconds_per_step']} s on its TITAN RTX.",
+            f"The system this replaces took {full_size['old_system_seconds_per_step']} s on its TITAN RTX.",
             "",
         ]
     return "\n".join(lines)
 
 
-def _taught(hearing: Tree | None) -> list[str]:
-    if hearing is None:
+def _encoder_training(pretraining: Tree | None) -> list[str]:
+    if pretraining is None:
         return []
-    last = hearing["curve"][-1]
+    last, error_rate = pretraining["curve"][-1], pretraining["phone_error_rate"]
     return [
-        f"Before that its ear alone learned to spell phones (`teach_ear.py`): {last['steps']:,} steps in",
-        f"{last['seconds']:.0f} s, after which it spelt {hearing['phone_error_rate']:.1%} of held-out phones wrongly.",
+        f"Before that its audio encoder was pretrained with CTC (`train_audio_encoder.py`): {last['steps']:,} steps in",
+        f"{last['seconds']:.0f} s, with a phone error rate of {error_rate:.1%} on held-out learners.",
     ]
 
 
@@ -174,8 +188,8 @@ def _number(figure: Tree) -> str:
     return "" if figure["mean"] is None else f"{figure['mean']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})"
 
 
-def drawing(train: Tree) -> str:
-    """Losses over steps, those of held-out learners as dots."""
+def loss_curve_svg(train: Tree) -> str:
+    """Loss curve as SVG, with held-out losses as dots."""
     width, height, left, top = 640, 300, 40, 24
     points = [*train["losses"], *train["held_out_losses"]]
     most, last = max(loss for _, loss in points), max(step for step, _ in points) or 1
@@ -188,7 +202,7 @@ def drawing(train: Tree) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
         ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="16">loss of a token over {last} steps; the line is learned from, the dots are held out</text>',
+        f'<text x="8" y="16">loss of a token over {last} steps; line: training, dots: held out</text>',
         f'<polyline points="{drawn}" fill="none" stroke="#1f77b4"/>',
     ]
     parts += [f'<text x="4" y="{place(0, loss)[1] + 4:.1f}">{loss:.2f}</text>' for loss in (0.0, most / 2, most)]
@@ -198,42 +212,44 @@ def drawing(train: Tree) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def write(out: Path, facts: Tree, true_size: Tree | None) -> None:
+def write(out: Path, facts: Tree, full_size: Tree | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     texts = {
-        "json": json.dumps(facts | ({"true_size": true_size} if true_size else {}), indent=1) + "\n",
-        "md": page(facts, true_size),
-        "svg": drawing(facts["training"]),
+        "json": json.dumps(facts | ({"full_size": full_size} if full_size else {}), indent=1) + "\n",
+        "md": results_page(facts, full_size),
+        "svg": loss_curve_svg(facts["training"]),
     }
     for kind, text in texts.items():
-        with replacing(out / f"pronunciation.{kind}") as temporary:
+        with atomic_write(out / f"pronunciation.{kind}") as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="run folder of the small model")
-    parser.add_argument("--answers", type=Path, help="what `myna listen` wrote")
+    parser.add_argument("--answers", type=Path, help="output of `myna answer`")
     parser.add_argument("--data", type=Path, help="prepared folder of the held-out learners")
-    parser.add_argument("--hearing", type=Path, help="hearing.json of teach_ear.py, if the ear was taught first")
-    parser.add_argument("--json", type=Path, help="numbers of another time, instead of these three")
-    parser.add_argument("--true-size", type=Path, help="true_size.json, if it is there")
+    parser.add_argument(
+        "--pretraining", type=Path, help="pretraining.json of train_audio_encoder.py, if the ear was taught first"
+    )
+    parser.add_argument("--json", type=Path, help="results of an earlier run, instead of these three")
+    parser.add_argument("--full-size", type=Path, help="full_size.json, if it is there")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    there = given.true_size is not None and given.true_size.is_file()
-    true_size = json.loads(given.true_size.read_text(encoding="utf-8")) if there else None
+    args = parser.parse_args()
+    there = args.full_size is not None and args.full_size.is_file()
+    full_size = json.loads(args.full_size.read_text(encoding="utf-8")) if there else None
     try:
-        if given.json is not None:
-            facts = json.loads(given.json.read_text(encoding="utf-8"))
-            true_size = true_size or facts.pop("true_size", None)
-        elif None in (given.run, given.answers, given.data):
+        if args.json is not None:
+            facts = json.loads(args.json.read_text(encoding="utf-8"))
+            full_size = full_size or facts.pop("full_size", None)
+        elif None in (args.run, args.answers, args.data):
             parser.error("give --json, or --run with --answers and --data")
         else:
-            facts = measured(given.run, given.answers, given.data, given.hearing)
+            facts = collect_results(args.run, args.answers, args.data, args.pretraining)
     except MynaError as error:
         sys.exit(f"{error.what}\n  → {error.hint}")
-    write(given.out, facts, true_size)
-    for name, (value, good) in verdicts(facts).items():
+    write(args.out, facts, full_size)
+    for name, (value, good) in check_targets(facts).items():
         print(f"{'yes' if good else 'NO '} {name}: {value}")
 
 

@@ -1,28 +1,28 @@
-"""Systems side by side: the lines that all of them said, figures against the first, and pairs to hear blindly."""
+"""Comparison of systems on the items that all of them have spoken: metrics, paired differences, and blind trials."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from myna.compare.preferences import Preferences, Trial
-from myna.data.hash_rng import hash_of
+from myna.compare.preferences import ListeningTrial, Preferences
+from myna.data.hash_rng import string_hash
 from myna.errors import DataError
+from myna.evaluate.evaluation import MetricEstimates, estimate_differences, estimate_metrics
 from myna.evaluate.metrics import METRICS
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.summary import Figures, differences, figures_of
 from myna.io import bytes_hash
 
-ID = 16
-"""Characters of a name that tells nothing."""
+ID_LENGTH = 16
+"""Hex digits of ids that do not reveal the system."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedSystem:
-    """One system: what it said, and the folder in which its sounds lie."""
+    """One system: the scores of its items, and the folder of its audio."""
 
     name: str
     rows: Sequence[ItemScores]
@@ -31,38 +31,44 @@ class ComparedSystem:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    sides: tuple[ComparedSystem, ...]
-    """On the same lines in the same order; the others are measured against the first."""
+    """Systems side by side, as `myna compare` writes them into `folder`."""
+
+    folder: Path
+    systems: tuple[ComparedSystem, ...]
+    """With the same items in the same order; differences are from the first system."""
     real: ComparedSystem | None
-    """The recordings of those lines, as far as there are some."""
-    trials: tuple[Trial, ...]
-    figures: dict[str, Figures]
-    deltas: dict[str, Figures]
+    """The recordings of those items, if there are any."""
+    trials: tuple[ListeningTrial, ...]
+    estimates: dict[str, MetricEstimates]
+    differences: dict[str, MetricEstimates]
     missing: dict[str, str]
-    """Columns that cannot be compared, and why."""
+    """Metrics that cannot be compared, and why."""
     notes: tuple[str, ...]
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
 
     @property
     def names(self) -> list[str]:
-        return [side.name for side in self.sides]
+        return [system.name for system in self.systems]
 
     @property
     def id(self) -> str:
-        """Another one for other sounds: answers to one are none to the other."""
-        return bytes_hash(repr([trial.id for trial in self.trials]).encode())[:ID]
+        """Differs where the audio differs: answers to one comparison do not count for another."""
+        return bytes_hash(repr([trial.id for trial in self.trials]).encode())[:ID_LENGTH]
 
     def to_json(self, preferences: Preferences) -> dict[str, Any]:
-        def plain(figures: Figures) -> dict[str, Any]:
-            return {key: value.to_json() for key, value in figures.items()}
+        def plain(by_system: Mapping[str, MetricEstimates]) -> dict[str, Any]:
+            return {
+                name: {key: estimate.to_json() for key, estimate in metrics.items()}
+                for name, metrics in by_system.items()
+            }
 
         return {
             "comparison": self.id,
             "names": self.names,
-            "asked": dict(self.asked),
-            "lines": len(self.sides[0].rows),
-            "systems": {name: plain(figures) for name, figures in self.figures.items()},
-            "deltas": {name: plain(figures) for name, figures in self.deltas.items()},
+            "settings": dict(self.settings),
+            "items": len(self.systems[0].rows),
+            "systems": plain(self.estimates),
+            "differences": plain(self.differences),
             "missing": self.missing,
             "notes": list(self.notes),
             "trials": [trial.to_json() for trial in self.trials],
@@ -70,99 +76,108 @@ class Comparison:
         }
 
 
-def compare_sides(
-    sides: Sequence[ComparedSystem],
+def build_comparison(
+    systems: Sequence[ComparedSystem],
     real: ComparedSystem | None,
     *,
+    folder: Path,
     seed: int,
-    listen: int,
+    trials: int,
     missing: Mapping[str, str] | None = None,
-    asked: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Lines that all sides said, `listen` of which are to be heard; `missing` says which ears were not there."""
-    kept, notes = same_lines(sides)
-    ids = [row.id for row in kept[0].rows]
+    """Compare `systems` on their common items, with blind trials on at most `trials` of these."""
+    compared, item_notes = common_items(systems)
     if real is not None:
-        of = {row.id: row for row in real.rows}
-        real = ComparedSystem(real.name, [of[id] for id in ids if id in of], real.folder)
-    shown = [*([real] if real is not None and real.rows else []), *kept]
-    different = _heard_by_different_ears(shown)
-    trials, equal = _trials(kept, seed, listen)
-    for (one, other), count in equal.items():
-        notes.append(f"{one} and {other} say {count} lines with the very same sound; they are not asked about")
+        recordings = {row.id: row for row in real.rows}
+        rows = [recordings[row.id] for row in compared[0].rows if row.id in recordings]
+        real = ComparedSystem(real.name, rows, real.folder) if rows else None
+    scored = [*([real] if real is not None else []), *compared]
+    incomparable = _different_scorers(scored)
+    chosen, identical = _trials(compared, seed, trials)
+    for (first, second), count in identical.items():
+        item_notes.append(f"{first} and {second} have the very same audio for {count} items, which are not in the test")
+
+    def comparable(metrics: MetricEstimates) -> MetricEstimates:
+        return {key: estimate for key, estimate in metrics.items() if key not in incomparable}
+
     return Comparison(
-        sides=tuple(kept),
-        real=real if real is not None and real.rows else None,
-        trials=tuple(trials),
-        figures={side.name: _without(figures_of(side.rows), different) for side in shown},
-        deltas={
-            side.name: _without(differences(side.rows, kept[0].rows), different)
-            for side in shown
-            if side.name != kept[0].name
+        folder=folder,
+        systems=tuple(compared),
+        real=real,
+        trials=tuple(chosen),
+        estimates={system.name: comparable(estimate_metrics(system.rows)) for system in scored},
+        differences={
+            system.name: comparable(estimate_differences(system.rows, compared[0].rows))
+            for system in scored
+            if system.name != compared[0].name
         },
-        missing={**(missing or {}), **different},
-        notes=tuple(notes),
-        asked=asked or {},
+        missing={**(missing or {}), **incomparable},
+        notes=(*notes, *item_notes),
+        settings=settings or {},
     )
 
 
-def same_lines(sides: Sequence[ComparedSystem]) -> tuple[list[ComparedSystem], list[str]]:
-    """Each side with the lines that all have, known by words, references and language, not by their names alone."""
-    of = [{(row.id, row.line, row.speaker, row.language): row for row in side.rows if row.line} for side in sides]
-    common = [key for key in of[0] if all(key in rows for rows in of)]
+def common_items(systems: Sequence[ComparedSystem]) -> tuple[list[ComparedSystem], list[str]]:
+    """Each system with the items that all have, matched by text, references and language, and notes on the rest."""
+    indexed = [
+        {(row.id, row.item_key, row.speaker, row.language): row for row in system.rows if row.item_key}
+        for system in systems
+    ]
+    common = [key for key in indexed[0] if all(key in rows for rows in indexed)]
     if not common:
-        counts = ", ".join(f"{side.name} has {len(side.rows)}" for side in sides)
+        counts = ", ".join(f"{system.name} has {len(system.rows)}" for system in systems)
         raise DataError(
-            f"there is no line that all have said: {counts}, and their words, references or languages differ",
-            hint="evaluate them on the same --data or --lines with the same --seed; or name the runs themselves, and "
-            "what is missing is said",
+            f"there is no item that all have spoken: {counts}, and their texts, references or languages differ",
+            hint="evaluate them on the same --data or --sentences with the same --seed; or name the runs themselves, "
+            "and what is missing is spoken",
         )
     notes = [
-        f"{side.name} has {len(rows)} lines, of which {len(common)} are compared: the others lack the rest"
-        for side, rows in zip(sides, of, strict=True)
+        f"{system.name} has {len(rows)} items, of which {len(common)} are compared: the others lack the rest"
+        for system, rows in zip(systems, indexed, strict=True)
         if len(rows) > len(common)
     ]
-    kept = [
-        ComparedSystem(side.name, [rows[key] for key in common], side.folder)
-        for side, rows in zip(sides, of, strict=True)
+    compared = [
+        ComparedSystem(system.name, [rows[key] for key in common], system.folder)
+        for system, rows in zip(systems, indexed, strict=True)
     ]
-    return kept, notes
+    return compared, notes
 
 
-def _heard_by_different_ears(sides: Iterable[ComparedSystem]) -> dict[str, str]:
-    """Columns whose figures come from different ears, which says nothing about the systems."""
+def _different_scorers(systems: Iterable[ComparedSystem]) -> dict[str, str]:
+    """Metrics that different scorers have measured, which says nothing about the systems."""
     found: dict[str, str] = {}
-    for ear in {column.ear for column in METRICS if column.ear}:
-        names = sorted({getattr(row, f"{ear}_by") for side in sides for row in side.rows} - {""})
+    for scorer in {metric.scorer for metric in METRICS if metric.scorer}:
+        names = sorted({getattr(row, f"{scorer}_model") for system in systems for row in system.rows} - {""})
         if len(names) > 1:
-            why = f"heard by different ears, or beside other voices ({'; '.join(names)}); evaluate them alike"
-            found |= {column.key: why for column in METRICS if column.ear == ear}
+            reason = f"measured by different scorers or against other clips ({'; '.join(names)}); evaluate them alike"
+            found |= {metric.key: reason for metric in METRICS if metric.scorer == scorer}
     return found
 
 
-def _without(figures: Figures, different: Mapping[str, str]) -> Figures:
-    return {key: figure for key, figure in figures.items() if key not in different}
+def _trials(
+    systems: Sequence[ComparedSystem], seed: int, limit: int
+) -> tuple[list[ListeningTrial], dict[tuple[str, str], int]]:
+    """Every pair of systems on some of the items, in an order that follows from the seed, each system first equally
+    often; and how many items of a pair are identical audio."""
+    rows = {system.name: {row.id: row for row in system.rows} for system in systems}
+    ids = sorted(rows[systems[0].name], key=lambda id: string_hash(f"{seed}/listen/{id}"))
+    trials: list[ListeningTrial] = []
+    identical: dict[tuple[str, str], int] = {}
+    for first, second in itertools.combinations(rows, 2):
+        differing = [id for id in ids if rows[first][id].audio_hash != rows[second][id].audio_hash]
+        if len(differing) < len(ids):
+            identical[first, second] = len(ids) - len(differing)
+        start = string_hash(f"{seed}/first/{first}/{second}") % 2
+        for number, id in enumerate(differing[:limit]):
+            pair = (first, second) if (number + start) % 2 == 0 else (second, first)
+            sounds = (_sound_id(pair[0], rows[pair[0]][id]), _sound_id(pair[1], rows[pair[1]][id]))
+            trial_id = bytes_hash(repr(sorted(sounds)).encode())[:ID_LENGTH]
+            trials.append(ListeningTrial(trial_id, id, rows[first][id].text, sounds, pair))
+    return sorted(trials, key=lambda trial: string_hash(f"{seed}/order/{trial.id}")), identical
 
 
-def _trials(sides: Sequence[ComparedSystem], seed: int, listen: int) -> tuple[list[Trial], dict[tuple[str, str], int]]:
-    """Every pair on some of the lines, in an order that follows from the seed. Each side comes first equally often."""
-    rows = {side.name: {row.id: row for row in side.rows} for side in sides}
-    lines = sorted(rows[sides[0].name], key=lambda id: hash_of(f"{seed}/listen/{id}"))
-    trials: list[Trial] = []
-    equal: dict[tuple[str, str], int] = {}
-    for one, other in itertools.combinations(rows, 2):
-        differ = [id for id in lines if rows[one][id].sound_hash != rows[other][id].sound_hash]
-        if same := len(lines) - len(differ):
-            equal[one, other] = same
-        start = hash_of(f"{seed}/first/{one}/{other}") % 2
-        for number, id in enumerate(differ[:listen]):
-            pair = (one, other) if (number + start) % 2 == 0 else (other, one)
-            sounds = (_sound(pair[0], rows[pair[0]][id]), _sound(pair[1], rows[pair[1]][id]))
-            trial = bytes_hash(repr(sorted(sounds)).encode())[:ID]
-            trials.append(Trial(trial, id, rows[one][id].text, sounds, pair))
-    return sorted(trials, key=lambda trial: hash_of(f"{seed}/order/{trial.id}")), equal
-
-
-def _sound(system: str, row: ItemScores) -> str:
-    """A name for what a system made of a line. Two of three may have made the same of it, and are still two."""
-    return bytes_hash(repr((system, row.line, row.id, row.sound_hash)).encode())[:ID]
+def _sound_id(system: str, row: ItemScores) -> str:
+    """Of one system's audio of an item: two systems with identical audio have two ids."""
+    return bytes_hash(repr((system, row.item_key, row.id, row.audio_hash)).encode())[:ID_LENGTH]

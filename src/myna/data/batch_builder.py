@@ -1,6 +1,6 @@
-"""From what was planned to what is learned from: all that it takes to make a batch, and nothing that plans one.
+"""Batch builder: renders and collates planned sequences into a batch. It plans nothing.
 
-A `Maker` is small when it is sent to another process, which maps the files of the corpus itself.
+Pickled, it is small: a worker process maps the files of the dataset itself.
 """
 
 from __future__ import annotations
@@ -10,59 +10,60 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from myna.config import DataSettings
-from myna.data.conversation import AudioClip, Conversation, Reference, question, script
+from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
 from myna.data.dataset import PreparedDataset
 from myna.errors import DataError
 
-Sequence_ = TypeVar("Sequence_", bound=Sized)
-Batch = TypeVar("Batch")
+SequenceT = TypeVar("SequenceT", bound=Sized)
+BatchT = TypeVar("BatchT")
 
 
 class PlannedSequence(NamedTuple):
-    """A sequence that is still to be rendered, its utterances as rows of the table."""
+    """A sequence to be rendered: its utterances as indices into the manifest table."""
 
     target: int
     references: tuple[int, ...]
     length: int | None
-    """None where nothing is packed, and so nothing need be known."""
+    """In tokens; None where nothing is packed."""
 
 
 @dataclass(frozen=True, eq=False)
-class BatchBuilder(Generic[Sequence_, Batch]):
-    """`render` and `collate` are the family's."""
+class BatchBuilder(Generic[SequenceT, BatchT]):
+    """Renders planned sequences and collates them, with the family's `render` and `collate`."""
 
-    corpus: PreparedDataset
+    dataset: PreparedDataset
     settings: DataSettings
-    render: Callable[[Conversation], Sequence_]
-    collate: Callable[[Sequence[Sequence_]], Batch]
+    render: Callable[[Conversation], SequenceT]
+    collate: Callable[[Sequence[SequenceT]], BatchT]
 
-    def __call__(self, planned: Sequence[PlannedSequence]) -> Batch:
-        return self.collate([self._sequence(one) for one in planned])
+    def __call__(self, planned: Sequence[PlannedSequence]) -> BatchT:
+        return self.collate([self._sequence(sequence) for sequence in planned])
 
-    def _sequence(self, planned: PlannedSequence) -> Sequence_:
+    def _sequence(self, planned: PlannedSequence) -> SequenceT:
         sequence = self.render(self.conversation(planned.target, planned.references))
         if planned.length not in (None, len(sequence)):
-            id = self.corpus.table.id[planned.target]
+            id = self.dataset.table.id[planned.target]
             raise DataError(
                 f"{id} was counted as {planned.length} tokens and takes {len(sequence)}",
-                hint=f"rm {self.corpus.store.home}/tokens-*.arrow, and begin again: they are counted anew",
+                hint=f"rm {self.dataset.store.codes_folder}/tokens-*.arrow, and begin again: they are counted anew",
             )
         return sequence
 
     def conversation(self, target: int, references: Sequence[int]) -> Conversation:
-        table, codes = self.corpus.table, self.corpus.codes_at
+        """The training conversation of a target and its references, all given by index."""
+        table = self.dataset.table
 
-        def id(row: int) -> str:
-            return str(table.id[row].as_py())
+        def clip(index: int, *, is_target: bool = False) -> AudioClip:
+            return AudioClip(table.id[index].as_py(), self.dataset.codes_at(index), is_target)
 
+        id: str = table.id[target].as_py()
         if answer := table.answer[target].as_py():
-            heard = AudioClip(id(target), codes(target))
-            return question(table.scene.at(target), heard, id=id(target), answer=answer)
-        return script(
+            return answer_conversation(table.question.value_at(target), clip(target), id=id, answer=answer)
+        return speech_conversation(
             table.text[target].as_py(),
-            id=id(target),
-            references=tuple(Reference(table.text[row].as_py(), AudioClip(id(row), codes(row))) for row in references),
-            target=AudioClip(id(target), codes(target), target=True),
-            scene=table.scene.at(target) or self.settings.scene,
-            place=self.settings.reference_placement,
+            id=id,
+            references=tuple(Reference(table.text[index].as_py(), clip(index)) for index in references),
+            target=clip(target, is_target=True),
+            scene=table.scene.value_at(target) or self.settings.scene,
+            reference_placement=self.settings.reference_placement,
         )

@@ -1,4 +1,4 @@
-"""What the code store needs of an encoder. Codecs and features live with the model families that use them."""
+"""Encoder and codec protocols: what the code store needs of a model family's audio front end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Samples = npt.NDArray[np.float32]
 """Mono audio in [-1, 1] at the codec's sample rate, shape (samples,)."""
 
 Codes = npt.NDArray[np.uint16]
-"""What a model knows of one clip, shape (frames, codebooks): codec tokens, or the features that it hears."""
+"""Encoded audio of one utterance, shape (frames, codebooks): codec tokens, or input features as 16-bit words."""
 
-Encoded = tuple[list[int], list[Codes]]
-"""The codes of some clips, and their places among all that were given."""
+EncodedBatch = tuple[list[int], list[Codes]]
+"""Codes of some clips, and the clips' positions among all that were given."""
 
-Say = Callable[[str], None]
-"""Told what a person should know."""
+NotifyCallback = Callable[[str], None]
+"""Called with a sentence for the user."""
 
 
 class Encoder(Protocol):
-    """Turns clips into codes.
+    """Audio encoder: waveform to codes.
 
     `encode` takes clips of *equal* length stacked as (clips, samples), a multiple of `hop` samples: convolutions that
     look both ways would let padding corrupt the codes, so nothing is ever padded.
@@ -53,30 +53,32 @@ class Encoder(Protocol):
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """(clips, samples) -> (clips, frames, codebooks)."""
 
-    def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:
-        """Clips of any lengths, in whole frames, a batch of about so many seconds at a time, in any order.
+    def encode_batches(
+        self, clips: Sequence[Samples], batch_seconds: float, notify: NotifyCallback, /
+    ) -> Iterator[EncodedBatch]:
+        """Encode clips of any lengths, in whole frames, in batches of about `batch_seconds`, in any order.
 
-        The batches follow from the clips alone, so that the same clips always give the same codes. Where there is no
-        faster way, this is `by_equal_lengths`.
+        The batches follow from the clips alone, so that the same clips always give the same codes. The plain
+        implementation is `encode_equal_lengths`.
         """
 
 
 class Codec(Encoder, Protocol):
-    """Turns clips into codes and back: what a model speaks through."""
+    """Audio codec: an encoder with a decoder."""
 
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,)."""
 
 
-def by_equal_lengths(codec: Encoder, clips: Sequence[Samples], batch_seconds: float) -> Iterator[Encoded]:
-    """Equal lengths together, longest first, through `encode`."""
-    of_length: defaultdict[int, list[int]] = defaultdict(list)
-    for place, clip in enumerate(clips):
-        of_length[len(clip) // codec.hop].append(place)
-    for frames, places in sorted(of_length.items(), reverse=True):
+def encode_equal_lengths(codec: Encoder, clips: Sequence[Samples], batch_seconds: float) -> Iterator[EncodedBatch]:
+    """Encode clips of equal length together, longest first, through `encode`."""
+    by_frames: defaultdict[int, list[int]] = defaultdict(list)
+    for position, clip in enumerate(clips):
+        by_frames[len(clip) // codec.hop].append(position)
+    for frames, positions in sorted(by_frames.items(), reverse=True):
         size = max(1, int(batch_seconds * codec.frame_rate / frames))
-        for start in range(0, len(places), size):
-            batch = places[start : start + size]
-            codes = codec.encode(np.stack([clips[place] for place in batch]))
+        for start in range(0, len(positions), size):
+            batch = positions[start : start + size]
+            codes = codec.encode(np.stack([clips[position] for position in batch]))
             assert codes.shape == (len(batch), frames, codec.codebooks) and codes.dtype == np.uint16
             yield batch, list(codes)

@@ -1,4 +1,4 @@
-"""A conversation, before any family has turned it into tokens: who says what, with which clips."""
+"""Conversations of text and audio turns, the input of every family's renderer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Role = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioClip:
-    """Codes of one utterance inside a conversation. Only a clip marked `target` is learned."""
+    """Codes of one utterance in a conversation. Only a clip marked `target` has labels."""
 
     id: str
     codes: Codes
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A voice to speak in: what was said, and how it sounded."""
+    """Voice reference: a clip and its transcript."""
 
     text: str
     clip: AudioClip
@@ -37,7 +37,7 @@ class Reference:
 class Conversation:
     """Turns in order, with an optional scene. A family supplies its own system prompt where there is no system turn.
 
-    A conversation whose last turn is the user's is one to be answered: the family leaves the assistant's turn open.
+    If the last turn is the user's, the family renders an open assistant turn for generation.
     """
 
     id: str
@@ -52,39 +52,41 @@ class Conversation:
 ReferencePlacement = Literal["turn", "system"]
 
 
-def script(
+def speech_conversation(
     text: str,
     *,
     id: str,
     references: tuple[Reference, ...] = (),
     target: AudioClip | None = None,
     scene: str = "",
-    place: ReferencePlacement = "turn",
+    reference_placement: ReferencePlacement = "turn",
 ) -> Conversation:
-    """The conversation that has `text` spoken, by the voices of `references` where given.
+    """Text-to-speech conversation: `text` spoken in the voices of `references`, where given.
 
     Where `text` has tags for several speakers, `[SPEAKER0] ... [SPEAKER1] ...`, their references carry them too.
-    Without a `target` the conversation stays open, ready to be spoken.
+    Without a `target` the conversation is open, a prompt for generation.
     """
     turns: list[Turn] = []
-    if place == "system" and references:
+    if reference_placement == "system" and references:
         turns.append(Turn("system", tuple(reference.clip for reference in references)))
     else:
         for number, reference in enumerate(references):
             tag = f"[SPEAKER{number}]"
-            tagged = tag in text and not reference.text.startswith(tag)
-            said = f"{tag} {reference.text}" if tagged and len(references) > 1 else reference.text
-            turns += [Turn("user", (said,)), Turn("assistant", (reference.clip,))]
+            needs_tag = len(references) > 1 and tag in text and not reference.text.startswith(tag)
+            turns.append(Turn("user", (f"{tag} {reference.text}" if needs_tag else reference.text,)))
+            turns.append(Turn("assistant", (reference.clip,)))
     turns.append(Turn("user", (text,)))
     if target is not None:
         turns.append(Turn("assistant", (target,)))
     return Conversation(id, tuple(turns), scene)
 
 
-def question(asked: str, clip: AudioClip, *, id: str, answer: str | None = None) -> Conversation:
-    """The conversation in which a clip is heard, something is asked about it, and `answer` is said: only that is
-    learned. Without one the conversation stays open, ready to be answered."""
-    turns = [Turn("user", (clip, asked) if asked else (clip,))]
+def answer_conversation(question: str, clip: AudioClip, *, id: str, answer: str | None = None) -> Conversation:
+    """Audio-understanding conversation: a clip and a question about it, answered in text; only `answer` is learned.
+
+    Without an answer the conversation is open, a prompt for generation.
+    """
+    turns = [Turn("user", (clip, question) if question else (clip,))]
     if answer is not None:
         turns.append(Turn("assistant", (answer,)))
     return Conversation(id, tuple(turns))

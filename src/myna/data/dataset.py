@@ -1,4 +1,4 @@
-"""A folder made by `myna prepare`, opened for training: the manifest and its codes."""
+"""Prepared dataset: a folder made by `myna prepare`, opened for training; its manifest table and its codes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import numpy as np
 
 from myna.data.code_store import CodeStore
 from myna.data.codec import Codes, Encoder
-from myna.data.hash_rng import hash_of
-from myna.data.manifest_table import ManifestTable, Rows, open_table
+from myna.data.hash_rng import IdHashes, string_hash
+from myna.data.manifest_table import Indices, ManifestTable, open_manifest_table
 from myna.data.utterance import Utterance
 from myna.errors import DataError
+from myna.io import atomic_write
 
-PREPARED = "prepared.json"
+DATASET_INFO_FILE = "prepared.json"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """What `myna prepare` leaves beside the manifest, so that training need not open the codec to read its codes."""
+    """Codec facts of a prepared dataset, so that training can read its codes without loading the codec."""
 
     codec_revision: str
     sample_rate: int
@@ -32,133 +33,130 @@ class DatasetInfo:
     codebook_size: int
 
     @classmethod
-    def of(cls, codec: Encoder) -> DatasetInfo:
+    def from_codec(cls, codec: Encoder) -> DatasetInfo:
         return cls(codec.revision, codec.sample_rate, codec.frame_rate, codec.codebooks, codec.codebook_size)
 
     def write(self, folder: Path) -> None:
-        temporary = folder / f".{PREPARED}"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(folder / PREPARED)
+        with atomic_write(folder / DATASET_INFO_FILE) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> DatasetInfo:
+        path = folder / DATASET_INFO_FILE
         try:
-            return cls(**json.loads((folder / PREPARED).read_text(encoding="utf-8")))
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(
-                f"{folder} is not a prepared folder: it has no {PREPARED}",
+                f"{folder} is not a prepared folder: it has no {DATASET_INFO_FILE}",
                 hint=f"myna prepare SOURCE --out {folder} --model MODEL",
             ) from None
         except (ValueError, TypeError) as error:
-            raise DataError(f"{folder / PREPARED} is damaged: {error}", hint="run `myna prepare` again") from None
+            raise DataError(f"{path} is damaged: {error}", hint="run `myna prepare` again") from None
 
 
 class PreparedDataset:
-    """Utterances with their codes, each known by its row in the table.
+    """Utterances with their codes, addressed by id or by index into the manifest table.
 
-    Cheap to open and to keep, however many there are: columns and codes stay on disk until they are asked for, and an
-    `Utterance` exists only while someone looks at it.
+    Cheap to open whatever its size: columns and codes stay on disk until they are read, and an `Utterance` is built on
+    access.
     """
 
     def __init__(
-        self, folder: Path, prepared: DatasetInfo, table: ManifestTable, store: CodeStore, notes: tuple[str, ...] = ()
+        self, folder: Path, info: DatasetInfo, table: ManifestTable, store: CodeStore, notes: tuple[str, ...] = ()
     ) -> None:
-        self.folder, self.prepared, self.table, self.store = folder, prepared, table, store
+        self.folder, self.info, self.table, self.store = folder, info, table, store
         self.notes = notes
-        """What whoever opens the folder should be told."""
+        """Sentences for the user about how the folder was opened."""
 
     @classmethod
     def open(cls, folder: Path) -> PreparedDataset:
-        prepared = DatasetInfo.read(folder)
-        store = CodeStore.open(folder, prepared.codec_revision)
-        table, notes = open_table(folder, store)
-        return cls(folder, prepared, table, store, notes)
+        info = DatasetInfo.read(folder)
+        store = CodeStore.open(folder, info.codec_revision)
+        table, notes = open_manifest_table(folder, store)
+        return cls(folder, info, table, store, notes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what was only worked out here.
-        return PreparedDataset, (self.folder, self.prepared, self.table, self.store, self.notes)
+        # Without cached properties.
+        return PreparedDataset, (self.folder, self.info, self.table, self.store, self.notes)
 
     @property
     def utterances(self) -> Utterances:
         return Utterances(self.table, np.arange(len(self.table)))
 
     def by_id(self, id: str, *, wanted_by: str) -> Utterance:
-        row = self.row(id)
-        if row is None:
+        index = self.find(id)
+        if index is None:
             raise DataError(
                 f"{wanted_by} names the reference {id}, of which {self.folder} holds no codes",
                 hint="put it into the source, at least a frame long, and run `myna prepare` again",
             )
-        return self.table.utterance(row)
+        return self.table.utterance(index)
 
-    def row(self, id: str) -> int | None:
-        names, rows = self._by_name
-        name = np.uint64(hash_of(id))
-        place = int(np.searchsorted(names, name))
-        while place < len(names) and names[place] == name:
-            if self.table.id[int(rows[place])].as_py() == id:
-                return int(rows[place])
-            place += 1
-        return None
+    def find(self, id: str) -> int | None:
+        """The index of the utterance with this id."""
+        hashes, indices = self._by_hash
+        wanted = np.uint64(string_hash(id))
+        same_hash = indices[np.searchsorted(hashes, wanted, "left") : np.searchsorted(hashes, wanted, "right")]
+        return next((index for index in same_hash.tolist() if self.table.id[index].as_py() == id), None)
 
-    def row_of(self, utterance: Utterance) -> int:
-        row = self.row(utterance.id)
-        if row is None:
+    def index_of(self, utterance: Utterance) -> int:
+        index = self.find(utterance.id)
+        if index is None:
             raise KeyError(utterance.id)
-        return row
+        return index
 
     def key(self, utterance: Utterance) -> str:
-        """Equal keys are equal sound."""
-        return self.table.key.at(self.row_of(utterance))
+        """The key of an utterance's codes; equal keys are equal audio."""
+        return self.table.key.value_at(self.index_of(utterance))
 
     def codes(self, utterance: Utterance) -> Codes:
-        return self.codes_at(self.row_of(utterance))
+        return self.codes_at(self.index_of(utterance))
 
-    def codes_at(self, row: int) -> Codes:
+    def codes_at(self, index: int) -> Codes:
         table = self.table
-        shape = (int(table.frames[row]), self.prepared.codebooks)
-        return self.store.codes(int(table.shard[row]), int(table.offset[row]), shape)
+        shape = (int(table.frames[index]), self.info.codebooks)
+        return self.store.codes(int(table.shard[index]), int(table.offset[index]), shape)
 
     def seconds(self, utterance: Utterance) -> float:
-        return float(self.table.frames[self.row_of(utterance)] / self.prepared.frame_rate)
+        return float(self.table.frames[self.index_of(utterance)] / self.info.frame_rate)
 
     @cached_property
-    def _by_name(self) -> tuple[Rows, Rows]:
-        order = np.argsort(self.table.name, kind="stable")
-        return self.table.name[order], order  # type: ignore[return-value]
+    def _by_hash(self) -> tuple[IdHashes, Indices]:
+        order = np.argsort(self.table.id_hash, kind="stable")
+        return self.table.id_hash[order], order
 
 
 class Utterances(Sequence[Utterance]):
-    """Some of a table's rows, each made an `Utterance` when it is asked for."""
+    """A selection of a manifest table's utterances, each built on access."""
 
-    def __init__(self, table: ManifestTable, rows: Rows) -> None:
-        self.table, self.rows = table, rows
+    def __init__(self, table: ManifestTable, indices: Indices) -> None:
+        self.table, self.indices = table, indices
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.indices)
 
     @overload
-    def __getitem__(self, place: int) -> Utterance: ...
+    def __getitem__(self, position: int) -> Utterance: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Utterances: ...
+    def __getitem__(self, position: slice) -> Utterances: ...
 
-    def __getitem__(self, place: int | slice) -> Utterance | Utterances:
-        if isinstance(place, slice):
-            return Utterances(self.table, self.rows[place])
-        return self.table.utterance(int(self.rows[place]))
+    def __getitem__(self, position: int | slice) -> Utterance | Utterances:
+        if isinstance(position, slice):
+            return Utterances(self.table, self.indices[position])
+        return self.table.utterance(int(self.indices[position]))
 
-    def named(self, id: str) -> Utterances:
-        rows = self.rows[self.table.name[self.rows] == np.uint64(hash_of(id))]
-        return Utterances(self.table, rows[[self.table.id[int(row)].as_py() == id for row in rows]])
+    def with_id(self, id: str) -> Utterances:
+        same_hash = self.indices[self.table.id_hash[self.indices] == np.uint64(string_hash(id))]
+        return Utterances(self.table, same_hash[[self.table.id[int(index)].as_py() == id for index in same_hash]])
 
-    def spoken_by(self, speakers: Iterable[str]) -> Utterances:
+    def by_speakers(self, speakers: Iterable[str]) -> Utterances:
         speaker = self.table.speaker
-        wanted = speaker.numbers_of(list(speakers))
-        return Utterances(self.table, self.rows[np.isin(speaker.numbers[self.rows], wanted)])
+        selected = np.isin(speaker.indices[self.indices], speaker.indices_of(list(speakers)))
+        return Utterances(self.table, self.indices[selected])
 
     def keys_among(self, keys: Sequence[str]) -> set[str]:
         """Those of the keys that one of these utterances has."""
-        numbers = self.table.key.numbers_of(keys)
-        there = np.isin(numbers, self.table.key.numbers[self.rows])
-        return {key for key, is_there in zip(keys, there.tolist(), strict=True) if is_there}
+        key = self.table.key
+        is_present = np.isin(key.indices_of(keys), key.indices[self.indices])
+        return {name for name, present in zip(keys, is_present.tolist(), strict=True) if present}

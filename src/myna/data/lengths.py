@@ -1,168 +1,167 @@
-"""How long sequences are before any of them is rendered, to the token.
+"""Sequence lengths before rendering, exact to the token.
 
 A text takes as many tokens wherever it stands, and frames take as many positions as the family says. What else a
-sequence holds depends on its form alone: the scene, how many references there are, and which speakers its texts have
-tags for; of a clip that is heard, the question. So the tokens of each text are counted once and kept beside the codes,
+sequence holds depends on its form alone: the scene, how many references there are and which speakers its texts have
+tags for; of a clip with an answer, the question. So the tokens of each text are counted once and kept beside the codes,
 one sequence of each form is measured by the family, and all others are sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from myna.config import DataSettings
-from myna.data.code_store import FORMAT, publish, read_arrow
-from myna.data.conversation import AudioClip, Conversation, Reference, question, script
+from myna.data.code_store import FORMAT, read_cached_arrow, write_arrow
+from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.manifest_table import Rows
-from myna.data.pairing import References
+from myna.data.manifest_table import Indices
+from myna.data.pairing import ReferenceLists
 from myna.errors import DataError
 
-TEXTS_AT_ONCE = 1 << 14
+TEXTS_PER_BATCH = 1 << 14
 
 
 class LengthEstimator(Protocol):
-    """What a family must know of lengths."""
+    """What the loader needs of a family to know lengths without rendering."""
 
     @property
     def text_revision(self) -> str:
         """Changes whenever a text may come to another number of tokens."""
 
     def count_tokens(self, texts: Mapping[str, str]) -> Sequence[int]:
-        """How many tokens each text takes as a part of a turn. A text that cannot be rendered is refused by its key,
-        the id of an utterance."""
+        """Tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key, the id of an
+        utterance."""
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """How many positions clips of so many frames take, up to what every clip takes."""
+        """Positions that clips of so many frames take, up to a constant that every clip takes."""
 
     def length(self, conversation: Conversation) -> int:
-        """How many positions a conversation takes."""
+        """Positions that a conversation takes."""
 
 
-def text_tokens(corpus: PreparedDataset, ruler: LengthEstimator) -> npt.NDArray[np.int32]:
-    """The tokens of every utterance's text: read from the folder, or counted and left there for the next time."""
-    path = corpus.store.home / f"tokens-{ruler.text_revision[:8]}.arrow"
-    whose = {"tokenizer": ruler.text_revision, "texts": corpus.table.identity}
-    kept = _kept(path, corpus.store.revision, whose)
-    if kept is not None:
-        return kept
-    counted = np.empty(len(corpus.table), np.int32)
-    for start in range(0, len(counted), TEXTS_AT_ONCE):
-        part = slice(start, start + TEXTS_AT_ONCE)
-        texts = zip(corpus.table.id[part].to_pylist(), corpus.table.written(part), strict=True)
-        counted[part] = ruler.count_tokens(dict(texts))
-    label = {"format": FORMAT, "codec": corpus.store.revision, **whose}
-    batch = pa.record_batch({"tokens": pa.array(counted)}).replace_schema_metadata(label)
+def count_text_tokens(dataset: PreparedDataset, estimator: LengthEstimator) -> npt.NDArray[np.int32]:
+    """Tokens of every utterance's text (or answer): read from the folder, or counted and cached there."""
+    path = dataset.store.codes_folder / f"tokens-{estimator.text_revision[:8]}.arrow"
+    metadata = {"tokenizer": estimator.text_revision, "texts": dataset.table.fingerprint}
+    cached = read_cached_arrow(path, dataset.store.revision, metadata)
+    if cached is not None:
+        return cached["tokens"].to_numpy(zero_copy_only=True)  # type: ignore[no-any-return]
+    tokens = np.empty(len(dataset.table), np.int32)
+    for start in range(0, len(tokens), TEXTS_PER_BATCH):
+        part = slice(start, start + TEXTS_PER_BATCH)
+        texts = zip(dataset.table.id[part].to_pylist(), dataset.table.learned_texts(part), strict=True)
+        tokens[part] = estimator.count_tokens(dict(texts))
+    metadata |= {"format": FORMAT, "codec": dataset.store.revision}
+    batch = pa.record_batch({"tokens": pa.array(tokens)}).replace_schema_metadata(metadata)
     try:
-        publish(corpus.folder, path, batch)
+        write_arrow(dataset.folder, path, batch)
     except DataError as error:
-        corpus.notes += (f"the tokens of all texts have to be counted every time: {error.what}",)
-    return counted
+        dataset.notes += (f"the tokens of all texts have to be counted every time: {error.what}",)
+    return tokens
 
 
-def _kept(path: Path, revision: str, whose: dict[str, str]) -> npt.NDArray[np.int32] | None:
-    if not path.is_file():
-        return None
-    try:
-        batch = read_arrow(path, revision)
-    except DataError:
-        return None
-    label = {name.decode(): value.decode() for name, value in batch.schema.metadata.items()}
-    kept: npt.NDArray[np.int32] = batch["tokens"].to_numpy(zero_copy_only=True)
-    return kept if label.items() >= whose.items() else None
-
-
-class Lengths:
-    """Lengths of the sequences of one corpus, laid out as the settings say."""
+class SequenceLengths:
+    """Lengths of the sequences of one dataset, laid out as the settings say."""
 
     def __init__(
         self,
-        corpus: PreparedDataset,
+        dataset: PreparedDataset,
         settings: DataSettings,
-        ruler: LengthEstimator,
+        estimator: LengthEstimator,
         conversation: Callable[[int, Sequence[int]], Conversation],
     ) -> None:
-        """`conversation` makes one of the rows of a target and its references."""
-        self._table, self._settings, self._ruler, self._conversation = corpus.table, settings, ruler, conversation
+        """`conversation` builds the conversation of a target and its references, given by index."""
+        self._table, self._settings = dataset.table, settings
+        self._estimator, self._conversation = estimator, conversation
         self._in_turns = settings.reference_placement == "turn"
-        self._frame = np.zeros((1, corpus.prepared.codebooks), np.uint16)
-        self._known: dict[Any, int] = {}
-        tokens, frames = text_tokens(corpus, ruler), ruler.positions(corpus.table.frames)
-        self._heard = corpus.table.is_heard
+        self._frame = np.zeros((1, dataset.info.codebooks), np.uint16)
+        self._frame_positions = int(estimator.positions(np.ones(1, np.int32))[0])
+        self._answer_overheads: dict[int, int] = {}
+        self._speech_overheads: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        self._dialogue_lengths: dict[tuple[int, tuple[int, ...]], int] = {}
+        tokens, frames = count_text_tokens(dataset, estimator), estimator.positions(dataset.table.frames)
         self.as_target = (tokens + frames).astype(np.int64)
         self.as_reference = self.as_target if self._in_turns else frames.astype(np.int64)
         """What a clip adds to a sequence, up to what every other clip adds too."""
-        self.kinds = corpus.table.tags.numbers.astype(np.int64) * self._in_turns
+        self.kinds = dataset.table.speaker_tags.indices.astype(np.int64) * self._in_turns
         """A number for each clip: references of one kind make for the same form."""
 
-    def of(self, targets: Rows, references: References) -> Rows:
+    def of(self, targets: Indices, references: ReferenceLists) -> Indices:
         """The length of each target's sequence with its references."""
-        table, counts = self._table, references.counts
+        table, counts, offsets = self._table, references.counts, references.offsets
         owners = np.repeat(np.arange(len(targets)), counts)
         lengths = self.as_target[targets]
-        np.add.at(lengths, owners, self.as_reference[references.rows])
-        # There are few forms and many sequences. With one reference at most, a form is a number.
-        kinds = len(table.tags.values)
-        of_reference = np.zeros(len(targets), np.int64)
-        of_reference[owners] = self.kinds[references.rows]
-        scenes = table.scene.numbers[targets].astype(np.int64) * 2 + self._heard[targets]
-        forms = scenes * kinds + table.tags.numbers[targets]
-        forms = (forms * 2 + (counts > 0)) * kinds + of_reference
-        each, which = np.unique(forms, return_inverse=True)
-        rests = np.zeros(len(each), np.int64)
-        for number in np.unique(which[counts < 2]).tolist():
-            rest, kind = divmod(int(each[number]), kinds)
-            rest, is_voiced = divmod(rest, 2)
-            rests[number] = self._rest(*divmod(rest, kinds), (kind,) * is_voiced)
-        lengths += np.where(counts < 2, rests[which], 0)
-        starts = references.starts
-        for place in np.flatnonzero(counts > 1).tolist():
-            voices = tuple(references.rows[starts[place] : starts[place] + counts[place]].tolist())
-            lengths[place] = self._of_many(int(targets[place]), voices, int(lengths[place]))
+        np.add.at(lengths, owners, self.as_reference[references.indices])
+
+        has_answer = table.has_answer[targets]
+        lengths[has_answer] += _per_form(table.question.indices[targets[has_answer]], self._answer_overhead)
+
+        # There are few forms and many sequences. With one reference at most, a form is four small integers.
+        reference_kinds = np.zeros(len(targets), np.int64)
+        reference_kinds[owners] = self.kinds[references.indices]
+        simple = np.flatnonzero(~has_answer & (counts < 2))
+        scenes, tags = table.scene.indices[targets[simple]], table.speaker_tags.indices[targets[simple]]
+        shape = (len(table.scene.dictionary), len(table.speaker_tags.dictionary), 2, int(self.kinds.max()) + 1)
+        forms = np.ravel_multi_index((scenes, tags, counts[simple].astype(np.int64), reference_kinds[simple]), shape)
+
+        def measure(form: int) -> int:
+            scene, tags, count, kind = map(int, np.unravel_index(form, shape))
+            return self._speech_overhead(scene, tags, (kind,) * count)
+
+        lengths[simple] += _per_form(forms, measure)
+        for position in np.flatnonzero(counts > 1).tolist():
+            several = tuple(references.indices[offsets[position] : offsets[position] + counts[position]].tolist())
+            lengths[position] = self._with_references(int(targets[position]), several, int(lengths[position]))
         return lengths
 
-    def _of_many(self, target: int, voices: tuple[int, ...], counted: int) -> int:
-        scene, tags = 2 * int(self._table.scene.numbers[target]), int(self._table.tags.numbers[target])
-        if not self._in_turns or self._table.tags.at(target) == "":
-            return counted + self._rest(scene, tags, tuple(self.kinds[list(voices)].tolist()))
+    def _with_references(self, target: int, references: tuple[int, ...], length: int) -> int:
+        if not self._in_turns or self._table.speaker_tags.value_at(target) == "":
+            scene, tags = int(self._table.scene.indices[target]), int(self._table.speaker_tags.indices[target])
+            return length + self._speech_overhead(scene, tags, tuple(self.kinds[list(references)].tolist()))
         # Tags of a dialogue are put before the texts of its references, which then come to other tokens.
-        if (target, voices) not in self._known:
-            self._known[target, voices] = self._ruler.length(self._conversation(target, voices))
-        return self._known[target, voices]
+        if (target, references) not in self._dialogue_lengths:
+            conversation = self._conversation(target, references)
+            self._dialogue_lengths[target, references] = self._estimator.length(conversation)
+        return self._dialogue_lengths[target, references]
 
-    def _rest(self, scene: int, tags: int, voices: tuple[int, ...]) -> int:
-        """What a form takes beside texts and frames: measured when first met, with texts that are but their tags.
+    def _answer_overhead(self, question: int) -> int:
+        """Positions of an answer form beside the answer and the frames, measured on first use."""
+        if question not in self._answer_overheads:
+            text = str(self._table.question.dictionary[question].as_py())
+            bare = answer_conversation(text, AudioClip("", self._frame), id=f"the question {text!r}", answer="")
+            self._answer_overheads[question] = self._estimator.length(bare) - self._frame_positions
+        return self._answer_overheads[question]
 
-        An odd `scene` is the question to a clip that is heard.
-        """
-        form = (scene, tags, voices)
-        if form not in self._known:
-            said, *heard = (self._tags_alone(kind) for kind in (tags, *voices))
-            said_around, is_heard = str(self._table.scene.values[scene // 2].as_py()), scene % 2
-            if is_heard:
-                bare = question(said_around, AudioClip("", self._frame), id=f"the question {said_around!r}", answer="")
-                self._known[form] = self._ruler.length(bare) - int(self._ruler.positions(np.ones(1, np.int32))[0])
-                return self._known[form]
-            described = said_around or self._settings.scene
-            bare = script(
-                said,
-                id=f"the scene {described!r}",
-                references=tuple(Reference(text, AudioClip("", self._frame)) for text in heard),
+    def _speech_overhead(self, scene: int, tags: int, reference_kinds: tuple[int, ...]) -> int:
+        """Positions of a speech form beside texts and frames, measured on first use with texts that are only tags."""
+        form = (scene, tags, reference_kinds)
+        if form not in self._speech_overheads:
+            target_text, *reference_texts = (self._tags_only(kind) for kind in (tags, *reference_kinds))
+            description = str(self._table.scene.dictionary[scene].as_py()) or self._settings.scene
+            bare = speech_conversation(
+                target_text,
+                id=f"the scene {description!r}",
+                references=tuple(Reference(text, AudioClip("", self._frame)) for text in reference_texts),
                 target=AudioClip("", self._frame, target=True),
-                scene=described,
-                place=self._settings.reference_placement,
+                scene=description,
+                reference_placement=self._settings.reference_placement,
             )
-            texts = [said, *heard] if self._in_turns else [said]
-            tokens = sum(self._ruler.count_tokens({"": text})[0] for text in texts if text)
-            framed = (1 + len(voices)) * int(self._ruler.positions(np.ones(1, np.int32))[0])
-            self._known[form] = self._ruler.length(bare) - tokens - framed
-        return self._known[form]
+            texts = [target_text, *reference_texts] if self._in_turns else [target_text]
+            tokens = sum(self._estimator.count_tokens({"": text})[0] for text in texts if text)
+            frames = (1 + len(reference_kinds)) * self._frame_positions
+            self._speech_overheads[form] = self._estimator.length(bare) - tokens - frames
+        return self._speech_overheads[form]
 
-    def _tags_alone(self, kind: int) -> str:
-        return " ".join(f"[SPEAKER{number}]" for number in str(self._table.tags.values[kind].as_py()).split())
+    def _tags_only(self, kind: int) -> str:
+        return " ".join(f"[SPEAKER{tag}]" for tag in str(self._table.speaker_tags.dictionary[kind].as_py()).split())
+
+
+def _per_form(forms: npt.NDArray[np.signedinteger], measure: Callable[[int], int]) -> Indices:
+    """`measure` of each form, called once for each distinct one."""
+    distinct, inverse = np.unique(forms, return_inverse=True)
+    return np.array([measure(form) for form in distinct.tolist()], np.int64)[inverse]

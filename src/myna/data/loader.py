@@ -1,9 +1,9 @@
-"""From a corpus to the batches of every optimizer step, the same on every machine that has the same seed.
+"""Packed-row data loader: the batches of every optimizer step, the same on every machine with the same seed.
 
-The stream of rows is endless and knows nothing of processes: step n is always the same rows, which the ranks share out
-and cut into passes. Splitting the work otherwise, or resuming at a step, changes nothing that is learned. Rows are
-planned from lengths alone; only what a rank will learn from is rendered. Nor do the threads change anything: one plans
-ahead, and `data.workers` others have what it has planned rendered and collated, by themselves or by a process each.
+The stream of packed rows is endless and does not depend on the number of processes: step n is always the same rows,
+which the ranks share out and divide into micro-batches. Another division, or resuming at a step, changes nothing that
+is learned. Rows are planned from lengths alone; only a rank's own rows are rendered. One thread plans ahead, and
+`data.workers` threads render and collate, by themselves or by a worker process each; neither changes the batches.
 """
 
 from __future__ import annotations
@@ -22,131 +22,133 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 import numpy as np
 
 from myna.config import DataSettings
-from myna.data.batch_builder import Batch, BatchBuilder, PlannedSequence, Sequence_
+from myna.data.batch_builder import BatchBuilder, BatchT, PlannedSequence, SequenceT
 from myna.data.conversation import Conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.hash_rng import shuffled
-from myna.data.lengths import LengthEstimator, Lengths
-from myna.data.manifest_table import Rows
+from myna.data.hash_rng import permutation
+from myna.data.lengths import LengthEstimator, SequenceLengths
+from myna.data.manifest_table import Indices
 from myna.data.packing import first_fit_decreasing
-from myna.data.pairing import Pairing, References
+from myna.data.pairing import ReferenceLists, ReferenceSampler
 from myna.data.utterance import Utterance
-from myna.data.workers import Workers
+from myna.data.workers import WorkerPool
 from myna.errors import DataError
 from myna.io import bytes_hash
 
-STEPS_AHEAD = 2
-"""Steps that are ready before they are asked for, if those are enough to keep all workers busy."""
-STREAM = 2
-"""Another number whenever the same data, settings and seed come to other rows: no run goes on with another stream than
-it began with."""
+PREFETCH_STEPS = 2
+"""Steps that are built ahead, if those are enough to keep all workers busy."""
+STREAM_VERSION = 2
+"""Raised whenever the same data, settings and seed give other rows: no run continues with another stream than it began
+with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One process among several."""
+    """A rank's share of the data."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
 
-_Pass: TypeAlias = list[PlannedSequence]
+_Row: TypeAlias = list[PlannedSequence]
+_MicroBatch: TypeAlias = list[PlannedSequence]
 
 
-class _Packed(NamedTuple):
-    """A window of targets in rows."""
+class _PackedWindow(NamedTuple):
+    """A window of targets, packed into rows."""
 
-    targets: Rows
-    references: References
+    targets: Indices
+    references: ReferenceLists
     lengths: list[int] | None
     rows: list[list[int]]
-    """Places in the window."""
+    """Positions in the window."""
 
-    def planned(self) -> Iterator[list[PlannedSequence]]:
+    def planned_rows(self) -> list[_Row]:
         lengths: Sequence[int | None] = self.lengths or [None] * len(self.targets)
-        every = list(map(PlannedSequence, self.targets.tolist(), self.references.each(), lengths))
-        for row in self.rows:
-            yield [every[place] for place in row]
+        sequences = list(map(PlannedSequence, self.targets.tolist(), self.references.as_tuples(), lengths))
+        return [[sequences[position] for position in row] for row in self.rows]
 
 
-class Loader(Generic[Sequence_, Batch]):
-    """`render`, `collate` and `ruler` are the family's; the loader only decides what travels together."""
+class Loader(Generic[SequenceT, BatchT]):
+    """Packed-row data loader over a prepared dataset, with the family's `render`, `collate` and `length_estimator`."""
 
     def __init__(
         self,
-        corpus: PreparedDataset,
+        dataset: PreparedDataset,
         settings: DataSettings,
         *,
-        render: Callable[[Conversation], Sequence_],
-        collate: Callable[[Sequence[Sequence_]], Batch],
-        ruler: LengthEstimator,
+        render: Callable[[Conversation], SequenceT],
+        collate: Callable[[Sequence[SequenceT]], BatchT],
+        length_estimator: LengthEstimator,
         seed: int,
-        finish: Callable[[Batch], Batch] | None = None,
+        finish: Callable[[BatchT], BatchT] | None = None,
     ) -> None:
-        """`finish` is done to every batch in this process, whoever has made it."""
-        self.corpus, self.settings, self.seed = corpus, settings, seed
-        self.pairing = Pairing(corpus, settings, seed)
-        self.maker = BatchBuilder(corpus, settings, render, collate)
-        self._make: Callable[[_Pass], Batch] = self.maker
-        self._finish, self._ruler = finish, ruler
-        self._counted: dict[tuple[int, int], int] = {}
+        """`finish` is applied to every batch in this process, wherever it was built."""
+        self.dataset, self.settings, self.seed = dataset, settings, seed
+        self.reference_sampler = ReferenceSampler(dataset, settings, seed)
+        self.builder = BatchBuilder(dataset, settings, render, collate)
+        self._build: Callable[[_MicroBatch], BatchT] = self.builder
+        self._finish, self._length_estimator = finish, length_estimator
+        self._row_counts: dict[tuple[int, int], int] = {}
 
     def steps(
-        self, batch_size: int, micro_batch_size: int, share: Shard, start: int = 0
-    ) -> Generator[list[Batch], None, None]:
-        """Each optimizer step's batches for one rank, from step `start` on, for ever. Ranks get equally many rows.
+        self, batch_size: int, micro_batch_size: int, shard: Shard, start: int = 0
+    ) -> Generator[list[BatchT], None, None]:
+        """The micro-batches of each optimizer step for one rank, endless from step `start`. Sizes are in rows.
 
-        An error comes with the step it belongs to. Closing the iterator ends its threads.
+        An error is raised at the step it belongs to. Closing the iterator ends its threads.
         """
-        assert batch_size % share.world == 0, "one rank would wait for ever for passes that another does not have"
-        passes = -(-batch_size // (share.world * micro_batch_size))
-        return self._made(self._plan_steps(batch_size, micro_batch_size, share, start), passes)
+        assert batch_size % shard.world_size == 0, "a rank would wait for ever for micro-batches another does not have"
+        per_step = -(-batch_size // (shard.world_size * micro_batch_size))
+        return self._prefetch(self._plan_steps(batch_size, micro_batch_size, shard, start), per_step)
 
-    def once(self, micro_batch_size: int, share: Shard) -> Generator[Batch, None, None]:
-        """One rank's part of all targets, each once: for evaluation."""
-        plans = ([each] for each in self._plan_once(micro_batch_size, share))
-        with closing(self._made(plans, passes=1)) as passes:
-            for [batch] in passes:
+    def evaluation_batches(self, micro_batch_size: int, shard: Shard) -> Generator[BatchT, None, None]:
+        """One rank's share of all targets, each once."""
+        plans = ([micro_batch] for micro_batch in self._plan_evaluation(micro_batch_size, shard))
+        with closing(self._prefetch(plans, per_step=1)) as steps:
+            for [batch] in steps:
                 yield batch
 
     def rows_in_first_epoch(self) -> int:
         assert not list(self._rows(skip=sys.maxsize, epochs=[0]))
-        return sum(rows for (epoch, _), rows in self.counted.items() if epoch == 0)
+        return sum(rows for (epoch, _), rows in self._row_counts.items() if epoch == 0)
 
     @property
-    def counted(self) -> dict[tuple[int, int], int]:
-        """The rows of every (epoch, window) that was packed so far. What is counted need not be packed to skip it."""
-        return dict(self._counted)
+    def row_counts(self) -> dict[tuple[int, int], int]:
+        """Rows of every (epoch, window) packed so far: a window with a count can be skipped without packing it."""
+        return dict(self._row_counts)
 
-    def recall(self, counted: Mapping[tuple[int, int], int]) -> None:
-        """Counts of an earlier loader with the same data, settings and seed."""
-        self._counted |= counted
+    def restore_row_counts(self, row_counts: Mapping[tuple[int, int], int]) -> None:
+        """Row counts of an earlier loader with the same data, settings and seed."""
+        self._row_counts |= row_counts
 
     @property
-    def identity(self) -> str:
-        """Changes with anything but the settings that rows are made of; where files lie does not count."""
-        made_of = bytes_hash(f"{self.corpus.table.identity} in stream {STREAM}".encode())
-        return f"{len(self.corpus.table)} utterances {made_of[:16]}"
+    def fingerprint(self) -> str:
+        """Hash of everything but the settings that rows are built from; where files lie does not count."""
+        content = bytes_hash(f"{self.dataset.table.fingerprint} in stream {STREAM_VERSION}".encode())
+        return f"{len(self.dataset.table)} utterances {content[:16]}"
 
     def conversation(self, target: Utterance, references: Sequence[Utterance]) -> Conversation:
-        return self.maker.conversation(self.corpus.row_of(target), [self.corpus.row_of(each) for each in references])
+        index_of = self.dataset.index_of
+        return self.builder.conversation(index_of(target), [index_of(reference) for reference in references])
 
-    def sequence(self, target: Utterance, epoch: int) -> Sequence_:
-        return self.maker.render(self.conversation(target, self.pairing.references(target, epoch)))
+    def sequence(self, target: Utterance, epoch: int) -> SequenceT:
+        return self.builder.render(self.conversation(target, self.reference_sampler.references(target, epoch)))
 
     @cached_property
-    def lengths(self) -> Lengths:
-        return Lengths(self.corpus, self.settings, self._ruler, self.maker.conversation)
+    def lengths(self) -> SequenceLengths:
+        return SequenceLengths(self.dataset, self.settings, self._length_estimator, self.builder.conversation)
 
     def check_lengths(self) -> None:
-        """Every sequence there can be must fit a row, since nothing is ever cut."""
+        """Every sequence that can be sampled must fit a row, since nothing is ever truncated."""
         if not self.settings.pack:
             return
-        budget, targets, kinds = self.settings.row_tokens, self.pairing.targets, self.lengths.kinds
+        budget, targets, kinds = self.settings.row_tokens, self.reference_sampler.targets, self.lengths.kinds
         longest = np.zeros(len(targets), np.int64)
         for kind in np.unique(kinds):
-            clips = np.where(kinds == kind, self.lengths.as_reference, -1)
-            longest = np.maximum(longest, self.lengths.of(targets.rows, self.pairing.longest(clips)))
+            sizes = np.where(kinds == kind, self.lengths.as_reference, -1)
+            references = self.reference_sampler.longest_references(sizes)
+            longest = np.maximum(longest, self.lengths.of(targets.indices, references))
         worst = int(longest.argmax())
         if longest[worst] > budget:
             raise DataError(
@@ -155,91 +157,92 @@ class Loader(Generic[Sequence_, Batch]):
                 hint=f"--set data.row_tokens={longest[worst]}, or lower data.seconds or data.reference_seconds",
             )
 
-    # What will travel together
+    # Planning
 
     def _plan_steps(
-        self, batch_size: int, micro_batch_size: int, share: Shard, start: int
-    ) -> Generator[list[_Pass], None, None]:
+        self, batch_size: int, micro_batch_size: int, shard: Shard, start: int
+    ) -> Generator[list[_MicroBatch], None, None]:
         rows = self._rows(skip=start * batch_size)
         while True:
             step = list(islice(rows, batch_size))
-            yield list(_passes(step[share.rank :: share.world], micro_batch_size))
+            yield list(_micro_batches(step[shard.rank :: shard.world_size], micro_batch_size))
 
-    def _plan_once(self, micro_batch_size: int, share: Shard) -> Generator[_Pass, None, None]:
-        targets, window = self.pairing.targets.rows[share.rank :: share.world], self.settings.packing_window
-        for at in range(0, len(targets), window):
-            yield from _passes(list(self._pack(targets[at : at + window], epoch=0).planned()), micro_batch_size)
+    def _plan_evaluation(self, micro_batch_size: int, shard: Shard) -> Iterator[_MicroBatch]:
+        targets = self.reference_sampler.targets.indices[shard.rank :: shard.world_size]
+        window = self.settings.packing_window
+        for start in range(0, len(targets), window):
+            yield from _micro_batches(
+                self._pack(targets[start : start + window], epoch=0).planned_rows(), micro_batch_size
+            )
 
-    def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[list[PlannedSequence]]:
-        """The stream without its first `skip` rows, endless unless `epochs` are given."""
-        window, names = self.settings.packing_window, self.corpus.table.name
+    def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[_Row]:
+        """The stream of rows without its first `skip`, endless unless `epochs` are given."""
+        window, id_hash = self.settings.packing_window, self.dataset.table.id_hash
+        targets = self.reference_sampler.targets.indices
         for epoch in count() if epochs is None else epochs:
-            targets = self.pairing.targets.rows
-            targets = targets[shuffled(names[targets], f"{self.seed}/{epoch}/order")]
-            for at in range(0, len(targets), window):
-                part, place = targets[at : at + window], (epoch, at // window)
+            order = targets[permutation(id_hash[targets], f"{self.seed}/{epoch}/order")]
+            for start in range(0, len(order), window):
+                part, key = order[start : start + window], (epoch, start // window)
                 if not self.settings.pack:
-                    self._counted[place] = len(part)
-                if place in self._counted and self._counted[place] <= skip:
-                    skip -= self._counted[place]
+                    self._row_counts[key] = len(part)
+                if key in self._row_counts and self._row_counts[key] <= skip:
+                    skip -= self._row_counts[key]
                     continue
                 packed = self._pack(part, epoch)
-                self._counted[place] = len(packed.rows)
+                self._row_counts[key] = len(packed.rows)
                 if len(packed.rows) > skip:
-                    rows = list(packed.planned())
-                    random.Random(f"{self.seed}/{epoch}/{at}").shuffle(rows)
+                    rows = packed.planned_rows()
+                    random.Random(f"{self.seed}/{epoch}/{start}").shuffle(rows)
                     yield from rows[skip:]
                 skip = max(0, skip - len(packed.rows))
 
-    def _pack(self, targets: Rows, epoch: int) -> _Packed:
-        references = self.pairing.draw(targets, epoch)
+    def _pack(self, targets: Indices, epoch: int) -> _PackedWindow:
+        references = self.reference_sampler.sample(targets, epoch)
         if not self.settings.pack:
-            return _Packed(targets, references, None, [[place] for place in range(len(targets))])
+            return _PackedWindow(targets, references, None, [[position] for position in range(len(targets))])
         lengths: list[int] = self.lengths.of(targets, references).tolist()
-        return _Packed(targets, references, lengths, first_fit_decreasing(lengths, self.settings.row_tokens))
+        return _PackedWindow(targets, references, lengths, first_fit_decreasing(lengths, self.settings.row_tokens))
 
-    # What has been planned is made
+    # Building
 
-    def _finished(self, planned: _Pass) -> Batch:
-        batch = self._make(planned)
+    def _finished(self, planned: _MicroBatch) -> BatchT:
+        batch = self._build(planned)
         return batch if self._finish is None else self._finish(batch)
 
-    def _made(self, plans: Generator[list[_Pass], None, None], passes: int) -> Generator[list[Batch], None, None]:
-        """The batches of every plan, in order, some of them made while the last ones are learned from. There are
-        `passes` to a plan."""
-        number = self.settings.workers
-        if not number:
+    def _prefetch(
+        self, plans: Generator[list[_MicroBatch], None, None], per_step: int
+    ) -> Generator[list[BatchT], None, None]:
+        """The batches of every planned step, in order, built ahead; a step has `per_step` micro-batches."""
+        workers = self.settings.workers
+        if not workers:
             for plan in plans:
-                yield [self._finished(each) for each in plan]
+                yield [self._finished(micro_batch) for micro_batch in plan]
             return
-        with (
-            ThreadPoolExecutor(number, "myna-render") as workers,
-            ThreadPoolExecutor(1, "myna-ahead") as planner,
-        ):
+        with ThreadPoolExecutor(workers, "myna-render") as builders, ThreadPoolExecutor(1, "myna-plan") as planner:
 
-            def begin() -> list[Future[Batch]] | None:
+            def submit_step() -> list[Future[BatchT]] | None:
                 plan = next(plans, None)
-                return None if plan is None else [workers.submit(self._finished, each) for each in plan]
+                return None if plan is None else [builders.submit(self._finished, each) for each in plan]
 
-            waiting = deque(planner.submit(begin) for _ in range(max(STEPS_AHEAD, -(-number // passes))))
+            pending = deque(planner.submit(submit_step) for _ in range(max(PREFETCH_STEPS, -(-workers // per_step))))
             try:
-                while (begun := waiting.popleft().result()) is not None:
-                    waiting.append(planner.submit(begin))
-                    yield [batch.result() for batch in begun]
+                while (step := pending.popleft().result()) is not None:
+                    pending.append(planner.submit(submit_step))
+                    yield [batch.result() for batch in step]
             finally:
                 planner.shutdown(cancel_futures=True)
-                workers.shutdown(cancel_futures=True)
+                builders.shutdown(cancel_futures=True)
                 plans.close()
 
 
-def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> Workers:
-    """Processes that make the batches of these loaders from now on. Whoever hires them closes them at the end."""
-    workers = Workers(number, [loader.maker for loader in loaders])
-    for which, loader in enumerate(loaders):
-        loader._make = partial(workers.make, which)
+def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> WorkerPool:
+    """Worker processes that build the batches of these loaders from now on. The caller closes them."""
+    workers = WorkerPool(number, [loader.builder for loader in loaders])
+    for position, loader in enumerate(loaders):
+        loader._build = partial(workers.build, position)
     return workers
 
 
-def _passes(rows: Sequence[list[PlannedSequence]], micro_batch_size: int) -> Iterator[_Pass]:
-    for at in range(0, len(rows), micro_batch_size):
-        yield [planned for row in rows[at : at + micro_batch_size] for planned in row]
+def _micro_batches(rows: Sequence[_Row], micro_batch_size: int) -> Iterator[_MicroBatch]:
+    for start in range(0, len(rows), micro_batch_size):
+        yield [sequence for row in rows[start : start + micro_batch_size] for sequence in row]

@@ -1,4 +1,4 @@
-"""`manifest.jsonl`: one utterance a line, beside the folder it describes."""
+"""Manifest files: `manifest.jsonl`, one utterance a line."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
-from myna.io import replacing
+from myna.io import atomic_write
 
-REQUIRED = ("id", "audio", "text", "speaker")
-KINDS = {"id": str, "audio": str, "text": str, "speaker": str, "language": str, "extras": dict}
+REQUIRED_FIELDS = ("id", "audio", "text", "speaker")
+FIELD_TYPES = {"id": str, "audio": str, "text": str, "speaker": str, "language": str, "extras": dict}
 
 
 class SpanError(ValueError):
-    """A line's `span` is no stretch of time."""
+    """A line's `span` is not a pair of times."""
 
 
 def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
     """Write the lines whole or not at all. Audio inside the manifest's folder is stored relative to it."""
-    stored, encoded = _Stored(path.parent.absolute()), json.JSONEncoder(ensure_ascii=False).encode
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+    stored_path, encode = _StoredPaths(path.parent.absolute()), json.JSONEncoder(ensure_ascii=False).encode
+    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for utterance in utterances:
-            file.write(encoded(utterance.to_line(stored(utterance.audio))) + "\n")
+            file.write(encode(utterance.to_line(stored_path(utterance.audio))) + "\n")
 
 
 def read_manifest(path: Path) -> list[Utterance]:
@@ -33,34 +33,34 @@ def read_manifest(path: Path) -> list[Utterance]:
 
 
 def iterate_manifest(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[Utterance]:
-    """The same, one by one: a manifest may be longer than memory. Lines that are not `wanted` are not even read."""
+    """Utterances one by one: a manifest may be larger than memory. Lines that are not `wanted` are not parsed."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):
-        raise no_manifest(path) from None
+        raise missing_manifest_error(path) from None
     with file:
         for number, line in enumerate(file, start=1):
             if line.strip() and wanted(line):
                 try:
-                    yield parse_line(json.loads(line.decode("utf-8-sig")), path.parent)
+                    yield parse_manifest_line(json.loads(line.decode("utf-8-sig")), path.parent)
                 except UnicodeDecodeError as error:
                     raise DataError(f"{path}:{number} is not UTF-8: {error}", hint="save the file as UTF-8") from None
                 except ValueError as error:
                     raise DataError(f"{path}:{number}: {error}", hint="mend or drop that line") from None
 
 
-def no_manifest(path: Path) -> DataError:
+def missing_manifest_error(path: Path) -> DataError:
     return DataError(f"there is no manifest {path}", hint="myna prepare SOURCE --out FOLDER makes one")
 
 
-def parse_line(line: Any, folder: Path) -> Utterance:
-    """One manifest line as an utterance; a `ValueError` says what is wrong with it."""
+def parse_manifest_line(line: Any, folder: Path) -> Utterance:
+    """A manifest line as an utterance; a `ValueError` says what is wrong with it."""
     if not isinstance(line, dict):
         raise ValueError("the line is not a JSON object")
-    for key in REQUIRED:
+    for key in REQUIRED_FIELDS:
         if key not in line:
             raise ValueError(f"there is no `{key}`")
-    for key, kind in KINDS.items():
+    for key, kind in FIELD_TYPES.items():
         if key in line and not isinstance(line[key], kind):
             raise ValueError(f"`{key}` is {line[key]!r}, which is no {kind.__name__}")
     if "extras" in line:
@@ -83,21 +83,18 @@ def _check_span(span: Any) -> None:
             raise SpanError(f"`span` is {span!r}; it wants start and end in seconds")
 
 
-class _Stored:
-    """How the manifest of a folder names audio: relative to the folder inside it, absolute elsewhere."""
+class _StoredPaths:
+    """Audio paths as a manifest stores them: relative inside its folder, absolute elsewhere."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._inside, self._here = (f"{place.as_posix().rstrip('/')}/" for place in (folder, Path.cwd()))
+        self._folder_prefix, self._cwd_prefix = (f"{path.as_posix().rstrip('/')}/" for path in (folder, Path.cwd()))
 
     def __call__(self, audio: Path) -> str:
-        """By spelling alone where that is enough: paths are most of the time that a long manifest takes."""
-        place = audio.as_posix()
-        if ".." in place or place == "." or audio.drive:
-            return self._followed(audio)
-        place = place if audio.is_absolute() else self._here + place
-        return place.removeprefix(self._inside) if place + "/" != self._inside else "."
-
-    def _followed(self, audio: Path) -> str:
-        audio = audio.resolve() if ".." in audio.parts else audio.absolute()
-        return (audio.relative_to(self._folder) if audio.is_relative_to(self._folder) else audio).as_posix()
+        path = audio.as_posix()
+        if ".." in path or path == "." or audio.drive:
+            audio = audio.resolve() if ".." in audio.parts else audio.absolute()
+            return (audio.relative_to(self._folder) if audio.is_relative_to(self._folder) else audio).as_posix()
+        # As strings where that is enough: `pathlib` is most of the time that a long manifest takes.
+        path = path if audio.is_absolute() else self._cwd_prefix + path
+        return path.removeprefix(self._folder_prefix) if path + "/" != self._folder_prefix else "."

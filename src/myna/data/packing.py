@@ -1,4 +1,4 @@
-"""Rows of a token budget, filled without cutting anything."""
+"""Sequence packing: rows of a token budget, filled without truncating any sequence."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths` in rows of at most `budget`: the longest first, each into the first row with room."""
+    """First-fit-decreasing bin packing: rows of indices into `lengths`, each row at most `budget` long."""
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if longest_first and lengths[longest_first[0]] > budget:
         raise ValueError(f"a sequence of {lengths[longest_first[0]]} does not fit a row of {budget}")
-    # A tree whose leaves are the rows and whose nodes know the most room below them: the first row with room is found
-    # on the way down. Rows that are not begun have all their room. No two rows can be half empty, so these are enough.
+    # A segment tree: leaves are rows, a node holds the largest free space below it, so the first row with enough space
+    # is found on the way down. Empty rows count as free. No two rows can be half empty, so these leaves are enough.
     leaves = 1
     while leaves < 2 * sum(lengths) // budget + 1:
         leaves *= 2
-    room = [budget] * (2 * leaves)
+    free = [budget] * (2 * leaves)
     rows: list[list[int]] = []
     for index in longest_first:
         length, node = lengths[index], 1
         while node < leaves:
             node *= 2
-            if room[node] < length:
+            if free[node] < length:
                 node += 1
         if node - leaves == len(rows):
             rows.append([])
         rows[node - leaves].append(index)
-        room[node] -= length
+        free[node] -= length
         while node > 1:
-            one, other = room[node], room[node ^ 1]
-            most = one if one > other else other
+            left, right = free[node], free[node ^ 1]
+            largest = left if left > right else right
             node //= 2
-            if room[node] == most:
+            if free[node] == largest:
                 break
-            room[node] = most
+            free[node] = largest
     return rows

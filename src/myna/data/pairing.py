@@ -1,9 +1,8 @@
-"""Which clip sets the voice of which target."""
+"""Reference sampling: which clip sets the voice of which target."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,208 +11,193 @@ import numpy.typing as npt
 from myna.config import DataSettings
 from myna.data.dataset import PreparedDataset, Utterances
 from myna.data.hash_rng import randint, random_bits
-from myna.data.manifest_table import ManifestTable, Rows
+from myna.data.manifest_table import Indices, ManifestTable
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 
-TRIES = 8
-"""Clips that are drawn for a target before those that would do are listed one by one."""
+MAX_DRAWS = 8
+"""Random draws for a target before the valid references of its speaker are listed one by one."""
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Unpaired:
-    """What the pairing left out or left alone, for the person who watches."""
+class ReferenceLists(NamedTuple):
+    """The references of many targets as a ragged array: how many each has, and all their indices end to end."""
 
-    without_reference: Utterances
-    outside_seconds: Utterances
-
-
-class References(NamedTuple):
-    """Those of many targets: how many each has, and all of their rows end to end."""
-
-    counts: Rows
-    rows: Rows
+    counts: Indices
+    indices: Indices
 
     @property
-    def starts(self) -> Rows:
+    def offsets(self) -> Indices:
         return np.cumsum(self.counts) - self.counts
 
-    def each(self) -> Iterator[tuple[int, ...]]:
-        rows = self.rows.tolist()
-        for start, count in zip(self.starts.tolist(), self.counts.tolist(), strict=True):
-            yield tuple(rows[start : start + count])
+    def as_tuples(self) -> Iterator[tuple[int, ...]]:
+        indices = self.indices.tolist()
+        for start, count in zip(self.offsets.tolist(), self.counts.tolist(), strict=True):
+            yield tuple(indices[start : start + count])
 
 
-class Pairing:
-    """Targets with their references; a reference is never the target's own sound, nor part of it.
+class ReferenceSampler:
+    """Targets and their references; a reference is never the target's own audio, nor part of it.
 
-    A choice of ours depends on seed, epoch and target alone, so that it is the same on every rank and after a resume.
+    A random choice depends on seed, epoch and target alone: the same on every rank and after a resume.
     """
 
-    def __init__(self, corpus: PreparedDataset, settings: DataSettings, seed: int) -> None:
-        self.corpus, self.settings, self.seed = corpus, settings, seed
-        table = corpus.table
-        seconds = table.frames / corpus.prepared.frame_rate
+    def __init__(self, dataset: PreparedDataset, settings: DataSettings, seed: int) -> None:
+        self.dataset, self.settings, self.seed = dataset, settings, seed
+        table = dataset.table
+        seconds = table.frames / dataset.info.frame_rate
         shortest, longest = settings.reference_seconds
         # Clips without a speaker's name may be anyone's.
-        named = (table.speaker.numbers != table.speaker.numbers_of([""])) & ~table.is_heard
-        self._voices = _Voices.of(table, np.flatnonzero(named & (shortest <= seconds) & (seconds <= longest)))
+        is_named = (table.speaker.indices != table.speaker.indices_of([""])) & ~table.has_answer
+        self._pool = _ReferencePool.of(table, np.flatnonzero(is_named & (shortest <= seconds) & (seconds <= longest)))
         shortest, longest = settings.seconds
-        meant, fits = table.is_target.astype(bool), (shortest <= seconds) & (seconds <= longest)
-        self.targets = Utterances(table, np.flatnonzero(meant & fits))
+        is_target, fits = table.is_target.astype(bool), (shortest <= seconds) & (seconds <= longest)
+        self.targets = Utterances(table, np.flatnonzero(is_target & fits))
         if not self.targets:
             raise DataError(
-                f"{corpus.folder} has no target between {shortest} and {longest} seconds",
+                f"{dataset.folder} has no target between {shortest} and {longest} seconds",
                 hint="check `data.seconds` and the folder's manifest.jsonl",
             )
         self._check_given()
-        alone = self.draw(self.targets.rows, epoch=0).counts == 0
-        self.unpaired = Unpaired(
-            without_reference=Utterances(table, self.targets.rows[alone]),
-            outside_seconds=Utterances(table, np.flatnonzero(meant & ~fits)),
-        )
-        if settings.require_reference and alone.any():
-            names = self.unpaired.without_reference
-            remedy = "give those speakers a name and a second clip" if self._we_choose else "name their `references`"
+        unpaired = self.sample(self.targets.indices, epoch=0).counts == 0
+        self.without_reference = Utterances(table, self.targets.indices[unpaired])
+        """Targets that no reference was found for."""
+        self.outside_seconds = Utterances(table, np.flatnonzero(is_target & ~fits))
+        """Utterances left out as too short or too long."""
+        if settings.require_reference and unpaired.any():
+            remedy = "give those speakers a name and a second clip" if self._is_random else "name their `references`"
             raise DataError(
-                f"{len(names)} targets find no reference, {names[0].id} first",
+                f"{len(self.without_reference)} targets find no reference, {self.without_reference[0].id} first",
                 hint=f"{remedy}, or set data.require_reference=false",
             )
 
     @property
     def hours(self) -> float:
-        return float(self.corpus.table.frames[self.targets.rows].sum() / self.corpus.prepared.frame_rate / 3600)
+        return float(self.dataset.table.frames[self.targets.indices].sum() / self.dataset.info.frame_rate / 3600)
 
     @property
     def speakers(self) -> int:
-        return len(np.unique(self.corpus.table.speaker.numbers[self.targets.rows]))
+        return len(np.unique(self.dataset.table.speaker.indices[self.targets.indices]))
 
     def references(self, target: Utterance, epoch: int) -> tuple[Utterance, ...]:
-        """Those the data names, or one that we draw."""
-        drawn = self.draw(np.array([self.corpus.row_of(target)]), epoch)
-        return tuple(self.corpus.table.utterance(int(row)) for row in drawn.rows)
+        """The references of one target: those its manifest line names, or one that is drawn."""
+        sampled = self.sample(np.array([self.dataset.index_of(target)]), epoch)
+        return tuple(self.dataset.table.utterance(int(index)) for index in sampled.indices)
 
-    def draw(self, targets: Rows, epoch: int) -> References:
-        """The same for the rows of many targets."""
-        table, voices = self.corpus.table, self._voices
-        choosing, drawn = self._left_to_us(targets), np.full(len(targets), -1)
-        own = voices.place[targets]
-        others = voices.number[table.speaker.numbers[targets]] - (own >= 0)
-        waiting = np.flatnonzero(choosing & (others > 0))
-        for number in range(TRIES):
-            if not len(waiting):
+    def sample(self, targets: Indices, epoch: int) -> ReferenceLists:
+        """The references of many targets."""
+        table, pool = self.dataset.table, self._pool
+        is_random, drawn = self._random_mask(targets), np.full(len(targets), -1)
+        own = pool.position[targets]
+        others = pool.clip_count[table.speaker.indices[targets]] - (own >= 0)
+        pending = np.flatnonzero(is_random & (others > 0))
+        for draw in range(MAX_DRAWS):
+            if not len(pending):
                 break
-            thrown = random_bits(table.name[targets[waiting]], f"{self.seed}/{epoch}/reference {number}")
-            place = randint(thrown, others[waiting])
-            place += (own[waiting] >= 0) & (place >= own[waiting])  # anyone but the target itself
-            clips = voices.rows[voices.first[table.speaker.numbers[targets[waiting]]] + place]
-            fine = ~_share_sound(table, targets[waiting], clips)
-            drawn[waiting[fine]] = clips[fine]
-            waiting = waiting[~fine]
-        for number in waiting.tolist():
-            # Nearly all clips of the speaker are the target's own sound, or all of them.
-            clips = voices.of_speaker(int(table.speaker.numbers[targets[number]]))
-            clips = clips[~_share_sound(table, targets[[number]], clips)]
+            bits = random_bits(table.id_hash[targets[pending]], f"{self.seed}/{epoch}/reference {draw}")
+            position = randint(bits, others[pending])
+            position += (own[pending] >= 0) & (position >= own[pending])  # any clip but the target itself
+            clips = pool.indices[pool.start[table.speaker.indices[targets[pending]]] + position]
+            is_valid = ~_share_audio(table, targets[pending], clips)
+            drawn[pending[is_valid]] = clips[is_valid]
+            pending = pending[~is_valid]
+        for number in pending.tolist():
+            # Nearly all clips of the speaker are the target's own audio, or all of them.
+            speaker = int(table.speaker.indices[targets[number]])
+            clips = pool.indices[pool.start[speaker] : pool.start[speaker] + pool.clip_count[speaker]]
+            clips = clips[~_share_audio(table, targets[[number]], clips)]
             if len(clips):
-                thrown = random_bits(table.name[targets[[number]]], f"{self.seed}/{epoch}/reference")
-                drawn[number] = clips[randint(thrown, np.array([len(clips)]))[0]]
-        return self._with_given(targets, choosing, drawn)
+                bits = random_bits(table.id_hash[targets[[number]]], f"{self.seed}/{epoch}/reference")
+                drawn[number] = clips[randint(bits, np.array([len(clips)]))[0]]
+        return self._with_given(targets, is_random, drawn)
 
-    def longest(self, sizes: Rows) -> References:
-        """For every target the references that make its longest sequence, `sizes` being what each clip adds to one.
+    def longest_references(self, sizes: Indices) -> ReferenceLists:
+        """For every target the references that make its longest sequence; `sizes` is what each clip adds to one.
 
         Clips with a size below zero are not considered.
         """
-        table, targets = self.corpus.table, self.targets.rows
-        choosing, found = self._left_to_us(targets), np.full(len(targets), -1)
-        voices = self._voices.by_size(table, sizes)
-        speakers = table.speaker.numbers[targets]
-        waiting, place = np.flatnonzero(choosing), 0
-        while len(waiting := waiting[place < voices.number[speakers[waiting]]]):
-            clips = voices.rows[voices.first[speakers[waiting]] + place]
-            waiting, clips = waiting[sizes[clips] >= 0], clips[sizes[clips] >= 0]
-            fine = ~_share_sound(table, targets[waiting], clips)
-            found[waiting[fine]] = clips[fine]
-            waiting, place = waiting[~fine], place + 1
-        return self._with_given(targets, choosing, found)
+        table, targets = self.dataset.table, self.targets.indices
+        is_random, longest = self._random_mask(targets), np.full(len(targets), -1)
+        by_size = self._pool.indices[np.argsort(-sizes[self._pool.indices], kind="stable")]
+        pool = _ReferencePool.of(table, by_size)
+        speakers = table.speaker.indices[targets]
+        pending, position = np.flatnonzero(is_random), 0
+        while len(pending := pending[position < pool.clip_count[speakers[pending]]]):
+            clips = pool.indices[pool.start[speakers[pending]] + position]
+            pending, clips = pending[sizes[clips] >= 0], clips[sizes[clips] >= 0]
+            is_valid = ~_share_audio(table, targets[pending], clips)
+            longest[pending[is_valid]] = clips[is_valid]
+            pending, position = pending[~is_valid], position + 1
+        return self._with_given(targets, is_random, longest)
 
     @property
-    def _we_choose(self) -> bool:
+    def _is_random(self) -> bool:
         return self.settings.reference == "same_speaker"
 
-    def _left_to_us(self, targets: Rows) -> Mask:
-        if not self._we_choose:
-            return np.zeros(len(targets), bool)
-        return ~self.corpus.table.names_references[targets].astype(bool)
+    def _random_mask(self, targets: Indices) -> Mask:
+        """Targets whose reference is drawn, since the manifest names none."""
+        return ~self.dataset.table.has_references[targets].astype(bool) & self._is_random
 
-    def _with_given(self, targets: Rows, choosing: Mask, chosen: Rows) -> References:
-        """Our choices, below zero where there is none, and what the data names for all other targets."""
+    def _with_given(self, targets: Indices, is_random: Mask, chosen: Indices) -> ReferenceLists:
+        """`chosen` for random targets (below zero: none), and what the manifest names for all others."""
         given = self._given(targets)
-        counts = np.where(choosing, chosen >= 0, given.counts)
-        references = References(counts, np.empty(counts.sum(), np.int64))
-        mine = choosing & (chosen >= 0)
-        references.rows[references.starts[mine]] = chosen[mine]
-        theirs = np.repeat(~choosing, counts)
-        references.rows[theirs] = given.rows[np.repeat(~choosing, given.counts)]
+        counts = np.where(is_random, chosen >= 0, given.counts)
+        references = ReferenceLists(counts, np.empty(counts.sum(), np.int64))
+        has_choice = is_random & (chosen >= 0)
+        references.indices[references.offsets[has_choice]] = chosen[has_choice]
+        references.indices[np.repeat(~is_random, counts)] = given.indices[np.repeat(~is_random, given.counts)]
         return references
 
-    def _given(self, targets: Rows) -> References:
-        table = self.corpus.table
+    def _given(self, targets: Indices) -> ReferenceLists:
+        table = self.dataset.table
         starts, ends = table.reference_bounds[targets].astype(np.int64), table.reference_bounds[targets + 1]
         counts = ends - starts if self.settings.reference != "none" else np.zeros(len(targets), np.int64)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return References(counts, table.reference_rows[np.repeat(starts, counts) + within].astype(np.int64))
+        return ReferenceLists(counts, table.reference_indices[np.repeat(starts, counts) + within].astype(np.int64))
 
     def _check_given(self) -> None:
-        """What the data names must be there, and be another sound."""
-        table, targets = self.corpus.table, self.targets.rows
+        """Named references must have codes, and be other audio than the target's."""
+        table, targets = self.dataset.table, self.targets.indices
         given = self._given(targets)
         owners = np.repeat(targets, given.counts)
-        if (given.rows < 0).any():
-            target = table.utterance(int(owners[np.argmax(given.rows < 0)]))
+        if (given.indices < 0).any():
+            target = table.utterance(int(owners[np.argmax(given.indices < 0)]))
             for id in target.references or ():
-                self.corpus.by_id(id, wanted_by=target.id)
-        shared = _share_sound(table, owners, given.rows)
-        if shared.any():
-            target = table.utterance(int(owners[np.argmax(shared)]))
+                self.dataset.by_id(id, wanted_by=target.id)
+        is_shared = _share_audio(table, owners, given.indices)
+        if is_shared.any():
+            target = table.utterance(int(owners[np.argmax(is_shared)]))
             raise DataError(
                 f"{target.id} has itself for a reference: it would learn to copy",
                 hint="name another clip of the speaker in the manifest's `references`",
             )
 
 
-class _Voices(NamedTuple):
-    """Clips that may set the voice, those of one speaker side by side."""
+class _ReferencePool(NamedTuple):
+    """Candidate reference clips, grouped by speaker."""
 
-    rows: Rows
-    first: Rows
-    """(speakers,): where a speaker's clips begin."""
-    number: Rows
-    """(speakers,): how many there are."""
-    place: Rows
-    """(utterances,): where a clip stands among its speaker's, below zero if it is not among them."""
+    indices: Indices
+    start: Indices
+    """(speakers,): where a speaker's clips begin in `indices`."""
+    clip_count: Indices
+    """(speakers,): how many clips a speaker has."""
+    position: Indices
+    """(utterances,): a clip's position among its speaker's, below zero if it is not in the pool."""
 
     @classmethod
-    def of(cls, table: ManifestTable, rows: Rows) -> _Voices:
+    def of(cls, table: ManifestTable, indices: Indices) -> _ReferencePool:
         """The clips of a speaker keep the order they are given in."""
-        speakers = table.speaker.numbers[rows]
-        rows = rows[np.argsort(speakers, kind="stable")]
-        number = np.bincount(speakers, minlength=len(table.speaker.values))
-        first = np.cumsum(number) - number
-        place = np.full(len(table), -1)
-        place[rows] = np.arange(len(rows)) - np.repeat(first, number)
-        return cls(rows, first, number, place)
-
-    def of_speaker(self, speaker: int) -> Rows:
-        return self.rows[self.first[speaker] : self.first[speaker] + self.number[speaker]]
-
-    def by_size(self, table: ManifestTable, sizes: Rows) -> _Voices:
-        return _Voices.of(table, self.rows[np.argsort(-sizes[self.rows], kind="stable")])
+        speakers = table.speaker.indices[indices]
+        indices = indices[np.argsort(speakers, kind="stable")]
+        count = np.bincount(speakers, minlength=len(table.speaker.dictionary))
+        start = np.cumsum(count) - count
+        position = np.full(len(table), -1)
+        position[indices] = np.arange(len(indices)) - np.repeat(start, count)
+        return cls(indices, start, count, position)
 
 
-def _share_sound(table: ManifestTable, ones: Rows, others: Rows) -> Mask:
-    """Whether they are equal sound, or overlapping parts of one recording."""
-    overlap = np.maximum(table.start[ones], table.start[others]) < np.minimum(table.end[ones], table.end[others])
-    one_recording = table.audio.numbers[ones] == table.audio.numbers[others]
-    return (one_recording & overlap) | (table.key.numbers[ones] == table.key.numbers[others])  # type: ignore[no-any-return]
+def _share_audio(table: ManifestTable, first: Indices, second: Indices) -> Mask:
+    """Whether clips are equal audio, or overlapping spans of one recording."""
+    overlap = np.maximum(table.start[first], table.start[second]) < np.minimum(table.end[first], table.end[second])
+    same_recording = table.audio.indices[first] == table.audio.indices[second]
+    return (same_recording & overlap) | (table.key.indices[first] == table.key.indices[second])  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""What was said, however it is written: texts as words and letters that can be compared, by the rules of a language.
+"""Text normalization by language: transcripts as words and characters for WER and CER.
 
 Only spellings of the same sound are made equal. Vietnamese tones stay, since another tone is another word; Arabic vowel
-signs go, since hardly anyone writes them and no recogniser does.
+signs go, since hardly anyone writes them and no ASR model does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable
 
 UNSPACED = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my"})
-"""Written without spaces: every letter counts as a word."""
+"""Languages written without spaces: every character counts as a word."""
 
 TATWEEL = "\u0640"
 ARABIC_LETTERS = str.maketrans(
@@ -20,24 +20,19 @@ ARABIC_LETTERS = str.maketrans(
 )
 """Letters that writers put for one another: forms of alif, ya without dots, hamza on its seats, ta marbuta."""
 ARABIC_NUMBERS = {
-    **dict(
-        zip(
-            ("صفر", "واحد", "اثنان", "ثلاثه", "اربعه", "خمسه", "سته", "سبعه", "ثمانيه", "تسعه", "عشره"),
-            range(11),
-            strict=True,
-        )
-    ),
+    **{"صفر": 0, "واحد": 1, "اثنان": 2, "ثلاثه": 3, "اربعه": 4, "خمسه": 5},
+    **{"سته": 6, "سبعه": 7, "ثمانيه": 8, "تسعه": 9, "عشره": 10},
     **{"واحده": 1, "احد": 1, "احدي": 1, "اثنين": 2, "اثنتان": 2, "اثنتين": 2, "اثنا": 2, "اثني": 2, "اثنتا": 2},
     **{"ثلاث": 3, "اربع": 4, "خمس": 5, "ست": 6, "سبع": 7, "ثمان": 8, "ثماني": 8, "تسع": 9, "عشر": 10},
     **{
         f"{stem}{end}": 10 * place
-        for place, stem in enumerate(("عشر", "ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"), start=2)
+        for place, stem in enumerate(["عشر", "ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"], start=2)
         for end in ("ون", "ين")
     },
     **{"ميه": 100, "مايه": 100, "ميتان": 200, "ميتين": 200, "مايتان": 200, "مايتين": 200},
     **{
         f"{stem}{hundred}": 100 * place
-        for place, stem in enumerate(("ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"), start=3)
+        for place, stem in enumerate(["ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"], start=3)
         for hundred in ("ميه", "مايه")
     },
     **{"الف": 1000, "الفا": 1000, "الاف": 1000, "الفان": 2000, "الفين": 2000},
@@ -46,13 +41,15 @@ ARABIC_NUMBERS = {
 
 VIETNAMESE_DIGITS = ("không", "một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín")
 AFTER_TENS = {"mốt": "một", "tư": "bốn", "lăm": "năm", "nhăm": "năm"}
-"""How a last digit is said after tens."""
+"""Forms of a last digit after tens."""
 TONE_AT_THE_END = re.compile(r"\b((?:[^\W\d_](?<!q))*)(oà|oá|oả|oã|oạ|oè|oé|oẻ|oẽ|oẹ|uỳ|uý|uỷ|uỹ|uỵ)\b")
-TONE_BEFORE = {
-    **dict(zip(("oà", "oá", "oả", "oã", "oạ"), ("òa", "óa", "ỏa", "õa", "ọa"), strict=True)),
-    **dict(zip(("oè", "oé", "oẻ", "oẽ", "oẹ"), ("òe", "óe", "ỏe", "õe", "ọe"), strict=True)),
-    **dict(zip(("uỳ", "uý", "uỷ", "uỹ", "uỵ"), ("ùy", "úy", "ủy", "ũy", "ụy"), strict=True)),
-}
+TONE_BEFORE = dict(
+    zip(
+        ["oà", "oá", "oả", "oã", "oạ", "oè", "oé", "oẻ", "oẽ", "oẹ", "uỳ", "uý", "uỷ", "uỹ", "uỵ"],
+        ["òa", "óa", "ỏa", "õa", "ọa", "òe", "óe", "ỏe", "õe", "ọe", "ùy", "úy", "ủy", "ũy", "ụy"],
+        strict=True,
+    )
+)
 """Two schools put the tone on different letters of the same syllable: hoà and hòa are one word."""
 
 
@@ -62,43 +59,52 @@ def base_language(language: str) -> str:
 
 
 def words(text: str, language: str = "en") -> list[str]:
-    """What counts as a word. In English Whisper's own rules hold: 3 and three, I'm and I am, Mr and mister are one.
+    """Normalized words for WER. English uses Whisper's normalizer: 3 and three, I'm and I am, Mr and mister are equal.
 
     In other languages case and punctuation do not count; digits are those of ASCII. Arabic and Vietnamese have rules
     of their own, numbers included; elsewhere a number in digits is not the number in words.
     """
     base = base_language(language)
-    plain = unicodedata.normalize("NFKC", text).replace("’", "'").replace("‘", "'")
+    normalized = unicodedata.normalize("NFKC", text).replace("’", "'").replace("‘", "'")
     if base == "en":
-        # Whisper's rules drop what stands in brackets as a remark, but a speaker reads it.
-        plain = _english()("".join(" " if symbol in "()[]{}<>" else symbol for symbol in plain))
-        return [word for part in plain.split() if (word := part.strip("'.")) and any(map(str.isalnum, word))]
-    plain = _ascii_digits(plain.casefold())
+        # Whisper's normalizer drops bracketed text as a remark, but a speaker reads it.
+        normalized = _english()("".join(" " if symbol in "()[]{}<>" else symbol for symbol in normalized))
+        return [word for part in normalized.split() if (word := part.strip("'.")) and any(map(str.isalnum, word))]
+    normalized = _ascii_digits(normalized.casefold())
     if base in ("ar", "vi"):
-        plain = re.sub(r"(?<=\d)[.,٬](?=\d{3}(?!\d))", "", plain)  # separators of thousands
+        normalized = re.sub(r"(?<=\d)[.,٬](?=\d{3}(?!\d))", "", normalized)  # separators of thousands
     if base == "ar":
-        plain = _arabic(plain)
-    kept = (symbol if symbol.isalnum() or symbol == "'" or _is_mark(symbol) else " " for symbol in plain)
-    found = [word for part in "".join(kept).split() if (word := part.strip("'"))]
+        normalized = _arabic(normalized)
+    kept = (symbol if symbol.isalnum() or symbol == "'" or _is_mark(symbol) else " " for symbol in normalized)
+    tokens = [word for part in "".join(kept).split() if (word := part.strip("'"))]
     if base in UNSPACED:
-        return [letter for word in found for letter in _clusters(word) if letter.strip("'")]
+        return [letter for word in tokens for letter in _clusters(word) if letter.strip("'")]
     if base == "ar":
-        return _arabic_numbers(found)
-    return _vietnamese(found) if base == "vi" else found
+        return _arabic_numbers(tokens)
+    return _vietnamese(tokens) if base == "vi" else tokens
 
 
 def letters(text: str, language: str = "en") -> list[str]:
-    """The same text as single letters with spaces between words, for errors by character."""
+    """Normalized characters for CER, with spaces between words."""
     joined = ("" if base_language(language) in UNSPACED else " ").join(words(text, language))
     return list(unicodedata.normalize("NFC", joined))
+
+
+def alphanumeric(text: str) -> str:
+    """Casefolded letters and digits alone, for equality of texts across languages.
+
+    The leak check of a split uses this and not `words`: it must join all spellings that differ in punctuation or
+    spacing, and `words` keeps some of them apart ("im" and "I'm", "e-mail" and "email") and needs the right language.
+    """
+    return "".join(letter for letter in text.casefold() if letter.isalnum())
 
 
 @functools.cache
 def _english() -> Callable[[str], str]:
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-    made: Callable[[str], str] = EnglishTextNormalizer({})
-    return made
+    normalizer: Callable[[str], str] = EnglishTextNormalizer({})
+    return normalizer
 
 
 def _ascii_digits(text: str) -> str:
@@ -111,14 +117,14 @@ def _is_mark(symbol: str) -> bool:
 
 
 def _clusters(word: str) -> list[str]:
-    """Letters with the marks that belong to them."""
-    found: list[str] = []
+    """Letters with their combining marks."""
+    clusters: list[str] = []
     for symbol in word:
-        if found and _is_mark(symbol):
-            found[-1] += symbol
+        if clusters and _is_mark(symbol):
+            clusters[-1] += symbol
         else:
-            found.append(symbol)
-    return found
+            clusters.append(symbol)
+    return clusters
 
 
 def _arabic(text: str) -> str:
@@ -127,64 +133,62 @@ def _arabic(text: str) -> str:
     return bare.translate(ARABIC_LETTERS)
 
 
-def _arabic_numbers(found: list[str]) -> list[str]:
+def _arabic_numbers(tokens: list[str]) -> list[str]:
     """Numbers in words as digits: 'ثلاثه وعشرون' is 23. Parts after the first begin with `and`."""
-    made: list[str] = []
-    place = 0
-    while place < len(found):
-        value = ARABIC_NUMBERS.get(found[place])
+    converted: list[str] = []
+    position = 0
+    while position < len(tokens):
+        value = ARABIC_NUMBERS.get(tokens[position])
         if value is None:
-            made.append(found[place])
-            place += 1
+            converted.append(tokens[position])
+            position += 1
             continue
-        total, group, before = 0, 0, 0
+        total, group, last = 0, 0, 0
         while value is not None:
             if value == 1000 and group:
                 total, group = total + group * 1000, 0
-            elif value == 100 and 3 <= before <= 9:
-                group += 99 * before  # the digit before it has been counted once
+            elif value == 100 and 3 <= last <= 9:
+                group += 99 * last  # the digit before it has been counted once
             else:
                 group += value
-            before = value
-            place += 1
-            value = _next_number(found, place, before)
-        made.append(str(total + group))
-    return made
+            last = value
+            position += 1
+            value = _next_number(tokens, position, last)
+        converted.append(str(total + group))
+    return converted
 
 
-def _next_number(found: list[str], place: int, before: int) -> int | None:
-    """What the next word adds to the number that is being said, or None where that number has ended."""
-    if place == len(found):
+def _next_number(tokens: list[str], position: int, last: int) -> int | None:
+    """What the next word adds to the current number, or None where that number has ended."""
+    if position == len(tokens):
         return None
-    word = found[place]
+    word = tokens[position]
     value = ARABIC_NUMBERS.get(word)
     # Without `and` only ten follows a digit (thirteen), and hundred or thousand follow what they multiply.
-    if value is not None and (
-        (value == 10 and before < 10) or (value == 100 and before < 10) or value == 1000 != before
-    ):
+    if value is not None and ((value == 10 and last < 10) or (value == 100 and last < 10) or value == 1000 != last):
         return value
     value = ARABIC_NUMBERS.get(word[1:]) if word.startswith("و") else None
     if value is None:
         return None
     # With it tens follow a digit, and what is smaller follows hundreds and thousands.
-    return value if (20 <= value < 100 if before < 10 else before >= 100 and value < min(before, 1000)) else None
+    return value if (20 <= value < 100 if last < 10 else last >= 100 and value < min(last, 1000)) else None
 
 
-def _vietnamese(found: list[str]) -> list[str]:
-    said = [part for word in found for part in (_vietnamese_number(word) if word.isdecimal() else [word])]
-    made: list[str] = []
-    for word in said:
-        before = made[-1] if made else ""
-        if before in ("mươi", "mười") and word in AFTER_TENS:
+def _vietnamese(tokens: list[str]) -> list[str]:
+    spelled = [part for word in tokens for part in (_vietnamese_number(word) if word.isdecimal() else [word])]
+    converted: list[str] = []
+    for word in spelled:
+        previous = converted[-1] if converted else ""
+        if previous in ("mươi", "mười") and word in AFTER_TENS:
             word = AFTER_TENS[word]
-        elif word == "lẻ" and before in ("trăm", "nghìn"):
+        elif word == "lẻ" and previous in ("trăm", "nghìn"):
             word = "linh"
         elif word == "ngàn":
             word = "nghìn"
         elif word == "bẩy":
             word = "bảy"
-        made.append(TONE_AT_THE_END.sub(lambda match: match[1] + TONE_BEFORE[match[2]], word))
-    return made
+        converted.append(TONE_AT_THE_END.sub(lambda match: match[1] + TONE_BEFORE[match[2]], word))
+    return converted
 
 
 def _vietnamese_number(digits: str) -> list[str]:
@@ -200,7 +204,7 @@ def _vietnamese_number(digits: str) -> list[str]:
 
 
 def _vietnamese_group(number: int, *, full: bool) -> list[str]:
-    """Up to 999; `full` where something was said before it, so that its zeros are said as well."""
+    """Up to 999; `full` where a larger group precedes it, so that its zeros are read as well."""
     hundreds, tens, last = number // 100, number // 10 % 10, number % 10
     read = [VIETNAMESE_DIGITS[hundreds], "trăm"] if hundreds or full else []
     if tens == 1:

@@ -1,4 +1,4 @@
-"""The one description of a clip that every importer produces and everything after it reads."""
+"""Utterance: a clip with transcript and speaker, as importers produce it and manifests store it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a recording, in seconds. `end` None means up to the end of the file."""
+    """A part of a recording, in seconds. `end` None means up to the end of the file."""
 
     start: float
     end: float | None
@@ -30,17 +30,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """A clip with its text and speaker.
+    """A clip with its transcript and speaker.
 
-    `extras` keeps whatever else the source said. Some keys mean something to Myna:
+    `extras` holds the source's other fields. These keys are reserved:
 
-    references      ids of the utterances that set the voice, one per speaker tag in order; [] asks for no reference,
-                    and without the key the pairing picks another clip of the same speaker
+    references      ids of the utterances that set the voice, one per speaker tag in order; [] for no reference;
+                    without the key another clip of the same speaker is sampled
     reference_only  true for a clip that only ever serves as a reference
     scene           a sentence about the room or the manner
     task            one of `TASKS`
-    answer          what a model that listens is to say of the clip: it is heard then, and not spoken
-    question        what it is asked
+    answer          the text to be learned of the clip, which is then an input and not a speech target
+    question        the text of the prompt beside it
     """
 
     id: str
@@ -53,14 +53,14 @@ class Utterance:
 
     @property
     def references(self) -> tuple[str, ...] | None:
-        """The references the source asked for; None where it left the choice to us."""
+        """The references that the source names; None where one is to be sampled."""
         if self.answer:
             return ()
         return tuple(self.extras["references"]) if "references" in self.extras else None
 
     @property
     def answer(self) -> str:
-        """What is to be said of the clip; empty for one that is to be spoken."""
+        """The answer to be learned of the clip; empty for a speech target."""
         return str(self.extras.get("answer") or "")
 
     @property
@@ -71,7 +71,7 @@ class Utterance:
         return self.to_line(self.audio.as_posix())
 
     def to_line(self, audio: str) -> dict[str, Any]:
-        """The same with another name for the audio. Written out: `asdict` copies every path and every extra."""
+        """A manifest line with `audio` as its path. Written out, since `asdict` copies every path and every extra."""
         line: dict[str, Any] = {"id": self.id} if self.id else {}
         line |= {"audio": audio, "text": self.text, "speaker": self.speaker}
         if self.language:
@@ -98,5 +98,5 @@ class Utterance:
 
 
 def normalise_text(text: str) -> str:
-    """NFC, one line, no surrounding blanks. Diacritics, case and direction are the speaker's and stay."""
+    """NFC on one line, without surrounding blanks. Diacritics, case and direction stay."""
     return " ".join(unicodedata.normalize("NFC", text).split())

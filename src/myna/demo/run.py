@@ -1,118 +1,73 @@
-"""`myna demo`: a voice from recordings to before and after, in minutes, with every step the real one.
+"""`myna demo`: prepare, split, train and evaluate one voice in minutes, with a page of the speech before and after.
 
-Each step goes through the same door that a user takes, and the folder keeps all that was made:
-
-    recordings/     what was imported: a manifest
-    voice/          the same, split into what is learned from and what is judged by; prepared/ has their codes
-    real/ before/ after/   the held-out lines as recorded, and as the model says them untuned and tuned
-    recipe.yaml     what was trained, for `myna train`; run/ is what came of it
-    scores.json     what ears made of it
-    report.html     all of it on one page, which opens without a network
+recordings/     manifest of the clips that are used
+data/           the prepared folder; its split is data/subsets/train and data/subsets/held_out_texts
+recipe.yaml     what was trained, for `myna train`; run/ is the run folder
+reference.wav   the reference of all generated speech
+evaluation/     audio and scores of the held-out texts: real, before and after training
+scores.json     the metrics
+report.html     all of it on one page, which opens without a network
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from rich.console import Console
-from rich.progress import TextColumn
-from rich.table import Table
 
-from myna import workflow
-from myna.audio.files import Samples, write
+from myna import api
+from myna.audio.files import write_audio
 from myna.config import override, parse_recipe
-from myna.data.manifest import write_manifest
-from myna.demo.listening import AFTER, BEFORE, REAL, Scores, Sounds, listen
-from myna.demo.report import Told, page
-from myna.demo.voice import BUNDLED, Voice, choose, samples_of
+from myna.data.manifest import read_manifest, write_manifest
+from myna.data.split import TEXTS, TRAIN, subset_folder
+from myna.data.text_normalization import alphanumeric
+from myna.data.utterance import Utterance
+from myna.demo.report import AFTER, BEFORE, DemoResult, demo_page
+from myna.demo.voice import BUNDLED, DemoVoice, select_reference, select_voice
 from myna.errors import MynaError
+from myna.evaluate.items import EvalItem, EvalSet, load_clip
+from myna.evaluate.pipeline import score_systems, torch_threads
+from myna.evaluate.scorers import Scorers
+from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import open_family
-from myna.report.document import save
-from myna.speak.engine import SpeechRequest
-from myna.train.memory_plan import peak
+from myna.progress import ProgressCallback, silent
+from myna.report.document import save_text
+from myna.speak.loading import load_engine
+from myna.train.memory_plan import peak_memory
+
+if TYPE_CHECKING:
+    from myna.train.loop import TrainingObserver
 
 MODEL = "fledgling"
 STRENGTHS = {MODEL: 0.4}
-"""Of what a LoRA has learned, by model; others speak with all of it. A small model that takes on the whole of a far
-voice loses words with it, and less than half brings most of the likeness: docs/decisions/0011-fledgling.md."""
+"""Of the LoRA in generation, by model; others use all of it. A small model that takes on the whole of a distant voice
+loses words, and less than half brings most of the similarity: docs/decisions/0011-fledgling.md."""
 DEVICE = "cpu"
 THREADS = 1
-"""Two would save a third of the training on an idle machine, and lose tenfold on a busy one: so small are the pieces of
-work that they would spend their time waiting for one another."""
-MAX_BAD = 0.2
-"""Share of recordings that may be unusable: a first try is no corpus."""
-RUNAWAY = 2.5
-"""Times the longest line's length at which a model that finds no end is cut."""
-REFERENCE_NAME = "reference.wav"
-IMPORTED = {"manifest.jsonl", "rejected.jsonl", "media"}
-"""What an import leaves."""
+"""Two would save a third of the training on an idle machine, and lose tenfold on a busy one: the operators are so small
+that threads would spend their time waiting for one another."""
+SCORING_WORKERS = min(2, os.cpu_count() or 1)
+MAX_BAD_SHARE = 0.2
+"""Of recordings that may be unusable: a first try is no corpus."""
+IMPORTED_FILES = {"manifest.jsonl", "rejected.jsonl", "media"}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a person typed."""
-
-    out: Path
-    voice: str | None = None
-    """Recordings in any layout that the importers read; None for the voice that comes with Myna."""
-    format: str | None = None
-    language: str = ""
-    """Of recordings that do not name theirs."""
-    model: str = MODEL
-    seed: int = 0
-    recogniser: str | None = None
-    """A Whisper's folder or name, to count wrong words with."""
-    settings: tuple[str, ...] = ()
-    """Changes to the recipe, as `--set` takes them."""
-    strength: float | None = None
-    """Share of what was learned with which the tuned model speaks; None for what suits the model."""
-
-    @property
-    def applied(self) -> float:
-        return STRENGTHS.get(self.model, 1.0) if self.strength is None else self.strength
-
-
-@dataclass(slots=True)
-class Clock:
-    """How long each stage took."""
-
-    console: Console
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str, about: str) -> Iterator[None]:
-        self.console.rule(f"{len(self.seconds) + 1}  {name}: {about}", align="left")
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - began
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spoken:
-    """The held-out lines as one model says them."""
-
-    sounds: list[Samples]
-    stopped: list[bool]
-    """Which of them ended by themselves, and were not cut."""
-    sample_rate: int
-
-
-def recipe(asked: Asked) -> dict[str, Any]:
-    """What differs from the defaults: a few minutes of one voice, learned in two on a laptop."""
+def demo_recipe(out: Path, *, model: str = MODEL, seed: int = 0, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """The recipe's differences from the defaults: a few minutes of one voice, trained in two on a laptop."""
     tree: dict[str, Any] = {
         "name": "demo",
-        "model": {"source": asked.model},
+        "model": {"source": model},
         "data": {
-            "train": str(asked.out / "prepared" / "train"),
-            "evaluation": str(asked.out / "prepared" / "held_out"),
+            "train": str(subset_folder(out / "data", TRAIN)),
+            "evaluation": str(subset_folder(out / "data", TEXTS)),
             "row_tokens": 1024,
         },
         "adapt": {"rank": 8, "alpha": 16},
@@ -126,165 +81,149 @@ def recipe(asked: Asked) -> dict[str, Any]:
             "evaluate_every": 20,
             "early_stopping_patience": 3,
             "device": DEVICE,
-            "seed": asked.seed,
+            "seed": seed,
         },
     }
-    for setting in asked.settings:
+    for setting in settings:
         override(tree, setting)
     return tree
 
 
-def run_demo(asked: Asked, console: Console) -> Scores:
-    """All stages in order; the scores, which the folder keeps as well."""
-    out, clock = asked.out, Clock(console)
+def prepare_voice(
+    voice: str | None,
+    out: Path,
+    *,
+    model: str,
+    format: str | None = None,
+    language: str = "",
+    seed: int = 0,
+    device: str = DEVICE,
+    progress: ProgressCallback = silent,
+) -> tuple[DemoVoice, list[Utterance], list[Utterance]]:
+    """Import recordings (None: the bundled ones), prepare the clips of one speaker, and hold out some texts. Returns
+    the selection, the clips to train on, and those held out."""
+    source, recordings, data = voice or str(BUNDLED), out / "recordings", out / "data"
+    api.import_dataset(source, recordings, format=format, max_bad=MAX_BAD_SHARE, language=language, progress=progress)
+    selected = select_voice(read_manifest(recordings / "manifest.jsonl"), source, seed)
+    write_manifest(recordings / "manifest.jsonl", selected.clips)
+    api.prepare(recordings, data, model=model, device=device, progress=progress)
+    selected.write_marks(data, seed)
+    api.split(data, texts=selected.held_out_texts(), seed=seed)
+    train, held_out = (read_manifest(subset_folder(data, subset) / "manifest.jsonl") for subset in (TRAIN, TEXTS))
+    return selected, train, held_out
+
+
+def run_demo(
+    out: Path,
+    *,
+    voice: str | None = None,
+    format: str | None = None,
+    language: str = "",
+    model: str = MODEL,
+    seed: int = 0,
+    asr: str | None = None,
+    settings: Sequence[str] = (),
+    strength: float | None = None,
+    progress: ProgressCallback = silent,
+    observer: TrainingObserver | None = None,
+) -> DemoResult:
+    """All stages in order. `voice` is recordings in any layout that the importers read, and `settings` are changes to
+    the recipe. The observer's `on_message` is given a sentence for each stage too."""
     _refuse_to_overwrite(out)
-    # What is typed wrongly should be told now, and not after minutes.
-    open_family(asked.model)
-    parse_recipe(recipe(asked), where="the demo's recipe with --set")
-    with _threads(THREADS):
-        with clock.stage("voice", "recordings are read and split"):
-            voice = _voice(asked, console)
-        with clock.stage("prepare", "clips become codes"):
-            for part, clips in (("train", voice.train), ("held_out", voice.held_out)):
-                write_manifest(out / "voice" / part / "manifest.jsonl", clips)
-                workflow.prepare(str(out / "voice" / part), out / "prepared" / part, model=asked.model, device=DEVICE)
-        with clock.stage("before", "the untuned model says the held-out lines"):
-            before = _speak(asked, voice, BEFORE)
-        with clock.stage("train", "a LoRA learns the voice"):
-            path = out / "recipe.yaml"
-            path.write_text(yaml.safe_dump(recipe(asked), sort_keys=False, allow_unicode=True), encoding="utf-8")
-            run = workflow.train(path, out / "run")
-            if run is None or not run.is_finished:
+    # A wrong argument should be reported now, and not after minutes.
+    open_family(model)
+    recipe = demo_recipe(out, model=model, seed=seed, settings=settings)
+    parse_recipe(recipe, where="the demo's recipe with --set")
+    applied = STRENGTHS.get(model, 1.0) if strength is None else strength
+    seconds: dict[str, float] = {}
+
+    def notify(message: str) -> None:
+        if observer is not None:
+            observer.on_message(message)
+
+    @contextmanager
+    def stage(name: str, description: str) -> Iterator[None]:
+        notify(f"{len(seconds) + 1}  {name}: {description}")
+        start = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - start
+
+    with torch_threads(THREADS):
+        with stage("prepare", "recordings are read, encoded and split"):
+            selected, train, held_out = prepare_voice(
+                voice, out, model=model, format=format, language=language, seed=seed, progress=progress
+            )
+            for note in selected.notes:
+                notify(note)
+            notify(f"{len(train)} clips to train on, {len(held_out)} held out")
+        with stage("train", "a LoRA learns the voice"):
+            recipe_file = out / "recipe.yaml"
+            recipe_file.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            run = api.train(recipe_file, out=out / "run", progress=progress, observer=observer)
+            if not run.is_finished:
                 raise MynaError(
                     "the training was stopped, so there is nothing to compare",
-                    hint=f"rm -r {out}, and begin again; or only train on: myna train --resume {out / 'run'}",
+                    hint=f"rm -r {out}, and begin again; or only train on: myna train --resume {run.folder}",
                 )
-        with clock.stage("after", "the tuned model says them too"):
-            after = _speak(asked, voice, AFTER)
-        with clock.stage("listen", "ears compare both with the real recordings"):
-            real = _real(asked, voice, before.sample_rate)
-            sounds = {REAL: real, BEFORE: before.sounds, AFTER: after.sounds}
-            scores = _listen(asked, voice, sounds, before.sample_rate)
-    told = Told(
-        asked_voice=asked.voice,
-        model=asked.model,
-        strength=asked.applied,
-        voice=voice,
-        sounds=sounds,
-        stopped={BEFORE: before.stopped, AFTER: after.stopped},
-        sample_rate=before.sample_rate,
-        scores=scores,
-        metrics=_metrics(out / "run" / "metrics.jsonl"),
-        recipe=(out / "recipe.yaml").read_text(encoding="utf-8"),
-        seconds=clock.seconds,
-        memory=peak(torch.device(DEVICE)),
+        with stage("evaluate", "the held-out texts are spoken before and after training, and scored"):
+            engine = load_engine(model=model, device=DEVICE)
+            reference = _write_reference(select_reference(train), out / "reference.wav", engine.codec.sample_rate)
+            scorers = Scorers.open(asr, workers=SCORING_WORKERS)
+            scores = score_systems(
+                _eval_set(held_out, reference),
+                [
+                    Recordings(REAL, engine.codec.sample_rate),
+                    SpeechSystem(BEFORE, lambda: engine, seed, {}),
+                    SpeechSystem(AFTER, lambda: load_engine(run=run.folder, device=DEVICE, strength=applied), seed, {}),
+                ],
+                scorers,
+                out / "evaluation",
+                workers=SCORING_WORKERS,
+                progress=progress,
+            )
+    result = DemoResult(
         out=out,
+        source=voice,
+        model=model,
+        strength=applied,
+        speaker=selected.speaker,
+        train=train,
+        reference_text=reference.text,
+        scores=scores.rows,
+        unavailable=scorers.missing,
+        losses=[json.loads(row) for row in run.metrics.read_text(encoding="utf-8").splitlines()],
+        recipe=recipe_file.read_text(encoding="utf-8"),
+        notes=selected.notes,
+        seconds=seconds,
+        peak_memory_bytes=peak_memory(torch.device(DEVICE)),
     )
-    save(out / "scores.json", json.dumps(told.to_json(), indent=2, ensure_ascii=False) + "\n")
-    save(out / "report.html", page(told))
-    _say(told, console)
-    return scores
+    save_text(out / "scores.json", json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
+    save_text(out / "report.html", demo_page(result))
+    return result
 
 
 def _refuse_to_overwrite(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise MynaError(f"{out} is a file", hint="choose another folder with --out")
-    held = {path.name for path in out.iterdir()} if out.exists() else set()
-    if not held:
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    if not names:
         return
     imported = {path.name for path in (out / "recordings").iterdir()} if (out / "recordings").is_dir() else {""}
-    if held == {"recordings"} and imported <= IMPORTED:
+    if names == {"recordings"} and imported <= IMPORTED_FILES:
         return  # recordings that could not be used: they have been mended, or others are tried
-    if "report.html" in held or "voice" in held:
+    if "report.html" in names or "data" in names:
         raise MynaError(f"{out} holds a demo already", hint=f"rm -r {out}, or choose another folder with --out")
     raise MynaError(f"{out} holds something else than a demo", hint="choose another folder with --out")
 
 
-def _voice(asked: Asked, console: Console) -> Voice:
-    source, imported = asked.voice or str(BUNDLED), asked.out / "recordings"
-    utterances = workflow.import_into(source, imported, asked.format, MAX_BAD, asked.language, "")
-    voice = choose(utterances, source, asked.seed)
-    for note in voice.notes:
-        console.print(note, markup=False, highlight=False)
-    console.print(
-        f"{len(voice.train)} clips to learn from, {voice.seconds:.0f} s; {len(voice.held_out)} are kept to judge by"
-    )
-    return voice
+def _write_reference(clip: Utterance, file: Path, sample_rate: int) -> Utterance:
+    write_audio(file, load_clip(clip, sample_rate), sample_rate)
+    return replace(clip, audio=file, span=None)
 
 
-def _speak(asked: Asked, voice: Voice, name: str) -> Spoken:
-    """All lines at once, which takes hardly longer than one, and with the same reference."""
-    tuned = name == AFTER
-    run, model, strength = (asked.out / "run", None, asked.applied) if tuned else (None, asked.model, 1.0)
-    engine = workflow.open_engine(run=run, model=model, codec=None, device=DEVICE, strength=strength)
-    codec = engine.codec
-    recording = asked.out / REFERENCE_NAME
-    write(recording, samples_of(voice.reference, codec.sample_rate), codec.sample_rate)
-    reference = (engine.voice(recording, voice.reference.text),)
-    lines = [
-        SpeechRequest(utterance.text, reference, id=f"line {place}") for place, utterance in enumerate(voice.held_out)
-    ]
-    longest = max(len(samples_of(utterance, codec.sample_rate)) for utterance in voice.held_out) / codec.sample_rate
-    sampling = replace(engine.family.sampling, max_seconds=RUNAWAY * longest, seed=asked.seed)
-    with workflow.progress("speaking", TextColumn("{task.fields[heard]}")) as bar:
-        task = bar.add_task("speaking", total=None, heard="")
-
-        def advance(frames: int) -> None:
-            bar.update(task, completed=frames, heard=f"{frames / codec.frame_rate:.1f} s of {len(lines)} lines at once")
-
-        spoken = engine.speak(lines, sampling, advance)
-    for number, speech in enumerate(spoken, start=1):
-        # A model that ended at once leaves no file, since there is nothing in it.
-        if len(speech.samples):
-            write(asked.out / name / f"{number:02d}.wav", speech.samples, codec.sample_rate)
-    return Spoken([speech.samples for speech in spoken], [speech.stopped for speech in spoken], codec.sample_rate)
-
-
-def _real(asked: Asked, voice: Voice, sample_rate: int) -> list[Samples]:
-    real = [samples_of(utterance, sample_rate) for utterance in voice.held_out]
-    for number, samples in enumerate(real, start=1):
-        write(asked.out / REAL / f"{number:02d}.wav", samples, sample_rate)
-    return real
-
-
-def _listen(asked: Asked, voice: Voice, sounds: Sounds, sample_rate: int) -> Scores:
-    ears = 1 if asked.recogniser is None else 2
-    with workflow.progress("listening") as bar:
-        task = bar.add_task("listening", total=ears * sum(map(len, sounds.values())))
-        return listen(
-            sounds,
-            [utterance.text for utterance in voice.held_out],
-            sample_rate,
-            recogniser=asked.recogniser,
-            language=voice.language,
-            advance=lambda: bar.advance(task),
-        )
-
-
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _say(told: Told, console: Console) -> None:
-    """The table of scores, what is missing, and where to go on."""
-    header, rows = told.score_table()
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*(cell.text for cell in row))
-    console.print(table)
-    for reason in told.missing:
-        console.print(reason, markup=False, highlight=False)
-    total = sum(told.seconds.values())
-    console.print(f"{total / 60:.1f} minutes, at most {told.memory / 1e9:.1f} GB of memory")
-    console.print(f"Open {told.out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-    console.print("Go on with your own recordings: myna demo --voice FOLDER --out demo-mine", highlight=False)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(count, before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _eval_set(held_out: list[Utterance], reference: Utterance) -> EvalSet:
+    """Each held-out text once, all with the same reference; similarity is to the other held-out recordings."""
+    by_text = {alphanumeric(clip.text): clip for clip in reversed(held_out)}
+    clips = sorted(by_text.values(), key=held_out.index)
+    items = [EvalItem(clip.id, clip.text, clip.speaker, clip.language, (reference,), recording=clip) for clip in clips]
+    return EvalSet(tuple(items), {reference.speaker: tuple(clips)})

@@ -1,4 +1,4 @@
-"""The voice of a demo: whose recordings, which of them are learned from, and which are kept to judge by."""
+"""Clips of a demo: one speaker's, of usable length, with some texts held out."""
 
 from __future__ import annotations
 
@@ -7,113 +7,87 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from myna.audio.files import Samples, probe, read
-from myna.data.hash_rng import hash_of
+from myna.data.hash_rng import string_hash
+from myna.data.split import TEXTS, DatasetSplit
+from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Utterance
 from myna.errors import DataError
+from myna.evaluate.items import clip_seconds
 
 BUNDLED = Path(__file__).parent / "recordings"
-"""Three minutes of a voice that fledgling has never heard, with some clips marked as held out."""
-FEWEST = 8
-"""Clips, with less than which nothing could be learned and judged."""
-KEPT_SHARE, KEPT_LEAST, KEPT_MOST = 0.1, 3, 8
-"""Clips that are kept to judge by: a share, and at least and at most so many."""
-SECONDS = (1.0, 15.0)
-"""Shortest and longest clip of a demo."""
-ENOUGH = 900.0
-"""Seconds to learn from. More would not be seen in the few minutes that a demo trains."""
-REFERENCE = 6.0
-"""Seconds that a reference should have: long enough to tell a voice, short enough to be read quickly."""
+"""Three minutes of a voice that fledgling was not trained on, some clips of which are marked `held_out`."""
+MIN_TEXTS = 8
+"""Distinct texts, with fewer of which there is nothing to train and evaluate on."""
+HELD_OUT_SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.1, 3, 8
+MIN_CLIP_SECONDS, MAX_CLIP_SECONDS = 1.0, 15.0
+MAX_TOTAL_SECONDS = 900.0
+"""A demo trains for minutes, in which more would not be seen."""
+REFERENCE_SECONDS = 6.0
+"""Preferred length of the reference: long enough for a voice, short enough to be encoded quickly."""
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class DemoVoice:
+    """The speaker, the clips, and notes on what was left out."""
+
     speaker: str
-    train: tuple[Utterance, ...]
-    held_out: tuple[Utterance, ...]
-    reference: Utterance
-    """One of those that are learned from. It sets the voice of all lines, before and after."""
-    seconds: float
-    """Of what is learned from."""
-    notes: tuple[str, ...]
-    """What was left out, and why."""
+    clips: tuple[Utterance, ...]
+    notes: tuple[str, ...] = ()
 
     @property
-    def language(self) -> str:
-        return self.reference.language
+    def marked(self) -> dict[str, str]:
+        """Normalized texts by id of the clips that the source marks as held out."""
+        return {clip.id: alphanumeric(clip.text) for clip in self.clips if clip.extras.get("held_out")}
+
+    def held_out_texts(self) -> int:
+        """How many texts to hold out: those that are marked, or a share."""
+        if self.marked:
+            return len(set(self.marked.values()))
+        texts = len({alphanumeric(clip.text) for clip in self.clips})
+        return min(MAX_HELD_OUT, max(MIN_HELD_OUT, round(HELD_OUT_SHARE * texts)))
+
+    def write_marks(self, folder: Path, seed: int) -> None:
+        """Write the source's marks as the split of a prepared folder, which splitting then completes and checks."""
+        if self.marked:
+            DatasetSplit(seed, 0, self.held_out_texts(), dict.fromkeys(self.marked, TEXTS)).write(folder)
 
 
-def choose(utterances: Sequence[Utterance], source: str, seed: int) -> Voice:
-    """One speaker's clips, split by their words: no line is both learned and judged."""
-    voices = Counter(utterance.speaker for utterance in utterances if utterance.is_target)
-    if not voices:
+def select_voice(utterances: Sequence[Utterance], source: str, seed: int) -> DemoVoice:
+    """The clips of the speaker who has most."""
+    counts = Counter(utterance.speaker for utterance in utterances if utterance.is_target)
+    if not counts:
         raise DataError(f"{source} holds nothing to learn from", hint="give recordings with what is said in them")
-    speaker, notes = voices.most_common(1)[0][0], []
-    if len(voices) > 1:
-        notes.append(f"{source} holds {len(voices)} speakers; this is `{speaker}`, who has most clips")
-    theirs = [_alone(utterance) for utterance in utterances if utterance.is_target and utterance.speaker == speaker]
-    seconds = {utterance.id: _seconds(utterance) for utterance in theirs}
-    usable = [utterance for utterance in theirs if SECONDS[0] <= seconds[utterance.id] <= SECONDS[1]]
-    if len(usable) < len(theirs):
-        notes.append(f"{len(theirs) - len(usable)} clips are not between {SECONDS[0]:g} and {SECONDS[1]:g} s long")
-    kept = {_words(utterance) for utterance in usable if utterance.extras.get("held_out")}
-    kept = kept or _keep(usable, source, seed)
-    train = [utterance for utterance in usable if _words(utterance) not in kept]
-    held_out = list(
-        {_words(utterance): utterance for utterance in reversed(usable) if _words(utterance) in kept}.values()
-    )
-    learned, total = [], 0.0
-    for utterance in _shuffled(train, f"{seed}/enough"):
-        if total + seconds[utterance.id] <= ENOUGH:
-            learned.append(utterance)
-            total += seconds[utterance.id]
-    if len(learned) < len(train):
-        notes.append(f"{len(train) - len(learned)} clips are left out: {ENOUGH / 60:g} minutes are enough for a demo")
-    reference = min(learned, key=lambda utterance: (abs(seconds[utterance.id] - REFERENCE), utterance.id))
-    in_order = {utterance.id: place for place, utterance in enumerate(usable)}
-    return Voice(
-        speaker=speaker,
-        train=tuple(sorted(learned, key=lambda utterance: in_order[utterance.id])),
-        held_out=tuple(sorted(held_out, key=lambda utterance: in_order[utterance.id])),
-        reference=reference,
-        seconds=total,
-        notes=tuple(notes),
-    )
-
-
-def samples_of(utterance: Utterance, sample_rate: int) -> Samples:
-    span = utterance.span
-    return read(utterance.audio, sample_rate=sample_rate, span=(span.start, span.end) if span else None)
-
-
-def _keep(usable: list[Utterance], source: str, seed: int) -> set[str]:
-    """The words of the clips to judge by."""
-    texts = {_words(utterance): utterance for utterance in usable}
-    if len(texts) < FEWEST:
+    speaker, notes = counts.most_common(1)[0][0], []
+    if len(counts) > 1:
+        notes.append(f"{source} holds {len(counts)} speakers; this is `{speaker}`, who has most clips")
+    clips = [utterance for utterance in utterances if utterance.is_target and utterance.speaker == speaker]
+    usable = [clip for clip in clips if MIN_CLIP_SECONDS <= clip_seconds(clip) <= MAX_CLIP_SECONDS]
+    limits = f"{MIN_CLIP_SECONDS:g} and {MAX_CLIP_SECONDS:g} s"
+    if len(usable) < len(clips):
+        notes.append(f"{len(clips) - len(usable)} clips are not between {limits} long")
+    texts = len({alphanumeric(clip.text) for clip in usable})
+    if texts < MIN_TEXTS and not any(clip.extras.get("held_out") for clip in usable):
         raise DataError(
-            f"{source} holds {len(texts)} clips of {SECONDS[0]:g} to {SECONDS[1]:g} s with words of their own; a demo "
-            f"wants {FEWEST} of one speaker",
+            f"{source} holds {texts} clips between {limits} with words of their own; a demo wants {MIN_TEXTS} of one "
+            "speaker",
             hint="record some more, or see the demo with its own voice: myna demo",
         )
-    count = min(KEPT_MOST, max(KEPT_LEAST, round(KEPT_SHARE * len(texts))))
-    return {_words(utterance) for utterance in _shuffled(list(texts.values()), f"{seed}/held out")[:count]}
+    kept, total = set(), 0.0
+    for clip in sorted(usable, key=lambda clip: string_hash(f"{seed}/enough/{clip.id}")):
+        if clip.extras.get("held_out") or total + clip_seconds(clip) <= MAX_TOTAL_SECONDS:
+            kept.add(clip.id)
+            total += clip_seconds(clip)
+    if len(kept) < len(usable):
+        left_out = len(usable) - len(kept)
+        notes.append(f"{left_out} clips are left out: {MAX_TOTAL_SECONDS / 60:g} minutes are enough for a demo")
+    return DemoVoice(speaker, tuple(_without_references(clip) for clip in usable if clip.id in kept), tuple(notes))
 
 
-def _alone(utterance: Utterance) -> Utterance:
-    """Without the references its source names, which may stand on the other side of the split."""
-    return replace(utterance, extras={key: value for key, value in utterance.extras.items() if key != "references"})
+def select_reference(clips: Sequence[Utterance]) -> Utterance:
+    """The clip whose length is nearest to `REFERENCE_SECONDS`."""
+    return min(clips, key=lambda clip: (abs(clip_seconds(clip) - REFERENCE_SECONDS), clip.id))
 
 
-def _shuffled(utterances: list[Utterance], occasion: str) -> list[Utterance]:
-    """By dice that follow from names, so that neither their order nor their number matters."""
-    return sorted(utterances, key=lambda utterance: hash_of(f"{occasion}/{utterance.id}"))
-
-
-def _seconds(utterance: Utterance) -> float:
-    span, whole = utterance.span, probe(utterance.audio).seconds
-    return whole if span is None else (whole if span.end is None else span.end) - span.start
-
-
-def _words(utterance: Utterance) -> str:
-    """What is said, however it is written."""
-    return "".join(letter for letter in utterance.text.casefold() if letter.isalnum())
+def _without_references(clip: Utterance) -> Utterance:
+    """Without the references that its source names, which may be of another speaker or left out."""
+    return replace(clip, extras={key: value for key, value in clip.extras.items() if key != "references"})

@@ -1,1 +1,1 @@
-"""Speech judged by what is heard: words, voice, quality. Ears of others, which are asked for when they are needed."""
+"""Speech evaluation: word errors, speaker similarity, MOS and stopping. Scorers are optional packages."""

@@ -1,4 +1,4 @@
-"""What can be measured of a sound without any ear: silences, pauses, pitch, and whether it is a copy of another."""
+"""Acoustic measures that need no model: silence, pauses, pitch, and whether a clip is a copy of another."""
 
 from __future__ import annotations
 
@@ -9,131 +9,132 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.evaluate.dependencies import RATE, heard_at
+from myna.evaluate.dependencies import SAMPLE_RATE, as_mono_16khz
 
-REVISION = "1"
-"""Changes whenever the same sound would measure otherwise: what was measured before is then measured again."""
-STEP = RATE // 100
-"""Samples between two moments: ten milliseconds."""
-BELOW_LOUD, AUDIBLE = 40.0, -60.0
-"""Decibels: a moment is silent that far below the loud ones, and in any case below this level."""
-PAUSE = 0.15
-"""Seconds of silence from which it is a pause and not part of a consonant."""
-LOWEST, HIGHEST = 60.0, 500.0
-"""Hertz between which voices lie."""
-VOICED = 0.6
-"""How alike a moment must be to itself a period later to have a pitch."""
+ACOUSTICS_REVISION = "1"
+"""Changes whenever the same clip would measure otherwise: earlier measures are then computed again."""
+HOP = SAMPLE_RATE // 100
+"""Samples between two frames: ten milliseconds."""
+BELOW_PEAK_DB, SILENCE_DB = 40.0, -60.0
+"""A frame is silent this far below the loud frames, and in any case below this level."""
+MIN_PAUSE_SECONDS = 0.15
+"""Shorter silence is part of a consonant."""
+MIN_PITCH_HZ, MAX_PITCH_HZ = 60.0, 500.0
+MIN_VOICED_CORRELATION = 0.6
+"""Autocorrelation at the pitch period from which a frame is voiced."""
 BANDS = 24
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
+class AcousticMeasures:
     seconds: float
-    leading: float
-    """Seconds of silence before the first sound."""
-    trailing: float
-    spoken: float
-    """Seconds from the first sound to the last; none where all is silent."""
-    pauses: float
+    leading_silence: float
+    """Seconds before the first active frame."""
+    trailing_silence: float
+    speech_seconds: float
+    """From the first active frame to the last; 0 where all is silent."""
+    pause_share: float
     """Share of that in pauses."""
-    voiced: float
-    """Share of the sounding moments that have a pitch. Speech has half or more, noise has none."""
+    voiced_share: float
+    """Share of the active frames that have a pitch. Speech has half or more, noise has none."""
     pitch: float
-    """Hertz, the median; not a number where nothing is voiced."""
+    """Hertz, the median; NaN where nothing is voiced."""
     pitch_range: float
-    """Semitones between the lowest tenth and the highest tenth."""
+    """Semitones between the 10th and the 90th percentile."""
 
     @property
     def is_silent(self) -> bool:
-        return self.spoken == 0
+        return self.speech_seconds == 0
 
 
-def measure(samples: Samples, sample_rate: int) -> Measures:
-    clip = heard_at(samples, sample_rate)
-    seconds, sounding = len(clip) / RATE, sounding_moments(clip)
-    if not sounding.any():
-        return Measures(seconds, seconds, 0.0, 0.0, 0.0, 0.0, math.nan, math.nan)
-    first, last = int(np.argmax(sounding)), len(sounding) - int(np.argmax(sounding[::-1]))
-    spoken = (last - first) * STEP / RATE
-    pitches = pitch_track(clip)[: len(sounding)]
-    heard = sounding[: len(pitches)]
-    found = pitches[heard & (pitches > 0)]
-    low, middle, high = np.percentile(found, [10, 50, 90]) if len(found) else (math.nan,) * 3
-    return Measures(
+def measure_acoustics(samples: Samples, sample_rate: int) -> AcousticMeasures:
+    clip = as_mono_16khz(samples, sample_rate)
+    seconds, active = len(clip) / SAMPLE_RATE, active_frames(clip)
+    if not active.any():
+        return AcousticMeasures(seconds, seconds, 0.0, 0.0, 0.0, 0.0, math.nan, math.nan)
+    first, last = int(np.argmax(active)), len(active) - int(np.argmax(active[::-1]))
+    speech_seconds = (last - first) * HOP / SAMPLE_RATE
+    pitch = pitch_track(clip)
+    voiced = pitch[active & (pitch > 0)]
+    low, median, high = np.percentile(voiced, [10, 50, 90]) if len(voiced) else (math.nan,) * 3
+    return AcousticMeasures(
         seconds=seconds,
-        leading=first * STEP / RATE,
-        trailing=max(0.0, seconds - last * STEP / RATE),
-        spoken=spoken,
-        pauses=_pauses(sounding[first:last]) * STEP / RATE / spoken,
-        voiced=len(found) / max(1, int(heard.sum())),
-        pitch=float(middle),
-        pitch_range=12 * math.log2(high / low) if len(found) else math.nan,
+        leading_silence=first * HOP / SAMPLE_RATE,
+        trailing_silence=max(0.0, seconds - last * HOP / SAMPLE_RATE),
+        speech_seconds=speech_seconds,
+        pause_share=_pause_frames(active[first:last]) * HOP / SAMPLE_RATE / speech_seconds,
+        voiced_share=len(voiced) / int(active.sum()),
+        pitch=float(median),
+        pitch_range=12 * math.log2(high / low) if len(voiced) else math.nan,
     )
 
 
-def sounding_moments(clip: Samples) -> npt.NDArray[np.bool_]:
-    """(moments,): where there is more than silence."""
-    count = len(clip) // STEP
-    power = np.square(clip[: count * STEP].astype(np.float64)).reshape(count, STEP).mean(axis=1)
+def active_frames(clip: Samples) -> npt.NDArray[np.bool_]:
+    """(frames,): which frames are not silent."""
+    count = len(clip) // HOP
+    power = np.square(clip[: count * HOP].astype(np.float64)).reshape(count, HOP).mean(axis=1)
     level = 10 * np.log10(power + 1e-12)
-    loud = np.percentile(level, 95) if count else AUDIBLE
-    return np.asarray(level > max(loud - BELOW_LOUD, AUDIBLE))
+    loud = np.percentile(level, 95) if count else SILENCE_DB
+    return np.asarray(level > max(loud - BELOW_PEAK_DB, SILENCE_DB))
 
 
-def _pauses(sounding: npt.NDArray[np.bool_]) -> int:
-    """Moments that lie in pauses."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], (~sounding).astype(np.int8), [0]])))
+def _pause_frames(active: npt.NDArray[np.bool_]) -> int:
+    """Frames that lie in pauses."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (~active).astype(np.int8), [0]])))
     lengths = edges[1::2] - edges[::2]
-    return int(lengths[lengths >= PAUSE * RATE / STEP].sum())
+    return int(lengths[lengths >= MIN_PAUSE_SECONDS * SAMPLE_RATE / HOP].sum())
 
 
 def pitch_track(clip: Samples) -> Array:
-    """(moments,): hertz, and 0 where there is no pitch. Autocorrelation, put right for the window's own."""
-    size, window = RATE // 20, np.hanning(RATE // 20)
+    """(frames,): F0 in hertz, 0 where unvoiced, by autocorrelation normalised by that of the window.
+
+    librosa.pyin takes 30 times as long: docs/decisions/0020-own-pitch-tracker.md.
+    """
+    size, window = SAMPLE_RATE // 20, np.hanning(SAMPLE_RATE // 20)
     padded = np.pad(clip.astype(np.float64), (size // 2, size))
-    starts = np.arange(len(clip) // STEP) * STEP
+    starts = np.arange(len(clip) // HOP) * HOP
     frames = padded[starts[:, None] + np.arange(size)]
     frames = (frames - frames.mean(axis=1, keepdims=True)) * window
-    lags = np.arange(int(RATE / HIGHEST), int(RATE / LOWEST) + 1)
-    alike = _autocorrelation(frames)[:, : lags[-1] + 2] / _autocorrelation(window[None])[0, : lags[-1] + 2]
-    within = alike[:, lags]
-    peaks = (within >= alike[:, lags - 1]) & (within >= alike[:, lags + 1])
-    best = np.where(peaks, within, 0.0).max(axis=1, initial=0.0)
-    # A period and its multiples are nearly equally good, and the pitch is the shortest of them.
-    shortest = np.argmax(peaks & (within >= 0.9 * best[:, None]), axis=1)
-    return np.where(best >= VOICED, RATE / lags[shortest], 0.0)
+    lags = np.arange(int(SAMPLE_RATE / MAX_PITCH_HZ), int(SAMPLE_RATE / MIN_PITCH_HZ) + 1)
+    correlation = _autocorrelation(frames)[:, : lags[-1] + 2] / _autocorrelation(window[None])[0, : lags[-1] + 2]
+    at_lags = correlation[:, lags]
+    peaks = (at_lags >= correlation[:, lags - 1]) & (at_lags >= correlation[:, lags + 1])
+    best = np.where(peaks, at_lags, 0.0).max(axis=1, initial=0.0)
+    # Multiples of the period correlate nearly as well, and the pitch is the shortest of them.
+    shortest = np.argmax(peaks & (at_lags >= 0.9 * best[:, None]), axis=1)
+    return np.where(best >= MIN_VOICED_CORRELATION, SAMPLE_RATE / lags[shortest], 0.0)
 
 
 def _autocorrelation(frames: Array) -> Array:
     power = np.square(np.abs(np.fft.rfft(frames, 2 * frames.shape[1], axis=1)))
-    found = np.fft.irfft(power, axis=1)[:, : frames.shape[1]]
-    return np.asarray(found / np.maximum(found[:, :1], 1e-12))
+    correlation = np.fft.irfft(power, axis=1)[:, : frames.shape[1]]
+    return np.asarray(correlation / np.maximum(correlation[:, :1], 1e-12))
 
 
-def copied(samples: Samples, other: Samples, sample_rate: int) -> float:
-    """How much of `other` a sound is, at the best shift in time: 1 is a copy, other words are well below.
+def copy_similarity(samples: Samples, other: Samples, sample_rate: int) -> float:
+    """Cross-correlation of two clips at the best shift in time: 1 is a copy, other words are well below.
 
-    Compared are the outlines of bands of pitch and not samples, so that a copy through a codec is one too.
+    Compared are band levels and not samples, so that a copy through a codec is one too.
     """
-    one, two = (_outlines(heard_at(clip, sample_rate)) for clip in (samples, other))
-    size = 1 << int(len(one) + len(two)).bit_length()
-    shifted = np.fft.irfft(np.fft.rfft(one, size, axis=0) * np.conj(np.fft.rfft(two, size, axis=0)), size, axis=0)
-    norm = float(np.linalg.norm(one) * np.linalg.norm(two))
-    return float(shifted.sum(axis=1).max() / norm) if norm else 0.0
+    first, second = (_band_levels(as_mono_16khz(clip, sample_rate)) for clip in (samples, other))
+    size = 1 << int(len(first) + len(second)).bit_length()
+    spectrum = np.fft.rfft(first, size, axis=0) * np.conj(np.fft.rfft(second, size, axis=0))
+    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(np.fft.irfft(spectrum, size, axis=0).sum(axis=1).max() / norm) if norm else 0.0
 
 
-def _outlines(clip: Samples) -> Array:
-    """(moments, bands): how loud each band is, above its own mean."""
-    size = 2 * STEP
-    count = max(0, (len(clip) - size) // STEP + 1)
-    if not count or not sounding_moments(clip).any():
+def _band_levels(clip: Samples) -> Array:
+    """(frames, bands): the level of each band in decibels, above its own mean."""
+    size = 2 * HOP
+    count = max(0, (len(clip) - size) // HOP + 1)
+    if not count or not active_frames(clip).any():
         return np.zeros((1, BANDS))
-    starts = np.arange(count) * STEP
+    starts = np.arange(count) * HOP
     spectrum = np.abs(np.fft.rfft(clip[starts[:, None] + np.arange(size)] * np.hanning(size), axis=1))
     edges = np.unique(np.geomspace(2, spectrum.shape[1], BANDS + 1).astype(int))
     power = np.add.reduceat(np.square(spectrum), edges[:-1], axis=1)
     level = 10 * np.log10(np.maximum(power, power.max() * 1e-5))
-    outlines = np.zeros((count, BANDS))
-    outlines[:, : level.shape[1]] = level - level.mean(axis=0)
-    return outlines
+    padded = np.zeros((count, BANDS))
+    padded[:, : level.shape[1]] = level - level.mean(axis=0)
+    return padded

@@ -1,56 +1,86 @@
-"""What all ears share: the packages they come in, and the rate they hear at."""
+"""Shared by all scorers: optional packages, checkpoints in transformers' layout, and mono input at 16 kHz."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import soxr  # type: ignore[import-untyped]
+import torch
 from huggingface_hub import snapshot_download
 
 from myna.audio.files import Samples
-from myna.errors import AudioError, ConfigError, ModelError
-from myna.models.files import first_line
+from myna.errors import AudioError, CheckpointError, ConfigError, ModelError
+from myna.io import bytes_hash, file_hash
+from myna.models.files import error_summary, format_names, quiet_transformers, weight_files
 
-RATE = 16_000
-"""Every ear here was trained on sound of this rate."""
+SAMPLE_RATE = 16_000
+"""Hertz: every scorer here was trained on audio of this rate."""
 HUB_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "*.json", "*.txt")
-"""What is downloaded of an ear in transformers' layout. Never a pickle, and no second copy in another precision."""
+"""Downloaded of a checkpoint in transformers' layout. Never a pickle, and no second copy in another precision."""
 
 
-def needed(module: str, *commands: str) -> Any:
-    """A package that only judging needs, or a `ConfigError` with the commands that bring it."""
+def import_optional(module: str, *commands: str) -> Any:
+    """A package that only evaluation needs, or a `ConfigError` with the commands that install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{module} cannot be imported: {error}", hint=" && ".join(commands)) from error
 
 
-def fetched(repository: str, *files: str) -> Path:
-    """The folder of an ear from the hub, downloaded once."""
+def download_snapshot(repository: str, *files: str) -> Path:
+    """The local folder of a hub repository, downloaded once."""
     try:
         return Path(snapshot_download(repository, allow_patterns=list(files)))
     except Exception as error:
         raise ModelError(
-            f"{repository} is no folder here, and the hub did not give it: {first_line(error)}",
+            f"{repository} is no folder here, and the hub did not give it: {error_summary(error)}",
             hint=f"check the name and the network, or fetch it elsewhere with `hf download {repository}` and give the "
             "path of that folder",
         ) from error
 
 
-def heard_at(samples: Samples, sample_rate: int) -> Samples:
-    """One mono clip as the ears want it. What is no finite row of numbers would score as nonsense: it is refused."""
+def load_pretrained(
+    folder: Path, name: str, classes: Sequence[Any], *, hint: str, device: str = "cpu", unused: tuple[str, ...] = ()
+) -> tuple[Any, ...]:
+    """A transformers model in fp32 and its processors, of these classes, then the hash of its weights.
+
+    Weights that are missing or left over are refused, unless their names begin with one of `unused`.
+    """
+    weights = weight_files(folder)
+    model_class, *processor_classes = classes
+    try:
+        with quiet_transformers():
+            model, report = model_class.from_pretrained(
+                str(folder), local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
+        processors = [one.from_pretrained(str(folder), local_files_only=True) for one in processor_classes]
+        model = model.to(device).eval().requires_grad_(False)
+    except Exception as error:
+        raise ModelError(f"{name} cannot be opened on {device}: {error_summary(error)}", hint=hint) from error
+    keys = [str(key) for kind in ("missing", "unexpected", "mismatched") for key in report[f"{kind}_keys"]]
+    if wrong := sorted(key for key in keys if not key.startswith(unused)):
+        raise CheckpointError(
+            f"the weights of {folder} are not those of its config.json: {format_names(wrong)}",
+            hint="they would be random in these places; download the checkpoint again",
+        )
+    return model, *processors, bytes_hash("".join(map(file_hash, weights)).encode())[:12]
+
+
+def as_mono_16khz(samples: Samples, sample_rate: int) -> Samples:
+    """A mono clip as the scorers take it. Other shapes and values that are not finite are refused."""
     if samples.ndim != 1:
         raise AudioError(f"a clip of shape {samples.shape} is not mono", hint="give one row of samples")
     if not np.isfinite(samples).all():
         raise AudioError("a clip holds samples that are no numbers", hint="look at what made it")
-    if sample_rate == RATE:
+    if sample_rate == SAMPLE_RATE:
         return np.ascontiguousarray(samples, dtype=np.float32)
-    return np.ascontiguousarray(soxr.resample(samples, sample_rate, RATE, quality="VHQ"), dtype=np.float32)
+    return np.ascontiguousarray(soxr.resample(samples, sample_rate, SAMPLE_RATE, quality="VHQ"), dtype=np.float32)
 
 
 def is_silent(samples: Samples) -> bool:
-    """Nothing above -100 dB, or nothing at all."""
+    """Nothing above -100 dB, or no samples at all."""
     return not np.abs(samples).max(initial=0) > 1e-5

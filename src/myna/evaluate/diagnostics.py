@@ -1,28 +1,27 @@
-"""What is plainly wrong with a model, in words, with the column that shows it and the lines to listen to."""
+"""Diagnoses: what is plainly wrong with a model, in words, with the metric that shows it and the items to listen to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from myna.evaluate.metrics import BY_KEY
-from myna.evaluate.scoring import COPY, ItemScores
+from myna.evaluate.metrics import METRICS_BY_KEY
+from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
 from myna.statistics import Estimate
 
-TOLD_FROM = 0.05
-"""A share of lines from which a fault is told."""
+MIN_SHARE = 0.05
+"""Share of the items from which a diagnosis is made."""
 MOST = 0.5
-"""A share from which it is the rule and not the exception."""
-NOISY, VOICED_ENOUGH = 0.25, 0.3
-"""Sound is noise where less than this has a pitch, if the real recordings have more than that."""
-NOT_UNDERSTOOD = 0.5
-"""Word errors from which nobody would follow, above those of the real recordings."""
-CODEC_LOSES = {"wer": 0.1, "similarity": -0.15, "distillmos": -1.0}
-"""By how much a round trip may be worse than the recording before it is told."""
-LONG_SILENCE = 1.0
-"""Seconds before or after a line that nobody wants."""
+"""Share from which it is the rule and not the exception."""
+MAX_NOISE_VOICED, MIN_REAL_VOICED = 0.25, 0.3
+"""An item is noise where less than this share is voiced, if the real recordings have more than that."""
+MAX_EXTRA_WER = 0.5
+"""Word error rate above that of the real recordings from which speech cannot be understood."""
+CODEC_TOLERANCE = {"wer": 0.1, "similarity": -0.15, "distillmos": -1.0}
+"""By how much a codec round trip may be worse than the recording."""
+LONG_SILENCE_SECONDS = 1.0
 Estimates = Mapping[str, Estimate]
 
 
@@ -30,214 +29,195 @@ Estimates = Mapping[str, Estimate]
 class Diagnosis:
     system: str
     name: str
-    column: str
-    """The one that shows it."""
+    metric: str
+    """Key of the metric that shows it."""
     text: str
-    lines: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "lines": list(self.lines)}
+        return {**asdict(self), "items": list(self.items)}
 
 
-SHARES: tuple[tuple[str, str, Callable[[ItemScores], bool | None], str, str], ...] = (
-    (
-        "silent_rate",
-        "silence",
-        lambda row: row.silent,
-        "says nothing that can be heard",
+RATE_DIAGNOSES = {
+    "silent_rate": (
+        *("silence", "says nothing that can be heard"),
         "training may have learned silent or empty clips",
     ),
-    (
-        "runaway_rate",
-        "never stops",
-        lambda row: row.stopped is False,
-        "does not find the end and is cut",
+    "runaway_rate": (
+        *("never stops", "does not find the end and is cut"),
         "ends of clips may not be learned, or clips were cut inside words",
     ),
-    (
-        "early_rate",
-        "stops at once",
-        lambda row: row.early,
-        "ends long before the line could have been said",
+    "early_rate": (
+        *("stops at once", "ends long before the text could have been spoken"),
         "clips may be shorter than their texts",
     ),
-    (
-        "prompt_rate",
-        "speaks the prompt",
-        lambda row: row.says_prompt,
-        "says the words of the reference instead of the line",
+    "prompt_rate": (
+        *("speaks the prompt", "says the words of the reference instead of the text"),
         "references and targets may be the same clips, or the texts may be swapped",
     ),
-    (
-        "copy_rate",
-        "copies the reference",
-        lambda row: None if row.copied is None else row.copied >= COPY,
-        "plays the reference back",
-        "references and targets may be the same sound: then copying is the easiest way to a small loss",
+    "copy_rate": (
+        *("copies the reference", "plays the reference back"),
+        "references and targets may be the same audio: then copying is the easiest way to a small loss",
     ),
-    (
-        "repetition_rate",
-        "repeats itself",
-        lambda row: row.repeats,
-        "says something again that the text has once",
+    "repetition_rate": (
+        *("repeats itself", "says something again that the text has once"),
         "more training, a lower temperature, or cleaner transcripts may help",
     ),
-)
-"""Column, name, the question to a line, what happens, and a likely reason."""
+}
+"""By the metric: name, what happens, and a likely reason."""
 
 
 def diagnose(
     rows: Mapping[str, Sequence[ItemScores]],
     estimates: Mapping[str, Estimates],
     deltas: Mapping[str, Estimates],
-    about: Mapping[str, Mapping[str, Any]],
+    metadata: Mapping[str, Mapping[str, Any]],
 ) -> list[Diagnosis]:
-    """Of every system that is a model, the gravest first as they stand here."""
-    found: list[Diagnosis] = _codec(estimates)
-    for system, heard in rows.items():
-        if system in (REAL, ROUND_TRIP) or not heard:
+    """Diagnoses of the codec and of every model, the most serious first as they stand here."""
+    diagnoses = _codec(estimates)
+    for system, scores in rows.items():
+        if system in (REAL, ROUND_TRIP) or not scores:
             continue
-        found += _shares(system, heard, estimates[system], about.get(system, {}))
-        found += _noise(system, heard, estimates)
-        found += _voice(system, heard, estimates)
-        found += _words(system, heard, estimates)
-        found += _silences(system, heard, estimates)
+        diagnoses += _rates(system, scores, estimates[system], metadata.get(system, {}))
+        for check in (_noise, _wrong_speaker, _unintelligible, _silences):
+            diagnoses += check(system, scores, estimates)
         if system != BASE and BASE in rows:
-            found += _no_gain(system, heard, rows[BASE], deltas.get(system, {}))
-            found += _loss_misleads(system, deltas.get(system, {}), about.get(system, {}))
-    return found
+            diagnoses += _no_gain(system, scores, rows[BASE], deltas.get(system, {}))
+            diagnoses += _misleading_loss(system, deltas.get(system, {}), metadata.get(system, {}))
+    return diagnoses
 
 
-def _shares(system: str, rows: Sequence[ItemScores], estimates: Estimates, about: Mapping[str, Any]) -> list[Diagnosis]:
-    found = []
-    for column, name, ask, what, why in SHARES:
-        share = estimates[column].mean
-        if share is None or share < TOLD_FROM:
+def _real_mean(estimates: Mapping[str, Estimates], key: str) -> float | None:
+    return estimates.get(REAL, {}).get(key, Estimate()).mean
+
+
+def _rates(
+    system: str, rows: Sequence[ItemScores], estimates: Estimates, metadata: Mapping[str, Any]
+) -> list[Diagnosis]:
+    diagnoses = []
+    for metric, (name, effect, reason) in RATE_DIAGNOSES.items():
+        share = estimates[metric].mean
+        if share is None or share < MIN_SHARE:
             continue
-        lines = tuple(row.id for row in rows if ask(row))
-        text = f"{system} {what} in {len(lines)} of {estimates[column].n} lines; {why}"
-        loss = about.get("loss")
-        if name == "copies the reference" and loss is not None:
-            text += f". Its loss of {loss:.4f} does not show it"
-        found.append(Diagnosis(system, name if share >= MOST else f"{name}, at times", column, text, lines))
-    return found
+        items = tuple(row.id for row in rows if (part := METRICS_BY_KEY[metric].ratio(row)) and part.numerator)
+        text = f"{system} {effect} in {len(items)} of {estimates[metric].n} items; {reason}"
+        if metric == "copy_rate" and metadata.get("loss") is not None:
+            text += f". Its loss of {metadata['loss']:.4f} does not show it"
+        diagnoses.append(Diagnosis(system, name if share >= MOST else f"{name}, at times", metric, text, items))
+    return diagnoses
 
 
 def _noise(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
-    real = estimates.get(REAL, {}).get("voiced", Estimate()).mean
-    if real is not None and real < VOICED_ENOUGH:
+    real = _real_mean(estimates, "voiced_share")
+    if real is not None and real < MIN_REAL_VOICED:
         return []  # a whispered voice, or instruments: pitch says nothing here
-    noisy = tuple(row.id for row in rows if row.spoken and row.voiced is not None and row.voiced < NOISY)
-    sounding = sum(bool(row.spoken) for row in rows)
-    if not sounding or len(noisy) / sounding < TOLD_FROM:
+    audible = [row for row in rows if row.speech_seconds]
+    noisy = tuple(row.id for row in audible if row.voiced_share is not None and row.voiced_share < MAX_NOISE_VOICED)
+    if not audible or len(noisy) / len(audible) < MIN_SHARE:
         return []
-    opinion = estimates[system]["distillmos"].mean
-    heard = f"; DistillMOS {opinion:.2f}" if opinion is not None else ""
-    text = f"{system} has hardly any pitch in {len(noisy)} of {sounding} lines: it is noise or a whisper{heard}"
-    return [Diagnosis(system, "noise" if len(noisy) / sounding >= MOST else "noise, at times", "voiced", text, noisy)]
+    mos = estimates[system]["distillmos"].mean
+    quality = f"; DistillMOS {mos:.2f}" if mos is not None else ""
+    text = f"{system} has hardly any pitch in {len(noisy)} of {len(audible)} items: it is noise or a whisper{quality}"
+    name = "noise" if len(noisy) / len(audible) >= MOST else "noise, at times"
+    return [Diagnosis(system, name, "voiced_share", text, noisy)]
 
 
-def _voice(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
-    nearest = estimates[system]["similarity_rank1"]
-    real = estimates.get(REAL, {}).get("similarity_rank1", Estimate()).mean
-    # Where real recordings are not told apart either, the ear is at fault and not the model.
+def _wrong_speaker(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
+    nearest, real = estimates[system]["similarity_rank1"], _real_mean(estimates, "similarity_rank1")
+    # Where real recordings are not told apart either, the encoder is at fault and not the model.
     if nearest.high is None or nearest.high >= MOST or (real is not None and real < MOST):
         return []
-    lines = tuple(row.id for row in rows if row.rank is not None and row.rank > 1)
+    items = tuple(row.id for row in rows if row.speaker_rank is not None and row.speaker_rank > 1)
     own, others = estimates[system]["similarity"].mean, estimates[system]["similarity_to_others"].mean
     text = (
-        f"{system} is nearer to another speaker in {len(lines)} of {nearest.n} lines (similarity {own:.2f} to the "
+        f"{system} is nearer to another speaker in {len(items)} of {nearest.n} items (similarity {own:.2f} to the "
         f"right one, {others:.2f} to the others on average); speakers may be swapped, or references not heeded"
     )
-    return [Diagnosis(system, "another's voice", "similarity_rank1", text, lines)]
+    return [Diagnosis(system, "another speaker's voice", "similarity_rank1", text, items)]
 
 
-def _words(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
-    wrong = estimates[system]["wer"]
-    real = estimates.get(REAL, {}).get("wer", Estimate()).mean or 0.0
-    found = []
-    if wrong.low is not None and wrong.low > real + NOT_UNDERSTOOD:
-        lines = tuple(row.id for row in rows if row.word_errors and row.words and row.word_errors >= row.words / 2)
-        text = f"{system} cannot be understood: {wrong.mean:.0%} word errors, the real recordings have {real:.0%}"
-        found.append(Diagnosis(system, "cannot be understood", "wer", text, lines))
+def _unintelligible(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
+    wer, real = estimates[system]["wer"], _real_mean(estimates, "wer") or 0.0
+    diagnoses = []
+    if wer.low is not None and wer.low > real + MAX_EXTRA_WER:
+        items = tuple(row.id for row in rows if row.word_errors and row.words and row.word_errors >= row.words / 2)
+        text = f"{system} cannot be understood: {wer.mean:.0%} word errors, the real recordings have {real:.0%}"
+        diagnoses.append(Diagnosis(system, "cannot be understood", "wer", text, items))
     loops = tuple(row.id for row in rows if row.looped)
-    if rows and len(loops) / len(rows) >= TOLD_FROM:
+    if len(loops) / len(rows) >= MIN_SHARE:
         text = (
-            f"the recogniser went round in circles in {len(loops)} of {len(rows)} lines of {system}; they are not in "
-            "its word errors. Listen to them: such lines are often silence, noise or the same syllable over and over"
+            f"the ASR looped in {len(loops)} of {len(rows)} items of {system}; they are not in its word errors. "
+            "Listen to them: such items are often silence, noise or the same syllable over and over"
         )
-        found.append(Diagnosis(system, "not understood", "loop_rate", text, loops))
-    return found
+        diagnoses.append(Diagnosis(system, "ASR loops", "loop_rate", text, loops))
+    return diagnoses
 
 
 def _codec(estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
-    """A codec that damages speech: no model that speaks through it can be better."""
-    real, through = estimates.get(REAL), estimates.get(ROUND_TRIP)
-    if real is None or through is None:
+    """A codec that damages speech: no model that uses it can be better."""
+    real, decoded = estimates.get(REAL), estimates.get(ROUND_TRIP)
+    if real is None or decoded is None:
         return []
-    lost = []
-    for key, by in CODEC_LOSES.items():
-        before, after = real[key].mean, through[key].mean
-        if before is not None and after is not None and (after - before) * (1 if by > 0 else -1) > abs(by):
-            lost.append((key, f"{BY_KEY[key].title} {BY_KEY[key].show(before)} and {BY_KEY[key].show(after)}"))
-    if not lost:
+    losses = {}
+    for key, tolerance in CODEC_TOLERANCE.items():
+        metric, before, after = METRICS_BY_KEY[key], real[key].mean, decoded[key].mean
+        sign = 1 if tolerance > 0 else -1
+        if before is not None and after is not None and (after - before) * sign > abs(tolerance):
+            losses[key] = f"{metric.title} {metric.format(before)} and {metric.format(after)}"
+    if not losses:
         return []
-    text = f"the codec alone costs much of real recordings (before and after: {'; '.join(told for _, told in lost)})"
-    return [Diagnosis(ROUND_TRIP, "the codec limits every model", lost[0][0], text)]
+    text = f"the codec alone costs much of real recordings (before and after: {'; '.join(losses.values())})"
+    return [Diagnosis(ROUND_TRIP, "the codec limits every model", next(iter(losses)), text)]
 
 
 def _silences(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, Estimates]) -> list[Diagnosis]:
-    found = []
-    for column, name, side in (("leading_silence", "leading", "before"), ("trailing_silence", "trailing", "after")):
-        mean = estimates[system][column].mean
-        lines = tuple(row.id for row in rows if row.spoken and (getattr(row, name) or 0.0) > LONG_SILENCE)
-        if mean is not None and rows and len(lines) / len(rows) >= TOLD_FROM:
-            text = f"{system} is silent for more than {LONG_SILENCE:g} s {side} {len(lines)} of {len(rows)} lines"
-            found.append(Diagnosis(system, f"silence {side} lines", column, text, lines))
-    return found
+    diagnoses = []
+    for metric, side in (("leading_silence", "before"), ("trailing_silence", "after")):
+        audible = [row for row in rows if row.speech_seconds]
+        items = tuple(row.id for row in audible if (getattr(row, metric) or 0.0) > LONG_SILENCE_SECONDS)
+        if estimates[system][metric].mean is not None and len(items) / len(rows) >= MIN_SHARE:
+            seconds = f"more than {LONG_SILENCE_SECONDS:g} s"
+            text = f"{system} is silent for {seconds} {side} {len(items)} of {len(rows)} items"
+            diagnoses.append(Diagnosis(system, f"silence {side} items", metric, text, items))
+    return diagnoses
 
 
 def _no_gain(system: str, rows: Sequence[ItemScores], base: Sequence[ItemScores], deltas: Estimates) -> list[Diagnosis]:
-    """A model that cannot be told from its base, by its sounds or by what is heard of them."""
-    said = {row.id: row.sound_hash for row in base}
-    same = tuple(row.id for row in rows if said.get(row.id) == row.sound_hash)
-    if rows and len(same) == len(rows):
-        text = f"{system} says every line exactly as the base does: the adapter may be empty, or not the one you mean"
-        return [Diagnosis(system, "equal to the base", "deltas", text, same)]
-    better, worse = changed(deltas, for_the_better=True), changed(deltas, for_the_better=False)
-    if better or not any(delta.n for delta in deltas.values()):
+    """A model that cannot be told from its base, by its audio or by its metrics."""
+    hashes = {row.id: row.audio_hash for row in base}
+    equal = tuple(row.id for row in rows if hashes.get(row.id) == row.audio_hash)
+    if len(equal) == len(rows):
+        text = f"{system} says every item exactly as the base does: the adapter may be empty, or not the one you mean"
+        return [Diagnosis(system, "equal to the base", "deltas", text, equal)]
+    if changed_metrics(deltas, improved=True) or not any(delta.n for delta in deltas.values()):
         return []
-    if worse:
+    if worse := changed_metrics(deltas, improved=False):
         text = f"{system} is worse than the base in {', '.join(worse)}, and better in nothing beyond its interval"
         return [Diagnosis(system, "worse than the base", "deltas", text)]
     text = (
-        f"nothing that is heard of {system} differs from the base beyond its interval: too few lines to tell, too "
-        "little training, or a learning rate that is too low"
+        f"no metric of {system} differs from the base beyond its interval: too few items to tell, too little "
+        "training, or a learning rate that is too low"
     )
     return [Diagnosis(system, "no better than the base", "deltas", text)]
 
 
-def changed(deltas: Estimates, *, for_the_better: bool) -> list[str]:
-    """Titles of the columns that differ from the base beyond their interval, and by enough to be heard."""
-    found = []
+def changed_metrics(deltas: Estimates, *, improved: bool) -> list[str]:
+    """Titles of the metrics that differ from the base beyond their interval, and by enough to be heard."""
+    titles = []
     for key, delta in deltas.items():
-        column = BY_KEY[key]
-        if delta.mean is None or not delta.excludes_zero or abs(delta.mean) < column.least:
-            continue
-        if column.better != "near real" and ((delta.mean > 0) == (column.better == "higher")) == for_the_better:
-            found.append(column.title)
-    return found
+        metric = METRICS_BY_KEY[key]
+        if delta.mean is not None and delta.excludes_zero and abs(delta.mean) >= metric.min_difference:
+            titles += [metric.title] if metric.is_improvement(delta.mean) is improved else []
+    return titles
 
 
-def _loss_misleads(system: str, deltas: Estimates, about: Mapping[str, Any]) -> list[Diagnosis]:
-    loss, base = about.get("loss"), about.get("base_loss")
-    if loss is None or base is None or loss >= base:
-        return []
-    worse = changed(deltas, for_the_better=False)
-    if not worse:
+def _misleading_loss(system: str, deltas: Estimates, metadata: Mapping[str, Any]) -> list[Diagnosis]:
+    loss, base = metadata.get("loss"), metadata.get("base_loss")
+    worse = changed_metrics(deltas, improved=False)
+    if loss is None or base is None or loss >= base or not worse:
         return []
     text = (
         f"{system} has a lower loss than its base ({loss:.4f} and {base:.4f}), and yet these are worse: "
-        f"{', '.join(worse)}. Judge it by what is heard"
+        f"{', '.join(worse)}. Judge it by these metrics"
     )
     return [Diagnosis(system, "the loss misleads", "deltas", text)]

@@ -1,4 +1,4 @@
-"""A line to be judged: what is to be said, in whose voice, and the recording of it where there is one."""
+"""Evaluation items: a text to synthesize, the reference clips of its voice, and its recording where there is one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from myna.audio.files import Samples, probe, read
+from myna.audio.files import Samples, probe, read_audio
 from myna.data.text_normalization import UNSPACED, base_language
 from myna.data.utterance import Utterance
 from myna.io import bytes_hash, file_hash
 
-Kind = Literal["word", "line", "long"]
-LONG = 200
-"""Letters from which a line is very long: a quarter of a minute."""
-PACE, UNSPACED_PACE = 13.0, 5.0
-"""Letters a second that people speak, and those of scripts in which a letter is a syllable or more."""
-CAPS = (6.0, 12.0, 24.0, 48.0, 96.0, 192.0, 384.0)
-"""Seconds at which a line is cut. It depends on the line alone, so that its company changes nothing."""
+LengthClass = Literal["word", "sentence", "long"]
+LONG_TEXT_CHARACTERS = 200
+"""From here on a text is long: a quarter of a minute."""
+CHARACTERS_PER_SECOND, UNSPACED_CHARACTERS_PER_SECOND = 13.0, 5.0
+"""Usual speaking rates; in scripts without spaces a character is a syllable or more."""
+MAX_SECONDS_STEPS = (6.0, 12.0, 24.0, 48.0, 96.0, 192.0, 384.0)
+"""Lengths at which generation is cut. It depends on the item alone, so that its batch changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,71 +29,69 @@ class EvalItem:
     speaker: str = ""
     language: str = ""
     references: tuple[Utterance, ...] = ()
-    """The clips that set the voice, one for each speaker of the line."""
-    real: Utterance | None = None
-    """The same words as they were really spoken."""
+    """The clips that set the voice, one for each speaker of the text."""
+    recording: Utterance | None = None
+    """The real recording of the text."""
     scene: str = ""
 
     @property
-    def kind(self) -> Kind:
+    def length_class(self) -> LengthClass:
         if base_language(self.language) not in UNSPACED and len(self.text.split()) == 1:
             return "word"
-        return "long" if len(self.text) >= LONG else "line"
+        return "long" if len(self.text) >= LONG_TEXT_CHARACTERS else "sentence"
 
     @property
     def expected_seconds(self) -> float:
-        """How long it should take: as long as the recording, or as people speak."""
-        if self.real is not None:
-            return seconds_of(self.real)
-        return len(self.text) / (UNSPACED_PACE if base_language(self.language) in UNSPACED else PACE)
+        """Seconds of the recording, or at the usual speaking rate."""
+        if self.recording is not None:
+            return clip_seconds(self.recording)
+        is_unspaced = base_language(self.language) in UNSPACED
+        return len(self.text) / (UNSPACED_CHARACTERS_PER_SECOND if is_unspaced else CHARACTERS_PER_SECOND)
 
     @property
-    def cap(self) -> float:
-        """Twice as long as it should take and a few seconds more: who still speaks then has not found the end."""
+    def max_seconds(self) -> float:
+        """Twice the expected length and a few seconds more: a model that still speaks then has not found the end."""
         enough = 2 * self.expected_seconds + 3
-        return next((cap for cap in CAPS if cap >= enough), float(round(enough)))
+        return next((step for step in MAX_SECONDS_STEPS if step >= enough), float(round(enough)))
 
     @property
     def key(self) -> str:
-        """Changes whenever another sound could be asked for."""
-        clips = [(clip_key(clip), clip.text) for clip in self.references]
-        return bytes_hash(repr((self.text, self.scene, self.cap, clips)).encode())
+        """Changes whenever other audio could be asked for: text, scene, references or maximum length."""
+        clips = [(audio_key(clip), clip.text) for clip in self.references]
+        return bytes_hash(repr((self.text, self.scene, self.max_seconds, clips)).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """All lines, and what else there is of the real voices."""
+    """Items, and real recordings of each speaker to compare their voices with."""
 
-    tasks: tuple[EvalItem, ...]
-    clips: Mapping[str, tuple[Utterance, ...]]
-    """Real recordings of each speaker, to compare voices with."""
+    items: tuple[EvalItem, ...]
+    speaker_clips: Mapping[str, tuple[Utterance, ...]]
     notes: tuple[str, ...] = ()
-    """What a person should know: lines without a reference, what was left out."""
+    """For people: items without a reference, or without a language."""
 
 
-def samples_of(utterance: Utterance, sample_rate: int) -> Samples:
+def load_clip(utterance: Utterance, sample_rate: int) -> Samples:
     span = utterance.span
-    return read(utterance.audio, sample_rate=sample_rate, span=(span.start, span.end) if span else None)
+    return read_audio(utterance.audio, sample_rate=sample_rate, span=(span.start, span.end) if span else None)
 
 
 @functools.lru_cache(maxsize=65_536)
-def _whole_seconds(path: Path) -> float:
+def _file_seconds(path: Path) -> float:
     return probe(path).seconds
 
 
-def seconds_of(utterance: Utterance) -> float:
+def clip_seconds(utterance: Utterance) -> float:
     span = utterance.span
     if span is not None and span.end is not None:
         return span.end - span.start
-    return _whole_seconds(utterance.audio) - (span.start if span else 0.0)
+    return _file_seconds(utterance.audio) - (span.start if span else 0.0)
 
 
-@functools.lru_cache(maxsize=65_536)
-def _file_key(path: Path) -> str:
-    return file_hash(path)
+_file_key = functools.lru_cache(maxsize=65_536)(file_hash)
 
 
-def clip_key(utterance: Utterance) -> str:
-    """A sound by what it is, wherever it lies."""
+def audio_key(utterance: Utterance) -> str:
+    """A recording by its content, wherever the file is."""
     span = utterance.span
     return f"{_file_key(utterance.audio)}@{span.start}-{span.end}" if span else _file_key(utterance.audio)

@@ -1,182 +1,109 @@
-"""Every figure of an evaluation, said once: what a line adds to it, which ear it needs, and which way is better."""
+"""Metrics of an evaluation: what an item contributes, which scorer it needs, and which direction is better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from myna.evaluate.scoring import COPY, ItemScores
+from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores
 from myna.statistics import RatioPart
-
-Better = Literal["higher", "lower", "near real"]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     key: str
     title: str
-    about: str
-    part: Callable[[ItemScores], RatioPart | None]
-    """None for a line that says nothing about this figure."""
-    better: Better
-    ear: Literal["", "words", "voice", "distillmos", "dnsmos"] = ""
+    description: str
+    better: Literal["higher", "lower", "near real"]
+    value: str | Callable[[ItemScores], float | None] = ""
+    """Field of the item's scores, or a function of them; by default the field named like the metric."""
+    total: str = ""
+    """Field to divide by, for a rate over all words or characters together; without it every item counts as one."""
+    scorer: Literal["", "asr", "speaker_encoder", "distillmos", "dnsmos"] = ""
     is_share: bool = False
-    least: float = 0.0
-    """A difference smaller than this is nothing that anyone hears, however sure it is."""
+    min_difference: float = 0.0
+    """A smaller difference cannot be heard, however certain it is."""
 
-    def show(self, value: float | None, *, signed: bool = False) -> str:
+    def ratio(self, row: ItemScores) -> RatioPart | None:
+        """What an item adds to the metric; None for an item that it does not apply to."""
+        value = self.value(row) if callable(self.value) else getattr(row, self.value or self.key)
+        if not self.total:
+            return None if value is None else RatioPart(float(value))
+        # A looping transcript says nothing about the audio.
+        total = getattr(row, self.total) if row.looped is False else None
+        return RatioPart(float(value or 0), float(total)) if total else None
+
+    def format(self, value: float | None, *, signed: bool = False) -> str:
         if value is None:
             return "not measured"
         if self.is_share:
             return f"{100 * value:+.1f}" if signed else f"{100 * value:.1f} %"
         return f"{value:+.3f}" if signed else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
-
-def _value(name: str) -> Callable[[ItemScores], RatioPart | None]:
-    def part(row: ItemScores) -> RatioPart | None:
-        value = getattr(row, name)
-        return None if value is None else RatioPart(float(value))
-
-    return part
+    def is_improvement(self, difference: float) -> bool | None:
+        """None for a metric that should be near that of the real recordings."""
+        return None if self.better == "near real" else (difference > 0) == (self.better == "higher")
 
 
-def _share(ask: Callable[[ItemScores], bool | None]) -> Callable[[ItemScores], RatioPart | None]:
-    def part(row: ItemScores) -> RatioPart | None:
-        answer = ask(row)
-        return None if answer is None else RatioPart(float(answer))
-
-    return part
+def _is_nearest(row: ItemScores) -> bool | None:
+    return None if row.speaker_rank is None else row.speaker_rank == 1
 
 
-def _errors(errors: str, out_of: str) -> Callable[[ItemScores], RatioPart | None]:
-    """Of lines that the recogniser understood: where it went round in circles its text says nothing about the sound."""
+def _is_copy(row: ItemScores) -> bool | None:
+    return None if row.copy_similarity is None else row.copy_similarity >= COPY_THRESHOLD
 
-    def part(row: ItemScores) -> RatioPart | None:
-        wrong, due = getattr(row, errors), getattr(row, out_of)
-        return None if row.looped is not False or not due else RatioPart(float(wrong), float(due))
 
-    return part
+def _runs_away(row: ItemScores) -> bool | None:
+    return None if row.stopped is None else not row.stopped
 
+
+_defect = partial(Metric, better="lower", is_share=True)
+_errors = partial(_defect, scorer="asr")
+_speaker = partial(Metric, scorer="speaker_encoder")
+_mos = partial(Metric, better="higher", min_difference=0.02)
+_acoustic = partial(Metric, better="near real")
 
 METRICS = (
-    Metric(
-        "wer",
-        "word errors",
-        "words changed, added or dropped",
-        _errors("word_errors", "words"),
-        "lower",
-        "words",
-        True,
-        least=0.005,
+    _errors(
+        *("wer", "word errors", "words changed, added or dropped"),
+        value="word_errors",
+        total="words",
+        min_difference=0.005,
     ),
-    Metric(
-        "cer",
-        "letter errors",
-        "the same by letters",
-        _errors("letter_errors", "letters"),
-        "lower",
-        "words",
-        True,
-        least=0.002,
+    _errors(
+        *("cer", "character errors", "the same by characters"),
+        value="character_errors",
+        total="characters",
+        min_difference=0.002,
     ),
-    Metric(
-        "similarity",
-        "similarity",
-        "to other clips of the speaker; 1 is the same voice",
-        _value("similarity"),
-        "higher",
-        "voice",
-        least=0.005,
+    _speaker(
+        *("similarity", "similarity", "to other clips of the speaker; 1 is the same voice", "higher"),
+        min_difference=0.005,
     ),
-    Metric(
-        "similarity_to_others",
-        "similarity to others",
-        "to the other speakers, for contrast",
-        _value("similarity_to_others"),
-        "near real",
-        "voice",
-    ),
-    Metric(
-        "similarity_rank1",
-        "own voice is nearest",
-        "lines nearer to their own speaker than to any other",
-        _share(lambda row: None if row.rank is None else row.rank == 1),
-        "higher",
-        "voice",
-        True,
-    ),
-    Metric("distillmos", "DistillMOS", "quality from 1 to 5", _value("distillmos"), "higher", "distillmos", least=0.02),
-    Metric("dnsmos", "DNSMOS", "quality from 1 to 5, as for calls", _value("dnsmos"), "higher", "dnsmos", least=0.02),
-    Metric("stop_rate", "stops by itself", "lines that found their end", _value("stopped"), "higher", is_share=True),
-    Metric(
-        "runaway_rate",
-        "runs away",
-        "lines cut at the longest length",
-        _share(lambda row: None if row.stopped is None else not row.stopped),
-        "lower",
+    _speaker("similarity_to_others", "similarity to others", "to the other speakers, for contrast", "near real"),
+    _speaker(
+        *("similarity_rank1", "own speaker is nearest", "items nearer to their speaker than to any other", "higher"),
+        value=_is_nearest,
         is_share=True,
     ),
-    Metric(
-        "early_rate",
-        "broken off",
-        "lines that end long before they could be said",
-        _value("early"),
-        "lower",
-        is_share=True,
-    ),
-    Metric(
-        "silent_rate", "silent", "lines in which there is nothing to hear", _value("silent"), "lower", is_share=True
-    ),
-    Metric(
-        "repetition_rate",
-        "repeats itself",
-        "lines in which words come again that the text has once",
-        _share(lambda row: row.repeats),
-        "lower",
-        "words",
-        True,
-    ),
-    Metric(
-        "prompt_rate",
-        "says the prompt",
-        "lines in which the reference's words are heard instead",
-        _share(lambda row: row.says_prompt),
-        "lower",
-        "words",
-        True,
-    ),
-    Metric(
-        "copy_rate",
-        "copies the reference",
-        "lines that are the reference's own sound",
-        _share(lambda row: None if row.copied is None else row.copied >= COPY),
-        "lower",
-        is_share=True,
-    ),
-    Metric(
-        "loop_rate",
-        "not understood",
-        "lines in which the recogniser went round in circles; they have no word errors",
-        _share(lambda row: row.looped),
-        "lower",
-        "words",
-        True,
-    ),
-    Metric("leading_silence", "silence before", "seconds", _value("leading"), "near real"),
-    Metric("trailing_silence", "silence after", "seconds", _value("trailing"), "near real"),
-    Metric("pauses", "pauses", "share of the time", _value("pauses"), "near real", is_share=True),
-    Metric("pace", "pace", "letters a second", _value("pace"), "near real"),
-    Metric("pitch", "pitch", "hertz", _value("pitch"), "near real"),
-    Metric("pitch_range", "pitch range", "semitones", _value("pitch_range"), "near real"),
-    Metric(
-        "voiced",
-        "voiced",
-        "share of sound that has a pitch; noise has none",
-        _value("voiced"),
-        "near real",
-        is_share=True,
-    ),
+    _mos("distillmos", "DistillMOS", "quality from 1 to 5", scorer="distillmos"),
+    _mos("dnsmos", "DNSMOS", "quality from 1 to 5, as for calls", scorer="dnsmos"),
+    Metric("stop_rate", "stops by itself", "items that found their end", "higher", "stopped", is_share=True),
+    _defect("runaway_rate", "runs away", "items cut at the maximum length", value=_runs_away),
+    _defect("early_rate", "ends early", "items that end long before they could be spoken", value="ended_early"),
+    _defect("silent_rate", "silent", "items in which nothing can be heard", value="silent"),
+    _errors("repetition_rate", "repeats itself", "items with words again that the text has once", value="repeats"),
+    _errors("prompt_rate", "speaks the prompt", "items with the reference's words instead", value="speaks_prompt"),
+    _defect("copy_rate", "copies the reference", "items that are the reference's own audio", value=_is_copy),
+    _errors("loop_rate", "ASR loops", "items whose transcript loops; they have no word errors", value="looped"),
+    _acoustic("leading_silence", "silence before", "seconds"),
+    _acoustic("trailing_silence", "silence after", "seconds"),
+    _acoustic("pause_share", "pauses", "share of the time", is_share=True),
+    _acoustic("speaking_rate", "speaking rate", "characters a second"),
+    _acoustic("pitch", "pitch", "hertz"),
+    _acoustic("pitch_range", "pitch range", "semitones"),
+    _acoustic("voiced_share", "voiced", "share of speech that has a pitch; noise has none", is_share=True),
 )
-
-BY_KEY = {column.key: column for column in METRICS}
+METRICS_BY_KEY = {metric.key: metric for metric in METRICS}

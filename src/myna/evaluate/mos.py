@@ -1,7 +1,7 @@
-"""How good does it sound, from 1 to 5? Two opinions, each with its weights in its wheel.
+"""Mean opinion score (MOS) predictors, from 1 to 5, each with its weights in its wheel.
 
-DistillMOS has heard all kinds of speech, made speech too: 1 is noise, natural speech is about 4.5. DNSMOS was made for
-calls and listens for noise and damage: clean speech has about 3.3.
+DistillMOS was trained on all kinds of speech, synthetic speech too: 1 is noise, natural speech is about 4.5. DNSMOS was
+made for calls and rates noise and damage: clean speech has about 3.3.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from myna.audio.files import Samples
 from myna.errors import AudioError
-from myna.evaluate.dependencies import RATE, heard_at, needed
+from myna.evaluate.dependencies import SAMPLE_RATE, as_mono_16khz, import_optional
 
-# Both ask for torchaudio, which would pull another torch, so they come alone; what they import is installed with Myna.
+# Both require torchaudio, which would pull another torch, so they come alone; what they import is installed with Myna.
 INSTALL = ("pip install --no-deps distillmos==0.9.1 xls_r_sqa==0.1.0",)
 INSTALL_DNSMOS = ("pip install --no-deps speechmos==0.0.1.1", 'pip install onnxruntime requests "myna[evaluate]"')
 
@@ -32,49 +32,51 @@ class DistillMOS:
 
     @classmethod
     def open(cls) -> DistillMOS:
-        with _torchaudio_named():
-            distillmos = needed("distillmos", *INSTALL)
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells where its weights lie
+        with _torchaudio_stub():
+            distillmos = import_optional("distillmos", *INSTALL)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints where its weights are
             return cls(distillmos.ConvTransformerSQAModel().eval().requires_grad_(False))
 
     @torch.inference_mode()
     def score(self, samples: Samples, sample_rate: int) -> float:
-        """A mean opinion score from 1 to 5. Loudness does not count."""
-        clip = heard_at(samples, sample_rate)
-        if not len(clip):
-            raise AudioError("an empty clip has no quality", hint="leave it out, and count it as not spoken")
+        """The MOS, independent of loudness."""
+        clip = _nonempty_clip(samples, sample_rate)
         return float(self._model(torch.from_numpy(clip)[None]))
 
 
 class DNSMOS:
-    """DNSMOS: the overall opinion. The wheel's own code listens, so that the numbers are those others publish."""
+    """Overall DNSMOS. Computed by the wheel's own code, so that the numbers are those others publish."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     @classmethod
     def open(cls) -> DNSMOS:
-        return cls(needed("speechmos.dnsmos", *INSTALL_DNSMOS).run)
+        return cls(import_optional("speechmos.dnsmos", *INSTALL_DNSMOS).run)
 
     def score(self, samples: Samples, sample_rate: int) -> float:
-        clip = heard_at(samples, sample_rate)
-        if not len(clip):
-            raise AudioError("an empty clip has no quality", hint="leave it out, and count it as not spoken")
-        return float(self._run(np.clip(clip, -1.0, 1.0), RATE)["ovrl_mos"])
+        clip = _nonempty_clip(samples, sample_rate)
+        return float(self._run(np.clip(clip, -1.0, 1.0), SAMPLE_RATE)["ovrl_mos"])
+
+
+def _nonempty_clip(samples: Samples, sample_rate: int) -> Samples:
+    if not len(samples):
+        raise AudioError("an empty clip has no quality", hint="leave it out, and count it as not spoken")
+    return as_mono_16khz(samples, sample_rate)
 
 
 @contextlib.contextmanager
-def _torchaudio_named() -> Iterator[None]:
-    """DistillMOS imports torchaudio for its command line only, and torchaudio does not load beside every torch.
+def _torchaudio_stub() -> Iterator[None]:
+    """An empty torchaudio while DistillMOS is imported, which uses it for its command line only.
 
-    While it is imported an empty module answers to that name, and goes again, so that nobody else meets it.
+    The real one does not load beside every torch. The stub is removed afterwards, so that nothing else finds it.
     """
     if "torchaudio" in sys.modules:
         yield
         return
-    stand_in = ModuleType("torchaudio")
-    stand_in.__spec__ = importlib.util.spec_from_loader("torchaudio", loader=None)
-    sys.modules["torchaudio"] = stand_in
+    stub = ModuleType("torchaudio")
+    stub.__spec__ = importlib.util.spec_from_loader("torchaudio", loader=None)
+    sys.modules["torchaudio"] = stub
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Every system says every line, every ear hears it, and what is known already is not done again."""
+"""The evaluation pipeline: every system speaks every item, every scorer scores it, and finished work is kept."""
 
 from __future__ import annotations
 
@@ -12,160 +12,164 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from myna.audio.files import Samples, read, write
+from myna.audio.files import Samples, read_audio, write_audio
 from myna.errors import ConfigError
-from myna.evaluate.acoustics import REVISION
-from myna.evaluate.dependencies import RATE
+from myna.evaluate.acoustics import ACOUSTICS_REVISION
+from myna.evaluate.dependencies import SAMPLE_RATE
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.results import Results, file_name, write_rows
-from myna.evaluate.scorers import Scorers
-from myna.evaluate.scoring import ItemScores, Voices, listen_into, measure_into
+from myna.evaluate.results import ITEMS_FILE, ItemScoresFile, audio_path, safe_file_name, write_item_scores
+from myna.evaluate.scorers import SCORING_WORKERS, Scorers
+from myna.evaluate.scoring import ItemScores, SpeakerEmbeddings, score_item
 from myna.evaluate.systems import System
 from myna.io import bytes_hash
+from myna.progress import ProgressCallback, silent
 
-LISTEN_AT_A_TIME = 32
-"""Rows between two times that results are put down."""
-Tell = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+ITEMS_PER_SAVE = 32
+"""Items that are scored between two writes of the results."""
 
 
 @dataclass(frozen=True, slots=True)
 class SystemScores:
-    plan: EvalSet
+    eval_set: EvalSet
     rows: dict[str, list[ItemScores]]
-    """By system, in the order of the lines."""
+    """By system, in the order of the items."""
 
 
 def score_systems(
-    plan: EvalSet,
+    eval_set: EvalSet,
     systems: Sequence[System],
-    ears: Scorers,
+    scorers: Scorers,
     out: Path,
     *,
-    batch: int = 16,
-    at_once: int = 1,
-    tell: Tell = lambda *_: None,
-    before: Callable[[System], None] = lambda _: None,
+    batch_size: int = 16,
+    workers: int = SCORING_WORKERS,
+    progress: ProgressCallback = silent,
+    before_system: Callable[[System], None] = lambda _: None,
 ) -> SystemScores:
-    """Sounds and rows into `out`. Stopped at any moment, it goes on where it was. `before` is called for each system
-    when its turn comes: it may put down what is known of it."""
+    """Audio and scores into `out`; an interrupted evaluation continues where it was. `before_system` is called for
+    each system when its turn comes, and may write known results of it."""
     names = [system.name for system in systems]
-    if len({file_name(name).casefold() for name in names}) < len(names):
+    if len({safe_file_name(name).casefold() for name in names}) < len(names):
         raise ConfigError(f"two systems have one name: {', '.join(names)}", hint="give them as NAME=MODEL_OR_RUN")
-    voices = Voices(plan, ears.voice) if ears.voice is not None else None
+    encoder = scorers.speaker_encoder
+    speakers = SpeakerEmbeddings(eval_set, encoder) if encoder is not None else None
     rows: dict[str, list[ItemScores]] = {}
     for system in systems:
-        before(system)
-        results = Results.of(out, system.name)
-        tasks = [task for task in plan.tasks if system.can_say(task)]
-        _speak(system, tasks, results, out, batch, tell)
+        before_system(system)
+        results = ItemScoresFile(out, system.name)
+        items = [item for item in eval_set.items if system.supports(item)]
+        _generate(system, items, results, out, batch_size, progress)
         system.close()
-        _listen(system.name, tasks, results, ears, voices, out, at_once, tell)
-        rows[system.name] = [results.rows[task.id] for task in tasks]
-    write_rows(out / "lines.parquet", itertools.chain.from_iterable(rows.values()))
-    return SystemScores(plan, rows)
+        _score(system.name, items, results, scorers, speakers, out, workers, progress)
+        rows[system.name] = [results.rows[item.id] for item in items]
+    write_item_scores(out / ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
+    return SystemScores(eval_set, rows)
 
 
-def _speak(system: System, tasks: Sequence[EvalItem], results: Results, out: Path, batch: int, tell: Tell) -> None:
-    """What has not been said yet, several lines at once, those of like length together."""
+def _generate(
+    system: System,
+    items: Sequence[EvalItem],
+    results: ItemScoresFile,
+    out: Path,
+    batch_size: int,
+    progress: ProgressCallback,
+) -> None:
+    """Audio of the items that have none yet, in batches of similar length."""
 
-    def is_known(task: EvalItem) -> bool:
-        row = results.rows.get(task.id)
-        if row is None or row.key != sound_key(system, task) or (row.sound and not (out / row.sound).is_file()):
+    def is_done(item: EvalItem) -> bool:
+        row = results.rows.get(item.id)
+        if row is None or row.key != audio_key(system, item) or (row.audio and not (out / row.audio).is_file()):
             return False
-        row.line = task.key  # rows of older evaluations do not have it
+        row.item_key = item.key  # rows of older evaluations do not have it
         return True
 
-    missing = [task for task in tasks if not is_known(task)]
-    done = len(tasks) - len(missing)
-    tell(f"{system.name}: speaking", done, len(tasks))
-    for chosen in _batches(missing, batch):
-        for task, spoken in zip(chosen, system.speak(chosen), strict=True):
-            sound = ""
-            if len(spoken.samples):
-                sound = f"sounds/{file_name(system.name)}/{file_name(task.id)}.flac"
-                write(out / sound, np.clip(spoken.samples, -1.0, 1.0), system.sample_rate)
-            results.rows[task.id] = ItemScores(
-                system.name,
-                task.id,
-                sound_key(system, task),
-                task.text,
-                task.speaker,
-                task.language,
-                task.kind,
-                sound,
-                bytes_hash(spoken.samples.tobytes()),
-                spoken.stopped,
-                task.expected_seconds,
-                task.key,
+    missing = [item for item in items if not is_done(item)]
+    done = len(items) - len(missing)
+    progress(f"{system.name}: speaking", done, len(items))
+    for batch in _batches(missing, batch_size):
+        for item, output in zip(batch, system.speak(batch), strict=True):
+            audio = audio_path(system.name, item.id) if len(output.samples) else ""
+            if audio:
+                write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
+            results.rows[item.id] = ItemScores(
+                system=system.name,
+                id=item.id,
+                key=audio_key(system, item),
+                text=item.text,
+                speaker=item.speaker,
+                language=item.language,
+                length_class=item.length_class,
+                audio=audio,
+                audio_hash=bytes_hash(output.samples.tobytes()),
+                stopped=output.stopped,
+                expected_seconds=item.expected_seconds,
+                item_key=item.key,
             )
         results.save()
-        done += len(chosen)
-        tell(f"{system.name}: speaking", done, len(tasks))
+        done += len(batch)
+        progress(f"{system.name}: speaking", done, len(items))
 
 
-def _batches(tasks: Sequence[EvalItem], size: int) -> Iterator[list[EvalItem]]:
-    """Lines of one cap each, since a batch lasts as long as its longest."""
-    ordered = sorted(tasks, key=lambda task: (task.cap, len(task.text), task.id))
-    for _, same in itertools.groupby(ordered, key=lambda task: task.cap):
-        lines = list(same)
-        yield from (lines[start : start + size] for start in range(0, len(lines), size))
+def _batches(items: Sequence[EvalItem], size: int) -> Iterator[list[EvalItem]]:
+    """Items of one maximum length each, since a batch lasts as long as its longest."""
+    ordered = sorted(items, key=lambda item: (item.max_seconds, len(item.text), item.id))
+    for _, group in itertools.groupby(ordered, key=lambda item: item.max_seconds):
+        same = list(group)
+        yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
-def _listen(
+def _score(
     system: str,
-    tasks: Sequence[EvalItem],
-    results: Results,
-    ears: Scorers,
-    voices: Voices | None,
+    items: Sequence[EvalItem],
+    results: ItemScoresFile,
+    scorers: Scorers,
+    speakers: SpeakerEmbeddings | None,
     out: Path,
-    at_once: int,
-    tell: Tell,
+    workers: int,
+    progress: ProgressCallback,
 ) -> None:
-    by = {**ears.names, "measured": REVISION}
-    if voices is not None:
-        # The voices that a sound is compared with belong to what was heard of it.
-        by["voice"] = f"{ears.names['voice']} {bytes_hash(voices.revision.encode())[:12]}"
+    models = dict(scorers.names)
+    if speakers is not None:
+        # The clips that a voice is compared with are part of its score.
+        models["speaker_encoder"] += f" {bytes_hash(speakers.revision.encode())[:12]}"
 
-    def is_heard(row: ItemScores) -> bool:
-        return all(getattr(row, f"{ear}_by") == name for ear, name in by.items())
+    def is_scored(row: ItemScores) -> bool:
+        scored = all(getattr(row, f"{scorer}_model") == model for scorer, model in models.items())
+        return scored and row.acoustics_revision == ACOUSTICS_REVISION
 
-    missing = [task for task in tasks if not is_heard(results.rows[task.id])]
-    if voices is not None and missing:
-        voices.learn(lambda done, total: tell("listening to the real voices", done, total))
-    done = len(tasks) - len(missing)
-    tell(f"{system}: listening", done, len(tasks))
+    missing = [item for item in items if not is_scored(results.rows[item.id])]
+    if speakers is not None and missing:
+        speakers.embed_all(progress)
+    done = len(items) - len(missing)
+    progress(f"{system}: scoring", done, len(items))
 
-    def hear(task: EvalItem) -> None:
-        row = results.rows[task.id]
-        samples = sound_of(row, out)
-        if row.measured_by != REVISION:
-            measure_into(row, task, samples, RATE)
-        listen_into(row, task, samples, ears, voices, by)
+    def score(item: EvalItem) -> None:
+        row = results.rows[item.id]
+        score_item(row, item, load_audio(row, out), scorers, speakers, models)
 
-    with _cores_shared(at_once), ThreadPoolExecutor(at_once) as pool:
-        for start in range(0, len(missing), LISTEN_AT_A_TIME):
-            for _ in pool.map(hear, missing[start : start + LISTEN_AT_A_TIME]):
+    with torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(missing), ITEMS_PER_SAVE):
+            for _ in pool.map(score, missing[start : start + ITEMS_PER_SAVE]):
                 done += 1
-                tell(f"{system}: listening", done, len(tasks))
+                progress(f"{system}: scoring", done, len(items))
             results.save()
 
 
 @contextmanager
-def _cores_shared(at_once: int) -> Iterator[None]:
-    """Ears that listen at once have a core each: more threads than cores fight over them and lose."""
+def torch_threads(count: int) -> Iterator[None]:
+    """At most so many threads for torch's operators on the CPU: more than cores slow each other down."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before // at_once))
+    torch.set_num_threads(min(count, before))
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def sound_key(system: System, task: EvalItem) -> str:
-    """Of the sound, and of what it is compared with."""
-    return bytes_hash(repr((system.key(task), task.key, task.speaker, task.language)).encode())
+def audio_key(system: System, item: EvalItem) -> str:
+    """Of an item's audio by a system, and of the clips that it is compared with."""
+    return bytes_hash(repr((system.key(item), item.key, item.speaker, item.language)).encode())
 
 
-def sound_of(row: ItemScores, out: Path, sample_rate: int = RATE) -> Samples:
-    return read(out / row.sound, sample_rate=sample_rate) if row.sound else np.zeros(0, np.float32)
+def load_audio(row: ItemScores, out: Path, sample_rate: int = SAMPLE_RATE) -> Samples:
+    return read_audio(out / row.audio, sample_rate=sample_rate) if row.audio else np.zeros(0, np.float32)

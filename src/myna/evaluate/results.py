@@ -1,14 +1,15 @@
-"""Rows on the disk, a Parquet file for each system: whatever was heard is not heard again.
+"""Scores on disk, a Parquet file for each system, so that nothing is generated or scored twice.
 
-OUT/sounds/SYSTEM/LINE.flac   what was said
-OUT/lines/SYSTEM.parquet      a row for each line, kept up to date while work goes on
-OUT/lines.parquet             all of them, when all is done
+OUT/audio/SYSTEM/ITEM.flac    generated audio
+OUT/items/SYSTEM.parquet      a row for each item, kept up to date during the evaluation
+OUT/items.parquet             all of them, at the end
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,54 +17,55 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from myna.errors import DataError
-from myna.evaluate.scoring import ROW_FIELDS, ItemScores, as_json
-from myna.io import bytes_hash, replacing
+from myna.evaluate.scoring import ItemScores
+from myna.io import atomic_write, bytes_hash
 
+ITEMS_FILE, ITEMS_FOLDER, AUDIO_FOLDER = "items.parquet", "items", "audio"
 _TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
-def _arrow(hint: Any) -> Any:
-    plain = next(kind for kind in (get_args(hint) or (hint,)) if kind is not type(None))
-    return _TYPES[plain]
+def _arrow_type(hint: Any) -> Any:
+    return _TYPES[next(kind for kind in (get_args(hint) or (hint,)) if kind is not type(None))]
 
 
-SCHEMA = pa.schema([(name, _arrow(hint)) for name, hint in get_type_hints(ItemScores).items()])
+SCHEMA = pa.schema([(name, _arrow_type(hint)) for name, hint in get_type_hints(ItemScores).items()])
 
 
-class Results:
-    """The rows of one system, by line."""
+class ItemScoresFile:
+    """The rows of one system, by item."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.rows: dict[str, ItemScores] = {row.id: row for row in read_rows(file)} if file.is_file() else {}
-
-    @classmethod
-    def of(cls, out: Path, system: str) -> Results:
-        return cls(out / "lines" / f"{file_name(system)}.parquet")
+    def __init__(self, out: Path, system: str) -> None:
+        self.path = out / ITEMS_FOLDER / f"{safe_file_name(system)}.parquet"
+        self.rows = {row.id: row for row in read_item_scores(self.path)} if self.path.is_file() else {}
 
     def save(self) -> None:
-        write_rows(self.file, self.rows.values())
+        write_item_scores(self.path, self.rows.values())
 
 
-def write_rows(file: Path, rows: Iterable[ItemScores]) -> None:
-    """Whole or not at all."""
-    with replacing(file) as temporary:
-        pq.write_table(pa.Table.from_pylist([as_json(row) for row in rows], SCHEMA), temporary)
+def write_item_scores(file: Path, rows: Iterable[ItemScores]) -> None:
+    """Written whole or not at all."""
+    with atomic_write(file) as temporary:
+        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], SCHEMA), temporary)
 
 
-def read_rows(file: Path) -> list[ItemScores]:
-    """Rows as they were written. Columns that did not exist then are as if nobody had heard them yet."""
+def read_item_scores(file: Path) -> list[ItemScores]:
+    """Rows as they were written. Columns that did not exist then count as not scored yet."""
     try:
-        lines = pq.read_table(file).to_pylist()
+        rows = pq.read_table(file).to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} cannot be read: {error}", hint="delete it; its lines are then heard again") from None
+        raise DataError(f"{file} cannot be read: {error}", hint="delete it; its items are then scored again") from None
     try:
-        return [ItemScores(**{name: value for name, value in line.items() if name in ROW_FIELDS}) for line in lines]
+        return [ItemScores(**{name: value for name, value in row.items() if name in SCHEMA.names}) for row in rows]
     except TypeError as error:
         raise DataError(f"{file} holds no results of an evaluation: {error}", hint="choose another --out") from None
 
 
-def file_name(name: str) -> str:
-    """A name that any disk takes. Names that would become the same keep apart by their hash."""
+def audio_path(system: str, item: str) -> str:
+    """Of an item's audio, inside the results folder."""
+    return f"{AUDIO_FOLDER}/{safe_file_name(system)}/{safe_file_name(item)}.flac"
+
+
+def safe_file_name(name: str) -> str:
+    """A name that any file system takes. Names that would become equal are kept apart by their hash."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:80]
     return plain if plain == name else f"{plain}-{bytes_hash(name.encode())[:8]}"

@@ -1,76 +1,69 @@
-"""All ears at once: those that are there, and what it would take to have the others."""
+"""All scorers of one evaluation: those that could be opened, and why the others could not."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from myna.audio.files import Samples
 from myna.errors import MynaError
+from myna.evaluate.asr import ASR, Transcript
 from myna.evaluate.mos import DNSMOS, DistillMOS
-from myna.evaluate.resemblyzer import Voice
-from myna.evaluate.speaker_encoders import RESEMBLYZER, open_voices
-from myna.evaluate.wer import ASR, Transcript
+from myna.evaluate.speaker_encoders import RESEMBLYZER, SpeakerEncoder, open_speaker_encoder
 
-NO_RECOGNISER = "no recogniser was named: --recogniser base, or the folder of a Whisper"
-Opened = TypeVar("Opened")
+NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
+SCORING_WORKERS = min(4, os.cpu_count() or 1)
+"""Threads that score clips concurrently."""
 
 
 class Transcriber(Protocol):
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript: ...
 
 
-class VoiceEmbedder(Protocol):
-    def embed(self, samples: Samples, sample_rate: int) -> Voice: ...
-
-
-class QualityPredictor(Protocol):
+class MOSPredictor(Protocol):
     def score(self, samples: Samples, sample_rate: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """Each may be None, and `missing` then says why, by the names below. `names` says which ear it is: what another
-    one has heard is heard again."""
+    """Each scorer may be None, and `missing` then says why. `names` identifies each model and version: scores of
+    another one are computed again."""
 
-    words: Transcriber | None = None
-    voice: VoiceEmbedder | None = None
-    distillmos: QualityPredictor | None = None
-    dnsmos: QualityPredictor | None = None
+    asr: Transcriber | None = None
+    speaker_encoder: SpeakerEncoder | None = None
+    distillmos: MOSPredictor | None = None
+    dnsmos: MOSPredictor | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        there = {ear for ear in ("words", "voice", "distillmos", "dnsmos") if getattr(self, ear) is not None}
-        assert there == set(self.names), "every ear has a name"
+        present = {
+            name for name in ("asr", "speaker_encoder", "distillmos", "dnsmos") if getattr(self, name) is not None
+        }
+        assert present == set(self.names), "every scorer has a name"
 
     @classmethod
-    def open(cls, recogniser: str | None, voices: str = RESEMBLYZER, *, at_once: int = 1) -> Scorers:
-        """Whatever can be opened. Nothing is downloaded but what is asked for by name."""
-        names: dict[str, str] = {}
-        missing: dict[str, str] = {}
-
-        def attempt(ear: str, open_it: Callable[[], Opened], name: Callable[[Opened], str]) -> Opened | None:
+    def open(cls, asr: str | None, speaker_encoder: str = RESEMBLYZER, *, workers: int = SCORING_WORKERS) -> Scorers:
+        """Every scorer that can be opened. Nothing is downloaded unless it is named."""
+        openers: dict[str, Callable[[], tuple[Any, str]]] = {
+            "speaker_encoder": lambda: _named(open_speaker_encoder(speaker_encoder)),
+            "distillmos": lambda: (DistillMOS.open(), f"distillmos {version('distillmos')}"),
+            "dnsmos": lambda: (DNSMOS.open(), f"speechmos {version('speechmos')}"),
+        }
+        missing = {} if asr is not None else {"asr": NO_ASR}
+        if asr is not None:
+            openers["asr"] = lambda: _named(ASR.open(asr, workers=workers))
+        scorers, names = {}, {}
+        for scorer, opener in openers.items():
             try:
-                opened = open_it()
+                scorers[scorer], names[scorer] = opener()
             except MynaError as error:
-                missing[ear] = f"{error.what}: {error.hint}"
-                return None
-            names[ear] = name(opened)
-            return opened
+                missing[scorer] = f"{error.what}: {error.hint}"
+        return cls(**scorers, names=names, missing=missing)
 
-        words = None
-        if recogniser is None:
-            missing["words"] = NO_RECOGNISER
-        else:
-            words = attempt("words", lambda: ASR.open(recogniser, at_once=at_once), lambda ear: ear.name)
-        return cls(
-            words=words,
-            voice=attempt("voice", lambda: open_voices(voices), lambda ear: ear.name),
-            distillmos=attempt("distillmos", DistillMOS.open, lambda _: f"distillmos {version('distillmos')}"),
-            dnsmos=attempt("dnsmos", DNSMOS.open, lambda _: f"speechmos {version('speechmos')}"),
-            names=names,
-            missing=missing,
-        )
+
+def _named(scorer: Any) -> tuple[Any, str]:
+    return scorer, scorer.name

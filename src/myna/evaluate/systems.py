@@ -1,13 +1,20 @@
-"""Whoever says the lines: a model, or the recordings themselves."""
+"""Systems under evaluation: speech engines, and the recordings themselves."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from myna.audio.files import Samples
-from myna.evaluate.items import EvalItem, clip_key, samples_of
+from myna.data.conversation import AudioClip, Reference
+from myna.data.utterance import Utterance, normalise_text
+from myna.evaluate.items import EvalItem, audio_key, load_clip
+from myna.models.base import Sampling
+from myna.speak.engine import Engine, SpeechRequest, encode_clip
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
 
@@ -16,7 +23,7 @@ REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
 class SystemOutput:
     samples: Samples
     stopped: bool | None
-    """False when the length cap ended it; None for a recording, which has no end to find."""
+    """False when the length limit ended it; None for a recording."""
 
 
 class System(Protocol):
@@ -27,40 +34,121 @@ class System(Protocol):
     def sample_rate(self) -> int: ...
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """What it is, for the report."""
+    def metadata(self) -> Mapping[str, Any]:
+        """For the report: run, model, loss."""
 
-    def key(self, task: EvalItem) -> str:
-        """Equal keys are equal sound: what was said under this key is not said again."""
+    def key(self, item: EvalItem) -> str:
+        """Equal keys give equal audio: audio with this key is not generated again."""
 
-    def can_say(self, task: EvalItem) -> bool: ...
+    def supports(self, item: EvalItem) -> bool: ...
 
-    def speak(self, tasks: Sequence[EvalItem]) -> list[SystemOutput]:
-        """Lines of one cap, several at once; none may depend on its company."""
+    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
+        """A batch of items of one maximum length; no output may depend on the rest of the batch."""
 
     def close(self) -> None:
-        """Let go of weights. Whoever speaks again opens them again."""
+        """Release the weights; `speak` loads them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """The real recordings, or what a codec leaves of them: no model that speaks through it can be better."""
+    """The real recordings, or their codec round trip: the upper bound of every model that uses the codec."""
 
     name: str
     sample_rate: int
     revision: str = ""
-    through: Callable[[Samples], Samples] | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    transform: Callable[[Samples], Samples] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def key(self, task: EvalItem) -> str:
-        return f"{clip_key(task.real)}/{self.sample_rate}/{self.revision}" if task.real is not None else ""
+    def key(self, item: EvalItem) -> str:
+        return f"{audio_key(item.recording)}/{self.sample_rate}/{self.revision}" if item.recording is not None else ""
 
-    def can_say(self, task: EvalItem) -> bool:
-        return task.real is not None
+    def supports(self, item: EvalItem) -> bool:
+        return item.recording is not None
 
-    def speak(self, tasks: Sequence[EvalItem]) -> list[SystemOutput]:
-        sounds = [samples_of(task.real, self.sample_rate) for task in tasks if task.real is not None]
-        return [SystemOutput(self.through(sound) if self.through is not None else sound, None) for sound in sounds]
+    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
+        clips = [load_clip(item.recording, self.sample_rate) for item in items if item.recording is not None]
+        return [SystemOutput(self.transform(clip) if self.transform is not None else clip, None) for clip in clips]
 
     def close(self) -> None:
         pass
+
+
+def weights_fingerprint(engine: Engine) -> str:
+    """Hash of all weights and of how they are used, wherever they were loaded from."""
+    return _hash_weights(engine, "", engine.model.state_dict())
+
+
+def trainable_fingerprint(engine: Engine) -> str:
+    """Hash of a model in training by its trainable parameters: the rest is frozen, and may be large."""
+    parameters = {name: tensor for name, tensor in engine.model.named_parameters() if tensor.requires_grad}
+    return _hash_weights(engine, engine.family.source, parameters)
+
+
+def _hash_weights(engine: Engine, source: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (source, engine.codec.revision, engine.family.prompt_revision, engine.reference_placement):
+        digest.update(part.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class SpeechSystem:
+    """A speech engine as a system. Weights are loaded when they are needed, and released for the next system."""
+
+    name: str
+    load: Callable[[], Engine]
+    seed: int
+    metadata: Mapping[str, Any]
+    fingerprint: Callable[[Engine], str] = weights_fingerprint
+    references: dict[str, Reference] = field(default_factory=dict)
+    """Encoded references by clip, for reuse by systems of the same codec."""
+    _engine: Engine | None = None
+    _weights_hash: str = ""
+    _sampling: Sampling | None = None
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = self.load()
+            self._weights_hash = self._weights_hash or self.fingerprint(self._engine)
+        return self._engine
+
+    @property
+    def sampling(self) -> Sampling:
+        """The model's own sampling settings. Kept after `close`, since they are part of the key."""
+        if self._sampling is None:
+            self._sampling = replace(self.engine.family.sampling, seed=self.seed)
+        return self._sampling
+
+    @property
+    def sample_rate(self) -> int:
+        return self.engine.codec.sample_rate
+
+    def key(self, item: EvalItem) -> str:
+        sampling = replace(self.sampling, max_seconds=item.max_seconds)
+        return f"{self._weights_hash}/{asdict(sampling)}"
+
+    def supports(self, item: EvalItem) -> bool:  # noqa: ARG002
+        return True
+
+    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
+        requests = [
+            SpeechRequest(item.text, tuple(map(self._encode_reference, item.references)), scene=item.scene, id=item.id)
+            for item in items
+        ]
+        outputs = self.engine.speak(requests, replace(self.sampling, max_seconds=items[0].max_seconds))
+        return [SystemOutput(output.samples, output.stopped) for output in outputs]
+
+    def close(self) -> None:
+        self._engine = None
+
+    def _encode_reference(self, clip: Utterance) -> Reference:
+        key = audio_key(clip)
+        if key not in self.references:
+            codec = self.engine.codec
+            codes = encode_clip(codec, load_clip(clip, codec.sample_rate))
+            self.references[key] = Reference(normalise_text(clip.text), AudioClip(clip.id, codes))
+        return self.references[key]

@@ -1,59 +1,79 @@
-"""The families, by name. Nothing outside this file mentions one."""
+"""Registry of model families: no module outside this package names one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from myna.errors import ModelError
-from myna.models.base import Family
+
+if TYPE_CHECKING:
+    from myna.models.base import Family
+    from myna.models.higgs_v2.family import HiggsV2
+    from myna.models.phi4.family import Phi4
 
 SHIPPED = {"fledgling": Path(__file__).parent / "fledgling"}
-"""Models that come with the package, by the names that people type, and the folders of their checkpoints."""
+"""Checkpoint folders of the models that come with the package, by the names that users type."""
+
+
+def find_checkpoint(source: str, revision: str | None = None) -> Path | None:
+    """Folder of a checkpoint that is shipped, on disk, or on the hub, downloaded if need be; None for a built-in
+    configuration. Imports neither torch nor transformers, so that a wrong name is reported at once."""
+    from myna.models.files import resolve_checkpoint
+    from myna.models.higgs_v2.builtin import BUILTIN_NAMES as HIGGS_V2_NAMES
+    from myna.models.phi4.builtin import BUILTIN_NAMES as PHI4_NAMES
+
+    if source in (*HIGGS_V2_NAMES, *PHI4_NAMES):
+        return None
+    return _shipped(source, revision) if source in SHIPPED else resolve_checkpoint(source, revision)
 
 
 def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
     """Open a checkpoint without its weights: a hub name, a folder, a model that ships with Myna, or a built-in
     configuration."""
-    # Imported late: a family pulls in transformers, which `myna --help` should not wait for.
-    from myna.models.files import resolve
-    from myna.models.higgs_v2 import builtin as higgs_v2
-    from myna.models.higgs_v2.family import HiggsV2
-    from myna.models.phi4 import builtin as phi4
-    from myna.models.phi4.family import Phi4
+    folder = find_checkpoint(source, revision)
+    if folder is None:
+        from myna.models.higgs_v2.builtin import BUILTIN_NAMES
 
-    if source in higgs_v2.BUILTIN_NAMES:
-        return HiggsV2.builtin(source)
-    if source in phi4.BUILTIN_NAMES:
-        return Phi4.builtin(source)
-    folder = _shipped(source, revision) if source in SHIPPED else resolve(source, revision)
+        higgs_v2, phi4 = _families()
+        return (higgs_v2 if source in BUILTIN_NAMES else phi4).builtin(source)
     model_type = _model_type(folder)
-    families: tuple[type[HiggsV2 | Phi4], ...] = (HiggsV2, Phi4)
-    for family in families:
+    for family in _families():
         if model_type in family.model_types:
             return family.open(source, folder, codec)
     raise ModelError(
         f"{source} is a model of type {model_type!r}, which Myna does not know",
-        hint=f"known types: {', '.join(name for family in families for name in family.model_types)}",
+        hint=f"known types: {', '.join(name for family in _families() for name in family.model_types)}",
     )
 
 
-def convert(source: Path, out: Path, layout: Any) -> None:
+def _families() -> Iterator[type[HiggsV2 | Phi4]]:
+    """The family classes, each imported when its turn comes."""
+    from myna.models.higgs_v2.family import HiggsV2
+
+    yield HiggsV2
+    from myna.models.phi4.family import Phi4
+
+    yield Phi4
+
+
+def convert_checkpoint(source: Path, out: Path, layout: Any) -> None:
     """Rewrite a checkpoint or an adapter in another layout of its family."""
     from myna.models.higgs_v2 import checkpoint
 
-    checkpoint.convert(source, out, layout)
+    checkpoint.convert_layout(source, out, layout)
 
 
-def save_tiny(out: Path, *, seed: int = 0, listens: bool = False) -> Path:
-    """A tiny random checkpoint of the real classes, of a model that speaks or of one that listens."""
-    from myna.models.higgs_v2 import tiny as speaker
-    from myna.models.phi4 import tiny as listener
+def save_tiny_model(out: Path, *, seed: int = 0, answers: bool = False) -> Path:
+    """A tiny random checkpoint of the real classes, of a speaking or of an answering family."""
+    from myna.models.higgs_v2 import tiny as higgs_v2
+    from myna.models.phi4 import tiny as phi4
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty", hint="choose another folder with --out")
-    return listener.save_tiny(out, seed=seed) if listens else speaker.save_tiny(out, seed=seed)
+    return phi4.save_tiny(out, seed=seed) if answers else higgs_v2.save_tiny(out, seed=seed)
 
 
 def _shipped(name: str, revision: str | None) -> Path:
@@ -66,7 +86,7 @@ def _shipped(name: str, revision: str | None) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"the weights of {name} are not in this copy of Myna: {folder} is missing or empty",
-            hint=f"install a released Myna, or make them anew: recipes/{name}/README.md says how",
+            hint=f"install a released Myna, or make them anew: training/{name}/README.md says how",
         )
     return folder
 

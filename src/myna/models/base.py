@@ -1,11 +1,10 @@
-"""The seam: everything the rest of the house may know of a model family.
+"""Interface of model families: what training needs of any of them, and what speaking and answering need.
 
-A `Family` is a checkpoint opened without its weights: configuration, tokenizer and the rules of its prompt. It is
-cheap, picklable and enough for the loader. Weights come from `load_model` and travel beside it as a plain
-`nn.Module`, so that PEFT, Accelerate and the loop can wrap them. The loop knows nothing else of a model.
+A `Family` is a checkpoint opened without its weights: configuration, tokenizer and prompt format. It is cheap,
+picklable and enough for the data loader. Weights come from `load_model` as a plain `nn.Module`, so that PEFT,
+Accelerate and the training loop can wrap them.
 
-A family speaks (`load_codec`, `generate`) or listens and answers in words (`load_encoder`, `answer`). All else, and so
-all of training, is the same for both.
+A `SpeakingFamily` generates codes of its codec, an `AnsweringFamily` generates text about a recording.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from torch import nn
 
 from myna.data.codec import Codec, Codes, Encoder
 from myna.data.conversation import Conversation
-from myna.data.pronunciation.grammar import Grammar
 from myna.errors import ModelError
 
-IGNORED = -100
-"""The label of a position that is not supervised, as torch's losses have it."""
+IGNORE_INDEX = -100
+"""The label of a position that is not supervised, torch's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """A stretch of a rendered sequence, for people: `myna render` prints these."""
+    """Span of a rendered sequence, as `myna render` prints it."""
 
     kind: Literal["text", "special", "audio"]
     start: int
@@ -43,38 +41,37 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedSequence:
-    """One conversation as the model sees it.
+    """Token ids, audio codes and labels of one conversation.
 
-    `labels` and `code_labels` hold, at each position, the token of *that* position where it is to be learned, and
-    `IGNORED` elsewhere. The shift by one happens once, in `collate`.
+    `labels` and `code_labels` hold, at each position, the token of *that* position where it is supervised, and
+    `IGNORE_INDEX` elsewhere. The shift by one happens once, in `collate`.
     """
 
     id: str
     ids: npt.NDArray[np.int64]
     """(positions,): text ids, with a placeholder where an audio frame stands."""
     codes: npt.NDArray[np.int64]
-    """(audio positions, codebooks): what stands at the placeholders, in order; for a listener the features there."""
+    """(audio positions, codebooks): codes at the placeholders, in order; input features of an answering family."""
     labels: npt.NDArray[np.int64]
     """(positions,): supervised text."""
     code_labels: npt.NDArray[np.int64]
     """(audio positions, codebooks): supervised codes."""
-    pieces: tuple[TokenSpan, ...]
+    spans: tuple[TokenSpan, ...]
     target_seconds: float
-    """Seconds of supervised audio; for a listener, of what the supervised words are about."""
+    """Seconds of supervised audio; of an answering family, of the audio that the answer is about."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-def core_of(model: nn.Module) -> Any:
-    """The model itself, inside whatever PEFT put around it."""
+def get_base_model(model: nn.Module) -> Any:
+    """The model inside PEFT's wrapper, where it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one forward pass reads: sequences end to end, and in each family what it makes of them. Made on the CPU by
-    `collate`, moved once."""
+    """Input of one forward pass: sequences end to end, and each family's own tensors. Made on the CPU by `collate`."""
 
     lengths: tuple[int, ...]
     """Of the sequences, in positions."""
@@ -88,33 +85,30 @@ class Batch:
         return sum(self.lengths)
 
     def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin(self) -> Self:
-        """The same in memory that a card can copy from while the host goes on. Needs CUDA."""
-        return self._each(torch.Tensor.pin_memory)
+    def pin_memory(self) -> Self:
+        """Copy to page-locked memory, from which transfers are asynchronous. Needs CUDA."""
+        return self._map_tensors(torch.Tensor.pin_memory)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Every tensor that a pass reads; the counts stay where they are."""
-        changed: dict[str, Any] = {
-            field.name: change(getattr(self, field.name))
-            for field in fields(self)
-            if field.name != "counts" and isinstance(getattr(self, field.name), torch.Tensor)
-        }
+    def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Every tensor but the counts."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "counts"}
+        changed: dict[str, Any] = {k: change(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
         return replace(self, **changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes arrays travel as they lie in memory; a tensor would be written like a file.
+        # Between processes arrays are pickled as they lie in memory; a tensor would be written like a file.
         values = [getattr(self, field.name) for field in fields(self)]
-        return _of_arrays, (type(self), *(v.numpy() if isinstance(v, torch.Tensor) else v for v in values))
+        return _from_arrays, (type(self), *(v.numpy() if isinstance(v, torch.Tensor) else v for v in values))
 
 
-def _of_arrays(kind: Callable[..., Batch], *values: Any) -> Batch:
-    return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
+def _from_arrays(batch_type: Callable[..., Batch], *values: Any) -> Batch:
+    return batch_type(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
 
 
 class StreamLosses(NamedTuple):
-    """Summed losses of one batch. Divide by counts over all ranks and micro-batches, once."""
+    """Summed losses of one batch, to be divided once by the counts over all ranks and micro-batches."""
 
     sums: torch.Tensor
     """(streams,): cross-entropy summed over targets, differentiable."""
@@ -126,7 +120,7 @@ class StreamLosses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoraTargets:
-    """What a LoRA mode means for a family, in names of its modules."""
+    """Module names that a LoRA mode covers in a family."""
 
     adapted: tuple[str, ...]
     """Full names of the linear layers that get an adapter."""
@@ -136,13 +130,13 @@ class LoraTargets:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose codes. Temperature 0 is greedy."""
+    """Sampling parameters of code generation. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 0.95
     repetition_window: int = 7
-    """Repetition-aware sampling: look back this many frames; 0 switches it off."""
+    """Repetition-aware sampling: frames to look back; 0 switches it off."""
     repetition_limit: int = 2
     """A code seen this often in the window is drawn anew from the unfiltered distribution."""
     max_seconds: float = 60.0
@@ -150,6 +144,8 @@ class Sampling:
 
 
 class GeneratedCodes(NamedTuple):
+    """Codes that a speaking family generated for one prompt."""
+
     codes: Codes
     """(frames, codebooks), the delay undone."""
     stopped: bool
@@ -157,19 +153,19 @@ class GeneratedCodes(NamedTuple):
 
 
 class GeneratedAnswer(NamedTuple):
+    """Text that an answering family generated for one prompt."""
+
     text: str
     stopped: bool
     """False when the length cap ended it."""
 
 
 class Family(ABC):
-    """One model architecture behind the seam."""
+    """Model architecture, as far as training needs to know it."""
 
     name: str
     source: str
     """What the user typed: a hub name, a folder or a built-in name."""
-    listens = False
-    """True for one that hears and answers in words, instead of speaking."""
 
     @property
     @abstractmethod
@@ -192,44 +188,36 @@ class Family(ABC):
         """The checkpoint's own, as transformers loads it."""
 
     @property
-    def sampling(self) -> Sampling:
-        """How the checkpoint asks to be sampled, where nobody says otherwise."""
-        return Sampling()
-
-    @property
     @abstractmethod
     def has_weights(self) -> bool:
         """False for a built-in configuration."""
 
     @abstractmethod
     def check_weights(self) -> str:
-        """See that every tensor has its place without reading one; what was found, in words."""
+        """Check names and shapes of all tensors without reading one; a summary for the user."""
 
     @abstractmethod
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
         """The weights, checked key by key. Device `meta` gives shapes without weights."""
 
     @abstractmethod
-    def accepts(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
-        """Whether codes of this shape are what the model speaks or hears."""
+    def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
+        """Whether codes of this shape are the model's."""
 
     @property
     @abstractmethod
     def codec_source(self) -> str:
-        """Hub name or folder the codec comes from."""
+        """Hub name or folder of the audio encoder."""
 
+    @abstractmethod
     def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:
-        """What `myna prepare` turns clips into codes with: the codec, or the features that a listener hears."""
-        return self.load_codec(device=device)
-
-    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:  # noqa: ARG002
-        raise ModelError(f"{self.source} listens, and does not speak", hint="have it answer with `myna listen`")
+        """The audio encoder of `myna prepare`: the codec, or the feature extractor of an answering family."""
 
     @abstractmethod
     def render(
         self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
     ) -> RenderedSequence:
-        """The one renderer, for training and for speaking."""
+        """The one renderer, for training and for inference."""
 
     @property
     @abstractmethod
@@ -238,8 +226,8 @@ class Family(ABC):
 
     @abstractmethod
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        """How many tokens each text takes as a part of a turn, whatever stands beside it. A text that cannot be
-        rendered is refused by its key, the id of an utterance."""
+        """How many tokens each text takes as a part of a turn. A text that cannot be rendered is refused by its key,
+        the id of an utterance."""
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """How many positions clips of so many frames take, up to what every clip takes."""
@@ -251,11 +239,11 @@ class Family(ABC):
 
     @abstractmethod
     def show_token(self, id: int) -> str:
-        """A token as people read it."""
+        """A token as readable text."""
 
     @abstractmethod
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Batch:
-        """Sequences that travel together; none can see another.
+        """A batch of packed sequences; none attends to another.
 
         Position t learns the label of position t + `offset`. Anything but 1 is for the alignment test alone.
         """
@@ -267,49 +255,77 @@ class Family(ABC):
         *,
         label_smoothing: float = 0.0,
         recompute: int = 0,
-        fast: bool = False,
+        fused_lora: bool = False,
         compiled: bool = False,
     ) -> nn.Module:
-        """A module that maps a `Batch` to `StreamSums`, with the weights as its `model`; what DDP and FSDP wrap.
+        """A module that maps a `Batch` to `StreamLosses`, with the weights as its `model`; what DDP and FSDP wrap.
 
-        The first `recompute` layers are computed again in the backward pass; the module keeps the number under that
-        name and may be given another. `fast` may rearrange frozen weights, and other layers may be `compiled`; what is
-        computed stays the same. Whether `fast` could be followed, the module says as `folded`.
+        The activations of the first `recompute` layers are recomputed in the backward pass; the module keeps the number
+        under that name and may be given another. `fused_lora` may rearrange frozen weights, and other layers may be
+        `compiled`; the results stay the same. `fused` of the module says whether its layers are fused.
         """
 
     @abstractmethod
     def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
-        """The layers of an objective, as modules that are called: what can be compiled or sharded."""
+        """The decoder layers of an objective, as modules that can be compiled or sharded."""
 
     @abstractmethod
-    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
+    def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
 
     @abstractmethod
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer for
         `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
 
-    def generate(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        prompts: Sequence[RenderedSequence],  # noqa: ARG002
-        sampling: Sampling,  # noqa: ARG002
-        on_frame: Callable[[int], None] | None = None,  # noqa: ARG002
-    ) -> list[GeneratedCodes]:
-        """Speak open conversations."""
-        raise ModelError(f"{self.source} listens, and does not speak", hint="have it answer with `myna listen`")
-
-    def answer(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        prompts: Sequence[RenderedSequence],  # noqa: ARG002
-        max_tokens: int,  # noqa: ARG002
-        grammar: Grammar | None = None,  # noqa: ARG002
-    ) -> list[GeneratedAnswer]:
-        """Answer open conversations in words, each with what is likeliest, among what a grammar allows if one is
-        given."""
-        raise ModelError(f"{self.source} speaks, and does not answer in words", hint="hear it with `myna speak`")
-
     @abstractmethod
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Weights, configuration and tokenizer in the transformers layout."""
+
+
+class SpeakingFamily(Family):
+    """Family that generates speech: codes in, codes out, and a codec for both."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The checkpoint's own sampling parameters, as defaults."""
+        return Sampling()
+
+    @abstractmethod
+    def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...
+
+    def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:
+        return self.load_codec(device=device)
+
+    @abstractmethod
+    def generate(
+        self,
+        model: nn.Module,
+        prompts: Sequence[RenderedSequence],
+        sampling: Sampling,
+        on_frame: Callable[[int], None] | None = None,
+    ) -> list[GeneratedCodes]:
+        """Speech for conversations whose last turn is open."""
+
+
+class AnsweringFamily(Family):
+    """Family that answers questions about a recording in text."""
+
+    @abstractmethod
+    def answer(
+        self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None
+    ) -> list[GeneratedAnswer]:
+        """Greedy answers to conversations whose last turn is open; with a Lark `grammar` they follow it."""
+
+
+def require_speaking(family: Family) -> SpeakingFamily:
+    if not isinstance(family, SpeakingFamily):
+        raise ModelError(
+            f"{family.source} answers in words and has no codec to speak with", hint="ask it with `myna answer`"
+        )
+    return family
+
+
+def require_answering(family: Family) -> AnsweringFamily:
+    if not isinstance(family, AnsweringFamily):
+        raise ModelError(f"{family.source} speaks, and does not answer in words", hint="use it with `myna speak`")
+    return family

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, for small models of any family."""
+"""Byte-level tokenizer for small models of any family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def byte_tokenizer(special_tokens: Sequence[str], *, begin: str, end: str, pad: str) -> PreTrainedTokenizerFast:
-    """256 bytes and the special tokens behind them: any text of any language round-trips."""
+    """256 bytes and the special tokens behind them: any text round-trips."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

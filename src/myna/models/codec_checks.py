@@ -1,8 +1,10 @@
-"""What every codec asks of its callers, and of the arithmetic around it."""
+"""Input checks, numerical precision and revision hash of every codec."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,6 +16,7 @@ from myna.errors import AudioError, ModelError
 
 
 def check_clips(codec: Codec, clips: npt.NDArray[np.float32]) -> None:
+    """Refuse clips that are not finite or not in whole frames."""
     if clips.ndim != 2 or not clips.size or clips.shape[1] % codec.hop:
         raise AudioError(
             f"the codec takes clips of equal length in whole frames of {codec.hop} samples, not shape {clips.shape}",
@@ -24,6 +27,7 @@ def check_clips(codec: Codec, clips: npt.NDArray[np.float32]) -> None:
 
 
 def check_codes(codec: Codec, codes: Codes) -> None:
+    """Refuse codes of another shape or outside the codebooks."""
     if codes.ndim != 2 or codes.shape[1] != codec.codebooks:
         raise ModelError(
             f"codes must have the shape (frames, {codec.codebooks}), not {codes.shape}",
@@ -31,16 +35,16 @@ def check_codes(codec: Codec, codes: Codes) -> None:
         )
     if codes.size and (int(codes.max()) >= codec.codebook_size or int(codes.min()) < 0):
         raise ModelError(
-            f"codes run from {codes.min()} to {codes.max()}, the codec knows 0 to {codec.codebook_size - 1}",
+            f"codes run from {codes.min()} to {codes.max()}, the codec has 0 to {codec.codebook_size - 1}",
             hint="undo the delay pattern and drop the begin and end of stream before decoding",
         )
 
 
 @contextmanager
-def exactly(device: torch.device) -> Iterator[None]:
-    """Full fp32: codes are made once and kept, so neither a caller's autocast nor TF32 may blur them.
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Full fp32, without autocast or TF32: codes are computed once and stored.
 
-    Measured with the Higgs codec on an H200 at true size with random weights: the very codes of a CPU, where TF32
+    Measured with the Higgs codec on an H200 at true size with random weights: fp32 gives the codes of a CPU, TF32
     changes 4 % of the first codebook to 14 % of the last.
     """
     matmul = torch.get_float32_matmul_precision()
@@ -54,3 +58,13 @@ def exactly(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(matmul)
+
+
+def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Hash of a codec's settings and weights, tensor by tensor: saved in other shards it is the same codec."""
+    lines = []
+    for name, tensor in tensors:
+        content = hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}")
+    whole = "\n".join([json.dumps(settings, sort_keys=True), *sorted(lines)])
+    return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()

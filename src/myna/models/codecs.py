@@ -1,4 +1,4 @@
-"""The codecs, by what their folder says they are."""
+"""Codec lookup by the configuration in a folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from pathlib import Path
 import torch
 
 from myna.data.codec import Codec
-from myna.models.files import resolve
+from myna.models.files import resolve_checkpoint
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.mel_codec.codec import MODEL_TYPE, MelCodec
 
 
 def open_codec(source: str | Path, *, revision: str | None = None, device: torch.device | str = "cpu") -> Codec:
-    """Open a folder or a hub name: our own small codec if it says so, else the Higgs codec.
-
-    What is neither is told by the Higgs codec, which knows best what a folder of it lacks.
-    """
-    folder = resolve(str(source), revision)
+    """Open a folder or a hub name: the mel codec if its config.json says so, else the Higgs codec."""
+    folder = resolve_checkpoint(str(source), revision)
     if _model_type(folder) == MODEL_TYPE:
         return MelCodec.open(folder, device=device)
     return HiggsCodec.open(folder, device=device)

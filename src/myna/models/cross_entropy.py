@@ -1,7 +1,6 @@
-"""Cross-entropy that never holds fp32 logits: with a vocabulary of 128,000 they would be the largest thing in memory.
+"""Cross-entropy without fp32 logits, which with a vocabulary of 128,000 would be the largest tensor in memory.
 
-Losses, hits and the gradient come from one pass over the logits in the type they have, and the gradient takes their
-place.
+Losses, hits and the gradient come from one pass over the logits in their own type, and the gradient overwrites them.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from myna.models.base import IGNORED
-from myna.models.triton_support import fused
+from myna.models.base import IGNORE_INDEX
+from myna.models.triton_support import supports_triton
 
-CHUNK = 2**24
-"""Logits that are fp32 at a time where there is no kernel."""
+CHUNK_LOGITS = 2**24
+"""Logits that are converted to fp32 at a time where there is no kernel."""
 
 
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, classes) and (rows,) -> each row's loss in fp32, and whether its target is ranked first.
+    """Cross-entropy of each row in fp32, and whether its target is ranked first; (rows, classes) and (rows,).
 
-    The logits are used up: nobody else may look at them afterwards. Rows whose target is `IGNORED` cost nothing.
+    The logits are overwritten and must not be used afterwards. Rows whose target is `IGNORE_INDEX` have loss 0.
     """
     return _CrossEntropy.apply(logits, targets, label_smoothing)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -33,15 +32,15 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        learns = ctx.needs_input_grad[0]
-        if fused(logits):
+        needs_grad = ctx.needs_input_grad[0]
+        if supports_triton(logits):
             from myna.models.cross_entropy_kernel import cross_entropy_in_place
 
-            losses, hits = cross_entropy_in_place(logits, targets, smoothing, IGNORED, learns)
+            losses, hits = cross_entropy_in_place(logits, targets, smoothing, IGNORE_INDEX, needs_grad)
         else:
-            losses, hits = _in_chunks(logits, targets, smoothing, learns)
+            losses, hits = _in_chunks(logits, targets, smoothing, needs_grad)
         ctx.mark_non_differentiable(hits)
-        if learns:
+        if needs_grad:
             ctx.save_for_backward(logits.detach())
         return losses, hits
 
@@ -52,21 +51,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, learns: bool
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     classes = logits.shape[1]
     losses, hits = logits.new_empty(len(logits), dtype=torch.float32), targets.new_empty(len(logits), dtype=torch.bool)
-    for start in range(0, len(logits), max(1, CHUNK // classes)):
-        part = slice(start, start + max(1, CHUNK // classes))
-        rows, wanted = logits[part], targets[part]
-        counts = wanted != IGNORED
-        hits[part] = (rows.argmax(1) == wanted) & counts
-        chances = F.log_softmax(rows.float(), dim=1)
-        losses[part] = F.nll_loss(chances, wanted, ignore_index=IGNORED, reduction="none") * (1 - smoothing)
+    for start in range(0, len(logits), max(1, CHUNK_LOGITS // classes)):
+        part = slice(start, start + max(1, CHUNK_LOGITS // classes))
+        rows, labels = logits[part], targets[part]
+        valid = labels != IGNORE_INDEX
+        hits[part] = (rows.argmax(1) == labels) & valid
+        log_probs = F.log_softmax(rows.float(), dim=1)
+        losses[part] = F.nll_loss(log_probs, labels, ignore_index=IGNORE_INDEX, reduction="none") * (1 - smoothing)
         if smoothing:
-            losses[part] -= chances.mean(1) * smoothing * counts
-        if learns:
-            slope = chances.exp_().sub_(smoothing / classes)
-            slope.scatter_add_(1, wanted.clamp(min=0)[:, None], slope.new_full((len(rows), 1), smoothing - 1))
-            rows.copy_(slope * counts[:, None])
+            losses[part] -= log_probs.mean(1) * smoothing * valid
+        if needs_grad:
+            grad = log_probs.exp_().sub_(smoothing / classes)
+            grad.scatter_add_(1, labels.clamp(min=0)[:, None], grad.new_full((len(rows), 1), smoothing - 1))
+            rows.copy_(grad * valid[:, None])
     return losses, hits

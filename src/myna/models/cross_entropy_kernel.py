@@ -1,4 +1,4 @@
-"""`cross_entropy` as a Triton kernel: a row is read once if it fits, else twice, and overwritten with its gradient."""
+"""Triton kernel of `cross_entropy`: a row is read once or twice, and overwritten by its gradient."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST_BLOCK = 8192
+MAX_BLOCK_SIZE = 8192
 
 
 @triton.jit
-def _cross_entropy(
+def _cross_entropy_kernel(
     logits,
     targets,
     losses,
@@ -18,63 +18,59 @@ def _cross_entropy(
     smoothing,
     ignored,
     CLASSES: tl.constexpr,
-    LEARNS: tl.constexpr,
+    NEEDS_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
-    counts = target != ignored
+    valid = target != ignored
     line = logits + row * CLASSES
     column = tl.arange(0, BLOCK)
-    largest = -float("inf")
+    running_max = -float("inf")
     first = 0
     total = 0.0
-    plain_sum = 0.0
+    logit_sum = 0.0
     for start in range(0, CLASSES, BLOCK):
         inside = start + column < CLASSES
         x = tl.load(line + start + column, mask=inside, other=-float("inf")).to(tl.float32)
-        highest = tl.max(x, axis=0)
-        # Of equals the first counts, as with argmax: only what is larger takes its place.
-        first = tl.where(highest > largest, start + tl.argmax(x, axis=0), first)
-        above = tl.maximum(largest, highest)
-        total = total * tl.exp(largest - above) + tl.sum(tl.exp(x - above), axis=0)
-        plain_sum += tl.sum(tl.where(inside, x, 0.0), axis=0)
-        largest = above
-    level = largest + tl.log(total)
-    wanted = tl.load(line + tl.where(counts, target, 0)).to(tl.float32)
-    loss = (1.0 - smoothing) * (level - wanted) + smoothing * (level - plain_sum / CLASSES)
-    tl.store(losses + row, tl.where(counts, loss, 0.0))
-    tl.store(hits + row, counts & (first == target))
-    if LEARNS:
-        # Every thread has read the wanted logit before any overwrites it.
+        block_max = tl.max(x, axis=0)
+        # Ties go to the first, as with argmax.
+        first = tl.where(block_max > running_max, start + tl.argmax(x, axis=0), first)
+        new_max = tl.maximum(running_max, block_max)
+        total = total * tl.exp(running_max - new_max) + tl.sum(tl.exp(x - new_max), axis=0)
+        logit_sum += tl.sum(tl.where(inside, x, 0.0), axis=0)
+        running_max = new_max
+    logsumexp = running_max + tl.log(total)
+    target_logit = tl.load(line + tl.where(valid, target, 0)).to(tl.float32)
+    loss = (1.0 - smoothing) * (logsumexp - target_logit) + smoothing * (logsumexp - logit_sum / CLASSES)
+    tl.store(losses + row, tl.where(valid, loss, 0.0))
+    tl.store(hits + row, valid & (first == target))
+    if NEEDS_GRAD:
+        # All threads must have read the target logit before it is overwritten.
         tl.debug_barrier()
         for start in range(0, CLASSES, BLOCK):
             inside = start + column < CLASSES
             x = tl.load(line + start + column, mask=inside, other=-float("inf")).to(tl.float32)
-            slope = tl.exp(x - level) - smoothing / CLASSES
-            slope -= tl.where(start + column == target, 1.0 - smoothing, 0.0)
-            slope = tl.where(counts, slope, 0.0)
-            tl.store(line + start + column, slope.to(logits.dtype.element_ty), mask=inside)
+            grad = tl.exp(x - logsumexp) - smoothing / CLASSES
+            grad -= tl.where(start + column == target, 1.0 - smoothing, 0.0)
+            grad = tl.where(valid, grad, 0.0)
+            tl.store(line + start + column, grad.to(logits.dtype.element_ty), mask=inside)
 
 
 def cross_entropy_in_place(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, ignored: int, learns: bool
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, ignored: int, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and hits; the logits become their gradient with `needs_grad`."""
     rows, classes = logits.shape
     assert logits.is_contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     hits = torch.empty(rows, dtype=torch.bool, device=logits.device)
     if rows:
-        block = min(LARGEST_BLOCK, triton.next_power_of_2(classes))
-        _cross_entropy[(rows,)](
-            logits,
-            targets,
-            losses,
-            hits,
-            smoothing,
-            ignored,
+        block = min(MAX_BLOCK_SIZE, triton.next_power_of_2(classes))
+        _cross_entropy_kernel[(rows,)](
+            *(logits, targets, losses, hits, smoothing, ignored),
             CLASSES=classes,
-            LEARNS=learns,
+            NEEDS_GRAD=needs_grad,
             BLOCK=block,
             num_warps=4 if block <= 2048 else 8,
         )

@@ -1,6 +1,6 @@
-"""A LoRA out of a model that was trained in full: for every weight the nearest update of a given rank.
+"""LoRA extraction from a fully trained model by truncated SVD: per weight the nearest update of a given rank.
 
-What no LoRA can carry, such as norms, heads and embeddings, is copied beside it where `train_modules` says so, and
+What a LoRA cannot hold, such as norms, heads and embeddings, is copied beside it where `train_modules` says so, and
 reported where it does not.
 """
 
@@ -20,17 +20,17 @@ from torch import nn
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
-from myna.models.lora import Adaptable, cast_trainable, full_names, save_adapter, wrap
+from myna.models.lora import SupportsLora, make_trainable, resolve_module_names, save_adapter
 
-EXACT = 1024
-"""Up to this many rows or columns, all singular values are computed; beyond, only those that are wanted."""
-SPARE, ROUNDS = 32, 6
-"""More singular vectors, and more rounds of refinement, than are wanted: they make the wanted ones right."""
+MAX_EXACT_SVD_SIZE = 1024
+"""Up to this many rows or columns the SVD is exact; beyond, it is randomized."""
+SVD_OVERSAMPLING, SVD_ITERATIONS = 32, 6
+"""Additional singular vectors, and power iterations, of the randomized SVD."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extraction:
-    """What an extraction kept of all that training had changed. Errors are shares of the change, from 0 to 1."""
+class ExtractionReport:
+    """Errors of an extraction, as shares of the training's change from 0 to 1."""
 
     rank: int
     error: float
@@ -38,12 +38,12 @@ class Extraction:
     modules: dict[str, float]
     """The error of each module with a LoRA."""
     copied: tuple[str, ...]
-    """Modules that were taken over whole."""
+    """Modules that were copied in full."""
     left: dict[str, float]
-    """Parameters that changed and were left behind, with their change as a share of what they were."""
+    """Parameters that changed and were dropped, with their change relative to their size."""
 
 
-def extract(
+def extract_adapter(
     base_source: str,
     tuned_source: str,
     out: Path,
@@ -56,103 +56,103 @@ def extract(
     text_head: bool = False,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Write the adapter that turns one checkpoint into the other, as nearly as its rank allows, and say how nearly.
+    """Write the adapter that turns one checkpoint into the other, as nearly as its rank allows, and return its errors.
 
-    `train_modules` None copies every part that changed and gets no LoRA. The text head is looked at only if asked for:
-    a model that was trained on audio alone is saved without it. Both models are held in fp32.
+    `train_modules` None copies every part that changed and gets no LoRA. `text_head` includes the text head, which a
+    model trained on audio alone does not save. Both models are loaded in fp32.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty", hint="choose another folder")
     family = open_family(base_source)
     base, tuned = (
-        opened.load_model(dtype=torch.float32, device=device, text_head=text_head)
-        for opened in (family, open_family(tuned_source))
+        each.load_model(dtype=torch.float32, device=device, text_head=text_head)
+        for each in (family, open_family(tuned_source))
     )
     chosen = {"mode": mode, "targets": tuple(targets), "rank": rank, "alpha": alpha or float(rank)}
     settings = AdaptSettings.model_validate(chosen)
     if train_modules is None:
         train_modules = _changed_parts(base, tuned, family, settings)
-    model, report = extract_lora(base, tuned, family, settings.model_copy(update={"train_modules": (*train_modules,)}))
+    model, report = fit_lora(base, tuned, family, settings.model_copy(update={"train_modules": (*train_modules,)}))
     save_adapter(model, out)
     return asdict(report)
 
 
 @torch.no_grad()
-def extract_lora(
-    base: nn.Module, tuned: nn.Module, family: Adaptable, settings: AdaptSettings
-) -> tuple[nn.Module, Extraction]:
-    """The base, wrapped in place with a LoRA that brings it as near to the tuned model as the settings allow."""
+def fit_lora(
+    base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings
+) -> tuple[nn.Module, ExtractionReport]:
+    """The base with a LoRA that approximates the tuned model."""
     if settings.mode == "full" or settings.dora:
-        what = "adapt.mode: full" if settings.mode == "full" else "adapt.dora"
-        raise ConfigError(f"`{what}` is no plain LoRA, which is what can be extracted", hint="drop it")
+        setting = "adapt.mode: full" if settings.mode == "full" else "adapt.dora"
+        raise ConfigError(f"`{setting}` is no plain LoRA, which is what can be extracted", hint="drop it")
     before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
-    _check_alike(before, after)
-    trained = full_names(family, base, settings.train_modules, "adapt.train_modules")
-    model = cast_trainable(wrap(base, family, settings))
+    _check_same_shapes(before, after)
+    trained = resolve_module_names(family, base, settings.train_modules, "adapt.train_modules")
+    model = make_trainable(base, family, settings)
 
     def change(name: str) -> torch.Tensor:
         return after[name].float() - before[name].float()
 
     errors: dict[str, float] = {}
-    carried, lost, whole = set(), 0.0, 0.0
+    covered, lost, total = set(), 0.0, 0.0
     for full_name, layer in model.named_modules():
         name = full_name.removeprefix("base_model.model.")
         if isinstance(layer, LoraLayer):
             delta = change(f"{name}.weight")
             missing = _fit(layer, delta)
-            size = _square(delta)
+            size = _squared_norm(delta)
             errors[name] = math.sqrt(missing / size) if size else 0.0
-            lost, whole = lost + missing, whole + size
-            carried.add(f"{name}.weight")
+            lost, total = lost + missing, total + size
+            covered.add(f"{name}.weight")
         elif isinstance(layer, ModulesToSaveWrapper):
             own = tuned.get_submodule(name)
             for inner, parameter in layer.modules_to_save["default"].named_parameters():
                 parameter.copy_(own.get_parameter(inner))
-                carried.add(f"{name}.{inner}")
-                whole += _square(change(f"{name}.{inner}"))
+                covered.add(f"{name}.{inner}")
+                total += _squared_norm(change(f"{name}.{inner}"))
 
     left = {}
-    for name in before.keys() - carried:
-        size = _square(change(name))
+    for name in before.keys() - covered:
+        size = _squared_norm(change(name))
         if size:
-            left[name] = math.sqrt(size / max(_square(before[name].float()), 1e-30))
-            lost, whole = lost + size, whole + size
-    error = math.sqrt(lost / whole) if whole else 0.0
-    return model, Extraction(settings.rank, error, errors, tuple(trained), dict(sorted(left.items())))
+            left[name] = math.sqrt(size / max(_squared_norm(before[name].float()), 1e-30))
+            lost, total = lost + size, total + size
+    error = math.sqrt(lost / total) if total else 0.0
+    return model, ExtractionReport(settings.rank, error, errors, tuple(trained), dict(sorted(left.items())))
 
 
 def _fit(layer: Any, delta: torch.Tensor) -> float:
-    """Set a layer's LoRA to the nearest update of its rank; the squared size of what it misses."""
-    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    left, right = _truncated(delta, len(down))
-    down.zero_()
-    up.zero_()
-    down[: len(right)].copy_(right)
-    up[:, : left.shape[1]].copy_(left / layer.scaling["default"])
-    return _square(delta - layer.scaling["default"] * (up.float() @ down.float()))
+    """Set a layer's LoRA to the nearest update of its rank; returns the squared error."""
+    lora_a, lora_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    left, right = _low_rank_factors(delta, len(lora_a))
+    lora_a.zero_()
+    lora_b.zero_()
+    lora_a[: len(right)].copy_(right)
+    lora_b[:, : left.shape[1]].copy_(left / layer.scaling["default"])
+    return _squared_norm(delta - layer.scaling["default"] * (lora_b.float() @ lora_a.float()))
 
 
-def _truncated(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, rank) and (rank, columns), equally large, whose product is the nearest of that rank."""
+def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, rank) and (rank, columns) of equal norm, whose product is the nearest of that rank."""
     smaller = min(delta.shape)
-    if smaller <= EXACT or smaller <= 4 * (rank + SPARE):
+    if smaller <= MAX_EXACT_SVD_SIZE or smaller <= 4 * (rank + SVD_OVERSAMPLING):
         left, values, right = torch.linalg.svd(delta, full_matrices=False)
     else:
         devices = [delta.device] if delta.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(0)
-            left, values, right = torch.svd_lowrank(delta, q=rank + SPARE, niter=ROUNDS)
+            left, values, right = torch.svd_lowrank(delta, q=rank + SVD_OVERSAMPLING, niter=SVD_ITERATIONS)
         right = right.mT
     roots = values[:rank].sqrt()
     return left[:, :rank] * roots, roots[:, None] * right[:rank]
 
 
-def _changed_parts(base: nn.Module, tuned: nn.Module, family: Adaptable, settings: AdaptSettings) -> list[str]:
-    """Short names of the parts that training has changed and no LoRA touches."""
+def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
+    """Short names of the parts that changed and get no LoRA."""
     before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
-    _check_alike(before, after)
+    _check_same_shapes(before, after)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    adapted = family.adapt_targets(base, settings.mode, settings.targets).adapted
+    adapted = family.lora_targets(base, settings.mode, settings.targets).adapted
 
     def inside(names: Sequence[str], modules: Sequence[str]) -> bool:
         return any(name == module or name.startswith(f"{module}.") for name in names for module in modules)
@@ -161,7 +161,7 @@ def _changed_parts(base: nn.Module, tuned: nn.Module, family: Adaptable, setting
     return [short for short, modules in parts if inside(changed, modules) and not inside(adapted, modules)]
 
 
-def _check_alike(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+def _check_same_shapes(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
     shapes = [{name: tuple(p.shape) for name, p in parameters.items()} for parameters in (before, after)]
     odd = sorted(name for name in before.keys() | after.keys() if shapes[0].get(name) != shapes[1].get(name))
     if odd:
@@ -172,5 +172,5 @@ def _check_alike(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]
         )
 
 
-def _square(tensor: torch.Tensor) -> float:
+def _squared_norm(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().sum())

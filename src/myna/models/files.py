@@ -1,27 +1,27 @@
-"""Folders of models as files: where they come from, what is read out of them, and how they appear whole.
+"""Checkpoint folders of any family: resolving, tokenizers, safetensors, JSON, and checks of names and shapes.
 
-Nothing here knows a family. Weights are read from safetensors alone.
+Weights are read from safetensors alone.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedTokenizerFast
 
 from myna.errors import CheckpointError, ModelError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-def resolve(source: str, revision: str | None) -> Path:
-    """The folder of a checkpoint: as typed, or downloaded from the hub once."""
+
+def resolve_checkpoint(source: str, revision: str | None) -> Path:
+    """The folder of a checkpoint: a local path, or a download from the hub."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -36,6 +36,8 @@ def resolve(source: str, revision: str | None) -> Path:
             f"there is no model folder {source}",
             hint="give the path of a folder that holds config.json, or a hub name such as owner/name",
         )
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(
             snapshot_download(
@@ -48,32 +50,34 @@ def resolve(source: str, revision: str | None) -> Path:
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise ModelError(
-            f"{source}{at} is no folder here, and the hub did not give it: {first_line(error)}",
+            f"{source}{at} is no folder here, and the hub did not give it: {error_summary(error)}",
             hint=f"check the name and the network, or fetch it elsewhere with `hf download {source}` "
             "and give the path of that folder",
         ) from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer exactly as `tokenizer.json` describes it, whatever class the other files name."""
+    """The tokenizer of `tokenizer.json`, whatever class the other files name."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(
             f"{file} is missing", hint=f"copy the tokenizer files of the checkpoint into {folder}, or download it again"
         )
+    from transformers import PreTrainedTokenizerFast
+
     try:
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as error:
         raise ModelError(
-            f"{file} cannot be read: {first_line(error)}", hint="it is damaged: download the tokenizer files again"
+            f"{file} cannot be read: {error_summary(error)}", hint="it is damaged: download the tokenizer files again"
         ) from error
 
 
-def check_belongs(
+def check_token_ids(
     tokenizer: PreTrainedTokenizerFast, vocab_size: int, single: Iterable[str], other_ids: Iterable[str]
 ) -> None:
-    """Tokenizer and configuration must speak of the same ids: what a prompt is made of are `single` tokens, and there
-    is room for all. `other_ids` says which ids the configuration has otherwise."""
+    """Check that tokenizer and configuration agree: `single` tokens are single, and all ids are below the vocabulary
+    size. `other_ids` describes ids on which they differ otherwise."""
     vocabulary = tokenizer.get_vocab()
     wrong = [
         *(
@@ -92,41 +96,87 @@ def check_belongs(
         )
 
 
-def weight_files(folder: Path, stem: str = "model") -> list[Path]:
-    """The safetensors files of a folder: those of its index, or the single one."""
+def weight_files(
+    folder: Path,
+    stem: str = "model",
+    pickle_hint: str = "convert them to safetensors where you trust them, or use a checkpoint that has safetensors",
+) -> list[Path]:
+    """The safetensors files of a folder: the single one, or those of its index."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    if index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    elif single.is_file():
-        files = [single]
-    elif pickles := sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind)):
-        raise CheckpointError(
-            f"{folder} has its weights as pickles ({listed(pickles)}), which can run code when they are opened",
-            hint="convert them to safetensors where you trust them, or use a checkpoint that has safetensors",
-        )
-    else:
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        if pickles := sorted(file.name for kind in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{kind}")):
+            raise CheckpointError(
+                f"{folder} has its weights as pickles ({format_names(pickles)}), which can run code when opened",
+                hint=pickle_hint,
+            )
         raise CheckpointError(f"{folder} has no {single.name}", hint="give the folder that holds the weights")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map", hint="download the checkpoint again")
+    files = [folder / name for name in sorted({Path(str(file)).name for file in weight_map.values()})]
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(
-            f"{folder} lacks files that its index names: {listed(absent)}", hint="download the checkpoint again"
+            f"{folder} lacks files that its index names: {format_names(absent)}", hint="download the checkpoint again"
         )
     return files
 
 
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a state dict."""
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def state_dict_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Missing, unexpected and mis-shaped tensors, in words; none when all fit."""
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "of another shape": [
+            f"{name} {shape} instead of {expected[name]}"
+            for name, shape in found.items()
+            if shape != expected.get(name, shape)
+        ],
+    }
+    return [f"{len(names)} {kind}: {format_names(names)}" for kind, names in problems.items() if names]
+
+
+def check_state_dict(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    """Refuse the weights of a folder unless every name and shape is as its configuration says."""
+    if problems := state_dict_problems(expected, found):
+        raise CheckpointError(
+            "\n  ".join([f"the weights in {folder} do not fit its config.json", *problems]),
+            hint="the configuration and the weights must come from one checkpoint; download it again if in doubt",
+        )
+
+
+def check_unwrapped(state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    """Refuse to save a model whose tensors are not those of the plain one."""
+    if state.keys() != plain.keys():
+        raise ModelError(
+            "the model is wrapped or carries an adapter, so it cannot be saved as a checkpoint",
+            hint="merge the adapter and unwrap the model first",
+        )
+
+
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """A safetensors file for reading."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {first_line(error)}", hint="it is damaged or cut short: download it again"
+            f"{file} cannot be read: {error_summary(error)}", hint="it is damaged or cut short: download it again"
         ) from error
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without progress bars and advice; what matters of it we say ourselves."""
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -140,27 +190,12 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under a temporary name, which gets its own when all has been written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        made = Path(scratch, folder.name)
-        made.mkdir()
-        yield made
-        if folder.exists():
-            folder.rmdir()
-        made.rename(folder)
-
-
 def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{file} cannot be read: {first_line(error)}", hint=f"give a folder with a sound {file.name}"
+            f"{file} cannot be read: {error_summary(error)}", hint=f"give a folder with a sound {file.name}"
         ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} is not a JSON object", hint="download the checkpoint again")
@@ -171,10 +206,12 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def first_line(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
+    """The first line of an error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def listed(names: Collection[object]) -> str:
-    rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(str(name) for name in list(names)[:10]) + rest
+def format_names(names: Collection[object], limit: int = 10) -> str:
+    """A comma-separated list, cut after `limit` names."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(str(name) for name in list(names)[:limit]) + rest

@@ -1,7 +1,4 @@
-"""Adapters on any family: put one on, count it, save it, open a saved one, merge it.
-
-Training, speaking and `myna model stats` all come here, so that there is one way a model is wrapped.
-"""
+"""LoRA adapters of any family: add, count, save, load, merge."""
 
 from __future__ import annotations
 
@@ -23,51 +20,63 @@ from torch import nn
 
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from myna.io import atomic_write
 from myna.models.base import LoraTargets
-from myna.models.quantized import frozen_linears
+from myna.models.files import format_names, shapes_of, state_dict_problems, write_json
+from myna.models.quantized import quantized_linears
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _ADAPTER = "default"
-"""PEFT's own name for the only adapter; it is not written to the file."""
+"""PEFT's name of the only adapter; it is not written to the file."""
 
 
-class Adaptable(Protocol):
-    """The part of a `Family` that adapters need."""
+class SupportsLora(Protocol):
+    """The part of the `Family` interface that adapters need."""
 
     @property
     def source(self) -> str: ...
-    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
+    def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]: ...
 
 
 class ParameterCounts(NamedTuple):
+    """Parameters of a model, as logical weights (a byte may hold two)."""
+
     total: int
-    """Everything held in memory, the base's copy of a fully trained module included."""
+    """Everything in memory, including the frozen original of a fully trained module."""
     trainable: int
     lora: int
     """LoRA matrices and DoRA magnitudes."""
 
 
-def wrap(model: nn.Module, family: Adaptable, settings: AdaptSettings) -> nn.Module:
-    """Decide what learns: a LoRA around the frozen model, or with `full` the model itself less what is frozen.
+def make_trainable(
+    model: nn.Module, family: SupportsLora, settings: AdaptSettings, dtype: torch.dtype | None = torch.float32
+) -> nn.Module:
+    """Set up LoRA on the frozen model, or with `adapt.mode: full` the model's own parameters, as the settings say.
 
-    Works on the meta device too. Changes the model in place; dtypes stay as they are.
+    Trainable parameters become `dtype`; None leaves their types. Changes the model in place, on the meta device too.
     """
-    if settings.mode == "full":
-        model.requires_grad_(True)
-        for name in full_names(family, model, settings.freeze, "adapt.freeze"):
-            model.get_submodule(name).requires_grad_(False)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError("`adapt.freeze` leaves nothing to train", hint="take something off the list")
-        return model
+    trainable = _enable_full(model, family, settings) if settings.mode == "full" else _add_lora(model, family, settings)
+    return trainable if dtype is None else cast_trainable(trainable, dtype)
 
-    trained = full_names(family, model, settings.train_modules, "adapt.train_modules")
-    targets = family.adapt_targets(model, settings.mode, settings.targets)
+
+def _enable_full(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> nn.Module:
+    model.requires_grad_(True)
+    for name in resolve_module_names(family, model, settings.freeze, "adapt.freeze"):
+        model.get_submodule(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("`adapt.freeze` leaves nothing to train", hint="take something off the list")
+    return model
+
+
+def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> nn.Module:
+    trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
+    targets = family.lora_targets(model, settings.mode, settings.targets)
     if not targets.adapted:
         raise ModelError(f"adapt.mode {settings.mode} meets no layer of {family.source}", hint="try another mode")
     for name in trained:
-        inner = [target for target in targets.adapted if target == name or target.startswith(f"{name}.")]
+        inner = [target for target in targets.adapted if f"{target}.".startswith(f"{name}.")]
         if inner:
             raise ConfigError(
                 f"`adapt.train_modules` covers `{name}`, where adapt.mode {settings.mode} puts a LoRA on `{inner[0]}`",
@@ -89,38 +98,39 @@ def wrap(model: nn.Module, family: Adaptable, settings: AdaptSettings) -> nn.Mod
         wrapped: nn.Module = get_peft_model(model, config)
     config.base_model_name_or_path = family.source
     # PEFT shortens long lists of names to common ends and matches modules by their ends.
-    assert set(_names(wrapped, LoraLayer)) == set(targets.adapted)
-    assert set(_names(wrapped, ModulesToSaveWrapper)) == set(trained)
+    assert set(_replaced_modules(wrapped, LoraLayer)) == set(targets.adapted)
+    assert set(_replaced_modules(wrapped, ModulesToSaveWrapper)) == set(trained)
     return wrapped
 
 
-def frozen_names(model: nn.Module, family: Adaptable, settings: AdaptSettings) -> list[str]:
-    """The linear layers that only carry a LoRA or nothing at all, by full name; heads are none of them."""
-    trained = full_names(family, model, settings.train_modules, "adapt.train_modules")
-    layers = family.adapt_targets(model, "comprehensive").adapted
-    return [name for name in layers if not any(name == one or name.startswith(f"{one}.") for one in trained)]
+def frozen_linear_names(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
+    """Full names of the linear layers whose own weights stay frozen, heads excluded: those that can be quantized."""
+    trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
+    layers = family.lora_targets(model, "comprehensive").adapted
+    return [name for name in layers if not any(f"{name}.".startswith(f"{module}.") for module in trained)]
 
 
-def full_names(family: Adaptable, model: nn.Module, short_names: Iterable[str], setting: str) -> list[str]:
-    """Short names (`audio_head`) to full module names; `setting` is what to blame for a wrong one."""
-    known = family.module_names(model)
-    found: list[str] = []
+def resolve_module_names(family: SupportsLora, model: nn.Module, short_names: Iterable[str], setting: str) -> list[str]:
+    """Short names (`audio_head`) to full module names; `setting` is named in the error for a wrong one."""
+    modules = family.module_names(model)
+    full_names: list[str] = []
     for short in short_names:
-        if short not in known:
-            close = difflib.get_close_matches(short, known, n=3, cutoff=0.5)
-            hint = "did you mean " + " or ".join(f"`{name}`" for name in close) + "?" if close else "known: "
-            raise ConfigError(f"`{setting}`: there is no `{short}`", hint=hint if close else hint + ", ".join(known))
-        if not known[short] and setting == "adapt.train_modules":
+        if short not in modules:
+            close = difflib.get_close_matches(short, modules, n=3, cutoff=0.5)
+            suggestion = "did you mean " + " or ".join(f"`{name}`" for name in close) + "?"
+            hint = suggestion if close else "known: " + ", ".join(modules)
+            raise ConfigError(f"`{setting}`: there is no `{short}`", hint=hint)
+        if not modules[short] and setting == "adapt.train_modules":
             raise ConfigError(
                 f"`{setting}`: the model was loaded without its `{short}`, which this loss never reaches",
                 hint=f"set loss.text_weight above 0, or drop `{short}`",
             )
-        found += known[short]
-    return list(dict.fromkeys(found))
+        full_names += modules[short]
+    return list(dict.fromkeys(full_names))
 
 
 def cast_trainable(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Trainable parameters in one type. PEFT sees to the LoRA, but not to modules that are trained in full."""
+    """Cast trainable parameters. PEFT casts LoRA matrices itself, but not fully trained modules."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -128,8 +138,7 @@ def cast_trainable(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.M
 
 
 def count_parameters(model: nn.Module) -> ParameterCounts:
-    """Weights as the model has them, however many of them share a byte."""
-    total = sum(layer.in_features * layer.out_features for layer in frozen_linears(model))
+    total = sum(layer.in_features * layer.out_features for layer in quantized_linears(model))
     trainable = lora = 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()
@@ -138,25 +147,23 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     return ParameterCounts(total, trainable, lora)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What an adapter is made of, by the names PEFT saves it under."""
-    # Not "auto", which would look the base model up on the hub to see whether its vocabulary has grown.
+def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter, by the names PEFT saves them under."""
+    # Not "auto", which would look up the base model's vocabulary on the hub.
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return tensors
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`, each under a temporary name first.
+    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's format.
 
-    Any PEFT program reads them. The configuration goes last, so a folder that has one has its weights too.
+    The configuration goes last, so a folder that has one has its weights too.
     """
     if not isinstance(model, PeftModel):
         raise TrainingError("the model carries no adapter to save", hint="with adapt.mode: full save the whole model")
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{WEIGHTS_FILE}.partial"
-    tensors = {name: tensor.contiguous() for name, tensor in adapter_tensors(model).items()}
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.replace(folder / WEIGHTS_FILE)
+    tensors = {name: tensor.contiguous() for name, tensor in adapter_state_dict(model).items()}
+    with atomic_write(folder / ADAPTER_WEIGHTS_FILE) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
 
     base = model.get_base_model()
     config = dataclasses.replace(
@@ -165,18 +172,17 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         auto_mapping={"base_model_class": type(base).__name__, "parent_library": type(base).__module__},
     ).to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    partial = folder / f"{CONFIG_FILE}.partial"
-    partial.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(folder / CONFIG_FILE)
+    with atomic_write(folder / ADAPTER_CONFIG_FILE) as file:
+        write_json(file, plain)
 
 
 def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
-    """Put a saved adapter on a model, every key accounted for.
+    """Load a saved adapter onto a model, every key checked.
 
-    To speak: frozen, in the model's dtype, and refused if it changes nothing. `trainable` is for training on: fp32, and
-    an adapter that has not learned yet is fine.
+    For inference it is frozen, in the model's dtype, and refused if it has no effect. `trainable` continues training:
+    fp32, and an untrained adapter is accepted.
     """
-    config, tensors = _read(folder)
+    config, tensors = _read_adapter(folder)
     config.task_type = None
     config.inference_mode = not trainable
     try:
@@ -185,11 +191,12 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
         raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from None
     if trainable:
         cast_trainable(wrapped)
-    _check_fit(folder, tensors, adapter_tensors(wrapped), config)
+    if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
+        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
     set_peft_model_state_dict(wrapped, tensors)
     if trainable:
         return wrapped
-    if _is_inert(wrapped):
+    if _has_no_effect(wrapped):
         raise ModelError(
             f"the adapter in {folder} changes nothing: it is as it was before training",
             hint="train it for longer, or open a later checkpoint",
@@ -197,9 +204,9 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     return wrapped.eval()
 
 
-def merge(model: nn.Module, strength: float = 1.0) -> nn.Module:
-    """Fold the adapter into the model, which comes back unwrapped and in its own dtype. `strength` is the share of what
-    was learned that is folded in: less than 1 lies between the model as it was and as it was tuned."""
+def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
+    """Merge the adapter into the model, which is returned unwrapped and in its own dtype. `strength` scales the learned
+    change: below 1 the result lies between the base and the tuned model."""
     if not isinstance(model, PeftModel):
         raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
     for module in model.modules():
@@ -221,53 +228,34 @@ def merge(model: nn.Module, strength: float = 1.0) -> nn.Module:
     return merged.requires_grad_(False)
 
 
-def _names(model: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
+def _replaced_modules(model: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
     """Full names, as in the unwrapped model, of the modules PEFT has replaced."""
     for name, module in model.named_modules():
         if isinstance(module, kind):
             yield name.removeprefix("base_model.model.")
 
 
-def _read(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
+def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
         if not (folder / file).is_file():
-            pickled = file == WEIGHTS_FILE and (folder / "adapter_model.bin").is_file()
+            pickled = file == ADAPTER_WEIGHTS_FILE and (folder / "adapter_model.bin").is_file()
             raise CheckpointError(
                 f"{folder} holds no {file}" + (", only a pickle, which could run anything" if pickled else ""),
                 hint="save it again as safetensors" if pickled else "pass the folder of a saved adapter",
             )
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / WEIGHTS_FILE)
+        tensors = load_file(folder / ADAPTER_WEIGHTS_FILE)
     except (ValueError, TypeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}", hint="open another checkpoint of the run") from None
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is a {config.peft_type} adapter", hint="only LoRA adapters can be opened")
     broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if broken:
-        raise CheckpointError(f"{folder}: {_some(broken)} not finite", hint="open an earlier checkpoint of the run")
+        raise CheckpointError(
+            f"{folder}: {format_names(broken)} not finite", hint="open an earlier checkpoint of the run"
+        )
     return config, tensors
-
-
-def _check_fit(folder: Path, got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], config: Any) -> None:
-    problems = []
-    if missing := sorted(expected.keys() - got.keys()):
-        problems.append(f"missing: {_some(missing)}")
-    if unexpected := sorted(got.keys() - expected.keys()):
-        problems.append(f"unexpected: {_some(unexpected)}")
-    shapes = [
-        f"{name} {list(got[name].shape)} for {list(expected[name].shape)}"
-        for name in sorted(expected.keys() & got.keys())
-        if got[name].shape != expected[name].shape
-    ]
-    if shapes:
-        problems.append(f"of another shape: {_some(shapes)}")
-    if problems:
-        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _wrong_model(config: Any) -> str:
@@ -275,16 +263,16 @@ def _wrong_model(config: Any) -> str:
     return f"open it on the model it was trained on: {config.base_model_name_or_path}{heads}"
 
 
-def _is_inert(model: nn.Module) -> bool:
-    """True when the model speaks as if there were no adapter."""
+def _has_no_effect(model: nn.Module) -> bool:
+    """True when the adapter has no effect."""
     return not any(
-        _lora_acts(module) if isinstance(module, LoraLayer) else _copy_differs(module)
+        _lora_has_effect(module) if isinstance(module, LoraLayer) else _copy_differs(module)
         for module in model.modules()
         if isinstance(module, LoraLayer | ModulesToSaveWrapper)
     )
 
 
-def _lora_acts(layer: Any) -> bool:
+def _lora_has_effect(layer: Any) -> bool:
     if layer.lora_A[_ADAPTER].weight.any() and layer.lora_B[_ADAPTER].weight.any():
         return True
     if _ADAPTER not in layer.lora_magnitude_vector:

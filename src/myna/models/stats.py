@@ -1,4 +1,4 @@
-"""How large a model is and how much of it would learn, from shapes alone: nothing is downloaded, nothing allocated."""
+"""Parameter counts of a model on the meta device: nothing is downloaded or allocated."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ import torch
 from torch import nn
 
 from myna.config import AdaptSettings
-from myna.models.lora import Adaptable, count_parameters, full_names, wrap
+from myna.models.lora import SupportsLora, count_parameters, make_trainable, resolve_module_names
 
 
-class Measurable(Adaptable, Protocol):
-    """The part of a `Family` that counting needs."""
+class SupportsModelStats(SupportsLora, Protocol):
+    """The part of the `Family` interface that counting needs."""
 
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module: ...
 
 
-def model_stats(family: Measurable, settings: AdaptSettings) -> dict[str, Any]:
-    """Parameters in all, trainable, and of the LoRA, with shares from 0 to 1 and the modules they belong to.
-
-    The text head always counts: the checkpoint carries it, whether or not the loss needs it.
-    """
+def count_model(family: SupportsModelStats, settings: AdaptSettings) -> dict[str, Any]:
+    """Total, trainable and LoRA parameters, with shares from 0 to 1, and their modules. The text head always counts."""
     model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
     if settings.mode == "full":
         adapted = selected = 0
         parts = [part for part in family.module_names(model) if part not in settings.freeze]
-        trained = full_names(family, model, parts, "adapt.freeze")
+        trained = resolve_module_names(family, model, parts, "adapt.freeze")
     else:
-        targets = family.adapt_targets(model, settings.mode, settings.targets)
+        targets = family.lora_targets(model, settings.mode, settings.targets)
         adapted, selected = len(targets.adapted), len(targets.selected)
-        trained = full_names(family, model, settings.train_modules, "adapt.train_modules")
-    total, trainable, lora = count_parameters(wrap(model, family, settings))
+        trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
+    total, trainable, lora = count_parameters(make_trainable(model, family, settings))
     return {
         "total": total,
         "trainable": trainable,

@@ -1,4 +1,4 @@
-"""A page given to browsers on this machine alone, and what they send back."""
+"""HTTP server of one page for browsers on this machine, and of what they post back."""
 
 from __future__ import annotations
 
@@ -10,64 +10,63 @@ from threading import Lock
 from myna.errors import ConfigError, MynaError
 
 HOST = "127.0.0.1"
-LARGEST = 4_000_000
-"""Bytes that a page may send at once."""
-Receive = Callable[[bytes], None]
-"""Takes what a page sent, or raises a `MynaError` that says what is wrong with it."""
+MAX_POST_BYTES = 4_000_000
+PostHandler = Callable[[bytes], None]
+"""Takes the body of a POST, or raises a `MynaError` that says what is wrong with it."""
 
 
-def server(page: bytes, sent_to: str, receive: Receive, port: int) -> ThreadingHTTPServer:
-    """Gives `page` at / and hands on what is posted to /`sent_to`, one at a time. Port 0 is any that is free."""
-    one_at_a_time = Lock()
+def local_page_server(page: bytes, post_path: str, on_post: PostHandler, port: int) -> ThreadingHTTPServer:
+    """Serve `page` at / and pass what is posted to /`post_path` to `on_post`, one at a time. Port 0 is any free one."""
+    lock = Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if not self._is_ours():
+            if not self._is_local():
                 return
             if self.path != "/":
-                self._answer(HTTPStatus.NOT_FOUND, b"there is one page here: /")
+                self._respond(HTTPStatus.NOT_FOUND, b"there is one page here: /")
                 return
-            self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+            self._respond(HTTPStatus.OK, page, "text/html; charset=utf-8")
 
         def do_POST(self) -> None:
-            if not self._is_ours():
+            if not self._is_local():
                 return
-            if self.path != f"/{sent_to}":
-                self._answer(HTTPStatus.NOT_FOUND, f"answers go to /{sent_to}".encode())
+            if self.path != f"/{post_path}":
+                self._respond(HTTPStatus.NOT_FOUND, f"answers go to /{post_path}".encode())
                 return
-            # Other sites can make a browser send forms and plain text, but not this without asking first.
+            # Other sites can make a browser send forms and plain text, but not JSON without a CORS preflight.
             if self.headers.get_content_type() != "application/json":
-                self._answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, b"answers are sent as application/json")
+                self._respond(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, b"answers are sent as application/json")
                 return
             length = self.headers.get("Content-Length", "")
-            if not length.isdecimal() or int(length) > LARGEST:
-                self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {LARGEST} bytes are taken".encode())
+            if not length.isdecimal() or int(length) > MAX_POST_BYTES:
+                self._respond(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_POST_BYTES} bytes are taken".encode())
                 return
             content = self.rfile.read(int(length))
             try:
-                with one_at_a_time:
-                    receive(content)
+                with lock:
+                    on_post(content)
             except MynaError as error:
-                self._answer(HTTPStatus.BAD_REQUEST, str(error).encode())
+                self._respond(HTTPStatus.BAD_REQUEST, str(error).encode())
                 return
-            self._answer(HTTPStatus.OK, b"saved")
+            self._respond(HTTPStatus.OK, b"saved")
 
-        def _is_ours(self) -> bool:
-            """Whether the browser meant this machine. Another site's name that leads here is a trick."""
-            if self.headers.get("Host") in self._names():
+        def _is_local(self) -> bool:
+            """Whether host and origin are this machine: another site's name that resolves here is DNS rebinding."""
+            if self.headers.get("Host") in self._hosts():
                 origin = self.headers.get("Origin")
-                if origin is None or origin.removeprefix("http://") in self._names():
+                if origin is None or origin.removeprefix("http://") in self._hosts():
                     return True
-            self._answer(HTTPStatus.FORBIDDEN, b"this page is for this machine alone")
+            self._respond(HTTPStatus.FORBIDDEN, b"this page is for this machine alone")
             return False
 
-        def _names(self) -> tuple[str, str]:
-            bound = made.server_port
-            return f"{HOST}:{bound}", f"localhost:{bound}"
+        def _hosts(self) -> tuple[str, str]:
+            port = server.server_port
+            return f"{HOST}:{port}", f"localhost:{port}"
 
-        def _answer(self, status: HTTPStatus, content: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        def _respond(self, status: HTTPStatus, content: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
             self.send_response(status)
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
@@ -75,11 +74,11 @@ def server(page: bytes, sent_to: str, receive: Receive, port: int) -> ThreadingH
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Nothing: the terminal is for results."""
+            """Log nothing: the terminal is for results."""
 
     try:
-        made = ThreadingHTTPServer((HOST, port), Handler)
+        server = ThreadingHTTPServer((HOST, port), Handler)
     except OSError as error:
         raise ConfigError(f"port {port} cannot be used: {error}", hint="name another one: --port 8766") from error
-    made.daemon_threads = True
-    return made
+    server.daemon_threads = True
+    return server

@@ -1,4 +1,4 @@
-"""Sound to words: the training renderer with the last turn left open, and the model's answer."""
+"""Answer engine: recording and question to text through the training renderer and the model."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ from typing import NamedTuple
 
 from torch import nn
 
-from myna.audio.files import read
+from myna.audio.files import read_audio
 from myna.data.codec import Codes, Encoder
-from myna.data.conversation import AudioClip, question
+from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.pronunciation.grammar import Grammar
 from myna.errors import SpeakError
-from myna.models.base import Family, GeneratedAnswer
+from myna.models.base import Family, GeneratedAnswer, require_answering
+from myna.speak.engine import encode_clip
 
 
 class AudioQuestion(NamedTuple):
-    """A clip, and what is asked about it."""
+    """An encoded recording and a question about it."""
 
     id: str
     codes: Codes
-    asked: str
+    question: str
 
 
 class AnswerEngine:
-    """A model that hears and answers. `together` clips are answered at a time, which changes no answer; `grammar` is
-    what answers are held to, if anything."""
+    """An answering model with its audio encoder. Answers do not depend on `batch_size`; with a Lark `grammar`, as
+    `data/pronunciation/grammar.py` has one, they follow it."""
 
-    grammar: Grammar | None = None
+    grammar: str | None = None
 
-    def __init__(self, family: Family, model: nn.Module, encoder: Encoder, together: int = 16) -> None:
-        self.family, self.model, self.encoder, self.together = family, model.eval(), encoder, together
+    def __init__(self, family: Family, model: nn.Module, encoder: Encoder, batch_size: int = 16) -> None:
+        self.family, self.model = require_answering(family), model.eval()
+        self.encoder, self.batch_size = encoder, batch_size
 
-    def recording(self, path: Path, asked: str) -> AudioQuestion:
-        samples = read(path, sample_rate=self.encoder.sample_rate)
-        whole = len(samples) // self.encoder.hop * self.encoder.hop
-        if not whole:
+    def recording(self, path: Path, question: str) -> AudioQuestion:
+        samples = read_audio(path, sample_rate=self.encoder.sample_rate)
+        if len(samples) < self.encoder.hop:
             raise SpeakError(f"{path} is shorter than one frame", hint="give a recording of speech")
-        return AudioQuestion(str(path), self.encoder.encode(samples[None, :whole])[0], asked)
+        return AudioQuestion(str(path), encode_clip(self.encoder, samples), question)
 
-    def corpus(self, corpus: PreparedDataset) -> list[AudioQuestion]:
-        """Every clip of a prepared folder that has an answer."""
-        table = corpus.table
+    def dataset_questions(self, dataset: PreparedDataset) -> list[AudioQuestion]:
+        """The clips of a prepared folder that have an answer."""
+        table = dataset.table
         rows = [row for row in range(len(table)) if table.answer[row].as_py()]
-        return [AudioQuestion(table.id[row].as_py(), corpus.codes_at(row), table.scene.at(row)) for row in rows]
+        return [AudioQuestion(table.id[row].as_py(), dataset.codes_at(row), table.question.value_at(row)) for row in rows]
 
     def answer(
-        self, clips: Sequence[AudioQuestion], max_tokens: int, on_answer: Callable[[int], None] | None = None
+        self, questions: Sequence[AudioQuestion], max_tokens: int, on_answer: Callable[[int], None] | None = None
     ) -> Iterator[GeneratedAnswer]:
-        for start in range(0, len(clips), self.together):
-            part = clips[start : start + self.together]
-            prompts = [self.family.render(question(asked, AudioClip(id, codes), id=id)) for id, codes, asked in part]
-            yield from self.family.answer(self.model, prompts, max_tokens, self.grammar)
+        for start in range(0, len(questions), self.batch_size):
+            batch = questions[start : start + self.batch_size]
+            conversations = (answer_conversation(text, AudioClip(id, codes), id=id) for id, codes, text in batch)
+            yield from self.family.answer(
+                self.model, [self.family.render(one) for one in conversations], max_tokens, self.grammar
+            )
             if on_answer is not None:
-                on_answer(start + len(part))
+                on_answer(start + len(batch))

@@ -1,12 +1,13 @@
-"""Checkpoints: everything needed to go on as if nothing had happened.
+"""Checkpoints: everything needed to resume bit-exactly.
 
     checkpoints/step-000100/
-      adapter/ or model/     what speaks: the averaged weights where there are such
-      state.safetensors      trained weights, optimizer moments, running means, random states
-      state.json             the step, scaler, row counts, recipe, and what the run is made of
+      adapter/ or model/     weights for inference: the EMA's where there is one
+      state.safetensors      trained weights, optimizer state, EMA and random states
+      state.json             step, gradient scaler, row counts, recipe, and fingerprints of the inputs
 
-A folder is written under a temporary name, read back, and only then renamed: one that has its name is whole. Learning
-rate and loader position are not here, since they follow from the step.
+A folder is written under a temporary name, verified, and only then renamed: one that has its name is complete. Learning
+rate and loader position are not saved, since they follow from the step. State is gathered to rank 0, so that a run can
+resume on another number of processes; docs/decisions/0019 says why without `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,28 @@ from myna.config import parse_recipe
 from myna.data.loader import Loader
 from myna.errors import MynaError, TrainingError
 from myna.models.base import Batch, RenderedSequence
-from myna.models.lora import adapter_tensors, save_adapter
-from myna.models.quantized import frozen_linears
-from myna.train.distributed import gather, part_of, whole
-from myna.train.run import Run, changed_settings, sync
+from myna.models.lora import adapter_state_dict, save_adapter
+from myna.models.quantized import quantized_linears
+from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
+from myna.train.run import Run, changed_settings, fsync
 from myna.train.trainer import Trainer
 
-STATE, FACTS = "state.safetensors", "state.json"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step", "compensation")
-"""What optimizers keep per parameter, as tensors."""
+STATE_FILE, METADATA_FILE = "state.safetensors", "state.json"
+OPTIMIZER_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step", "compensation")
+"""Tensors that optimizers keep per parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands, beside its weights."""
+class TrainingProgress:
+    """Progress of a run: its step and its best evaluation."""
 
     step: int
     base_loss: float | None = None
-    """Of the untuned model, on the evaluation set."""
-    heard_base: bool = False
-    """Whether the untuned model was heard, where somebody listens."""
+    """Evaluation loss of the base model."""
+    base_speech_evaluated: bool = False
+    """Whether the base model's speech was evaluated, where the recipe has `speech_eval`."""
     best_step: int | None = None
-    """By ear where somebody listens, elsewhere by the loss."""
+    """By speech evaluation where the recipe has one, else by the loss."""
     best_loss: float | None = None
     evaluations_since_best: int = 0
 
@@ -66,288 +66,283 @@ def checkpoint_steps(run: Run) -> list[int]:
     return sorted(int(folder.name.removeprefix("step-")) for folder in run.folder.glob("checkpoints/step-*"))
 
 
-class Checkpoints:
-    """Those of a run while it is trained. Every process calls every method; the first one writes."""
+class CheckpointManager:
+    """Saves and restores the checkpoints of a run. Every process calls every method; rank 0 writes."""
 
     def __init__(
         self,
-        student: Trainer,
+        trainer: Trainer,
         run: Run,
         loader: Loader[RenderedSequence, Batch],
         evaluation: Loader[RenderedSequence, Batch] | None = None,
     ) -> None:
-        self.student, self.run, self.loader = student, run, loader
-        self.made_of = made_of(student, loader, evaluation)
+        self.trainer, self.run, self.loader = trainer, run, loader
+        self.inputs = describe_inputs(trainer, loader, evaluation)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Write, verify and name a checkpoint, then drop those that need not be kept."""
-        tensors = self._random_states() | self._tensors()
+        tensors = self._gather_rng_states() | self._gather_tensors()
 
         def write(model: nn.Module) -> None:
-            with _new(checkpoint_folder(self.run, progress.step)) as folder:
+            with _atomic_folder(checkpoint_folder(self.run, progress.step)) as folder:
                 self._save_weights(model, folder / self.run.result.name)
                 self._save_state(tensors, progress, folder)
                 if self.run.metrics.exists():
-                    sync(self.run.metrics)
-            self._keep_best(progress)
+                    fsync(self.run.metrics)
+            self._update_best(progress)
             self._drop_old(progress.best_step)
 
-        with self._speaking_model() as model:
-            self._on_main(f"the checkpoint of step {progress.step}", partial(write, model))
+        self._write_on_main(f"the checkpoint of step {progress.step}", write)
 
-    def publish(self, progress: Progress) -> Path:
-        """The result of the run: the best checkpoint's weights with early stopping or by ear, else the last ones."""
-        recipe = self.student.recipe
+    def publish(self, progress: TrainingProgress) -> Path:
+        """Write the run's result: the best checkpoint's weights with early stopping or speech evaluation, else the
+        last ones."""
+        recipe = self.trainer.recipe
         best = progress.best_step if recipe.train.early_stopping_patience or recipe.evaluates_speech else None
 
         def write(model: nn.Module) -> None:
-            with _new(self.run.result) as folder:
+            with _atomic_folder(self.run.result) as folder:
                 if best is None:
                     self._save_weights(model, folder)
                 else:
-                    kept = checkpoint_folder(self.run, best) / self.run.result.name
-                    shutil.copytree(kept, folder, dirs_exist_ok=True)
+                    weights = checkpoint_folder(self.run, best) / self.run.result.name
+                    shutil.copytree(weights, folder, dirs_exist_ok=True)
 
-        with self._speaking_model() as model:
-            self._on_main("the result", partial(write, model))
+        self._write_on_main("the result", write)
         return self.run.result
 
-    def restore(self) -> Progress:
-        """Put the newest checkpoint's state into the student; where the run stands, which may be at its beginning."""
-        if self.student.accelerator.is_main_process:
+    def restore(self) -> TrainingProgress:
+        """Load the newest checkpoint into the trainer; without one, the run is at its beginning."""
+        if self.trainer.accelerator.is_main_process:
             _remove_partial(self.run.folder)
             _remove_partial(self.run.folder / "checkpoints")
         steps = checkpoint_steps(self.run)
         if not steps:
-            return Progress(step=0)
+            return TrainingProgress(step=0)
         folder = checkpoint_folder(self.run, steps[-1])
         try:
-            facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-            self._refuse_changes(folder, facts)
-            with safe_open(folder / STATE, framework="pt") as file:
-                if astray := set(facts["tensors"]) ^ set(file.keys()):
-                    raise ValueError(f"{STATE} and {FACTS} disagree about {min(astray)}")
-                self._load_state(file, facts)
-            progress = Progress(**facts["progress"])
+            metadata = read_checkpoint_metadata(folder)
+            self._check_unchanged(folder, metadata)
+            with safe_open(folder / STATE_FILE, framework="pt") as file:
+                if differing := set(metadata["tensors"]) ^ set(file.keys()):
+                    raise ValueError(f"{STATE_FILE} and {METADATA_FILE} disagree about {min(differing)}")
+                self._load_state(file, metadata)
+            progress = TrainingProgress(**metadata["progress"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise TrainingError(
                 f"the checkpoint {folder} is damaged: {error!r}",
                 hint=f"rm -r {folder} and resume from the one before it",
             ) from error
-        if self.student.accelerator.is_main_process:
+        if self.trainer.accelerator.is_main_process:
             # A kill may have come between the best checkpoint and this copy of it.
-            self._keep_best(progress)
+            self._update_best(progress)
         return progress
 
-    @contextmanager
-    def _speaking_model(self) -> Iterator[Any]:
-        """The model to be saved, with the averaged weights where there are such; whole on rank 0, None elsewhere."""
-        with self.student.averaged():
-            yield self.student.whole_model()
-
     def _save_weights(self, model: nn.Module, folder: Path) -> None:
-        """What speaks, read back."""
-        if self.student.recipe.adapt.mode == "full":
-            self.student.family.save_model(model, folder)
+        """Write and verify the weights for inference."""
+        if self.trainer.recipe.adapt.mode == "full":
+            self.trainer.family.save_model(model, folder)
+            expected = model.state_dict()
         else:
             save_adapter(model, folder)
-        expected = model.state_dict() if self.student.recipe.adapt.mode == "full" else adapter_tensors(model)
+            expected = adapter_state_dict(model)
         for path in folder.glob("*.safetensors"):
             _verify(path, expected)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """All that was learned, whole and in host memory, on rank 0."""
-        student = self.student
+    def _gather_tensors(self) -> dict[str, torch.Tensor]:
+        """Trained weights, optimizer state and EMA, in host memory of rank 0."""
+        trainer = self.trainer
         tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in student.trainables.items():
+        for name, parameter in trainer.trainable_parameters.items():
             tensors[f"weight/{name}"] = parameter
-            kept = student.optimizer.state.get(parameter, {})
-            assert kept.keys() <= set(MOMENTS), f"the optimizer keeps {sorted(kept)}"
-            tensors |= {f"optimizer/{moment}/{name}": value for moment, value in kept.items()}
-            if student.ema is not None:
-                tensors[f"mean/{name}"] = student.ema.means[name]
-        gathered = gather(tensors, keep=student.accelerator.is_main_process)
-        if student.ema is not None and student.accelerator.device.type == "cpu":
-            # These are still the weights themselves, and the averaged ones are about to stand in for them.
-            gathered = {name: tensor.clone() for name, tensor in gathered.items()}
-        return gathered
+            state = trainer.optimizer.state.get(parameter, {})
+            assert state.keys() <= set(OPTIMIZER_STATE_KEYS), f"the optimizer keeps {sorted(state)}"
+            tensors |= {f"optimizer/{key}/{name}": value for key, value in state.items()}
+            if trainer.ema is not None:
+                tensors[f"ema/{name}"] = trainer.ema.averages[name]
+        return gather_full_tensors(tensors, keep=trainer.accelerator.is_main_process)
 
-    def _save_state(self, tensors: dict[str, torch.Tensor], progress: Progress, folder: Path) -> None:
-        student, scaler = self.student, self.student.accelerator.scaler
-        facts = {
+    def _save_state(self, tensors: dict[str, torch.Tensor], progress: TrainingProgress, folder: Path) -> None:
+        trainer, scaler = self.trainer, self.trainer.accelerator.scaler
+        metadata = {
             "progress": asdict(progress),
-            "recipe": student.recipe.model_dump(mode="json"),
-            "made_of": self.made_of,
+            "recipe": trainer.recipe.model_dump(mode="json"),
+            "inputs": self.inputs,
             "tensors": sorted(tensors),
-            "optimizer": [_numbers(group) for group in student.optimizer.param_groups],
+            "optimizer": [_scalars(group) for group in trainer.optimizer.param_groups],
             "scaler": scaler.state_dict() if scaler is not None else None,
-            "overflows": student.overflows,
-            "ema_steps": student.ema.steps if student.ema is not None else None,
-            "rows": [[*place, rows] for place, rows in sorted(self.loader.counted.items())],
+            "overflows": trainer.overflows,
+            "ema_steps": trainer.ema.steps if trainer.ema is not None else None,
+            "row_counts": [[*window, rows] for window, rows in sorted(self.loader.row_counts.items())],
         }
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE)
-        _verify(folder / STATE, tensors)
-        (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
+        _verify(folder / STATE_FILE, tensors)
+        (folder / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+        read_checkpoint_metadata(folder)
 
     @torch.no_grad()
-    def _load_state(self, file: Any, facts: dict[str, Any]) -> None:
-        student, optimizer, scaler = self.student, self.student.optimizer, self.student.accelerator.scaler
-        for name, parameter in student.trainables.items():
-            _copy(file, f"weight/{name}", parameter)
-            if student.ema is not None:
-                _copy(file, f"mean/{name}", student.ema.means[name])
-        if student.ema is not None:
-            student.ema.steps = int(facts["ema_steps"])
-        student.overflows = int(facts["overflows"])
+    def _load_state(self, file: Any, metadata: dict[str, Any]) -> None:
+        trainer, optimizer, accelerator = self.trainer, self.trainer.optimizer, self.trainer.accelerator
+        for name, parameter in trainer.trainable_parameters.items():
+            _copy_into(parameter, file, f"weight/{name}")
+            if trainer.ema is not None:
+                _copy_into(trainer.ema.averages[name], file, f"ema/{name}")
+        if trainer.ema is not None:
+            trainer.ema.steps = int(metadata["ema_steps"])
+        trainer.overflows = int(metadata["overflows"])
 
         group_of: dict[torch.Tensor, dict[str, Any]] = {}
-        for group, numbers in zip(optimizer.param_groups, facts["optimizer"], strict=True):
-            group.update(numbers)
+        for group, scalars in zip(optimizer.param_groups, metadata["optimizer"], strict=True):
+            group.update(scalars)
             group_of |= dict.fromkeys(group["params"], group)
         optimizer.state.clear()
-        for entry in facts["tensors"]:
+        for entry in metadata["tensors"]:
             if entry.startswith("optimizer/"):
                 _, key, name = entry.split("/", 2)
-                parameter = student.trainables[name]
-                kept = file.get_tensor(entry).clone()  # a tensor of its own instead of a view of the file
+                parameter = trainer.trainable_parameters[name]
+                value = file.get_tensor(entry).clone()  # a tensor of its own instead of a view of the file
                 if key == "step":
                     # As torch has it: on the CPU, unless the update is a single kernel.
                     one_kernel = group_of[parameter].get("fused") or group_of[parameter].get("capturable")
-                    optimizer.state[parameter][key] = kept.to(parameter.device if one_kernel else "cpu")
+                    optimizer.state[parameter][key] = value.to(parameter.device if one_kernel else "cpu")
                 else:
-                    optimizer.state[parameter][key] = part_of(kept, parameter)
-        if scaler is not None:
-            scaler.load_state_dict(facts["scaler"])
+                    optimizer.state[parameter][key] = shard_like(value, parameter)
+        if accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(metadata["scaler"])
 
-        self.loader.recall({(epoch, window): rows for epoch, window, rows in facts["rows"]})
-        rank = student.accelerator.process_index
-        for kind in random_state(student.accelerator.device):
-            # Another number of processes, or another device, has no state of its own here, and keeps the seed's.
-            if f"random/{kind}/{rank}" in facts["tensors"]:
-                set_random_state(kind, student.accelerator.device, file.get_tensor(f"random/{kind}/{rank}").clone())
+        self.loader.restore_row_counts({(epoch, window): rows for epoch, window, rows in metadata["row_counts"]})
+        for kind in get_rng_states(accelerator.device):
+            # Another number of processes, or another device, has no saved state, and keeps the seed's.
+            entry = f"rng/{kind}/{accelerator.process_index}"
+            if entry in metadata["tensors"]:
+                set_rng_state(kind, accelerator.device, file.get_tensor(entry).clone())
 
-    def _random_states(self) -> dict[str, torch.Tensor]:
-        """Those of all processes: each drops other parts of its rows."""
-        accelerator = self.student.accelerator
+    def _gather_rng_states(self) -> dict[str, torch.Tensor]:
+        """Random states of all processes, whose dropout differs."""
+        accelerator = self.trainer.accelerator
         states: dict[str, torch.Tensor] = {}
-        for kind, state in random_state(accelerator.device).items():
-            everybody = state[None]
+        for kind, state in get_rng_states(accelerator.device).items():
+            by_rank = state[None]
             if accelerator.num_processes > 1:
-                everybody = accelerator.gather(everybody.to(accelerator.device)).cpu()
-            states |= {f"random/{kind}/{rank}": state.clone() for rank, state in enumerate(everybody)}
+                by_rank = accelerator.gather(by_rank.to(accelerator.device)).cpu()
+            states |= {f"rng/{kind}/{rank}": state.clone() for rank, state in enumerate(by_rank)}
         return states
 
-    def _refuse_changes(self, folder: Path, facts: dict[str, Any]) -> None:
-        before = facts["made_of"]
+    def _check_unchanged(self, folder: Path, metadata: dict[str, Any]) -> None:
+        """Refuse to resume with other inputs, or other settings than those that may change."""
+        before = metadata["inputs"]
         changed = [
             f"{key} ({before.get(key)}, now {now})" if isinstance(now, str | None) else key
-            for key, now in self.made_of.items()
+            for key, now in self.inputs.items()
             if before.get(key) != now
         ]
-        recipe = parse_recipe(facts["recipe"], where=str(folder / FACTS))
-        changed += changed_settings(recipe, self.student.recipe)
+        recipe = parse_recipe(metadata["recipe"], where=str(folder / METADATA_FILE))
+        changed += changed_settings(recipe, self.trainer.recipe)
         if changed:
             raise TrainingError(
                 f"{folder} was made with another {' and another '.join(changed)}",
                 hint="go on with what the run was started with, or start a run of its own",
             )
 
-    def _keep_best(self, progress: Progress) -> None:
-        """`best/`, a run to speak with even while this one goes on: the checkpoint that was heard best."""
-        if not self.student.recipe.evaluates_speech or progress.best_step is None:
+    def _update_best(self, progress: TrainingProgress) -> None:
+        """Copy the checkpoint with the best speech to `best/`, a run to synthesize with while this one goes on."""
+        if not self.trainer.recipe.evaluates_speech or progress.best_step is None:
             return
-        if (self.run.best / FACTS).is_file() and facts_of(self.run.best)["progress"]["step"] == progress.best_step:
+        best, result = self.run.best, self.run.result.name
+        if best.is_dir() and read_checkpoint_metadata(best)["progress"]["step"] == progress.best_step:
             return
-        kept, result = checkpoint_folder(self.run, progress.best_step), self.run.result.name
-        with _new(self.run.best) as folder:
-            shutil.copytree(kept / result, folder / result, copy_function=_link)
-            _link(kept / FACTS, folder / FACTS)
+        checkpoint = checkpoint_folder(self.run, progress.best_step)
+        with _atomic_folder(best) as folder:
+            shutil.copytree(checkpoint / result, folder / result, copy_function=_link)
+            _link(checkpoint / METADATA_FILE, folder / METADATA_FILE)
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
-        keep = self.student.recipe.train.keep_checkpoints
-        for step in checkpoint_steps(self.run)[:-keep]:
+        for step in checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
             if step != best:
                 _remove(checkpoint_folder(self.run, step))
 
-    def _on_main(self, what: str, write: Callable[[], None]) -> None:
-        """Rank 0 writes while the others wait; if it cannot, all of them stop."""
+    def _write_on_main(self, name: str, write: Callable[[nn.Module], None]) -> None:
+        """Rank 0 writes the weights for inference while the others wait; if it fails, all of them stop."""
         failure: Exception | None = None
-        if self.student.accelerator.is_main_process:
-            try:
-                write()
-            except (OSError, SafetensorError, MynaError) as error:
-                failure = error
-        if self.student.reduce(torch.tensor([float(failure is not None)])).item() == 0:
-            return
+        with self.trainer.ema_weights():
+            model = self.trainer.full_model()
+            if model is not None:
+                try:
+                    write(model)
+                except (OSError, SafetensorError, MynaError) as error:
+                    failure = error
+            if self.trainer.reduce(torch.tensor([float(failure is not None)])).item() == 0:
+                return
         steps = checkpoint_steps(self.run)
-        there = f"step {steps[-1]}" if steps else "the first step"
-        why = failure.what if isinstance(failure, MynaError) else failure or "see what rank 0 says"
+        last = f"step {steps[-1]}" if steps else "the first step"
+        cause = failure.what if isinstance(failure, MynaError) else failure or "see what rank 0 says"
         raise TrainingError(
-            f"{what} could not be written to {self.run.folder}: {why}",
-            hint=f"make room there, then go on from {there}: myna train --resume {self.run.folder}",
+            f"{name} could not be written to {self.run.folder}: {cause}",
+            hint=f"make room there, then go on from {last}: myna train --resume {self.run.folder}",
         ) from failure
 
 
-def learned_with(run: Run) -> dict[str, Any]:
-    """What a run was made of, as its newest checkpoint has it; nothing where none was kept. A checkpoint, and `best/`,
-    have it themselves."""
+def training_inputs(run: Run) -> dict[str, Any]:
+    """Fingerprints of a run's inputs, from its newest checkpoint; empty without one. A checkpoint, and `best/`, have
+    their own."""
     steps = checkpoint_steps(run)
     folder = checkpoint_folder(run, steps[-1]) if steps else run.folder
-    known: dict[str, Any] = facts_of(folder)["made_of"] if (folder / FACTS).is_file() else {}
-    return known
+    inputs: dict[str, Any] = read_checkpoint_metadata(folder)["inputs"] if (folder / METADATA_FILE).is_file() else {}
+    return inputs
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
-    facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    return facts
+def read_checkpoint_metadata(folder: Path) -> dict[str, Any]:
+    """The contents of a checkpoint's state.json."""
+    metadata: dict[str, Any] = json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))
+    return metadata
 
 
-def made_of(
-    student: Trainer, loader: Loader[RenderedSequence, Batch], evaluation: Loader[RenderedSequence, Batch] | None
+def describe_inputs(
+    trainer: Trainer, loader: Loader[RenderedSequence, Batch], evaluation: Loader[RenderedSequence, Batch] | None
 ) -> dict[str, Any]:
-    """What must not change under a run that goes on, beside its recipe."""
+    """Fingerprints of what must not change on resume, beside the recipe."""
     return {
-        "parameters": {name: list(parameter.shape) for name, parameter in student.trainables.items()},
-        "base model": _fingerprint(student),
-        "precision": student.precision.name,
-        "prompt": student.family.prompt_revision,
-        "codec": loader.corpus.prepared.codec_revision,
-        "training data": loader.identity,
-        "evaluation data": evaluation.identity if evaluation is not None else None,
+        "parameters": {name: list(parameter.shape) for name, parameter in trainer.trainable_parameters.items()},
+        "base model": _base_model_hash(trainer),
+        "precision": trainer.precision.name,
+        "prompt": trainer.family.prompt_revision,
+        "codec": loader.dataset.info.codec_revision,
+        "training data": loader.fingerprint,
+        "evaluation data": evaluation.fingerprint if evaluation is not None else None,
     }
 
 
-def _fingerprint(student: Trainer) -> str:
-    """A hash over the beginning of every frozen tensor: little to read, and enough to tell one base from another."""
-    frozen = [whole(parameter.detach()) for parameter in student.model.parameters() if not parameter.requires_grad]
-    frozen += [layer.known_by() for layer in frozen_linears(student.model)]
+def _base_model_hash(trainer: Trainer) -> str:
+    """Hash over the beginning of every frozen tensor: cheap, and enough to tell one base model from another."""
+    frozen = [
+        full_tensor(parameter.detach()) for parameter in trainer.model.parameters() if not parameter.requires_grad
+    ]
+    frozen += [layer.weight_sample() for layer in quantized_linears(trainer.model)]
     sample = torch.cat([torch.zeros(1), *(tensor.flatten()[:16].float().cpu() for tensor in frozen)])
     return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 @contextmanager
-def _new(folder: Path) -> Iterator[Path]:
-    """A folder to fill under a temporary name. It gets its own once all it holds is on the disk."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill under a temporary name. It gets its own once all its files are on the disk."""
     partial = folder.with_name(f".{folder.name}.partial")
     _remove(partial)
     partial.mkdir(parents=True)
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):
-            sync(path)
+            fsync(path)
         if folder.exists():
             _remove(folder)
         partial.rename(folder)
-        sync(folder.parent)
+        fsync(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
-    """Its name goes first, so that a kill leaves nothing that looks whole."""
+    """Remove a folder. It is renamed first, so that a kill leaves nothing that looks complete."""
     if not folder.exists():
         return
     doomed = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.old.partial")
@@ -358,7 +353,7 @@ def _remove(folder: Path) -> None:
 
 
 def _link(source: Path | str, target: Path | str) -> None:
-    """A second name for a file that nobody changes in place; where a disk has no such thing, a copy."""
+    """Hard-link a file that is never changed in place; copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -366,7 +361,7 @@ def _link(source: Path | str, target: Path | str) -> None:
 
 
 def _remove_partial(folder: Path) -> None:
-    """What a killed run left half-written or half-removed."""
+    """Remove what a killed run left half-written or half-removed."""
     for leftover in folder.glob(".*.partial"):
         _remove(leftover)
     for leftover in folder.glob(".*.tmp"):
@@ -382,23 +377,24 @@ def _verify(path: Path, written: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """To compare what is not a number, too."""
+    """Raw bytes, to compare NaNs too."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _copy(file: Any, name: str, place: torch.Tensor) -> None:
+def _copy_into(target: torch.Tensor, file: Any, name: str) -> None:
     tensor = file.get_tensor(name)
-    if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
-        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype} for {list(place.shape)} {place.dtype}")
-    place.copy_(part_of(tensor, place))
+    if (tensor.shape, tensor.dtype) != (target.shape, target.dtype):
+        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype} for {list(target.shape)} {target.dtype}")
+    target.copy_(shard_like(tensor, target))
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Of an optimizer's group: rates and scales, but not the switches, which follow from the device."""
+def _scalars(group: Mapping[str, Any]) -> dict[str, float]:
+    """Rates and scales of an optimizer group, but not its switches, which follow from the device."""
     return {k: value for k, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def get_rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Random states of torch's generators, of the CPU and of the device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -407,7 +403,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def set_random_state(kind: str, device: torch.device, state: torch.Tensor) -> None:
+def set_rng_state(kind: str, device: torch.device, state: torch.Tensor) -> None:
     if kind == "cpu":
         torch.set_rng_state(state)
     elif kind == "cuda":

@@ -1,4 +1,4 @@
-"""A running mean of the trained weights, which is often a better model than the last of them."""
+"""Exponential moving average of the trained weights, often a better model than the last of them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from myna._compat import foreach_lerp
 
-class Ema:
+
+class WeightEMA:
+    """Averages in fp32 of parameters, by name."""
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self.decay = decay
         self.steps = 0
-        self.means = {name: parameter.detach().clone().float() for name, parameter in parameters.items()}
+        self.averages = {name: parameter.detach().clone().float() for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Early on the decay is shorter, or the mean would remember the start for ever."""
+        """Early on the decay is shorter, or the average would never forget the initial weights."""
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        # All at once: on a card, starting a kernel for each would take longer than the kernels do.
+        # All at once: on a GPU, launching a kernel for each would take longer than the kernels do.
         weights = [parameter.detach().float() for parameter in parameters.values()]
-        torch._foreach_lerp_([self.means[name] for name in parameters], weights, 1 - decay)
+        foreach_lerp([self.averages[name] for name in parameters], weights, 1 - decay)
 
     @contextmanager
-    def in_place(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """The means stand in for the weights inside the block."""
-        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self.means[name])
+    @torch.no_grad()
+    def swapped_in(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """The averages replace the weights inside the block."""
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(self.averages[name])
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(own[name])
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])

@@ -1,7 +1,7 @@
-"""The loop, read from top to bottom.
+"""Training loop, read from top to bottom.
 
-Everything is planned in optimizer steps. A step is the same rows however they are shared out: losses are summed, and
-divided once by the targets counted over all passes and processes.
+Everything is planned in optimizer steps. A step is the same rows however they are split into micro-batches and ranks:
+losses are summed, and divided once by the targets counted over all of them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from myna.config import Recipe
@@ -27,207 +28,225 @@ from myna.models import open_family
 from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.quantized import check_quantization
 from myna.train.callbacks import EvaluationCallback, SpeechScores, run_callback
-from myna.train.checkpoint import Checkpoints, Progress
-from myna.train.distributed import ProcessInfo, check_same_weights, shutdown, start
+from myna.train.checkpoint import CheckpointManager, TrainingProgress
+from myna.train.distributed import ProcessInfo, check_same_weights, init_accelerator, shutdown
 from myna.train.loss import stage_weights, stream_weights
-from myna.train.memory_plan import check_room, longest_pass, peak, plan
-from myna.train.precision import decide
-from myna.train.preflight import preflight
+from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
+from myna.train.precision import choose_precision
+from myna.train.preflight import run_preflight
 from myna.train.run import Run
 from myna.train.schedule import learning_rate
-from myna.train.trackers import show
+from myna.train.trackers import log_samples
 from myna.train.trainer import Trainer
 
-HELD_BACK_BY_PYTHON = ("cuda",)
-"""Devices that one thread of Python has to keep busy. Where they learn, batches come from processes; elsewhere threads
-will do, which take no seconds to start and no memory."""
-BEFORE_ALL = -1
-"""A step before the untuned model's evaluation, which is step 0."""
+WORKER_PROCESS_DEVICES = ("cuda",)
+"""Devices that keep the main Python thread busy: there, worker processes make the batches. Elsewhere threads do, which
+start at once and take no memory."""
+BEFORE_BASE_EVALUATION = -1
+"""A step before the base model's evaluation, which is step 0."""
 
 
-class Watcher(Protocol):
-    """Whoever looks on: the command line draws, a test collects."""
+class TrainingObserver(Protocol):
+    """Receives the messages and metrics of a training."""
 
-    def say(self, text: str) -> None: ...
+    def on_message(self, text: str) -> None: ...
 
-    def planned(self, steps: int, done: int) -> None: ...
+    def on_start(self, steps: int, done: int) -> None: ...
 
-    def stepped(self, row: dict[str, Any]) -> None: ...
+    def on_metrics(self, row: dict[str, Any]) -> None: ...
 
 
-def train(
+@dataclass(frozen=True, slots=True)
+class _Logger:
+    """Messages and metrics of rank 0, for the run folder, the trackers and the observer."""
+
+    run: Run
+    observer: TrainingObserver
+    accelerator: Accelerator
+
+    def message(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            self.run.log(text)
+            self.observer.on_message(text)
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        self.run.log_metrics(row)
+        self.observer.on_metrics(row)
+        kind = next((kind for kind in ("evaluation", "speech_eval") if kind in row), None)
+        prefix, values = (f"{kind}/", row[kind]) if kind is not None else ("", row | row["speed"])
+        self.accelerator.log(
+            {prefix + key: value for key, value in values.items() if isinstance(value, int | float)}, step=row["step"]
+        )
+
+    def speech_scores(self, step: int, scores: SpeechScores) -> None:
+        self.metrics({"step": step, "speech_eval": scores.row})
+        log_samples(self.accelerator, scores.samples, step)
+
+
+def run_training(
     recipe: Recipe,
     run: Run,
-    watcher: Watcher,
-    audience: EvaluationCallback | None = None,
+    observer: TrainingObserver,
+    callback: EvaluationCallback | None = None,
     *,
     resume: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Everything `myna train` does after the recipe is read. A dry run ends before the first step.
+    """Train into the run folder. A dry run ends before the first step.
 
-    With `speech_eval.asr`, rank 0 is given an audience, and the others none.
+    With `speech_eval.asr`, rank 0 needs a callback, and the others none.
     """
-    with ExitStack() as at_the_end:
-        _train(recipe, run, watcher, audience, at_the_end, resume=resume, dry_run=dry_run)
+    with ExitStack() as resources:
+        settings, process = recipe.train, ProcessInfo.from_environment()
+        if resume and run.is_finished:
+            observer.on_message(f"{run.folder} is finished: its result is {run.result}")
+            return
+        assert (callback is not None) == (recipe.evaluates_speech and process.is_main), "rank 0 has the callback"
 
-
-def _train(
-    recipe: Recipe,
-    run: Run,
-    watcher: Watcher,
-    audience: EvaluationCallback | None,
-    at_the_end: ExitStack,
-    *,
-    resume: bool,
-    dry_run: bool,
-) -> None:
-    settings = recipe.train
-    if resume and run.is_finished:
-        watcher.say(f"{run.folder} is finished: its result is {run.result}")
-        return
-    assert (audience is not None) == (recipe.evaluates_speech and ProcessInfo.find().leads), (
-        "who listens is decided above"
-    )
-
-    # Where, and in which numbers.
-    device = ProcessInfo.find().device(settings.device)
-    precision = decide(settings.precision, device)
-    check_quantization(recipe.model.quantization, device)
-    accelerator = start(recipe, precision, device, run.folder)
-    say = _speaker(run, watcher, loud=accelerator.is_main_process)
-    share = Shard(accelerator.process_index, accelerator.num_processes)
-    if settings.batch_size % (share.world * settings.micro_batch_size):
-        raise TrainingError(
-            f"{settings.batch_size} rows a step cannot be shared by {share.world} processes of "
-            f"{settings.micro_batch_size} rows a pass",
-            hint=f"--set train.batch_size={share.world * settings.micro_batch_size}, or a multiple of it",
-        )
-    say(f"device {accelerator.device} x {share.world}, precision {precision}")
-
-    # What is learned from.
-    family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
-    pin = device.type == "cuda"
-    loader = make_loader(recipe, family, recipe.data.train, pin=pin)
-    evaluation = make_loader(recipe, family, recipe.data.evaluation, pin=pin) if recipe.data.evaluation else None
-    _say_data(loader, say)
-    if evaluation is not None:
-        if evaluation.corpus.prepared.codec_revision != loader.corpus.prepared.codec_revision:
-            raise DataError(
-                f"{recipe.data.evaluation} was encoded with another codec than {recipe.data.train}",
-                hint=f"myna prepare SOURCE --out {recipe.data.evaluation} --model {recipe.model.source}",
+        # Device and precision.
+        device = process.device(settings.device)
+        precision = choose_precision(settings.precision, device)
+        check_quantization(recipe.model.quantization, device)
+        accelerator = init_accelerator(recipe, precision, device, run.folder)
+        logger = _Logger(run, observer, accelerator)
+        log = logger.message
+        shard = Shard(accelerator.process_index, accelerator.num_processes)
+        if settings.batch_size % (shard.world_size * settings.micro_batch_size):
+            raise TrainingError(
+                f"{settings.batch_size} rows a step cannot be shared by {shard.world_size} processes of "
+                f"{settings.micro_batch_size} rows a micro-batch",
+                hint=f"--set train.batch_size={shard.world_size * settings.micro_batch_size}, or a multiple of it",
             )
-        say(f"evaluation: {len(evaluation.pairing.targets)} targets from {recipe.data.evaluation}")
-    if device.type in HELD_BACK_BY_PYTHON and recipe.data.workers and not dry_run:
-        # Now, so that they are ready when the model is.
-        loaders = [loader] if evaluation is None else [loader, evaluation]
-        at_the_end.callback(start_workers(loaders, recipe.data.workers).close)
+        log(f"device {accelerator.device} x {shard.world_size}, precision {precision}")
 
-    # What it will take.
-    memory = plan(family, recipe, precision, accelerator.device, longest_pass(loader, recipe, share), share.world)
-    # Ranks that hold parts of one model come to each layer together, so all recompute what the fullest of them must.
-    memory = replace(memory, recomputed=max(gather_object([memory.recomputed])))
-    for line in memory.table().splitlines():
-        say(line)
-    check_room(memory)
+        # Data.
+        family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
+        pin = device.type == "cuda"
+        loader = make_loader(recipe, family, recipe.data.train, pin=pin)
+        evaluation = make_loader(recipe, family, recipe.data.evaluation, pin=pin) if recipe.data.evaluation else None
+        _log_data(loader, log)
+        if evaluation is not None:
+            if evaluation.dataset.info.codec_revision != loader.dataset.info.codec_revision:
+                raise DataError(
+                    f"{recipe.data.evaluation} was encoded with another codec than {recipe.data.train}",
+                    hint=f"myna prepare SOURCE --out {recipe.data.evaluation} --model {recipe.model.source}",
+                )
+            log(f"evaluation: {len(evaluation.reference_sampler.targets)} targets from {recipe.data.evaluation}")
+        if device.type in WORKER_PROCESS_DEVICES and recipe.data.workers and not dry_run:
+            # Started now, so that they are ready when the model is.
+            loaders = [loader] if evaluation is None else [loader, evaluation]
+            resources.callback(start_workers(loaders, recipe.data.workers).close)
 
-    # Who learns.
-    student = Trainer.make(recipe, family, precision, accelerator, say, memory.recomputed)
+        # Memory plan.
+        memory = plan_memory(
+            family, recipe, precision, accelerator.device, largest_batch(loader, recipe, shard), shard.world_size
+        )
+        # Sharded ranks come to each layer together, so all recompute what the fullest of them must.
+        memory = replace(memory, recomputed=max(gather_object([memory.recomputed])))
+        for line in memory.table().splitlines():
+            log(line)
+        check_weights_fit(memory)
 
-    checkpoints = Checkpoints(student, run, loader, evaluation)
-    progress = checkpoints.restore() if resume else Progress(step=0)
+        # Model, optimizer and checkpoints.
+        trainer = Trainer.from_recipe(recipe, family, precision, accelerator, log, memory.recomputed)
+        checkpoints = CheckpointManager(trainer, run, loader, evaluation)
+        progress = checkpoints.restore() if resume else TrainingProgress(step=0)
 
-    # The plan.
-    rows_in_epoch = loader.rows_in_first_epoch()
-    steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.batch_size)
-    evaluate_every = settings.evaluate_every or max(1, steps // 10)
-    save_every = settings.save_every or evaluate_every
-    listen_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
-    final_weights = stream_weights(family.streams, recipe.loss)
-    say(
-        f"{steps} optimizer steps of {settings.batch_size} rows; an epoch is {rows_in_epoch} rows, "
-        f"{rows_in_epoch / settings.batch_size:.1f} steps"
-    )
-    if audience is not None:
-        for line in audience.introduce():
-            say(line)
-        audience.recall(progress.step)
-    if resume:
-        say(f"going on after step {progress.step}")
-    if accelerator.is_main_process:
-        run.forget_after(progress.step or BEFORE_ALL)
-    watcher.planned(steps, progress.step)
-    stream = loader.steps(settings.batch_size, settings.micro_batch_size, share, start=progress.step)
-    stopping, enough = False, _is_enough(recipe, progress)
+        # Schedule.
+        rows_in_epoch = loader.rows_in_first_epoch()
+        steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.batch_size)
+        evaluate_every = settings.evaluate_every or max(1, steps // 10)
+        save_every = settings.save_every or evaluate_every
+        speech_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
+        final_weights = stream_weights(family.streams, recipe.loss)
+        log(
+            f"{steps} optimizer steps of {settings.batch_size} rows; an epoch is {rows_in_epoch} rows, "
+            f"{rows_in_epoch / settings.batch_size:.1f} steps"
+        )
+        if callback is not None:
+            for line in callback.describe():
+                log(line)
+            callback.restore(progress.step)
+        if resume:
+            log(f"going on after step {progress.step}")
+        if accelerator.is_main_process:
+            run.truncate_metrics(progress.step or BEFORE_BASE_EVALUATION)
+        observer.on_start(steps, progress.step)
+        stream = loader.steps(settings.batch_size, settings.micro_batch_size, shard, start=progress.step)
+        stopping, early_stop = False, _is_early_stop(recipe, progress)
 
-    # Is this what we mean to train?
-    preflight(student, loader, evaluation, recipe, say, memory=memory, folder=run.folder, resumed=resume)
-    if dry_run:
-        say(f"dry run: everything is ready for {steps} steps, and nothing was trained")
-        shutdown(student)
-        return
+        # Preflight checks.
+        run_preflight(trainer, loader, evaluation, log, memory=memory, folder=run.folder, resumed=resume)
+        if dry_run:
+            log(f"dry run: everything is ready for {steps} steps, and nothing was trained")
+            shutdown(trainer)
+            return
 
-    # The base first, so that every later evaluation can be told as a difference from it.
-    if evaluation is not None and progress.base_loss is None:
-        heard = student.judge(evaluation.once(settings.micro_batch_size, share), final_weights)
-        _tell(student, run, watcher, {"step": 0, "evaluation": heard})
-        progress = replace(progress, base_loss=heard["loss"])
-    if listen_every is not None and not progress.heard_base:
-        _tell_heard(student, run, watcher, 0, run_callback(student, audience, 0))
-        progress = replace(progress, heard_base=True)
+        # The base model, so that later evaluations can be compared with it.
+        if evaluation is not None and progress.base_loss is None:
+            losses = trainer.evaluate(evaluation.evaluation_batches(settings.micro_batch_size, shard), final_weights)
+            logger.metrics({"step": 0, "evaluation": losses})
+            progress = replace(progress, base_loss=losses["loss"])
+        if speech_every is not None and not progress.base_speech_evaluated:
+            logger.speech_scores(0, run_callback(trainer, callback, 0))
+            progress = replace(progress, base_speech_evaluated=True)
 
-    # Step by step.
-    with _asked_to_stop() as stop, closing(stream):
-        for step in range(progress.step + 1, steps + 1):
-            if stopping or enough:
-                break
-            began = time.perf_counter()
-            passes = next(stream)
-            weights = stage_weights(family.streams, recipe, step, steps)
-            rate = learning_rate(settings, step, steps)
-            tally, norm = student.learn(passes, weights, rate)
-            progress = replace(progress, step=step)
-            row = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
-            row |= tally.row(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
-            _tell(student, run, watcher, row | {"speed": _speed(passes, time.perf_counter() - began, student)})
+        # Optimizer steps.
+        with _stop_on_signal() as stop, closing(stream):
+            for step in range(progress.step + 1, steps + 1):
+                if stopping or early_stop:
+                    break
+                start = time.perf_counter()
+                batches = next(stream)
+                weights = stage_weights(family.streams, recipe, step, steps)
+                rate = learning_rate(settings, step, steps)
+                step_losses, norm = trainer.train_step(batches, weights, rate)
+                progress = replace(progress, step=step)
+                row = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
+                row |= step_losses.metrics(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
+                logger.metrics(row | {"speed": _speed(batches, time.perf_counter() - start, accelerator)})
 
-            stopping = student.reduce(torch.tensor([float(stop.is_asked)])).item() > 0
-            if evaluation is not None and (step % evaluate_every == 0 or step == steps):
-                check_same_weights(student)
-                heard = student.judge(evaluation.once(settings.micro_batch_size, share), final_weights)
-                heard["against_base"] = heard["loss"] - (progress.base_loss or 0.0)
-                _tell(student, run, watcher, {"step": step, "evaluation": heard})
-                if listen_every is None:
-                    progress = _rank(progress, heard["loss"])
-            if listen_every is not None and (step % listen_every == 0 or step == steps):
-                check_same_weights(student)
-                by_ear = run_callback(student, audience, step)
-                _tell_heard(student, run, watcher, step, by_ear)
-                progress = _rank_heard(progress, by_ear)
-            enough = _is_enough(recipe, progress)
-            if enough:
-                say(f"no better evaluation since step {progress.best_step}: stopping early")
-            if step % save_every == 0 or step == progress.best_step or step == steps or stopping or enough:
-                check_same_weights(student)
-                checkpoints.save(progress)
+                stopping = trainer.reduce(torch.tensor([float(stop.requested)])).item() > 0
+                if evaluation is not None and (step % evaluate_every == 0 or step == steps):
+                    check_same_weights(trainer)
+                    losses = trainer.evaluate(
+                        evaluation.evaluation_batches(settings.micro_batch_size, shard), final_weights
+                    )
+                    losses["against_base"] = losses["loss"] - (progress.base_loss or 0.0)
+                    logger.metrics({"step": step, "evaluation": losses})
+                    if speech_every is None:
+                        progress = _update_progress(progress, losses["loss"])
+                if speech_every is not None and (step % speech_every == 0 or step == steps):
+                    check_same_weights(trainer)
+                    scores = run_callback(trainer, callback, step)
+                    logger.speech_scores(step, scores)
+                    progress = _update_speech_progress(progress, scores)
+                early_stop = _is_early_stop(recipe, progress)
+                if early_stop:
+                    log(f"no better evaluation since step {progress.best_step}: stopping early")
+                if step % save_every == 0 or step == progress.best_step or step == steps or stopping or early_stop:
+                    check_same_weights(trainer)
+                    checkpoints.save(progress)
 
-    # What is left.
-    if stopping and progress.step < steps and not enough:
-        say(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
-    else:
-        say(f"saved {checkpoints.publish(progress)}")
-        if listen_every is None:
-            _say_gain(progress, say)
-        for line in audience.conclude() if audience is not None else ():
-            say(line)
-    shutdown(student)
+        # Result.
+        if stopping and progress.step < steps and not early_stop:
+            log(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
+        else:
+            log(f"saved {checkpoints.publish(progress)}")
+            if speech_every is None:
+                _log_gain(progress, log)
+            for line in callback.summarize() if callback is not None else ():
+                log(line)
+        shutdown(trainer)
 
 
 def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[RenderedSequence, Batch]:
-    """What a prepared folder gives to learn from. `pin` for batches that go to a CUDA card."""
+    """Packed-row data loader of a prepared folder. `pin` for batches that go to a GPU."""
     corpus = PreparedDataset.open(folder)
-    prepared = corpus.prepared
-    if not family.accepts(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
+    prepared = corpus.info
+    if not family.accepts_codes(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
         raise DataError(
             f"{folder} was prepared with another kind of codec than {family.source} speaks",
             hint=f"myna prepare SOURCE --out {folder} --model {family.source}",
@@ -235,128 +254,99 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
     loader = Loader(
         corpus,
         recipe.data,
-        # Not a function of our own, which could not be sent to another process.
+        # Not a local function, which could not be pickled for worker processes.
         render=partial(
             family.render, supervise_text=recipe.needs_text_head, supervise_references=recipe.loss.supervise_references
         ),
         collate=family.collate,
-        ruler=family,
+        length_estimator=family,
         seed=recipe.train.seed,
-        finish=(lambda batch: batch.pin()) if pin else None,
+        finish=(lambda batch: batch.pin_memory()) if pin else None,
     )
     loader.check_lengths()
     return loader
 
 
-def _is_enough(recipe: Recipe, progress: Progress) -> bool:
-    """Whether early stopping has seen, or heard, enough evaluations that were no better."""
+def _is_early_stop(recipe: Recipe, progress: TrainingProgress) -> bool:
+    """Whether there were enough evaluations in a row that were no better."""
     patience = recipe.speech_eval.patience if recipe.evaluates_speech else recipe.train.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
 
 
-def _rank(progress: Progress, loss: float) -> Progress:
+def _update_progress(progress: TrainingProgress, loss: float) -> TrainingProgress:
     if progress.best_loss is None or loss < progress.best_loss:
         return replace(progress, best_step=progress.step, best_loss=loss, evaluations_since_best=0)
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
 
-def _rank_heard(progress: Progress, heard: SpeechScores) -> Progress:
-    """By ear there may be no best one yet, and until then nobody loses patience: a model that is trained from nothing
-    does not find its ends at first. Nor does anybody while it goes up, however slowly."""
-    if heard.is_best:
+def _update_speech_progress(progress: TrainingProgress, scores: SpeechScores) -> TrainingProgress:
+    """With speech evaluation there may be no best checkpoint yet, and until then patience does not run out: a model
+    trained from scratch does not stop in time at first. Nor does it while the score rises, however slowly."""
+    if scores.is_best:
         return replace(progress, best_step=progress.step, evaluations_since_best=0)
     if progress.best_step is None:
         return progress
-    if heard.goes_up:
-        return replace(progress, evaluations_since_best=0)
-    return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
+    return replace(progress, evaluations_since_best=0 if scores.is_highest else progress.evaluations_since_best + 1)
 
 
-def _say_gain(progress: Progress, say: Callable[[str], None]) -> None:
-    """Whether the training was worth it, as far as a loss can tell."""
+def _log_gain(progress: TrainingProgress, log: Callable[[str], None]) -> None:
+    """Whether the best evaluation loss is below the base model's."""
     if progress.base_loss is None or progress.best_loss is None:
         return
     if progress.best_loss >= progress.base_loss:
-        say(
+        log(
             f"no evaluation was better than the untuned model's {progress.base_loss:.4f}; the best was "
             f"{progress.best_loss:.4f} at step {progress.best_step}. The data may not fit the model, or the rate is off"
         )
     else:
-        say(
+        log(
             f"evaluation loss {progress.best_loss:.4f} at step {progress.best_step}, "
             f"{progress.base_loss - progress.best_loss:.4f} below the untuned model's"
         )
 
 
-def _say_data(loader: Loader[RenderedSequence, Batch], say: Callable[[str], None]) -> None:
-    pairing, corpus = loader.pairing, loader.corpus
-    say(f"{len(pairing.targets)} targets, {pairing.hours:.2f} h, {pairing.speakers} speakers from {corpus.folder}")
+def _log_data(loader: Loader[RenderedSequence, Batch], log: Callable[[str], None]) -> None:
+    pairing, corpus = loader.reference_sampler, loader.dataset
+    log(f"{len(pairing.targets)} targets, {pairing.hours:.2f} h, {pairing.speakers} speakers from {corpus.folder}")
     for note in corpus.notes:
-        say(note)
-    if loader.settings.reference != "none" and pairing.unpaired.without_reference:
-        names = pairing.unpaired.without_reference
-        say(f"{len(names)} of them have no reference and are learned without ({names[0].id} first)")
-    if pairing.unpaired.outside_seconds:
-        names = pairing.unpaired.outside_seconds
-        say(f"{len(names)} targets lie outside data.seconds and are left out ({names[0].id} first)")
+        log(note)
+    if loader.settings.reference != "none" and pairing.without_reference:
+        names = pairing.without_reference
+        log(f"{len(names)} of them have no reference and are learned without ({names[0].id} first)")
+    if pairing.outside_seconds:
+        names = pairing.outside_seconds
+        log(f"{len(names)} targets lie outside data.seconds and are left out ({names[0].id} first)")
 
 
-def _speaker(run: Run, watcher: Watcher, *, loud: bool) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if loud:
-            run.log(text)
-            watcher.say(text)
-
-    return say
-
-
-def _tell(student: Trainer, run: Run, watcher: Watcher, row: dict[str, Any]) -> None:
-    """One row to the run, the trackers and whoever watches."""
-    if not student.accelerator.is_main_process:
-        return
-    run.record(row)
-    watcher.stepped(row)
-    kind = next((kind for kind in ("evaluation", "speech_eval") if kind in row), None)
-    prefix, numbers = (f"{kind}/", row[kind]) if kind is not None else ("", row | row["speed"])
-    student.accelerator.log(
-        {prefix + key: value for key, value in numbers.items() if isinstance(value, int | float)}, step=row["step"]
-    )
-
-
-def _tell_heard(student: Trainer, run: Run, watcher: Watcher, step: int, heard: SpeechScores) -> None:
-    _tell(student, run, watcher, {"step": step, "speech_eval": heard.row})
-    show(student.accelerator, heard.samples, step)
-
-
-def _speed(passes: list[Batch], seconds: float, student: Trainer) -> dict[str, float]:
-    """What the clock and the memory say: the only part of a row that is not the same every time."""
-    world = student.accelerator.num_processes
+def _speed(batches: list[Batch], seconds: float, accelerator: Accelerator) -> dict[str, float]:
+    """Throughput and memory: the only part of a metrics row that differs between identical runs."""
+    world_size = accelerator.num_processes
     return {
         "seconds": seconds,
-        "tokens_per_second": world * sum(batch.tokens for batch in passes) / seconds,
-        "audio_per_second": world * sum(batch.target_seconds for batch in passes) / seconds,
-        "memory_gib": peak(student.accelerator.device) / 2**30,
+        "tokens_per_second": world_size * sum(batch.tokens for batch in batches) / seconds,
+        "audio_per_second": world_size * sum(batch.target_seconds for batch in batches) / seconds,
+        "memory_gib": peak_memory(accelerator.device) / 2**30,
     }
 
 
-class _Stop:
-    is_asked = False
+class _StopFlag:
+    requested = False
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[_Stop]:
-    """SIGINT and SIGTERM ask for a stop at the end of the step; a second SIGINT does not wait."""
-    stop = _Stop()
+def _stop_on_signal() -> Iterator[_StopFlag]:
+    """SIGINT and SIGTERM request a stop at the end of the step; a second SIGINT interrupts at once."""
+    stop = _StopFlag()
 
-    def ask(number: int, _: Any) -> None:
-        if stop.is_asked and number == signal.SIGINT:
+    def request(number: int, _: Any) -> None:
+        if stop.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.is_asked = True
+        stop.requested = True
 
     try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:
-        # Not in the main thread: whoever runs us there has signals of their own.
+        # Not in the main thread, where signals belong to the caller.
         yield stop
         return
     try:

@@ -1,12 +1,12 @@
-"""A run: the folder with everything a training made.
+"""Run folder: everything a training writes.
 
-config.yaml      the resolved recipe, enough to train or speak again
+config.yaml      the resolved recipe, enough to train or synthesize again
 metrics.jsonl    one line per optimizer step and per evaluation
-log.txt          what was printed
+log.txt          messages
 adapter/         the LoRA, a plain PEFT folder (or model/ after full training); it appears when the run is finished
-checkpoints/     what it takes to go on, see checkpoint.py
-listen/          what was heard while it learned, where the recipe has somebody listen
-best/            the checkpoint that was heard best, itself a run to speak with
+checkpoints/     the state to resume from, see checkpoint.py
+speech_eval/     samples and scores of the speech evaluations, where the recipe has them
+best/            the checkpoint with the best speech, itself a run to synthesize with
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from myna.config import Recipe, dump_recipe, load_recipe
 from myna.errors import TrainingError
-from myna.io import replacing
+from myna.io import atomic_write
 
-MAY_CHANGE = frozenset(
+CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
         "model.check_pretrained",
-        # Checked by what they hold.
+        # Checked by their content.
         "data.train",
         "data.evaluation",
         "data.workers",
@@ -38,18 +39,20 @@ MAY_CHANGE = frozenset(
         "train.save_every",
         "train.keep_checkpoints",
         "train.trackers",
-        # Checked by what it is, wherever it lies.
+        # Checked by its content, wherever it lies.
         "speech_eval.asr",
         "speech_eval.batch_size",
     }
 )
-"""Settings that say how, and not what, a run learns: they may be others when it goes on."""
+"""Settings that say how, and not what, a run learns: they may change on resume."""
 
-BEFORE_STEP_1 = ("config.yaml", "log.txt", "preflight.txt")
-"""What a dry run, or a start that failed, leaves behind: nothing that a new start could lose."""
+FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt")
+"""Files of a dry run or a failed start, which a new start may overwrite."""
 
 
 class Run:
+    """Folder of a training and its recipe."""
+
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.folder, self.recipe = folder, recipe
 
@@ -57,13 +60,13 @@ class Run:
     def create(cls, folder: Path, recipe: Recipe) -> Run:
         if folder.exists() and not folder.is_dir():
             raise TrainingError(f"{folder} is a file", hint="choose another folder with --out")
-        if folder.exists() and any(entry.name not in BEFORE_STEP_1 for entry in folder.iterdir()):
+        if folder.exists() and any(entry.name not in FILES_BEFORE_FIRST_STEP for entry in folder.iterdir()):
             raise TrainingError(
                 f"{folder} already holds a run", hint="choose another folder with --out, or move the old one away"
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with replacing(folder / "config.yaml") as temporary:
+            with atomic_write(folder / "config.yaml") as temporary:
                 temporary.write_text(dump_recipe(recipe), encoding="utf-8")
         except OSError as error:
             raise TrainingError(f"cannot write to {folder}: {error}", hint="choose another folder with --out") from None
@@ -71,7 +74,7 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path, settings: list[str] | None = None) -> Run:
-        """A run as it was made, or with `settings` on top that do not change what it learns."""
+        """An existing run, or with `settings` on top that do not change what it learns."""
         config = folder / "config.yaml"
         if not config.is_file():
             raise TrainingError(
@@ -82,16 +85,21 @@ class Run:
         if changed:
             raise TrainingError(
                 f"{folder} cannot go on with another {' and '.join(changed)}: it would learn something else",
-                hint=f"drop it, or start a run of its own. What may change: {', '.join(sorted(MAY_CHANGE))}",
+                hint=f"drop it, or start a run of its own. What may change: {', '.join(sorted(CHANGEABLE_ON_RESUME))}",
             )
         return run
 
     @classmethod
-    def to_speak_with(cls, folder: Path) -> Run:
-        """A run, or one of its checkpoints, which has the weights and leaves the rest to the run it lies in."""
+    def find(cls, folder: Path) -> Run | None:
+        """The run of a run folder, its `best/` or one of its checkpoints; None for anything else."""
+        is_checkpoint = folder.absolute().parent.name == "checkpoints" and folder.is_dir()
+        return cls.open_for_inference(folder) if is_checkpoint or (folder / "config.yaml").is_file() else None
+
+    @classmethod
+    def open_for_inference(cls, folder: Path) -> Run:
+        """A run, or one of its checkpoints, which has weights of its own and the recipe of its run."""
         if not (folder / "config.yaml").is_file() and folder.absolute().parent.name == "checkpoints":
-            above = cls.open(folder.absolute().parents[1])
-            return cls(folder, above.recipe)
+            return cls(folder, cls.open(folder.absolute().parents[1]).recipe)
         return cls.open(folder)
 
     @property
@@ -108,7 +116,7 @@ class Run:
 
     @property
     def result(self) -> Path:
-        """Where the tuned weights are, once the run is finished."""
+        """Folder of the trained weights, once the run is finished."""
         return self.model if self.recipe.adapt.mode == "full" else self.adapter
 
     @property
@@ -120,41 +128,38 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     def log(self, text: str) -> None:
-        with self._appending("log.txt") as file:
-            file.write(text + "\n")
+        self._append(self.folder / "log.txt", text)
 
-    def record(self, row: dict[str, Any]) -> None:
-        with self._appending(self.metrics.name) as file:
-            file.write(json.dumps(row) + "\n")
+    def log_metrics(self, row: dict[str, Any]) -> None:
+        self._append(self.metrics, json.dumps(row))
 
-    def forget_after(self, step: int) -> None:
-        """Drop metrics of later steps, and a last line that a kill has cut: the run goes on from `step`."""
+    def truncate_metrics(self, step: int) -> None:
+        """Drop metrics of later steps, and a last line that a kill has cut: the run resumes after `step`."""
         if not self.metrics.exists():
             return
-        with _writing(self.folder), replacing(self.metrics) as temporary:
-            kept = []
-            for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-                if not line.endswith("\n") or json.loads(line)["step"] > step:
-                    break
-                kept.append(line)
-            temporary.write_text("".join(kept), encoding="utf-8")
 
-    @contextmanager
-    def _appending(self, name: str) -> Iterator[IO[str]]:
-        with _writing(self.folder), (self.folder / name).open("a", encoding="utf-8") as file:
-            yield file
+        def is_kept(line: str) -> bool:
+            return line.endswith("\n") and json.loads(line)["step"] <= step
+
+        with _training_errors(self.folder), atomic_write(self.metrics) as temporary:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            temporary.write_text("".join(takewhile(is_kept, lines)), encoding="utf-8")
+
+    def _append(self, path: Path, line: str) -> None:
+        with _training_errors(self.folder), path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def changed_settings(before: Recipe, now: Recipe) -> list[str]:
-    """Keys in which two recipes differ, and which must not under a run that goes on."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in MAY_CHANGE]
-    # Who listens may have moved, but not come or gone: the untuned model can only be heard at the beginning.
+    """Keys that differ between two recipes and must not change on resume."""
+    old, new = _flatten(before.model_dump(mode="json")), _flatten(now.model_dump(mode="json"))
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in CHANGEABLE_ON_RESUME]
+    # The ASR model may have moved, but not come or gone: the base model can only be evaluated at the beginning.
     return changed + ["speech_eval.asr"] * (before.evaluates_speech != now.evaluates_speech)
 
 
-def sync(path: Path) -> None:
-    """A file is safe from a power cut once it is on the disk, and so is its name once its folder is."""
+def fsync(path: Path) -> None:
+    """Flush a file or folder to the disk: a file's name is safe from a power cut once its folder is flushed."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -162,15 +167,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _training_errors(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` while writing into a `TrainingError`."""
     try:
         yield
     except OSError as error:

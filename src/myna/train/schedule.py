@@ -1,4 +1,4 @@
-"""The learning rate as a function of the optimizer step, and of nothing else."""
+"""Learning-rate schedule, a function of the optimizer step alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def warmup_steps(settings: TrainSettings, steps: int) -> int:
 
 
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
-    """The rate of step 1 to `steps`: linear warm-up to the full rate, then the schedule towards its end.
+    """Learning rate of step 1 to `steps`: linear warm-up to the full rate, then the schedule towards its end.
 
-    The end itself lies one step past the last, which would otherwise be a step of rate 0.
+    The end lies one step past the last, which would otherwise have a rate of 0.
     """
     warmup = warmup_steps(settings, steps)
     if step <= warmup:

@@ -1,37 +1,59 @@
-"""Who learns: the model in its precision, adapted, with its optimizer, on its device."""
+"""Trainer: the model in its precision, adapted, with its optimizer, on its device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from myna._compat import ddp_ignore_buffers
 from myna.config import Recipe
 from myna.errors import TrainingError
 from myna.models.base import Batch, Family
-from myna.models.lora import frozen_names
+from myna.models.lora import count_parameters, frozen_linear_names, make_trainable
 from myna.models.quantized import quantize
-from myna.train.distributed import gather, shard, shards, synchronize, whole
-from myna.train.ema import Ema
-from myna.train.lora import adapt, count_parameters
+from myna.train.distributed import full_tensor, gather_full_tensors, is_sharded, shard_model, synchronize
+from myna.train.ema import WeightEMA
 from myna.train.loss import LossAccumulator, weighted_loss
-from myna.train.memory_plan import layers_asked_for
 from myna.train.optimizer import KahanAdamW, make_optimizer
 from myna.train.precision import Precision
 
-PATIENCE_WITH_OVERFLOW = 20
-"""Steps in a row that may overflow in fp16 before it is clear that no scale will do."""
+MAX_CONSECUTIVE_OVERFLOWS = 20
+"""Steps in a row that may overflow in fp16 before it is clear that no loss scale will do."""
+
+
+def build_model(
+    recipe: Recipe,
+    family: Family,
+    precision: Precision,
+    device: torch.device | str,
+    load_device: torch.device | str | None = None,
+) -> nn.Module:
+    """The family's model, quantized and adapted as the recipe says. With a `load_device`, it is loaded there, and only
+    its quantized layers move to `device`."""
+    load_device = device if load_device is None else load_device
+    model = family.load_model(dtype=precision.compute_dtype, device=load_device, text_head=recipe.needs_text_head)
+    model = quantize(model, recipe.model.quantization, frozen_linear_names(model, family, recipe.adapt), device)
+    return make_trainable(model, family, recipe.adapt, dtype=precision.trainable_dtype)
+
+
+def configured_recomputation(recipe: Recipe, layers: int) -> int | None:
+    """Layers recomputed by `train.gradient_checkpointing`; None where the memory plan is to choose."""
+    setting = recipe.train.gradient_checkpointing
+    named = {"auto": None, "none": 0, "full": layers}
+    return named[setting] if isinstance(setting, str) else math.ceil(layers / setting)
 
 
 @dataclass(slots=True)
 class Trainer:
+    """Model, optimizer and EMA of a training, and its optimizer step."""
+
     recipe: Recipe
     family: Family
     precision: Precision
@@ -39,54 +61,50 @@ class Trainer:
     objective: Any
     """The family's objective as Accelerate wraps it."""
     optimizer: Any
-    trainables: dict[str, nn.Parameter]
+    trainable_parameters: dict[str, nn.Parameter]
     """By their names in the unwrapped model."""
-    ema: Ema | None
+    ema: WeightEMA | None
     overflows: int = 0
 
     @classmethod
-    def make(
+    def from_recipe(
         cls,
         recipe: Recipe,
         family: Family,
         precision: Precision,
         accelerator: Accelerator,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         recompute: int | None = None,
     ) -> Trainer:
-        """`recompute` is what the memory plan says; without one, `gradient_checkpointing: auto` recomputes no layer."""
+        """`recompute` comes from the memory plan; without it, `gradient_checkpointing: auto` recomputes no layer."""
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
-        sharded = shards(recipe, accelerator)
-        # A whole model may not fit the device that is to hold a part of it, or all of it in fewer bits: sharding and
-        # freezing move it there bit by bit.
-        in_parts = sharded or recipe.model.quantization != "none"
-        at_first = torch.device("cpu") if in_parts else accelerator.device
-        model = family.load_model(dtype=precision.frozen, device=at_first, text_head=recipe.needs_text_head)
-        model = quantize(
-            model, recipe.model.quantization, frozen_names(model, family, recipe.adapt), accelerator.device
-        )
-        model = adapt(model, family, recipe.adapt, dtype=precision.trainable)
+        sharded = is_sharded(recipe, accelerator)
+        # A whole model may not fit the device that is to hold a shard of it, or all of it in fewer bits: sharding and
+        # quantizing move it there layer by layer.
+        load_device = torch.device("cpu") if sharded or recipe.model.quantization != "none" else None
+        model = build_model(recipe, family, precision, accelerator.device, load_device)
         objective: Any = family.objective(
-            model, label_smoothing=recipe.loss.label_smoothing, fast=settings.fused_lora, compiled=settings.compile
+            model,
+            label_smoothing=recipe.loss.label_smoothing,
+            fused_lora=settings.fused_lora,
+            compiled=settings.compile,
         )
-        asked = layers_asked_for(recipe, len(family.layers(objective)))
-        objective.recompute = recompute if recompute is not None else asked or 0
+        if recompute is None:
+            recompute = configured_recomputation(recipe, len(family.layers(objective))) or 0
+        objective.recompute = recompute
         if sharded:
-            shard(objective, family.layers(objective), precision, accelerator)
-        trainables = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        total, learns, _ = count_parameters(model)
-        say(f"{learns:,} of {total:,} parameters learn ({100 * learns / total:.2f} %)")
-        optimizer = accelerator.prepare(make_optimizer(list(trainables.values()), settings, precision))
-        ema = Ema(trainables, settings.ema_decay) if settings.ema_decay is not None else None
+            shard_model(objective, family.layers(objective), precision, accelerator)
+        parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        total, trainable, _ = count_parameters(model)
+        log(f"{trainable:,} of {total:,} parameters learn ({100 * trainable / total:.2f} %)")
+        optimizer = accelerator.prepare(make_optimizer(list(parameters.values()), settings, precision))
+        ema = WeightEMA(parameters, settings.ema_decay) if settings.ema_decay is not None else None
         if not sharded:
-            # Each rank has made the same buffers by itself, packed weights among them: DDP need not send them around.
-            buffers = [name for name, _ in objective.named_buffers()]
-            ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-            ignore(objective, buffers)
+            ddp_ignore_buffers(objective)
             objective = accelerator.prepare(objective)
-        return cls(recipe, family, precision, accelerator, objective, optimizer, trainables, ema)
+        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema)
 
     @property
     def model(self) -> nn.Module:
@@ -95,34 +113,29 @@ class Trainer:
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds only a part of each weight."""
-        return shards(self.recipe, self.accelerator)
+        """Whether this rank holds only a shard of each weight."""
+        return is_sharded(self.recipe, self.accelerator)
 
-    def whole_model(self) -> nn.Module | None:
-        """The model with all its weights, for rank 0. Every rank must ask."""
+    def full_model(self) -> nn.Module | None:
+        """The model with all its weights, on rank 0, for saving. Every rank must call it."""
         if not self.sharded:
             return self.model if self.accelerator.is_main_process else None
-        weights = gather(self.model.state_dict(), keep=self.accelerator.is_main_process)
-        if not weights:
-            return None
-        model = self.family.load_model(
-            dtype=self.precision.trainable, device="meta", text_head=self.recipe.needs_text_head
-        )
-        model.load_state_dict(weights, assign=True)
-        return model
+        return self._load_gathered(self.precision.trainable_dtype, "meta", assign=True)
 
-    def speaking_model(self) -> nn.Module | None:
-        """The same to speak with, on the device of rank 0. Every rank must ask."""
+    def inference_model(self) -> nn.Module | None:
+        """The model with all its weights, on the device of rank 0, for inference. Every rank must call it."""
         if not self.sharded:
-            return self.whole_model()
-        weights = gather(self.model.state_dict(), keep=self.accelerator.is_main_process)
+            return self.full_model()
+        # Loaded anew on its device: buffers that no checkpoint holds are needed as well.
+        return self._load_gathered(self.precision.compute_dtype, self.accelerator.device, assign=False)
+
+    def _load_gathered(self, dtype: torch.dtype, device: torch.device | str, *, assign: bool) -> nn.Module | None:
+        """A model with the gathered weights, on rank 0."""
+        weights = gather_full_tensors(self.model.state_dict(), keep=self.accelerator.is_main_process)
         if not weights:
             return None
-        # Opened anew: the tables that no checkpoint holds have to be there as well.
-        model = self.family.load_model(
-            dtype=self.precision.frozen, device=self.accelerator.device, text_head=self.recipe.needs_text_head
-        )
-        model.load_state_dict(weights)
+        model = self.family.load_model(dtype=dtype, device=device, text_head=self.recipe.needs_text_head)
+        model.load_state_dict(weights, assign=assign)
         return model
 
     @property
@@ -131,75 +144,79 @@ class Trainer:
         inner = self.optimizer.optimizer
         return inner if isinstance(inner, KahanAdamW) else None
 
-    def learn(self, passes: Sequence[Batch], weights: torch.Tensor, rate: float) -> tuple[LossAccumulator, float]:
-        """One optimizer step: everybody's losses, and the gradient norm before clipping."""
+    def train_step(
+        self, batches: Sequence[Batch], weights: torch.Tensor, learning_rate: float
+    ) -> tuple[LossAccumulator, float]:
+        """One optimizer step over this rank's micro-batches: losses over all ranks, and the gradient norm before
+        clipping."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        # Count first, over all passes and ranks, so that every target weighs the same.
-        tally = LossAccumulator.of(len(self.family.streams))
-        tally.counts = self.reduce(torch.stack([batch.counts for batch in passes]).sum(0))
-        self.backward(passes, weights, tally)
-        clipped = self.clip()
+            group["lr"] = learning_rate
+        # Targets are counted first, over all micro-batches and ranks, so that each of them weighs the same.
+        losses = LossAccumulator.zeros(len(self.family.streams))
+        losses.counts = self.reduce(torch.stack([batch.counts for batch in batches]).sum(0))
+        self.backward(batches, weights, losses)
+        norm_tensor = self.clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
-            self.ema.update(self.trainables)
-        # Looked at only now that the device has everything to do, since looking waits for it.
-        norm = float(clipped)
+            self.ema.update(self.trainable_parameters)
+        # Read only now that all work is queued, since reading waits for the device.
+        norm = float(norm_tensor)
         self._check_finite(norm)
-        return tally.over_ranks(self.reduce), norm
+        return losses.reduced(self.reduce), norm
 
-    def backward(self, passes: Sequence[Batch], weights: torch.Tensor, tally: LossAccumulator) -> None:
-        """Gradients of the whole step's loss. Ranks exchange theirs once, in the last pass; sharded ones in every pass,
-        or each rank would have to hold a whole model's in between."""
+    def backward(self, batches: Sequence[Batch], weights: torch.Tensor, losses: LossAccumulator) -> None:
+        """Gradients of the whole step's loss. Ranks reduce theirs once, in the last micro-batch; sharded ones in every
+        micro-batch, or each rank would have to hold a whole model's in between."""
         inner = getattr(self.objective, "module", self.objective)
         if not (self.objective.training and inner.training and inner.model.training):
-            # Asked first: telling each of a thousand modules takes milliseconds, in which a card has nothing to do.
+            # Checked first: setting the mode of a thousand modules takes milliseconds in which the GPU idles.
             self.objective.train()
-        for number, batch in enumerate(passes, start=1):
-            last = number == len(passes)
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.objective):
                 result = self.objective(batch.to(self.accelerator.device))
-                # DDP and FSDP average over ranks what is a sum over them.
-                loss = weighted_loss(result.sums, tally.counts, weights) * self.accelerator.num_processes
+                # DDP and FSDP average over ranks, and this is to be a sum.
+                loss = weighted_loss(result.sums, losses.counts, weights) * self.accelerator.num_processes
                 self.accelerator.backward(self.kahan.scale_loss(loss) if self.kahan is not None else loss)
-            tally.add(result)
+            losses.add(result)
 
-    def clip(self) -> torch.Tensor | float:
-        """Hold the gradient to its largest norm; returns what it was."""
+    def clip_gradients(self) -> torch.Tensor | float:
+        """Clip the gradient to `train.max_grad_norm`; returns its norm before."""
+        max_norm = self.recipe.train.max_grad_norm
         if self.kahan is not None:
-            return self.kahan.clip(self.recipe.train.max_grad_norm)
-        return whole(self.accelerator.clip_grad_norm_(list(self.trainables.values()), self.recipe.train.max_grad_norm))
+            return self.kahan.clip(max_norm)
+        return full_tensor(self.accelerator.clip_grad_norm_(list(self.trainable_parameters.values()), max_norm))
 
     @torch.no_grad()
-    def judge(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
-        """Losses on batches that are not learned from, this rank's share of them summed with the others'."""
+    def evaluate(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
+        """Evaluation losses over the batches of all ranks."""
         self.objective.eval()
-        tally = LossAccumulator.of(len(self.family.streams))
-        with self.averaged(), self.accelerator.autocast():
-            # The bare objective: DDP would have every rank bring equally many batches.
+        losses = LossAccumulator.zeros(len(self.family.streams))
+        with self.ema_weights(), self.accelerator.autocast():
+            # The unwrapped objective: DDP would require equally many batches of every rank.
             objective = self.accelerator.unwrap_model(self.objective)
-            shared = synchronize(batches, self.accelerator) if self.sharded else ((batch, True) for batch in batches)
-            for batch, counts in shared:
+            paired = synchronize(batches, self.accelerator) if self.sharded else ((batch, True) for batch in batches)
+            for batch, counts in paired:
                 result = objective(batch.to(self.accelerator.device))
                 if counts:
-                    tally.add(result)
-                    tally.counts += batch.counts
+                    losses.add(result)
+                    losses.counts += batch.counts
             if self.sharded:
-                # After a pass without a backward, the outermost weights stay together and would not see the next step.
+                # After a forward without a backward, the root's weights stay gathered and would miss the next step.
                 objective.reshard()
-        tally.counts = self.reduce(tally.counts)
-        return tally.over_ranks(self.reduce).row(self.family.streams, weights)
+        losses.counts = self.reduce(losses.counts)
+        return losses.reduced(self.reduce).metrics(self.family.streams, weights)
 
-    def averaged(self) -> Any:
-        """The averaged weights in place of the last ones, where there are such."""
-        return self.ema.in_place(self.trainables) if self.ema is not None else nullcontext()
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """The averaged weights in place of the last ones, where the recipe has an EMA."""
+        return self.ema.swapped_in(self.trainable_parameters) if self.ema is not None else nullcontext()
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A sum over ranks of something on the CPU."""
+        """Sum of a CPU tensor over ranks."""
         if self.accelerator.num_processes == 1:
             return tensor
-        # MPS has no doubles, but neither has it ranks.
+        # MPS has no fp64, but it has only one rank.
         return self.accelerator.reduce(tensor.to(self.accelerator.device)).cpu()  # type: ignore[no-any-return]
 
     def _check_finite(self, norm: float) -> None:
@@ -207,7 +224,7 @@ class Trainer:
             self.overflows = 0
             return
         self.overflows += 1
-        if not self.precision.may_overflow or self.overflows > PATIENCE_WITH_OVERFLOW:
+        if not self.precision.may_overflow or self.overflows > MAX_CONSECUTIVE_OVERFLOWS:
             raise TrainingError(
                 "the gradient is not finite",
                 hint="lower train.learning_rate or train.max_grad_norm, or find the cause with train.precision=fp32",

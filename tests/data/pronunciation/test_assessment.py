@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.data.pronunciation.assessment import SCORES, Answer, Readings, UnreadableError, read_answer, read_assessment
+from myna.data.pronunciation.assessment import (
+    SCORES,
+    AnswerFormatError,
+    AssessmentAnswer,
+    ParsedAnswers,
+    read_answer,
+    read_assessment,
+)
 
 GOOD = '{"phones": "W IY K AO L", "text": "we call", "accuracy": 8, "fluency": 9.5, "prosodic": 9, "total": 8}'
 
 scores = st.integers(0, 10) | st.floats(0, 10)
 answers = st.builds(
-    Answer,
+    AssessmentAnswer,
     **{name: scores.map(float) for name in SCORES},
     text=st.text(),
     phones=st.lists(st.sampled_from(["AH", "B", "<UNK>"])).map(" ".join),
@@ -23,19 +30,19 @@ answers = st.builds(
 
 
 @given(answers)
-def test_what_is_written_is_read_back(answer: Answer) -> None:
+def test_what_is_written_is_read_back(answer: AssessmentAnswer) -> None:
     line = answer.to_json()
     assert read_answer(line) == answer
     assert read_answer(line).to_json() == line and "\n" not in line
 
 
-@given(st.text() | answers.map(Answer.to_json), st.data())
+@given(st.text() | answers.map(AssessmentAnswer.to_json), st.data())
 def test_nothing_but_an_answer_is_read_and_nothing_else_is_raised(line: str, data: st.DataObject) -> None:
     cut = line[: data.draw(st.integers(0, len(line)))]
     for said in (line, cut, cut + line):
         try:
             answer = read_answer(said)
-        except UnreadableError as error:
+        except AnswerFormatError as error:
             assert error.reason
         else:
             assert json.loads(said) == json.loads(answer.to_json())
@@ -62,33 +69,37 @@ def test_nothing_but_an_answer_is_read_and_nothing_else_is_raised(line: str, dat
     ],
 )
 def test_what_is_no_answer_is_told_why(line: str, reason: str) -> None:
-    with pytest.raises(UnreadableError) as caught:
+    with pytest.raises(AnswerFormatError) as caught:
         read_answer(line)
     assert caught.value.reason == reason
 
 
 def test_unreadable_answers_are_counted_and_keep_their_place() -> None:
-    readings = Readings.of(["no", GOOD, "[]", "nor"])
+    readings = ParsedAnswers.of(["no", GOOD, "[]", "nor"])
     assert [answer is None for answer in readings.answers] == [True, False, True, True]
     assert readings.unreadable == {"not JSON": 2, "no object": 1}
 
 
 def sentence(**changed: Any) -> dict[str, Any]:
-    word = {"text": "bear", "accuracy": 7, "phones": "B EH0 R", "phone_scores": [2, 0.4, 1], "heard": ["B", "AE1"]}
+    word = {"text": "bear", "accuracy": 7, "phones": "B EH0 R", "phone_scores": [2, 0.4, 1], "pronounced": ["B", "AE1"]}
     scores: dict[str, Any] = {"accuracy": 8, "fluency": 9, "prosodic": 9, "total": 8.5}
     return {"text": "bear", "scores": scores, "words": [word]} | changed
 
 
 def test_an_answer_says_what_was_heard_without_stress() -> None:
     assessment = read_assessment(sentence())
-    assert assessment.phones == ("B", "EH", "R") and assessment.heard == ("B", "AE")
+    assert assessment.phones == ("B", "EH", "R") and assessment.pronounced == ("B", "AE")
     assert assessment.answer.to_json() == (
         '{"phones": "B AE", "text": "bear", "accuracy": 8, "fluency": 9, "prosodic": 9, "total": 8.5}'
     )
 
 
 def test_what_was_meant_was_heard_where_nothing_else_is_said() -> None:
-    assert read_assessment(sentence(words=[{"text": "bear", "phones": ["B", "EH", "R"]}])).heard == ("B", "EH", "R")
+    assert read_assessment(sentence(words=[{"text": "bear", "phones": ["B", "EH", "R"]}])).pronounced == (
+        "B",
+        "EH",
+        "R",
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from myna.audio.files import write
-from myna.data.importers import Imported, import_source, write_import
+from myna.audio.files import write_audio
+from myna.data.importers import ImportResult, import_source, write_import
 from myna.data.manifest import read_manifest
 from tests.learners import RATE, lines, record, sound
 
 
-def imported(source: Path, tmp_path: Path, **options: Any) -> Imported:
+def imported(source: Path, tmp_path: Path, **options: Any) -> ImportResult:
     return import_source(str(source), media=tmp_path / "media", **options)
 
 
 def test_a_file_of_scores_is_known_and_read(tmp_path: Path) -> None:
     found = imported(record(tmp_path / "recordings"), tmp_path)
-    assert found.format == "assessed" and not found.rejected
+    assert found.format == "scored_jsonl" and not found.rejected
     first = found.utterances[0]
     assert first.text == "tok" and first.speaker == "s0" and first.references == ()
     assert json.loads(first.answer)["phones"] == "T T" and first.extras["question"] == "How was it?"
@@ -62,7 +62,7 @@ def ocean(tmp_path: Path) -> Path:
         scores[id] = {"text": "TOK", "accuracy": 8, "completeness": 10.0, "fluency": 9, "prosodic": 9, "total": 8}
         scores[id]["words"] = [word | {"mispronunciations": [wrong]}]
         (root / "WAVE" / "SPEAKER0001").mkdir(parents=True, exist_ok=True)
-        write(root / "WAVE" / "SPEAKER0001" / f"{id}.WAV", sound("T K"), RATE)
+        write_audio(root / "WAVE" / "SPEAKER0001" / f"{id}.WAV", sound("T K"), RATE)
     (root / "resource").mkdir()
     (root / "resource" / "scores.json").write_text(json.dumps(scores, indent=4))
     part = root / "train"

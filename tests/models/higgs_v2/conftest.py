@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from myna.data.codec import Codes
-from myna.data.conversation import AudioClip, Conversation, Reference, script
+from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.models import open_family
 from myna.models.base import Family
 from myna.models.higgs_v2.tiny import save_tiny
@@ -37,7 +37,7 @@ def random_codes(frames: int, seed: int = 0) -> Codes:
 
 def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, seed: int = 0, **how: str) -> Conversation:
     """A cloning conversation with random codes; `target=None` leaves it open."""
-    return script(
+    return speech_conversation(
         text,
         id=text,
         references=(Reference("as I said", AudioClip("reference", random_codes(reference, seed))),)

@@ -31,7 +31,7 @@ def test_what_is_pinned_is_what_is_moved(family: Family, monkeypatch: pytest.Mon
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    copy = batch.pin()
+    copy = batch.pin_memory()
     before, after, moved = tensors(batch), tensors(copy), tensors(batch.to(torch.device("meta")))
     assert len(pinned) >= 10
     for name, tensor in after.items():
@@ -61,7 +61,7 @@ def test_a_family_that_has_rendered_travels_to_workers(family: Family) -> None:
 @pytest.mark.gpu
 def test_a_pinned_batch_arrives_as_it_was(family: Family) -> None:
     card, batch = torch.device("cuda"), make(family)
-    pinned = batch.pin()
+    pinned = batch.pin_memory()
     held: dict[str, Any] = {name: tensor for name, tensor in tensors(pinned).items() if name != "counts"}
     assert all(tensor.is_pinned() for tensor in held.values())
     arrived = tensors(pinned.to(card))

@@ -13,8 +13,8 @@ from myna.data.codec import Samples
 from myna.errors import AudioError
 from myna.models.higgs_v2 import batched_codec, tiny
 from myna.models.higgs_v2 import codec as codec_module
-from myna.models.higgs_v2.batched_codec import BatchedCodec, voices
-from myna.models.higgs_v2.batched_encoder import FastEncoder
+from myna.models.higgs_v2.batched_codec import BatchedCodec, synthetic_voices
+from myna.models.higgs_v2.batched_encoder import BatchedEncoder
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
 
 FRAMES = (7, 25, 7, 1, 40, 13, 25)
@@ -33,19 +33,19 @@ def codec(folder: Path) -> HiggsCodec:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A codec that takes its device for a card with kernels; the fast encoder itself does not, and works in torch."""
-    monkeypatch.setattr(codec_module, "fused", lambda _weight: True)
+    monkeypatch.setattr(codec_module, "supports_triton", lambda _weight: True)
     monkeypatch.setattr(batched_codec, "PROBE_SECONDS", (3.0, 2.0, 1.0))
     monkeypatch.setattr(batched_codec, "PROBE_BATCH_SECONDS", 6.0)
 
 
 def clips(*frames: int) -> list[Samples]:
-    return voices([960 * count for count in frames or FRAMES], 24_000, seed=1)
+    return synthetic_voices([960 * count for count in frames or FRAMES], 24_000, seed=1)
 
 
 def encoded(codec: HiggsCodec, given: list[Samples], seconds: float = 2.0) -> tuple[dict[int, Any], list[str]]:
     said: list[str] = []
     codes: dict[int, Any] = {}
-    for places, batch in codec.encode_all(given, seconds, said.append):
+    for places, batch in codec.encode_batches(given, seconds, said.append):
         assert codes.keys().isdisjoint(places)
         codes |= zip(places, batch, strict=True)
     return codes, said
@@ -74,7 +74,7 @@ def spied(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
 def test_without_a_card_equal_lengths_go_together_and_nothing_is_said(
     codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_module, "ManyClips", None)
+    monkeypatch.setattr(codec_module, "BatchedCodec", None)
     shapes = spied(codec, monkeypatch)
     codes, said = encoded(codec, clips())
     assert shapes == [(1, 40), (2, 25), (1, 13), (2, 7), (1, 1)] and not said
@@ -94,7 +94,7 @@ def test_unequal_lengths_share_a_batch_and_get_the_same_codes(
 
 @pytest.mark.usefixtures("card")
 def test_batches_follow_from_lengths_alone(codec: HiggsCodec) -> None:
-    many = codec._faster_way(print)
+    many = codec._batched_codec(print)
     assert many is not None
     lengths = [960 * count for count in FRAMES]
     assert list(many.batches(lengths, 3.2)) == [[4, 1], [6, 5, 0], [2, 3]]
@@ -105,14 +105,16 @@ def test_batches_follow_from_lengths_alone(codec: HiggsCodec) -> None:
 @pytest.mark.usefixtures("card")
 def test_the_way_is_tried_once(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(BatchedCodec, "why_not", lambda _self, _codec: tried.append(1))
+    monkeypatch.setattr(BatchedCodec, "mismatch_reason", lambda _self, _codec: tried.append(1))
     assert encoded(codec, clips())[0].keys() == encoded(codec, clips())[0].keys()
     assert len(tried) == 1
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    forward = FastEncoder.forward
-    monkeypatch.setattr(FastEncoder, "forward", lambda self, waves, frames: change(waves, forward(self, waves, frames)))
+    forward = BatchedEncoder.forward
+    monkeypatch.setattr(
+        BatchedEncoder, "forward", lambda self, waves, frames: change(waves, forward(self, waves, frames))
+    )
 
 
 @pytest.mark.usefixtures("card")
@@ -146,8 +148,8 @@ def test_a_card_without_memory_is_no_reason_for_another_way(codec: HiggsCodec, m
 
 @pytest.mark.usefixtures("card")
 def test_another_form_of_codec_goes_the_exact_way(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_module, "why_not", lambda _model: "it is of another make")
-    monkeypatch.setattr(codec_module, "ManyClips", None)
+    monkeypatch.setattr(codec_module, "unsupported_reason", lambda _model: "it is of another make")
+    monkeypatch.setattr(codec_module, "BatchedCodec", None)
     codes, said = encoded(codec, clips())
     assert "another make" in said[0]
     assert_exact(codec, clips(), codes)
@@ -170,7 +172,7 @@ def test_what_goes_beyond_fp16_is_encoded_again_and_counted(codec: HiggsCodec, m
 @pytest.mark.usefixtures("card")
 def test_a_clip_too_long_for_the_kernels_goes_the_exact_way(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded(codec, clips(1))
-    monkeypatch.setattr(BatchedCodec, "longest", property(lambda _self: 30 * 960))
+    monkeypatch.setattr(BatchedCodec, "max_samples", property(lambda _self: 30 * 960))
     shapes = spied(codec, monkeypatch)
     codes, _ = encoded(codec, clips())
     assert shapes == [(1, 40)]
@@ -187,7 +189,7 @@ def test_bad_clips_are_refused_either_way(codec: HiggsCodec) -> None:
 
 @pytest.mark.usefixtures("card")
 def test_no_mode_is_left_on_between_batches(codec: HiggsCodec) -> None:
-    for _ in codec.encode_all(clips(), 1.0, print):
+    for _ in codec.encode_batches(clips(), 1.0, print):
         assert not torch.is_inference_mode_enabled()
 
 
@@ -224,7 +226,7 @@ def test_on_a_card_many_clips_get_the_codes_of_a_cpu() -> None:
     due = [here.encode(clip[None])[0] for clip in given]
     there = HiggsCodec(model, "small", torch.device("cuda"))
     codes, said = encoded(there, given, seconds=20.0)
-    assert not said and there._many is not None
+    assert not said and there._batched is not None
     equal = np.concatenate([(codes[place] == own).ravel() for place, own in enumerate(due)])
     assert equal.size == 8 * 1012 and equal.mean() >= 0.999
     again, _ = encoded(there, given, seconds=20.0)

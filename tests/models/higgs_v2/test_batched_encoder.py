@@ -1,4 +1,4 @@
-"""The fast encoder: transformers' own results, whatever shares a batch, and as accurate as fp32 on tensor cores."""
+"""The batched encoder: transformers' own results, whatever shares a batch, and as accurate as fp32 on tensor cores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from myna.models.higgs_v2.batched_encoder import FastEncoder, FirstProduct, Product, Then, why_not
-from myna.models.higgs_v2.codec import HiggsCodec, resample
+from myna.models.higgs_v2.batched_encoder import Activation, BatchedEncoder, FusedConv, WaveformConv, unsupported_reason
+from myna.models.higgs_v2.codec import HiggsCodec, sinc_resample
 from myna.models.higgs_v2.tiny import save_tiny_codec
 
 
@@ -28,29 +28,29 @@ def noise(*frames: int) -> torch.Tensor:
     return waves
 
 
-def heard_by_transformers(model: Any, wave: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded_by_transformers(model: Any, wave: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the quantiser is given of one clip, and the codes."""
-    heard: list[torch.Tensor] = []
-    hook = model.fc.register_forward_hook(lambda _module, _inputs, out: heard.append(out[0]))
+    encoded: list[torch.Tensor] = []
+    hook = model.fc.register_forward_hook(lambda _module, _inputs, out: encoded.append(out[0]))
     with torch.inference_mode():
         codes = model.encode(wave[None, None]).audio_codes[0].T
     hook.remove()
-    return heard[0], codes
+    return encoded[0], codes
 
 
 @pytest.mark.parametrize("frames", [(1,), (25, 25), (30, 17, 1, 25), (9, 8, 7)])
-def test_it_hears_what_transformers_hears(model: Any, frames: tuple[int, ...]) -> None:
+def test_it_encodes_what_transformers_encodes(model: Any, frames: tuple[int, ...]) -> None:
     waves = noise(*frames)
     lengths = torch.tensor(frames) if len(set(frames)) > 1 else None
     with torch.inference_mode():
-        heard = FastEncoder(model, resample)(waves, lengths)
-    for clip, wave, count in zip(heard, waves, frames, strict=True):
-        due, _ = heard_by_transformers(model, wave[: 960 * count])
+        encoded = BatchedEncoder(model, sinc_resample)(waves, lengths)
+    for clip, wave, count in zip(encoded, waves, frames, strict=True):
+        due, _ = encoded_by_transformers(model, wave[: 960 * count])
         torch.testing.assert_close(clip[:count], due, atol=1e-4 * float(due.abs().max()), rtol=0)
 
 
 def test_what_lies_behind_a_clip_does_not_matter(model: Any) -> None:
-    encoder, lengths = FastEncoder(model, resample), torch.tensor([20, 13])
+    encoder, lengths = BatchedEncoder(model, sinc_resample), torch.tensor([20, 13])
     silent, loud = noise(20, 13), noise(20, 20)
     loud[1, : 13 * 960] = silent[1, : 13 * 960]
     assert loud[1, 13 * 960 :].abs().max() > 0.1
@@ -59,12 +59,12 @@ def test_what_lies_behind_a_clip_does_not_matter(model: Any) -> None:
 
 
 def test_another_form_of_hubert_is_named(model: Any) -> None:
-    assert why_not(model) is None
+    assert unsupported_reason(model) is None
     config = model.config.semantic_model_config
     before = config.feat_extract_norm
     config.feat_extract_norm = "layer"
     try:
-        assert "HuBERT" in str(why_not(model))
+        assert "HuBERT" in str(unsupported_reason(model))
     finally:
         config.feat_extract_norm = before
 
@@ -73,7 +73,7 @@ def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
     codec = HiggsCodec.open(save_tiny_codec(tmp_path))
     before = {name: tensor.clone() for name, tensor in codec._model.state_dict().items()}
     with torch.inference_mode():
-        FastEncoder(codec._model, resample)(noise(3))
+        BatchedEncoder(codec._model, sinc_resample)(noise(3))
     after = codec._model.state_dict()
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
 
@@ -83,8 +83,8 @@ def relative(found: torch.Tensor, true: torch.Tensor) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("then", ["snake", "gelu", "elu", None])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("activation_name", ["snake", "gelu", "elu", None])
 @pytest.mark.parametrize(
     ("channels", "outputs", "kernel", "stride", "padding", "dilation", "groups"),
     [
@@ -104,23 +104,23 @@ def test_a_product_on_tensor_cores_is_as_good_as_fp32(
     padding: int,
     dilation: int,
     groups: int,
-    then: Any,
-    add: bool,
+    activation_name: Any,
+    has_residual: bool,
 ) -> None:
     torch.manual_seed(0)
     conv = torch.nn.Conv1d(channels, outputs, kernel, stride, padding, dilation, groups).double().requires_grad_(False)
     x, ends = torch.randn(3, 1000, channels), torch.tensor([1000, 517, 1])
-    bend: Then = 0.1 + torch.rand(outputs) if then == "snake" else then
-    slow = Product.of(conv)
-    more = torch.randn(3, min(slow.length(1000), 1000), outputs) if add else None
-    true = slow.both(x.double(), ends, add=more, then=bend)
-    card_bend = bend.cuda() if isinstance(bend, torch.Tensor) else bend
-    card_more = None if more is None else more.cuda()
-    fast = Product.of(conv.float().cuda())
-    found = fast.both(x.cuda(), ends.cuda(), add=card_more, then=card_bend)
+    activation: Activation = 0.1 + torch.rand(outputs) if activation_name == "snake" else activation_name
+    reference = FusedConv.from_conv(conv)
+    residual = torch.randn(3, min(reference.length(1000), 1000), outputs) if has_residual else None
+    true = reference.with_sum(x.double(), ends, residual=residual, activation=activation)
+    cuda_activation = activation.cuda() if isinstance(activation, torch.Tensor) else activation
+    cuda_residual = None if residual is None else residual.cuda()
+    fused = FusedConv.from_conv(conv.float().cuda())
+    found = fused.with_sum(x.cuda(), ends.cuda(), residual=cuda_residual, activation=cuda_activation)
     for mine, due in zip(found, true, strict=True):
         assert relative(mine.cpu(), due) < 5e-7
-    assert fast(x.cuda(), ends.cuda(), add=card_more, then=card_bend).equal(found[1])
+    assert fused(x.cuda(), ends.cuda(), residual=cuda_residual, activation=cuda_activation).equal(found[1])
 
 
 @pytest.mark.gpu
@@ -129,20 +129,22 @@ def test_the_product_over_samples_is_the_same_on_a_card(normed: bool) -> None:
     torch.manual_seed(0)
     conv = torch.nn.Conv1d(1, 80, 10, 5, 0 if normed else 3).requires_grad_(False)
     norm = torch.nn.GroupNorm(80, 80).requires_grad_(False) if normed else None
-    waves, ends, bend = torch.randn(3, 4003), torch.tensor([4003, 2000, 30]), 0.5 + torch.rand(80)
-    slow = FirstProduct(conv)(waves, ends, norm=norm, then=bend, keep=True)
-    on_card = FirstProduct(conv.cuda())
-    fast = on_card(waves.cuda(), ends.cuda(), norm=None if norm is None else norm.cuda(), then=bend.cuda(), keep=True)
-    for mine, due in zip(fast, slow, strict=True):
+    waves, ends, activation = torch.randn(3, 4003), torch.tensor([4003, 2000, 30]), 0.5 + torch.rand(80)
+    reference = WaveformConv(conv)(waves, ends, norm=norm, activation=activation, keep=True)
+    on_card = WaveformConv(conv.cuda())
+    fused = on_card(
+        waves.cuda(), ends.cuda(), norm=None if norm is None else norm.cuda(), activation=activation.cuda(), keep=True
+    )
+    for mine, due in zip(fused, reference, strict=True):
         torch.testing.assert_close(mine.cpu(), due, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
-def test_on_a_card_it_hears_what_transformers_hears(model: Any) -> None:
+def test_on_a_gpu_it_encodes_what_transformers_encodes(model: Any) -> None:
     frames = (30, 17, 1, 25)
     waves, on_card = noise(*frames), copy.deepcopy(model).cuda()
     with torch.inference_mode():
-        heard = FastEncoder(on_card, resample)(waves.cuda(), torch.tensor(frames).cuda()).cpu()
-    for clip, wave, count in zip(heard, waves, frames, strict=True):
-        due, _ = heard_by_transformers(model, wave[: 960 * count])
+        encoded = BatchedEncoder(on_card, sinc_resample)(waves.cuda(), torch.tensor(frames).cuda()).cpu()
+    for clip, wave, count in zip(encoded, waves, frames, strict=True):
+        due, _ = encoded_by_transformers(model, wave[: 960 * count])
         torch.testing.assert_close(clip[:count], due, atol=1e-4 * float(due.abs().max()), rtol=0)

@@ -16,13 +16,13 @@ from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneratio
 
 from myna.errors import CheckpointError, ModelError
 from myna.models import open_family
-from myna.models.base import Sampling
-from myna.models.files import load_tokenizer, resolve
+from myna.models.base import Sampling, require_speaking
+from myna.models.files import load_tokenizer, resolve_checkpoint
 from myna.models.higgs_v2.checkpoint import (
-    TEXT_HEAD,
+    TEXT_HEAD_WEIGHT,
     Layout,
     check_tokenizer,
-    convert,
+    convert_layout,
     load_weights,
     meta_model,
     read_config,
@@ -96,8 +96,8 @@ class TestGolden:
         torch.testing.assert_close(audio, golden["audio_logits"], rtol=0, atol=1e-5)
 
     def test_conversion_round_trip(self, original: Path, tmp_path: Path) -> None:
-        convert(original, tmp_path / "ours", "transformers")
-        convert(tmp_path / "ours", tmp_path / "back", "original")
+        convert_layout(original, tmp_path / "ours", "transformers")
+        convert_layout(tmp_path / "ours", tmp_path / "back", "original")
         before, after = (load_file(folder / "model.safetensors") for folder in (original, tmp_path / "back"))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -106,7 +106,7 @@ class TestGolden:
 
     def test_exported_config_is_the_original_one(self, original: Path, tmp_path: Path) -> None:
         """Every setting that we write has the value the original implementation wrote."""
-        convert(original, tmp_path / "back", "original")
+        convert_layout(original, tmp_path / "back", "original")
         before, after = (json.loads((folder / "config.json").read_text()) for folder in (original, tmp_path / "back"))
         before_text, after_text = before.pop("text_config"), after.pop("text_config")
         assert after.pop("hidden_size") == 32  # only the released file has it, and its CUDA graphs read it
@@ -177,7 +177,7 @@ class TestLoad:
 
     def test_text_head(self, tiny: Path) -> None:
         assert load(tiny, text_head=False).text_lm_head is None
-        edit_tensors(tiny, lambda tensors: tensors.pop(TEXT_HEAD))
+        edit_tensors(tiny, lambda tensors: tensors.pop(TEXT_HEAD_WEIGHT))
         assert load(tiny, text_head=False).text_lm_head is None
         with pytest.raises(CheckpointError, match="has no text head"):
             load(tiny)
@@ -386,9 +386,9 @@ class TestSave:
     @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 20, 0.9, 5, 3), Sampling(0.0)])
     def test_how_it_asks_to_be_sampled_is_kept(self, checkpoint: Path, tmp_path: Path, sampling: Sampling) -> None:
         save_transformers(load(checkpoint), tmp_path / "saved", load_tokenizer(checkpoint), sampling)
-        convert(tmp_path / "saved", tmp_path / "again", "transformers")
+        convert_layout(tmp_path / "saved", tmp_path / "again", "transformers")
         for folder in ("saved", "again"):
-            assert open_family(str(tmp_path / folder)).sampling == sampling
+            assert require_speaking(open_family(str(tmp_path / folder))).sampling == sampling
 
     def test_who_says_nothing_of_sampling_gets_what_all_get(self, checkpoint: Path) -> None:
         (checkpoint / "generation_config.json").write_text('{"top_k": 7}')
@@ -407,17 +407,17 @@ class TestSave:
         save_transformers(model, tmp_path / "half", load_tokenizer(checkpoint))
         (tmp_path / "half" / "codec").mkdir()
         (tmp_path / "half" / "codec" / "config.json").write_text("{}")
-        convert(tmp_path / "half", tmp_path / "out", "transformers")
+        convert_layout(tmp_path / "half", tmp_path / "out", "transformers")
         stored = load_file(tmp_path / "out" / "model.safetensors")
         assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
         assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-        assert TEXT_HEAD not in stored
+        assert TEXT_HEAD_WEIGHT not in stored
         assert (tmp_path / "out" / "codec" / "config.json").is_file()
         with pytest.raises(ModelError, match="always has a text head"):
-            convert(tmp_path / "half", tmp_path / "original", "original")
+            convert_layout(tmp_path / "half", tmp_path / "original", "original")
         assert not (tmp_path / "original").exists()
         save_original(load(checkpoint, dtype=torch.bfloat16), tmp_path / "original", load_tokenizer(checkpoint))
-        convert(tmp_path / "original", tmp_path / "again", "original")
+        convert_layout(tmp_path / "original", tmp_path / "again", "original")
         assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
     def test_refuses_to_overwrite(self, checkpoint: Path, tiny: Path, tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ class TestSave:
             with pytest.raises(ModelError, match="exists and is not empty"):
                 save(model, tiny, tokenizer)
         with pytest.raises(ModelError, match="exists and is not empty"):
-            convert(checkpoint, tiny, "original")
+            convert_layout(checkpoint, tiny, "original")
 
     def test_refuses_a_model_with_an_adapter(self, checkpoint: Path, tmp_path: Path) -> None:
         model = get_peft_model(load(checkpoint), LoraConfig(target_modules=["q_proj"])).base_model.model
@@ -437,7 +437,7 @@ class TestSave:
 
     def test_unknown_layout(self, checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="there is no layout boson"):
-            convert(checkpoint, tmp_path / "out", "boson")  # type: ignore[arg-type]
+            convert_layout(checkpoint, tmp_path / "out", "boson")  # type: ignore[arg-type]
 
 
 class TestAdapter:
@@ -472,8 +472,8 @@ class TestAdapter:
     def test_there_and_back(self, adapter: tuple[Any, Path], checkpoint: Path, tmp_path: Path) -> None:
         model, folder = adapter
         edit_config(folder, "adapter_config.json", task_type="CAUSAL_LM")
-        convert(folder, tmp_path / "original", "original")
-        convert(tmp_path / "original", tmp_path / "back", "transformers")
+        convert_layout(folder, tmp_path / "original", "original")
+        convert_layout(tmp_path / "original", tmp_path / "back", "transformers")
         before, after = (load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "back"))
         assert before.keys() == after.keys()
         assert json.loads((tmp_path / "back" / "adapter_config.json").read_text())["task_type"] is None
@@ -486,7 +486,7 @@ class TestAdapter:
     ) -> None:
         """A stand-in with the original's tree: PEFT must find every module and get every tensor."""
         _, folder = adapter
-        convert(folder, tmp_path / "original", "original")
+        convert_layout(folder, tmp_path / "original", "original")
         base = load(checkpoint)
         stand_in = torch.nn.Module()
         stand_in.embed_tokens, stand_in.layers, stand_in.norm = (
@@ -514,36 +514,36 @@ class TestAdapter:
             tmp_path / "adapter" / "adapter_model.safetensors",
         )
         with pytest.raises(CheckpointError, match=r"no module of Higgs Audio v2: base_model.model.encoder"):
-            convert(tmp_path / "adapter", tmp_path / "out", layout)
+            convert_layout(tmp_path / "adapter", tmp_path / "out", layout)
         edit_config(tmp_path / "adapter", "adapter_config.json", trainable_token_indices=[1])
         with pytest.raises(ModelError, match="trainable_token_indices cannot be carried over"):
-            convert(tmp_path / "adapter", tmp_path / "out", layout)
+            convert_layout(tmp_path / "adapter", tmp_path / "out", layout)
         edit_config(tmp_path / "adapter", "adapter_config.json", trainable_token_indices=None, peft_type="IA3")
         with pytest.raises(ModelError, match="peft_type is IA3"):
-            convert(tmp_path / "adapter", tmp_path / "out", layout)
+            convert_layout(tmp_path / "adapter", tmp_path / "out", layout)
 
 
 class TestResolve:
     def test_folder(self, checkpoint: Path) -> None:
-        assert resolve(str(checkpoint), None) == checkpoint
+        assert resolve_checkpoint(str(checkpoint), None) == checkpoint
         with pytest.raises(ModelError, match="has no revision main"):
-            resolve(str(checkpoint), "main")
+            resolve_checkpoint(str(checkpoint), "main")
 
     @pytest.mark.parametrize("source", ["/no/such/folder", "./nothing", "~/no/such", "a/b/c", "../nothing", "nothing"])
     def test_path_that_does_not_exist(self, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ModelError, match="there is no model folder") as caught:
-            resolve(source, None)
+            resolve_checkpoint(source, None)
         assert "owner/name" in caught.value.hint
 
     def test_file(self, checkpoint: Path) -> None:
         with pytest.raises(ModelError, match="is a file") as caught:
-            resolve(str(checkpoint / "config.json"), None)
+            resolve_checkpoint(str(checkpoint / "config.json"), None)
         assert str(checkpoint) in caught.value.hint
 
     def test_hub_out_of_reach(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 at the start
         with pytest.raises(ModelError, match="someone/no-such-model at revision v1 is no folder here") as caught:
-            resolve("someone/no-such-model", "v1")
+            resolve_checkpoint("someone/no-such-model", "v1")
         assert "`hf download someone/no-such-model`" in caught.value.hint

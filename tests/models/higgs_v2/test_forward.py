@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from myna.data.conversation import Conversation, Turn
-from myna.models.base import IGNORED, RenderedSequence
+from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
 
@@ -49,7 +49,7 @@ def stock_sums(model: Any, rendered: list[RenderedSequence], side: str) -> torch
     sums = torch.zeros(9)
     for row, (r, start) in enumerate(zip(rendered, starts, strict=True)):
         own = hidden[row, start : start + len(r) - 1]
-        labels = np.full((len(r), 8), IGNORED)
+        labels = np.full((len(r), 8), IGNORE_INDEX)
         labels[np.isin(r.ids, (config.audio_token_id, config.audio_delay_token_id))] = r.code_labels
         logits = model.audio_lm_head(own).unflatten(-1, (8, config.codebook_size))
         for k in range(8):
@@ -108,7 +108,7 @@ def test_offset_moves_the_labels_and_nothing_else(family: HiggsV2) -> None:
     rendered = conversations(family)[:1]
     right, wrong = family.collate(rendered), family.collate(rendered, offset=2)
     assert torch.equal(right.codes, wrong.codes)
-    assert (right.to_stream[right.audio_from] - 1).tolist() == right.to_stream[wrong.audio_from].tolist()
+    assert (right.to_stream[right.audio_predictors] - 1).tolist() == right.to_stream[wrong.audio_predictors].tolist()
 
 
 def test_text_only_and_empty_targets_still_reach_every_parameter(family: HiggsV2, model: Any) -> None:

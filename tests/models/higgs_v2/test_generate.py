@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from myna.data.conversation import AudioClip, Reference, script
+from myna.data.conversation import AudioClip, Reference, speech_conversation
 from myna.models.base import Sampling
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
@@ -21,7 +21,7 @@ def test_cached_frames_are_what_the_training_forward_predicts(family: HiggsV2, m
     """Free-running codes, fed back through the training pass, must each be that pass's own first choice."""
     spoken = family.generate(model, [family.render(cloning("hello", target=None))], GREEDY)[0]
     assert spoken.codes.shape == (15, 8) and not spoken.stopped
-    again = script(
+    again = speech_conversation(
         "hello",
         id="again",
         references=(Reference("as I said", AudioClip("reference", random_codes(5))),),
@@ -29,7 +29,7 @@ def test_cached_frames_are_what_the_training_forward_predicts(family: HiggsV2, m
     )
     batch = family.collate([family.render(again)])
     with torch.no_grad():
-        hidden = model.model.norm(HiggsObjective(model).hidden(batch)[batch.audio_from])
+        hidden = model.model.norm(HiggsObjective(model).hidden(batch)[batch.audio_predictors])
         logits = model.audio_lm_head(hidden).unflatten(-1, (8, 66))
     is_code = (batch.audio_targets >= 0) & (batch.audio_targets < 64)
     assert is_code.sum() == 15 * 8

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from myna.config import DataSettings
-from myna.data.code_store import encode_corpus
-from myna.data.conversation import AudioClip, Conversation, Reference, Turn, script
+from myna.data.code_store import encode_dataset
+from myna.data.conversation import AudioClip, Conversation, Reference, Turn, speech_conversation
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.loader import Loader, Shard
 from myna.data.manifest import write_manifest
@@ -27,7 +27,7 @@ from myna.errors import DataError
 from myna.models import open_family
 from myna.models.base import RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
-from myna.models.higgs_v2.render import SYSTEM, SYSTEM_MANY_SPEAKERS
+from myna.models.higgs_v2.render import MULTI_SPEAKER_SYSTEM_PROMPT, SYSTEM_PROMPT
 from myna.models.higgs_v2.tiny import SPECIAL_TOKENS
 from tests.data.corpora import said
 from tests.data.kill_helper import FakeCodec
@@ -53,7 +53,7 @@ def family(checkpoint: Path) -> HiggsV2:
     trainer = trainers.BpeTrainer(
         vocab_size=900, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
     )
-    core.train_from_iterator([*SENTENCES, SYSTEM, SYSTEM_MANY_SPEAKERS] * 20, trainer)
+    core.train_from_iterator([*SENTENCES, SYSTEM_PROMPT, MULTI_SPEAKER_SYSTEM_PROMPT] * 20, trainer)
     family = open_family(str(checkpoint))
     assert isinstance(family, HiggsV2)
     family.__dict__["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_the_tokenizer(family: HiggsV2, text: str) -> None:
     ids = family.tokenizer.encode(text, add_special_tokens=False)
     assert family.count_tokens({"any": text}) == [len(ids)]
     rendered = family.render(Conversation("any", (Turn("user", (text,)),)))
-    piece = [piece for piece in rendered.pieces if piece.kind == "text"][5]
+    piece = [piece for piece in rendered.spans if piece.kind == "text"][5]
     assert piece.shown == text and rendered.ids[piece.start : piece.stop].tolist() == ids
 
 
@@ -102,13 +102,13 @@ def test_a_text_takes_as_much_wherever_it_stands(family: HiggsV2, one: str, othe
     def length(text: str, frames: int, **how: Any) -> int:
         reference = Reference("as I said", AudioClip("r", random_codes(3)))
         target = AudioClip("t", random_codes(frames), target=True)
-        return family.length(script(text, id="any", references=(reference,), target=target, **how))
+        return family.length(speech_conversation(text, id="any", references=(reference,), target=target, **how))
 
     if "[SPEAKER" in one + other:
         return
     counts = family.count_tokens({"one": one, "other": other})
     assert length(one, frames) - length(other, more) == counts[0] + frames - counts[1] - more
-    assert length(one, frames, place="system") - length(other, more, place="system") == (
+    assert length(one, frames, reference_placement="system") - length(other, more, reference_placement="system") == (
         counts[0] + frames - counts[1] - more
     )
 
@@ -149,10 +149,12 @@ def open_loader(
     family: HiggsV2, folder: Path, utterances: Sequence[Utterance], **how: Any
 ) -> Loader[RenderedSequence, list[RenderedSequence]]:
     write_manifest(folder / "manifest.jsonl", utterances)
-    encode_corpus(utterances, EightBooks(), folder)
-    DatasetInfo.of(EightBooks()).write(folder)
+    encode_dataset(utterances, EightBooks(), folder)
+    DatasetInfo.from_codec(EightBooks()).write(folder)
     chosen = DataSettings(train=folder, row_tokens=1500, packing_window=8, reference_seconds=(0.05, 9), **how)
-    return Loader(PreparedDataset.open(folder), chosen, render=family.render, collate=list, ruler=family, seed=0)
+    return Loader(
+        PreparedDataset.open(folder), chosen, render=family.render, collate=list, length_estimator=family, seed=0
+    )
 
 
 @given(
@@ -181,9 +183,9 @@ def test_planned_lengths_are_rendered_lengths(
                 lines[-1].extras["references"] = [f"voice{n}" for n in asked]
         loader = open_loader(family, folder, [*voices, *lines], reference_placement=place, scene=scene)
         loader.check_lengths()
-        targets = loader.pairing.targets
+        targets = loader.reference_sampler.targets
         for epoch in range(2):
-            planned = loader.lengths.of(targets.rows, loader.pairing.draw(targets.rows, epoch))
+            planned = loader.lengths.of(targets.indices, loader.reference_sampler.sample(targets.indices, epoch))
             assert planned.tolist() == [len(loader.sequence(target, epoch)) for target in targets]
         # A sequence of another length than planned would stop it.
         batches = [batch for [batch] in islice(loader.steps(1, 1, Shard()), loader.rows_in_first_epoch())]
@@ -195,7 +197,7 @@ def test_the_longest_sequence_is_known_to_the_token(family: HiggsV2, tmp_path: P
     lines = [said(tmp_path, f"{n}", seconds=1 + n / 100, text="word " * n) for n in range(6)]
     lines.append(said(tmp_path, "tags", seconds=1.0, text="[SPEAKER0] a [SPEAKER1] b"))
     loader = open_loader(family, tmp_path, lines)
-    targets = loader.pairing.targets
+    targets = loader.reference_sampler.targets
     lengths = {
         target.id: max(
             len(family.render(loader.conversation(target, (other,)))) for other in targets if other.id != target.id

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from myna.models.higgs_v2 import packing as routes
-from myna.models.higgs_v2.packing import PackedAttention, attend_within, tabulate
+from myna.models.attention import packed_causal_attention
+from myna.models.higgs_v2 import packing
+from myna.models.higgs_v2.packing import PackedAttention, attention_tile_table
 
 LENGTHS = (50, 1, 39, 64, 300, 128, 17)
 """Whole tiles, parts of tiles, and one position alone."""
 
 
 def test_tiles_cover_every_position_once() -> None:
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     for size in (16, 64, 128):
-        table = tabulate(bounds, sum(LENGTHS), size)
+        table = attention_tile_table(cu_seqlens, sum(LENGTHS), size)
         assert table.dtype == torch.int32 and table.is_contiguous()
         covered = [
             position
@@ -31,27 +32,27 @@ def test_tiles_cover_every_position_once() -> None:
 
 def test_tiles_of_full_sequences_need_every_row_there_is_room_for() -> None:
     """One position more than a multiple each: no more tiles than that can be needed."""
-    table = tabulate(torch.tensor([0, 65, 130, 195], dtype=torch.int32), 195, 64)
+    table = attention_tile_table(torch.tensor([0, 65, 130, 195], dtype=torch.int32), 195, 64)
     assert sorted(table.tolist()) == sorted([start, 65, first] for start in (0, 65, 130) for first in (0, 64))
 
 
-def in_tiles(device: str, dtype: torch.dtype, size: int) -> float:
+def tiled_attention_error(device: str, dtype: torch.dtype, size: int) -> float:
     """The largest relative error of what our kernels attend to, and of its gradients, against fp32 on the CPU."""
     torch.manual_seed(0)
     given, d = torch.randn(sum(LENGTHS), 10, size).to(dtype), torch.randn(sum(LENGTHS), 6, size).to(dtype)
 
     q, k, v = (x.float().requires_grad_() for x in torch.split(given, [6, 2, 2], dim=1))
-    exact = attend_within(q, k, v, LENGTHS)
+    exact = packed_causal_attention(q, k, v, LENGTHS)
     expected = [exact.detach(), *torch.autograd.grad(exact, (q, k, v), d.float())]
 
-    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
-    tiles = routes._kernels().Tiles.of(bounds, sum(LENGTHS))
+    cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
+    tiles = packing._kernels().AttentionTileTables.from_cu_seqlens(cu_seqlens, sum(LENGTHS))
     unused = torch.empty(0, device=device)
-    route = PackedAttention(unused, unused, unused, unused, bounds, LENGTHS, 1024, tiles)
+    attention = PackedAttention(unused, unused, unused, unused, cu_seqlens, LENGTHS, 1024, tiles)
     # Parts of one tensor, as the layers have them.
     q, k, v = (x.requires_grad_() for x in torch.split(given.to(device), [6, 2, 2], dim=1))
-    apply: Any = routes._InTiles.apply
-    found = route.look_in_tiles(q, k, v) if device == "cuda" else apply(q, k, v, tiles)
+    apply: Any = packing._TiledAttention.apply
+    found = attention.attend_tiled(q, k, v) if device == "cuda" else apply(q, k, v, tiles)
     gradients = torch.autograd.grad(found, (q, k, v), d.to(device))
     assert all(part.is_contiguous() for part in gradients), "or they are copied before they are turned back"
     pairs = zip(expected, [found.detach(), *gradients], strict=True)
@@ -62,15 +63,15 @@ def in_tiles(device: str, dtype: torch.dtype, size: int) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("size", [64, 128])
 def test_tiles_see_the_same_on_a_card(size: int) -> None:
-    if torch.cuda.get_device_capability()[0] != routes.TILED_GENERATION:
+    if torch.cuda.get_device_capability()[0] != packing.TILED_CAPABILITY_MAJOR:
         pytest.skip("the tiles are made for another card")
-    assert in_tiles("cuda", torch.bfloat16, size) < 1e-2
+    assert tiled_attention_error("cuda", torch.bfloat16, size) < 1e-2
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and TRITON_INTERPRET=1")
 def test_tiles_see_the_same_interpreted() -> None:
     """The very kernels without a card, slowly: `TRITON_INTERPRET=1 pytest tests/models/higgs_v2/test_packing.py`."""
-    assert in_tiles("cpu", torch.float32, 32) < 1e-5
+    assert tiled_attention_error("cpu", torch.float32, 32) < 1e-5
 
 
 @pytest.mark.gpu
@@ -83,7 +84,7 @@ def test_heads_that_share_keys_see_the_same_on_a_card(dtype: torch.dtype) -> Non
     found = []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
         q, k, v = (x.to(device, kind).requires_grad_() for x in given)
-        out = attend_within(q, k, v, (50, 1, 39))
+        out = packed_causal_attention(q, k, v, (50, 1, 39))
         gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         found.append([part.detach().float().cpu() for part in (out, *gradients)])
     for exact, ours in zip(*found, strict=True):

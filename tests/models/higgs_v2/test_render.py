@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from myna.data.codec import Codes
-from myna.data.conversation import AudioClip, Conversation, Reference, Turn, script
+from myna.data.conversation import AudioClip, Conversation, Reference, Turn, speech_conversation
 from myna.errors import DataError
-from myna.models.base import IGNORED, RenderedSequence
+from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.render import DelayPattern
 
@@ -22,7 +22,7 @@ DELAY = DelayPattern(codebooks=8, begin=64, end=65)
 
 def shown(rendered: RenderedSequence) -> str:
     """The prompt as one string, clips in angle brackets."""
-    return "".join(f"<{p.shown.split(':')[0]}>" if p.kind == "audio" else p.shown for p in rendered.pieces)
+    return "".join(f"<{p.shown.split(':')[0]}>" if p.kind == "audio" else p.shown for p in rendered.spans)
 
 
 @given(hnp.arrays(np.uint16, st.tuples(st.integers(1, 40), st.just(8)), elements=st.integers(0, 63)))
@@ -31,7 +31,7 @@ def test_delay_round_trips_and_masks_all_but_codes_and_one_end(codes: Codes) -> 
     delayed, labels = DELAY.apply(codes), DELAY.labels(codes)
     assert len(delayed) == len(codes) + 9
     assert np.array_equal(DELAY.undo(delayed), codes)
-    supervised = labels != IGNORED
+    supervised = labels != IGNORE_INDEX
     assert np.array_equal(labels[supervised], delayed[supervised])
     assert (supervised.sum(axis=0) == len(codes) + 1).all(), "the codes and one end per codebook"
     assert ((labels == DELAY.end).sum(axis=0) == 1).all()
@@ -60,7 +60,7 @@ def test_cloning_prompt_is_the_models_own(family: HiggsV2) -> None:
 
 
 def test_reference_in_the_system_message(family: HiggsV2) -> None:
-    text = shown(family.render(cloning("hi", place="system", scene="A room.")))
+    text = shown(family.render(cloning("hi", reference_placement="system", scene="A room.")))
     assert (
         "<|scene_desc_start|>\nA room.\n\nSPEAKER0: <|audio_bos|><reference><|audio_eos|>\n<|scene_desc_end|>" in text
     )
@@ -68,23 +68,23 @@ def test_reference_in_the_system_message(family: HiggsV2) -> None:
 
 def test_several_speakers_have_tags_and_their_own_system_prompt(family: HiggsV2) -> None:
     references = tuple(Reference(f"voice {n}", AudioClip(f"r{n}", random_codes(4, n))) for n in range(2))
-    text = shown(family.render(script("[SPEAKER0] hi [SPEAKER1] ho", id="two", references=references)))
+    text = shown(family.render(speech_conversation("[SPEAKER0] hi [SPEAKER1] ho", id="two", references=references)))
     assert "[SPEAKER0] voice 0<|eot_id|>" in text and "[SPEAKER1] voice 1<|eot_id|>" in text
     assert "do not read out the tag" in text
 
 
 def test_only_the_target_is_supervised(family: HiggsV2) -> None:
     rendered = family.render(cloning(reference=5, target=7))
-    assert (rendered.labels == IGNORED).all(), "no text by default"
-    assert (rendered.code_labels[: 5 + 9] == IGNORED).all(), "the reference is context"
-    assert (rendered.code_labels[5 + 9 :] != IGNORED).sum() == 8 * (7 + 1)
+    assert (rendered.labels == IGNORE_INDEX).all(), "no text by default"
+    assert (rendered.code_labels[: 5 + 9] == IGNORE_INDEX).all(), "the reference is context"
+    assert (rendered.code_labels[5 + 9 :] != IGNORE_INDEX).sum() == 8 * (7 + 1)
     assert rendered.target_seconds == pytest.approx(7 / 25)
 
 
 def test_switches_supervise_text_and_all_audio(family: HiggsV2) -> None:
     rendered = family.render(cloning(reference=5, target=7), supervise_text=True, supervise_references=True)
-    assert (rendered.code_labels != IGNORED).sum() == 8 * (5 + 1) + 8 * (7 + 1)
-    supervised = [piece.shown for piece in rendered.pieces if piece.supervised and piece.kind == "special"]
+    assert (rendered.code_labels != IGNORE_INDEX).sum() == 8 * (5 + 1) + 8 * (7 + 1)
+    supervised = [piece.shown for piece in rendered.spans if piece.supervised and piece.kind == "special"]
     assert supervised == ["<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>"], "of the target's turn alone"
 
 
@@ -103,7 +103,7 @@ def test_following_assistant_turns_end_with_eom(family: HiggsV2) -> None:
 @pytest.mark.parametrize("text", ["Xin chào thế giới, đường phố Hà Nội", "السَّلامُ عَلَيْكُم", "👋🏽 naïve"])
 def test_any_script_survives_the_tokens(family: HiggsV2, text: str) -> None:
     rendered = family.render(cloning(text))
-    piece = next(piece for piece in rendered.pieces if piece.shown == text)
+    piece = next(piece for piece in rendered.spans if piece.shown == text)
     assert family.tokenizer.decode(rendered.ids[piece.start : piece.stop]) == text
 
 
@@ -118,10 +118,10 @@ def test_control_tokens_in_a_text_are_refused(family: HiggsV2) -> None:
 )
 def test_codes_of_another_codec_are_refused(family: HiggsV2, codes: Codes) -> None:
     with pytest.raises(DataError, match="clip t has code"):
-        family.render(script("hi", id="x", target=AudioClip("t", codes, target=True)))
+        family.render(speech_conversation("hi", id="x", target=AudioClip("t", codes, target=True)))
 
 
 def test_prompt_revision_follows_the_prompt(family: HiggsV2, monkeypatch: pytest.MonkeyPatch) -> None:
     before = family.renderer.revision
-    monkeypatch.setattr("myna.models.higgs_v2.render.SYSTEM", "Speak.")
+    monkeypatch.setattr("myna.models.higgs_v2.render.SYSTEM_PROMPT", "Speak.")
     assert family.renderer.revision != before

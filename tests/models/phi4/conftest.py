@@ -11,7 +11,7 @@ import torch
 from transformers import Phi4MultimodalForCausalLM
 
 from myna.data.codec import Codes, Samples
-from myna.data.conversation import AudioClip, Conversation, question
+from myna.data.conversation import AudioClip, Conversation, answer_conversation
 from myna.models import open_family
 from myna.models.phi4.family import Phi4
 from myna.models.phi4.tiny import save_tiny
@@ -57,9 +57,12 @@ def codes(family: Phi4, waves: list[Samples]) -> list[Codes]:
 @pytest.fixture(scope="session")
 def asked(codes: list[Codes]) -> list[Conversation]:
     """Answered conversations."""
-    return [question("How?", AudioClip(f"c{n}", one), id=f"q{n}", answer=f"answer {n}") for n, one in enumerate(codes)]
+    return [
+        answer_conversation("How?", AudioClip(f"c{n}", one), id=f"q{n}", answer=f"answer {n}")
+        for n, one in enumerate(codes)
+    ]
 
 
 @pytest.fixture(scope="session")
 def left_open(codes: list[Codes]) -> list[Conversation]:
-    return [question("How?", AudioClip(f"c{n}", one), id=f"q{n}") for n, one in enumerate(codes)]
+    return [answer_conversation("How?", AudioClip(f"c{n}", one), id=f"q{n}") for n, one in enumerate(codes)]

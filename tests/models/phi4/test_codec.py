@@ -12,7 +12,7 @@ from transformers import Phi4MultimodalFeatureExtractor
 
 from myna.data.codec import Codes, Samples
 from myna.errors import AudioError, ModelError
-from myna.models.phi4.codec import LARGEST, STEPS, MelFeatureEncoder, heard
+from myna.models.phi4.codec import CODES_PER_UNIT, MAX_CODE, MelFeatureEncoder, valid_frames
 from myna.models.phi4.family import Phi4
 
 EXTRACT = Phi4MultimodalFeatureExtractor()
@@ -22,14 +22,14 @@ def test_they_are_the_extractors_to_half_a_step(waves: list[Samples], codes: lis
     for wave, one in zip(waves, codes, strict=True):
         assert one.shape == (len(wave) // 160, 80) and one.dtype == np.uint16
         due = EXTRACT(torch.from_numpy(wave), sampling_rate=16_000, return_tensors="pt")["audio_input_features"][0]
-        assert np.abs(heard(one) / STEPS - due.numpy()).max() <= 0.51 / STEPS
+        assert np.abs(valid_frames(one) / CODES_PER_UNIT - due.numpy()).max() <= 0.51 / CODES_PER_UNIT
 
 
 def test_the_loudest_sound_there_is_fits() -> None:
     """Full scale at every other sample is the most that a power of 16 bits comes to."""
     loud = np.where(np.arange(1600) % 2, 1.0, -1.0).astype(np.float32)
     square = np.where(np.arange(1600) // 8 % 2, 1.0, -1.0).astype(np.float32)
-    assert MelFeatureEncoder({}).encode(np.stack([loud, square])).max() < LARGEST
+    assert MelFeatureEncoder({}).encode(np.stack([loud, square])).max() < MAX_CODE
 
 
 def test_company_changes_no_feature(waves: list[Samples], codes: list[Codes]) -> None:
@@ -38,7 +38,7 @@ def test_company_changes_no_feature(waves: list[Samples], codes: list[Codes]) ->
 
 
 def test_a_clip_too_short_for_one_spectrum_has_none() -> None:
-    assert heard(MelFeatureEncoder({}).encode(np.zeros((1, 320), np.float32))[0]).size == 0
+    assert valid_frames(MelFeatureEncoder({}).encode(np.zeros((1, 320), np.float32))[0]).size == 0
 
 
 def test_what_is_not_finite_is_refused() -> None:
@@ -58,5 +58,5 @@ def test_settings_are_found_in_either_file(family: Phi4, folder: Path, tmp_path:
 
 
 def test_a_folder_without_settings_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="how sound becomes features"):
+    with pytest.raises(ModelError, match="settings of its feature extractor"):
         MelFeatureEncoder.open(tmp_path)

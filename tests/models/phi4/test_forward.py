@@ -15,9 +15,9 @@ from myna.config import AdaptSettings
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
 from myna.models import open_family
-from myna.models.base import IGNORED
+from myna.models.base import IGNORE_INDEX
+from myna.models.lora import make_trainable
 from myna.models.phi4.family import Phi4
-from myna.train.lora import adapt
 from tests.models.phi4.test_codec import EXTRACT
 
 
@@ -39,7 +39,7 @@ def test_the_loss_is_transformers_own(
     ids, labels = torch.from_numpy(rendered.ids)[None], torch.from_numpy(rendered.labels)[None]
     with torch.no_grad():
         due = stock(input_ids=ids, labels=labels, **heard_by_stock(waves[number])).loss
-    assert loss(family, model, [asked[number]]) == pytest.approx(float(due * (labels != IGNORED).sum()), rel=1e-5)
+    assert loss(family, model, [asked[number]]) == pytest.approx(float(due * (labels != IGNORE_INDEX).sum()), rel=1e-5)
 
 
 def test_the_true_ones_rotary_positions_are_transformers_own(
@@ -60,7 +60,7 @@ def test_the_true_ones_rotary_positions_are_transformers_own(
         due = stock(input_ids=ids, labels=labels, **heard_by_stock(waves[1])).loss
     model: Any = family.load_model(dtype=torch.float32, device="cpu", text_head=True)
     assert model.model.rotary_emb.attention_scaling > 1.1
-    assert loss(family, model, [asked[1]]) == pytest.approx(float(due * (labels != IGNORED).sum()), rel=1e-5)
+    assert loss(family, model, [asked[1]]) == pytest.approx(float(due * (labels != IGNORE_INDEX).sum()), rel=1e-5)
 
 
 def test_company_changes_no_loss(family: Phi4, model: Any, asked: list[Conversation]) -> None:
@@ -97,7 +97,7 @@ def test_every_end_of_an_answer_is_counted(family: Phi4, model: Any, asked: list
 def test_all_that_learns_gets_a_gradient(
     family: Phi4, model: Any, asked: list[Conversation], mode: Any, recompute: int
 ) -> None:
-    learner = adapt(model, family, AdaptSettings(mode=mode, rank=2))
+    learner = make_trainable(model, family, AdaptSettings(mode=mode, rank=2))
     objective: Any = family.objective(learner, recompute=recompute).train()
     objective(family.collate([family.render(one) for one in asked[:2]])).sums.sum().backward()
     gradients = {name: p.grad for name, p in learner.named_parameters() if p.requires_grad}
@@ -123,7 +123,9 @@ def test_half_precision_under_autocast_is_near(family: Phi4, asked: list[Convers
     losses = []
     for kind in (torch.float32, dtype):
         torch.manual_seed(0)
-        learner = adapt(family.load_model(dtype=kind, device="cpu", text_head=True), family, AdaptSettings(rank=2))
+        learner = make_trainable(
+            family.load_model(dtype=kind, device="cpu", text_head=True), family, AdaptSettings(rank=2)
+        )
         objective: Any = family.objective(learner).train()
         with torch.autocast("cpu", dtype, enabled=kind == dtype):
             sums = objective(batch).sums

@@ -10,9 +10,9 @@ import torch
 
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
-from myna.data.pronunciation.assessment import Readings, read_answer
-from myna.data.pronunciation.grammar import AnswerGrammar
-from myna.models.phi4.checkpoint import end_ids
+from myna.data.pronunciation.assessment import ParsedAnswers, read_answer
+from myna.data.pronunciation.grammar import answer_grammar
+from myna.models.phi4.checkpoint import eos_ids
 from myna.models.phi4.family import Phi4
 from tests.models.phi4.test_forward import heard_by_stock
 
@@ -21,7 +21,7 @@ TOKENS = 12
 
 def lively(model: Any) -> Any:
     """A random head repeats itself whatever it hears; a larger one says something else for every clip."""
-    torch.manual_seed(3)
+    torch.manual_seed(4)  # with some others it says <|audio|>, at which transformers fails
     with torch.no_grad():
         model.lm_head.weight.normal_()
         for layer in model.model.layers:
@@ -36,7 +36,7 @@ def test_answers_are_transformers_own(
 ) -> None:
     stock = lively(copy.deepcopy(stock))
     lively(model)
-    prompts, ends = [family.render(one) for one in left_open], end_ids(family.config)
+    prompts, ends = [family.render(one) for one in left_open], eos_ids(family.config)
     due = []
     for prompt, wave in zip(prompts, waves, strict=True):
         ids = torch.from_numpy(prompt.ids)[None]
@@ -66,8 +66,8 @@ def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_o
 def test_what_is_held_to_a_grammar_can_be_read(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
     """A random model says nothing that can be read, unless it has to; and then alone what it says in company."""
     lively(model)
-    prompts, grammar = [family.render(one) for one in left_open], AnswerGrammar()
-    free = Readings.of(answer.text for answer in family.answer(model, prompts, 150))
+    prompts, grammar = [family.render(one) for one in left_open], answer_grammar()
+    free = ParsedAnswers.of(answer.text for answer in family.answer(model, prompts, 150))
     assert sum(free.unreadable.values()) == len(prompts)
     held = family.answer(model, prompts, 150, grammar)
     assert all(answer.stopped for answer in held) and len({answer.text for answer in held}) > 1

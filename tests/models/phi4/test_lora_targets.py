@@ -13,7 +13,7 @@ from myna.models.phi4.family import Phi4
 
 @pytest.mark.parametrize(("mode", "count"), [("comprehensive", 8), ("attention_only", 4), ("audio_focused", 18)])
 def test_modes(family: Phi4, model: Any, mode: str, count: int) -> None:
-    targets = family.adapt_targets(model, mode)
+    targets = family.lora_targets(model, mode)
     assert len(targets.adapted) == count and "lm_head" not in targets.adapted
     hears = ["audio_embed" in name for name in targets.adapted]
     assert all(hears) if mode == "audio_focused" else not any(hears)
@@ -28,8 +28,8 @@ def test_every_parameter_belongs_to_one_part(family: Phi4, model: Any) -> None:
 
 
 def test_a_custom_ending_must_meet_a_layer_and_no_head(family: Phi4, model: Any) -> None:
-    assert len(family.adapt_targets(model, "custom", ["self_attn.qkv_proj"]).adapted) == 2
+    assert len(family.lora_targets(model, "custom", ["self_attn.qkv_proj"]).adapted) == 2
     with pytest.raises(ModelError, match=r"ends in `qkv`"):
-        family.adapt_targets(model, "custom", ["qkv"])
+        family.lora_targets(model, "custom", ["qkv"])
     with pytest.raises(ModelError, match="a head gets no LoRA"):
-        family.adapt_targets(model, "custom", ["lm_head"])
+        family.lora_targets(model, "custom", ["lm_head"])

@@ -9,8 +9,8 @@ import torch
 
 from myna.config import AdaptSettings
 from myna.data.conversation import Conversation
+from myna.models.lora import make_trainable
 from myna.models.phi4.family import Phi4
-from myna.train.lora import adapt
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,9 @@ def test_losses_and_gradients_are_those_of_the_cpu(
     losses = []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
         torch.manual_seed(0)
-        learner = adapt(family.load_model(dtype=kind, device="cpu", text_head=True), family, AdaptSettings(rank=2))
+        learner = make_trainable(
+            family.load_model(dtype=kind, device="cpu", text_head=True), family, AdaptSettings(rank=2)
+        )
         objective: Any = family.objective(learner.to(device), recompute=recompute).train()
         with torch.autocast(device, kind, enabled=kind != torch.float32):
             sums = objective(batch.to(torch.device(device))).sums

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from myna.data.codec import Codes
-from myna.data.conversation import AudioClip, Conversation, Turn, question, script
+from myna.data.conversation import AudioClip, Conversation, Turn, answer_conversation, speech_conversation
 from myna.errors import DataError
-from myna.models.base import IGNORED
+from myna.models.base import IGNORE_INDEX
 from myna.models.phi4.family import Phi4
 
 
 def learned(family: Phi4, conversation: Conversation) -> str:
     rendered = family.render(conversation)
-    return str(family.tokenizer.decode(rendered.ids[rendered.labels != IGNORED]))
+    return str(family.tokenizer.decode(rendered.ids[rendered.labels != IGNORE_INDEX]))
 
 
 def test_only_the_answer_is_learned_with_its_end(family: Phi4, asked: list[Conversation]) -> None:
@@ -25,7 +25,7 @@ def test_only_the_answer_is_learned_with_its_end(family: Phi4, asked: list[Conve
 
 def test_the_prompt_is_phis(family: Phi4, codes: list[Codes]) -> None:
     conversation = Conversation(
-        "x", (Turn("system", ("Be kind.",)), *question("How?", AudioClip("c", codes[3]), id="x").turns)
+        "x", (Turn("system", ("Be kind.",)), *answer_conversation("How?", AudioClip("c", codes[3]), id="x").turns)
     )
     text = family.tokenizer.decode(family.render(conversation).ids)
     assert text == "<|system|>Be kind.<|end|><|user|><|audio|><|audio|><|audio|>How?<|end|><|assistant|>"
@@ -36,7 +36,7 @@ def test_an_open_conversation_is_the_beginning_of_the_answered_one(
 ) -> None:
     whole, prompt = family.render(asked[0]).ids, family.render(left_open[0]).ids
     assert (whole[: len(prompt)] == prompt).all()
-    assert not (family.render(left_open[0]).labels != IGNORED).any()
+    assert not (family.render(left_open[0]).labels != IGNORE_INDEX).any()
 
 
 def test_lengths_are_known_without_rendering(family: Phi4, asked: list[Conversation]) -> None:
@@ -50,33 +50,33 @@ def test_lengths_are_known_without_rendering(family: Phi4, asked: list[Conversat
 
 
 def test_tokens_of_an_answer_are_those_it_takes(family: Phi4, asked: list[Conversation]) -> None:
-    assert family.count_tokens({"q": "answer 0"}) == [int((family.render(asked[0]).labels != IGNORED).sum()) - 1]
+    assert family.count_tokens({"q": "answer 0"}) == [int((family.render(asked[0]).labels != IGNORE_INDEX).sum()) - 1]
 
 
 def test_what_is_to_be_spoken_is_refused(family: Phi4, codes: list[Codes]) -> None:
-    with pytest.raises(DataError, match="this model listens"):
-        family.render(script("hello", id="x", target=AudioClip("c", codes[0], target=True)))
+    with pytest.raises(DataError, match="this model answers in words"):
+        family.render(speech_conversation("hello", id="x", target=AudioClip("c", codes[0], target=True)))
 
 
 def test_control_tokens_in_an_answer_are_refused(family: Phi4, codes: list[Codes]) -> None:
     with pytest.raises(DataError, match=r"q contains the control token <\|end\|>"):
-        family.render(question("How?", AudioClip("c", codes[0]), id="q", answer="well<|end|>"))
+        family.render(answer_conversation("How?", AudioClip("c", codes[0]), id="q", answer="well<|end|>"))
 
 
 @pytest.mark.parametrize("frames", [2, 4003])
 def test_clips_that_cannot_be_heard_at_once_are_refused(family: Phi4, frames: int) -> None:
-    with pytest.raises(DataError, match=r"hears from 0\.03 s to 40 s"):
-        family.render(question("How?", AudioClip("c", np.zeros((frames, 80), np.uint16)), id="q"))
+    with pytest.raises(DataError, match=r"takes from 0\.03 s to 40 s"):
+        family.render(answer_conversation("How?", AudioClip("c", np.zeros((frames, 80), np.uint16)), id="q"))
 
 
 def test_a_sequence_beyond_what_the_model_was_made_for_is_refused(family: Phi4, codes: list[Codes]) -> None:
-    with pytest.raises(DataError, match="was made for 4096 at once"):
-        family.render(question("How?", AudioClip("c", codes[0]), id="q", answer="x" * 4096))
+    with pytest.raises(DataError, match="was made for at most 4096"):
+        family.render(answer_conversation("How?", AudioClip("c", codes[0]), id="q", answer="x" * 4096))
 
 
 def test_features_of_another_model_are_refused(family: Phi4) -> None:
     with pytest.raises(DataError, match="features of shape"):
-        family.render(question("How?", AudioClip("c", np.zeros((50, 8), np.uint16)), id="q"))
+        family.render(answer_conversation("How?", AudioClip("c", np.zeros((50, 8), np.uint16)), id="q"))
 
 
 def test_a_family_can_be_sent_to_another_process(family: Phi4, asked: list[Conversation]) -> None:

@@ -11,10 +11,10 @@ import torch
 from myna.config import load_recipe, parse_recipe
 from myna.data.conversation import Conversation
 from myna.models import open_family
-from myna.models.base import IGNORED, RenderedSequence, TokenSpan
+from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
 from myna.models.phi4.family import Phi4
-from myna.train import memory_plan
-from myna.train.memory_plan import Pass, plan
+from myna.train import activation_memory, memory_plan
+from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "pronunciation_paper_r64.yaml"
@@ -25,24 +25,26 @@ PROMPT, ANSWER = 40, 130
 def heard(seconds: float) -> RenderedSequence:
     """A sequence without a tokenizer, which a built-in configuration does not have."""
     sound = int(seconds * 12.5)
-    labels = np.full(PROMPT + sound + ANSWER, IGNORED)
+    labels = np.full(PROMPT + sound + ANSWER, IGNORE_INDEX)
     labels[-ANSWER:] = 1
     piece = TokenSpan("audio", 10, 10 + sound, "", supervised=False)
     codes = np.zeros((sound, 640), np.int64)
-    return RenderedSequence("x", np.ones_like(labels), codes, labels, np.full_like(codes, IGNORED), (piece,), seconds)
+    return RenderedSequence(
+        "x", np.ones_like(labels), codes, labels, np.full_like(codes, IGNORE_INDEX), (piece,), seconds
+    )
 
 
 def test_the_papers_recipe_fits_a_card_of_24_gb_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "room", lambda _: int(23.4 * 2**30))
-    monkeypatch.setattr(memory_plan, "_is_ampere_or_later", lambda _: False)
+    monkeypatch.setattr(memory_plan, "available_memory", lambda _: int(23.4 * 2**30))
+    monkeypatch.setattr(activation_memory, "_is_ampere_or_later", lambda _: False)
     recipe = load_recipe(RECIPE)
     sequences = tuple(heard(6) for _ in range(recipe.train.micro_batch_size))
-    planned = plan(
+    planned = plan_memory(
         open_family("phi-4-multimodal"),
         recipe,
         Precision("fp16", "a Turing card"),
         torch.device("cuda"),
-        Pass(sequences, len(sequences[0])),
+        LargestBatch(sequences, len(sequences[0])),
     )
     assert planned.fits and planned.trained == 4 * 92_274_688, planned.table()
     assert 7.5 * 2**30 < planned.frozen < 8.5 * 2**30
@@ -57,12 +59,12 @@ def test_training_in_full_can_be_planned_in_half_precision(family: Phi4, asked: 
         "train": {"steps": 1},
     }
     sequences = tuple(family.render(one) for one in asked)
-    planned = plan(
+    planned = plan_memory(
         family,
         parse_recipe(tree, where="a test"),
         Precision("bf16", "a test"),
         torch.device("cpu"),
-        Pass(sequences, max(map(len, sequences))),
+        LargestBatch(sequences, max(map(len, sequences))),
     )
     whole = family.load_model(dtype=torch.float32, device="meta", text_head=True)
     assert planned.trained == 4 * sum(parameter.numel() for parameter in whole.parameters())

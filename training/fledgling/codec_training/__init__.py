@@ -1,1 +1,1 @@
-"""What it takes to train the codec of fledgling, and no part of Myna itself."""
+"""Training of the fledgling codec; not part of the myna package."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Profile of a codec training step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections import defaultdict
 
 import torch
 
-from codec_training.learner import Kind, Teacher
+from codec_training.trainer import CodecTrainer, StepKind
 
 STEPS = 10
 
 
-def profile(teacher: Teacher) -> None:
-    """A table of the parts of a step, each waited for; then whole steps as training takes them; then the kernels."""
-    teacher.rate.fill_(0.0)
-    recording, teacher.records = teacher.records, False
-    everything = Kind(critics=True, letters=bool(teacher.lesson.letters))
+def profile(trainer: CodecTrainer) -> None:
+    """Print the time of each part of a step (synchronised), the rate of whole steps, and the slowest kernels."""
+    trainer.rate.fill_(0.0)
+    use_cuda_graph, trainer.use_cuda_graph = trainer.use_cuda_graph, False
+    everything = StepKind(adversarial=True, ctc=bool(trainer.step_config.ctc_weight))
     spent: defaultdict[str, float] = defaultdict(float)
     began = 0.0
 
     def lap(part: str) -> None:
         nonlocal began
-        _wait(teacher.device)
+        _wait(trainer.device)
         now = time.perf_counter()
         spent[part] += now - began
         began = now
@@ -30,44 +30,46 @@ def profile(teacher: Teacher) -> None:
     for step in range(STEPS + 3):
         if step == 3:
             spent.clear()
-            teacher.lap = lap
-        _wait(teacher.device)
+            trainer.lap = lap
+        _wait(trainer.device)
         began = time.perf_counter()
-        teacher._step(everything)
-    teacher.lap = lambda _: None
+        trainer._step(everything)
+    trainer.lap = lambda _: None
     whole = sum(spent.values())
     print(f"one step in parts, {1000 * whole / STEPS:.1f} ms")
     for part, seconds in sorted(spent.items(), key=lambda item: -item[1]):
-        print(f"  {part:<16}{1000 * seconds / STEPS:8.2f} ms {seconds / whole:6.1%}")
-    for critics in (False, True):
-        print(f"whole steps, {'with' if critics else 'without'} critics: {_rate(teacher, critics):.1f} a second")
-    teacher.records = recording
-    if recording:
-        for critics in (False, True):
-            print(f"recorded, {'with' if critics else 'without'} critics: {_rate(teacher, critics):.1f} a second")
-        teacher.records = False
-        _kernels(teacher, everything)
-        teacher.records = True
+        print(f"  {part:<24}{1000 * seconds / STEPS:8.2f} ms {seconds / whole:6.1%}")
+    for adversarial in (False, True):
+        with_discriminators = f"{'with' if adversarial else 'without'} discriminators"
+        print(f"whole steps, {with_discriminators}: {_rate(trainer, adversarial):.1f} a second")
+    trainer.use_cuda_graph = use_cuda_graph
+    if use_cuda_graph:
+        for adversarial in (False, True):
+            with_discriminators = f"{'with' if adversarial else 'without'} discriminators"
+            print(f"captured, {with_discriminators}: {_rate(trainer, adversarial):.1f} a second")
+        trainer.use_cuda_graph = False
+        _kernels(trainer, everything)
+        trainer.use_cuda_graph = True
 
 
-def _rate(teacher: Teacher, critics: bool) -> float:
-    steps = 5 * STEPS if teacher.records else STEPS
-    for _ in range(teacher.lesson.letters_every):  # every kind of step is recorded when it is first taken
-        teacher.step(critics)
-    _wait(teacher.device)
+def _rate(trainer: CodecTrainer, adversarial: bool) -> float:
+    steps = 5 * STEPS if trainer.use_cuda_graph else STEPS
+    for _ in range(trainer.step_config.ctc_every):  # every kind of step is captured when it is first taken
+        trainer.step(adversarial)
+    _wait(trainer.device)
     began = time.perf_counter()
     for _ in range(steps):
-        teacher.step(critics)
-    _wait(teacher.device)
+        trainer.step(adversarial)
+    _wait(trainer.device)
     return steps / (time.perf_counter() - began)
 
 
-def _kernels(teacher: Teacher, kind: Kind) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+def _kernels(trainer: CodecTrainer, kind: StepKind) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
-            teacher._step(kind)
-        _wait(teacher.device)
-    print(found.key_averages().table(sort_by="self_device_time_total", row_limit=30, max_name_column_width=90))
+            trainer._step(kind)
+        _wait(trainer.device)
+    print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=30, max_name_column_width=90))
 
 
 def _wait(device: torch.device) -> None:

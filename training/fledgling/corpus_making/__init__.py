@@ -1,1 +1,1 @@
-"""What it takes to make the corpora of fledgling out of packages, and no part of Myna itself."""
+"""Making of the fledgling corpora; not part of the myna package."""

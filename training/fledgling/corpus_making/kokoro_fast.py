@@ -1,4 +1,4 @@
-"""Kokoro's generator in half precision, with one pass over memory where `kokoro_network.py` has ten.
+"""Kokoro's generator in fp16 with fused kernels: one pass over memory where `kokoro_network.py` has ten.
 
 It takes the weights of a `Generator` and says the same, but for rounding: products multiply halves and add up in fp32,
 and what goes from one to the next is kept in halves. Sines, phases, spectra, statistics and the last step to samples
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corpus_making.kokoro_network import Generator, Lengths, SnakeBlock, snake
-from myna.models.triton_support import fused
+from myna.models.triton_support import supports_triton
 
 WIDE, DEEP = 128, 64
 """Weights are filled up with zeros to multiples of so many outputs and channels, so that no block reads past them."""
@@ -35,7 +35,7 @@ def moments_of(x: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([mean, torch.where(there, x - mean, 0).square().sum(1, keepdim=True)])
 
 
-class Product(nn.Module):
+class HalfConv(nn.Module):
     """A convolution over (lines, time, channels) that takes what is outside a line as zero."""
 
     weight: Tensor
@@ -51,12 +51,12 @@ class Product(nn.Module):
         self.register_buffer("bias", bias.detach().float().clone())
 
     @classmethod
-    def of(cls, conv: nn.Conv1d) -> Product:
+    def of(cls, conv: nn.Conv1d) -> HalfConv:
         assert conv.bias is not None
         return cls(conv.weight, conv.bias, conv.dilation[0], int(conv.padding[0]))
 
     @classmethod
-    def finer(cls, conv: nn.ConvTranspose1d) -> Product:
+    def finer(cls, conv: nn.ConvTranspose1d) -> HalfConv:
         """One that makes time finer, twice as long as its step: a moment gives all moments of a step at once, out of
         itself and the one before."""
         step = conv.stride[0]
@@ -79,7 +79,7 @@ class Product(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(lines, time, outputs) with `add` added to it and nothing behind a line's end, and moments of it."""
         time, ends_out = x.shape[1] if time is None else time, ends if ends_out is None else ends_out
-        if fused(x):
+        if supports_triton(x):
             how = (self.outputs, ends, ends_out, time, self.dilation, self.padding, add, measured, dtype)
             return _kernels().convolve(x, self.weight, self.bias, *how)  # type: ignore[no-any-return]
         channels = x.shape[2]
@@ -96,9 +96,11 @@ def _before(x: Tensor, ends: Tensor) -> Tensor:
     return torch.where((torch.arange(x.shape[1], device=x.device) < ends[:, None])[..., None], x, 0)
 
 
-def join(up: Tensor | None, beside: Tensor, ends: Tensor, skipped: int = 0, mirrored: int = 0) -> tuple[Tensor, Tensor]:
+def add_source(
+    up: Tensor | None, beside: Tensor, ends: Tensor, skipped: int = 0, mirrored: int = 0
+) -> tuple[Tensor, Tensor]:
     """`beside`, with `up` added that begins after `skipped` moments and has so many `mirrored` before; and moments."""
-    if fused(beside):
+    if supports_triton(beside):
         return _kernels().join(up, beside, ends, skipped, mirrored)  # type: ignore[no-any-return]
     numbers = beside.float()
     if up is not None:
@@ -108,18 +110,18 @@ def join(up: Tensor | None, beside: Tensor, ends: Tensor, skipped: int = 0, mirr
     return numbers.to(HALF), moments_of(numbers, ends)
 
 
-def settle(moments: Tensor, gamma: Tensor, beta: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def norm_coefficients(moments: Tensor, gamma: Tensor, beta: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and the shift of a styled norm, (lines, channels) each; `gamma` and `beta` are parts of one tensor."""
-    if fused(moments):
+    if supports_triton(moments):
         return _kernels().settle(moments, gamma, beta, ends)  # type: ignore[no-any-return]
     mean, spread = moments[:, :, 0]
     scale = (1 + gamma) * torch.rsqrt(spread / ends[:, None] + 1e-5)
     return scale, beta - mean * scale
 
 
-def bend(x: Tensor, scale: Tensor, shift: Tensor, alpha: Tensor) -> Tensor:
+def norm_and_snake(x: Tensor, scale: Tensor, shift: Tensor, alpha: Tensor) -> Tensor:
     """The norm and the snake."""
-    if fused(x):
+    if supports_triton(x):
         return _kernels().bend(x, scale, shift, alpha)  # type: ignore[no-any-return]
     return snake(torch.addcmul(shift[:, None], x.float(), scale[:, None]), alpha).to(HALF)
 
@@ -135,7 +137,7 @@ class FastSnakeBlock(nn.Module):
                 (block.adain2[number], block.alpha2[number], block.convs2[number]),
             )
         ]
-        self.products = nn.ModuleList(Product.of(conv) for _, _, conv in pairs)
+        self.products = nn.ModuleList(HalfConv.of(conv) for _, _, conv in pairs)
         self.styles = [norm.fc for norm, _, _ in pairs]
         self.channels: int = pairs[0][2].out_channels
         for number, (_, alpha, _) in enumerate(pairs):
@@ -145,8 +147,8 @@ class FastSnakeBlock(nn.Module):
         """`styles` (lines, products, 2, channels): what the norms before the products add and multiply with."""
         out = x
         for number, product in enumerate(self.products):
-            scale, shift = settle(moments, styles[:, number, 0], styles[:, number, 1], ends)
-            bent = bend(out, scale, shift, getattr(self, f"alpha{number}"))
+            scale, shift = norm_coefficients(moments, styles[:, number, 0], styles[:, number, 1], ends)
+            bent = norm_and_snake(out, scale, shift, getattr(self, f"alpha{number}"))
             last = number + 1 == len(self.products)
             if number % 2 == 0:
                 out, moments = product(bent, ends)
@@ -163,10 +165,10 @@ class FastGenerator(nn.Module):
         super().__init__()
         self.sizes = generator.sizes
         self._plain = (generator,)  # a tuple, or its weights would be moved and saved twice
-        self.ups = nn.ModuleList(Product.finer(conv) for conv in _list(generator.ups))
+        self.ups = nn.ModuleList(HalfConv.finer(conv) for conv in _list(generator.ups))
         self.noise_res = nn.ModuleList(FastSnakeBlock(block) for block in _list(generator.noise_res))
         self.resblocks = nn.ModuleList(FastSnakeBlock(block) for block in _list(generator.resblocks))
-        self.conv_post = Product.of(generator.conv_post)
+        self.conv_post = HalfConv.of(generator.conv_post)
         layers = [layer for block in self._blocks() for layer in block.styles]
         self.style_weight: Tensor
         self.style_bias: Tensor
@@ -180,21 +182,21 @@ class FastGenerator(nn.Module):
         """As `Generator.forward`."""
         plain, (coarse, fine) = self._plain[0], self.sizes.steps
         widths = [12 * block.channels for block in self._blocks()]
-        asked = torch.split(F.linear(style, self.style_weight, self.style_bias), widths, dim=1)
-        styles = [each.view(len(style), 6, 2, -1) for each in asked]
+        parts = torch.split(F.linear(style, self.style_weight, self.style_bias), widths, dim=1)
+        styles = [each.view(len(style), 6, 2, -1) for each in parts]
         finest = lengths.finer(coarse * fine, 1)
         source = plain.spectrum(plain.sines(pitch), lengths.finer(coarse * fine * self.sizes.hop))
         source = finest.clean(source)
         x, ends_before = x.transpose(1, 2).to(HALF).contiguous(), lengths.count
         for number, at in enumerate((lengths.finer(coarse), finest)):
             ends, step = at.count, self.sizes.steps[number]
-            beside, moments = join(None, plain.noise_convs[number](source).transpose(1, 2).contiguous(), ends)
+            beside, moments = add_source(None, plain.noise_convs[number](source).transpose(1, 2).contiguous(), ends)
             beside = self.noise_res[number](beside, moments, styles[number], ends)
             # One moment more than before, of which a half is cut off at each end.
             up = self.ups[number](
                 F.leaky_relu(x, 0.1), ends_before, time=x.shape[1] + 1, ends_out=ends_before + 1, measured=False
             )[0]
-            x, moments = join(up.unflatten(2, (step, -1)).flatten(1, 2), beside, ends, step // 2, number)
+            x, moments = add_source(up.unflatten(2, (step, -1)).flatten(1, 2), beside, ends, step // 2, number)
             first, second, third = (
                 self.resblocks[place](x, moments, styles[2 + place], ends)
                 for place in range(3 * number, 3 * number + 3)

@@ -1,9 +1,9 @@
-"""What Kokoro's generator does over and over as Triton kernels, in half precision with sums in fp32.
+"""Triton kernels of Kokoro's generator, in fp16 with fp32 accumulation.
 
-Numbers lie as (lines, time, channels). A convolution writes down what it gives and, block by block, the mean and the
-spread of it; `settle` makes of those the scale and the shift of a styled norm; `bend` applies them and the snake in one
-pass over memory. A line's end is known to all of them, so that nothing needs a mask. Nothing is compiled anew for
-another length or another number of lines.
+Tensors are (lines, time, channels). A convolution also writes the mean and the sum of squares of its output by block;
+`norm_coefficients` turns those into the scale and the shift of a styled norm; `norm_and_snake` applies them and the
+snake activation in one pass over memory. All of them know the length of each line, so that nothing needs a mask.
+Nothing is compiled anew for another length or another number of lines.
 
 Only imported where there is a CUDA device and Triton. `kokoro_fast.py` has the same in plain torch.
 """
@@ -154,7 +154,7 @@ def convolve(
 
 
 @triton.jit(do_not_specialize=["time_up", "time", "column_blocks", "skipped", "mirrored", "adds"])
-def _join(
+def _add_source(
     up,
     beside,
     out,
@@ -189,7 +189,7 @@ def _join(
     _store_moments(numbers, block * ROWS, row, end, means + part, spreads + part, column, inside, ROWS)
 
 
-def join(
+def add_source(
     up: torch.Tensor | None, beside: torch.Tensor, ends: torch.Tensor, skipped: int, mirrored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`beside`, with `up` added that begins after `skipped` moments and has so many `mirrored` before; and moments."""
@@ -198,7 +198,7 @@ def join(
     out = torch.empty(lines, time, channels, dtype=torch.float16, device=beside.device)
     moments = torch.empty(2, lines, blocks_of(time), channels, dtype=torch.float32, device=beside.device)
     column_blocks = triton.cdiv(channels, COLUMNS)
-    _join[(blocks_of(time) * column_blocks, lines)](
+    _add_source[(blocks_of(time) * column_blocks, lines)](
         out if up is None else up,
         beside,
         out,
@@ -220,7 +220,7 @@ def join(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _settle(
+def _norm_coefficients(
     means,
     spreads,
     gammas,
@@ -264,14 +264,14 @@ def _settle(
     tl.store(shifts + line * channels + column, beta - mean * scale, mask=inside)
 
 
-def settle(
+def norm_coefficients(
     moments: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, ends: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and the shift of a styled norm, (lines, channels) each; `gamma` and `beta` are parts of one tensor."""
     _, lines, blocks, channels = moments.shape
     scale, shift = torch.empty(2, lines, channels, dtype=torch.float32, device=moments.device)
     assert moments.is_contiguous() and gamma.stride() == beta.stride() and gamma.stride(1) == 1
-    _settle[(lines, triton.cdiv(channels, SETTLED_COLUMNS))](
+    _norm_coefficients[(lines, triton.cdiv(channels, SETTLED_COLUMNS))](
         moments[0],
         moments[1],
         gamma,
@@ -304,7 +304,7 @@ def _sine_up_to_sign(x):
 
 
 @triton.jit(do_not_specialize=["time", "column_blocks"])
-def _bend(
+def _norm_and_snake(
     x,
     scale,
     shift,
@@ -332,13 +332,13 @@ def _bend(
     tl.store(out + place, numbers.to(out.dtype.element_ty), mask=here)
 
 
-def bend(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+def norm_and_snake(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """The norm and the snake. Behind a line's end it leaves whatever it leaves: no convolution reads it."""
     lines, time, channels = x.shape
     assert x.is_contiguous() and x.numel() < 2**31
     out = torch.empty_like(x)
     column_blocks = triton.cdiv(channels, COLUMNS)
-    _bend[(triton.cdiv(time, BENT_ROWS) * column_blocks, lines)](
+    _norm_and_snake[(triton.cdiv(time, BENT_ROWS) * column_blocks, lines)](
         x, scale, shift, alpha, out, time, channels, column_blocks, ROWS=BENT_ROWS, COLUMNS=COLUMNS, num_warps=4
     )
     return out

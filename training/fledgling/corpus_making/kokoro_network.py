@@ -436,7 +436,7 @@ class Decoder(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class EncodedText:
     """Lines that were read and not yet said."""
 
     manner: Tensor
@@ -448,14 +448,14 @@ class Read:
     styles: Tensor
     frames: list[int]
 
-    def rows(self, which: Sequence[int]) -> Read:
+    def rows(self, which: Sequence[int]) -> EncodedText:
         at = moved(which, self.text.device)
         frames = [self.frames[number] for number in which]
-        return Read(self.manner[at], self.text[at], self.durations[at], self.styles[at], frames)
+        return EncodedText(self.manner[at], self.text[at], self.durations[at], self.styles[at], frames)
 
 
 @dataclass(frozen=True, slots=True)
-class Voiced:
+class GeneratorInput:
     """Lines as the generator takes them: all that is left is to make time finer."""
 
     x: Tensor
@@ -465,10 +465,10 @@ class Voiced:
     style: Tensor
     frames: list[int]
 
-    def rows(self, which: Sequence[int]) -> Voiced:
+    def rows(self, which: Sequence[int]) -> GeneratorInput:
         at, frames = moved(which, self.x.device), [self.frames[number] for number in which]
         longest = 2 * max(frames)
-        return Voiced(self.x[at, :, :longest], self.pitch[at, :, :longest], self.style[at], frames)
+        return GeneratorInput(self.x[at, :, :longest], self.pitch[at, :, :longest], self.style[at], frames)
 
     @property
     def lengths(self) -> Lengths:
@@ -485,7 +485,7 @@ class KokoroNetwork(nn.Module):
         self.predictor = Predictor(sizes)
         self.decoder = Decoder(sizes)
 
-    def read(self, ids: Sequence[Sequence[int]], styles: Tensor, speeds: Tensor) -> Read:
+    def read(self, ids: Sequence[Sequence[int]], styles: Tensor, speeds: Tensor) -> EncodedText:
         """Phonemes with both of their ends; a row of styles for each line."""
         lengths = Lengths([len(line) for line in ids], styles.device)
         padded = torch.zeros(len(ids), lengths.longest, dtype=torch.long)
@@ -495,9 +495,9 @@ class KokoroNetwork(nn.Module):
         manner = styles[:, self.sizes.style :]
         encoded = self.predictor.text_encoder(self.bert_encoder(self.bert(padded, lengths)), manner, lengths)
         durations = self.predictor.durations(encoded, speeds, lengths)
-        return Read(encoded, self.text_encoder(padded, lengths), durations, styles, durations.sum(1).tolist())
+        return EncodedText(encoded, self.text_encoder(padded, lengths), durations, styles, durations.sum(1).tolist())
 
-    def voice(self, read: Read) -> Voiced:
+    def voice(self, read: EncodedText) -> GeneratorInput:
         """All that is done frame by frame: little work, but recurrent, so that it is best done for many lines."""
         lengths = Lengths(read.frames, read.styles.device)
         ends = read.durations.cumsum(1)
@@ -509,9 +509,9 @@ class KokoroNetwork(nn.Module):
         sound, style = read.styles.chunk(2, dim=1)
         pitch, energy = self.predictor.pitch_and_energy(manner, style, lengths)
         x = self.decoder(lengths.clean(text.transpose(1, 2)), pitch, energy, sound, lengths)
-        return Voiced(x, pitch, sound, read.frames)
+        return GeneratorInput(x, pitch, sound, read.frames)
 
-    def say(self, read: Read) -> list[Tensor]:
+    def say(self, read: EncodedText) -> list[Tensor]:
         """The samples of each line."""
         voiced = self.voice(read)
         samples = self.decoder.generator(voiced.x, voiced.style, voiced.pitch, voiced.lengths)

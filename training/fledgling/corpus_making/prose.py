@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from myna.data.utterance import normalise_text
 
-SHORTEST, LONGEST = 15, 140
+MIN_CHARACTERS, MAX_CHARACTERS = 15, 140
 """Characters of a line: with less it is a phrase, with more a clip takes over ten seconds."""
-CLAUSE = 35
+MIN_CLAUSE_CHARACTERS = 35
 """Characters of a clause that can stand alone: shorter ones are scraps."""
-NARROW = 50
+MAX_VERSE_CHARACTERS = 50
 """Characters of a line that was not broken for want of room: where all are as short, it is verse, a list or a head."""
 
 REMARK = re.compile(r"\[[^\]]{0,500}\]|\((?:Applause|Laughter)\.?\)", re.IGNORECASE)
@@ -43,7 +43,7 @@ NUMBER = re.compile(r"(?<![\w,:'\-])\d{1,4}(?:st|nd|rd|th)?(?![\w:'\-]|,\d)")
 """A count, a year or a date. Others are written in too many ways."""
 UNREADABLE = re.compile(r"\d|[A-Z]{2}|\bWar I\b|[,;:] *[,;:]|- | -|''|(?<![A-Za-z'])[B-HJ-NP-Zb-z](?![A-Za-z'])")
 """Other numbers, capitals and Roman numbers, marks in a heap, and letters that stand alone."""
-UNKIND = re.compile(r"\b(?:nigg|negr|squaw|half-breed|mulatto|darkie)", re.IGNORECASE)
+SLUR = re.compile(r"\b(?:nigg|negr|squaw|half-breed|mulatto|darkie)", re.IGNORECASE)
 """What old books say and nothing of ours should."""
 
 
@@ -58,7 +58,7 @@ def prose_lines(text: str) -> Iterator[str]:
     text = REMARK.sub(" ", text.replace("\r", "").replace("’", "'"))
     for paragraph in re.split(r"\n\s*\n", text):
         rows = [row.strip() for row in paragraph.strip().split("\n")]
-        if len(rows) == 1 or max(map(len, rows)) > NARROW:
+        if len(rows) == 1 or max(map(len, rows)) > MAX_VERSE_CHARACTERS:
             joined = BROKEN_WORD.sub("", " ".join(rows).replace("_", ""))
             yield from filter(_is_readable, _lines(joined))
 
@@ -69,22 +69,22 @@ def _lines(paragraph: str) -> Iterator[str]:
         # What begins small goes on after a quotation (`he said.`), and what has no end was broken off.
         whole = normalise_text(SPEECH.sub("", ended))
         if whole and whole[-1] in ".!?" and (whole[0].isupper() or whole[0].isdigit()):
-            pieces = [whole] if len(whole) <= LONGEST else _clauses(whole)
+            pieces = [whole] if len(whole) <= MAX_CHARACTERS else _clauses(whole)
             yield from (sentence(HEAP.sub(",", DASH.sub(", ", piece))) for piece in pieces)
 
 
 def _clauses(long: str, marks: Sequence[re.Pattern[str]] = CUTS) -> Iterator[str]:
     for part in marks[0].split(long):
-        if len(part) > LONGEST and len(marks) > 1:
+        if len(part) > MAX_CHARACTERS and len(marks) > 1:
             yield from _clauses(part, marks[1:])
-        elif len(part) >= CLAUSE:
+        elif len(part) >= MIN_CLAUSE_CHARACTERS:
             yield part
 
 
 def _is_readable(line: str) -> bool:
     return (
-        SHORTEST <= len(line) <= LONGEST
+        MIN_CHARACTERS <= len(line) <= MAX_CHARACTERS
         and READABLE.fullmatch(line) is not None
         and not UNREADABLE.search(NUMBER.sub("a", line))
-        and not UNKIND.search(line)
+        and not SLUR.search(line)
     )

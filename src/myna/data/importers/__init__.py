@@ -1,7 +1,7 @@
-"""Recordings and texts in any of ten layouts, turned into one manifest.
+"""Importers: recordings and transcripts in any of ten layouts, read into one manifest.
 
-Each layout is a module of this folder with the same three names: `DESCRIPTION`, `matches` and `read`. What they find
-passes one gate, `check.judge`; what cannot be used is named in `rejected.jsonl`, and too much of it stops the import.
+Each layout is a module with the same three names: `DESCRIPTION`, `matches` and `read`. All that they read is validated
+by `validation`; what cannot be used is named in `rejected.jsonl`, and too much of it stops the import.
 """
 
 from __future__ import annotations
@@ -9,30 +9,20 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from myna.data.importers import (
-    assessed,
-    chatml,
-    folder,
-    hf,
-    ljspeech,
-    metadata_json,
-    ms_swift,
-    myna,
-    speechocean,
-    table,
-)
-from myna.data.importers.base import Context, Importer, Reason, Rejected
-from myna.data.importers.validation import validate
+from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
+from myna.data.importers.base import ImportContext, Importer, RejectedRecord, RejectionReason
+from myna.data.importers.validation import validate_utterances
 from myna.data.manifest import write_manifest
+from myna.data.pronunciation import scored_jsonl, speechocean
 from myna.data.utterance import Utterance
 from myna.errors import DataError
-from myna.io import replacing
+from myna.io import atomic_write
+from myna.progress import ProgressCallback, silent
 
-__all__ = ["FORMATS", "Imported", "Importer", "Rejected", "detect_format", "import_source", "write_import"]
+__all__ = ["FORMATS", "ImportResult", "Importer", "RejectedRecord", "detect_format", "import_source", "write_import"]
 
 FORMATS: dict[str, Importer] = {
     "myna": myna,
@@ -43,40 +33,40 @@ FORMATS: dict[str, Importer] = {
     "chatml": chatml,
     "ms_swift": ms_swift,
     "hf": hf,
-    "assessed": assessed,
+    "scored_jsonl": scored_jsonl,
     "speechocean": speechocean,
 }
-NAMED = 5
-"""Rejected items that an error spells out; the others are in `rejected.jsonl`."""
+MAX_NAMED_REJECTIONS = 5
+"""Rejected records that an error spells out; the others are in `rejected.jsonl`."""
 
 
 @dataclass(slots=True)
-class Imported:
-    """What an import found: usable utterances and, apart, what is wrong with the others."""
+class ImportResult:
+    """Result of an import: usable utterances and rejected records."""
 
     utterances: list[Utterance]
-    rejected: list[Rejected]
+    rejected: list[RejectedRecord]
     format: str
 
     @property
-    def counts(self) -> dict[Reason, int]:
+    def counts(self) -> dict[RejectionReason, int]:
         """How many were rejected for which reason, the commonest first."""
         return dict(Counter(item.reason for item in self.rejected).most_common())
 
     @property
-    def bad_share(self) -> float:
+    def rejected_share(self) -> float:
         return len(self.rejected) / max(1, len(self.utterances) + len(self.rejected))
 
 
 def detect_format(source: str) -> str:
-    """The layout a source is in, by looking at it."""
+    """The layout of a source, by its names and first bytes."""
     path = Path(source)
-    found = [name for name, importer in FORMATS.items() if importer.matches(path)]
-    if len(found) == 1:
-        return found[0]
+    matching = [name for name, importer in FORMATS.items() if importer.matches(path)]
+    if len(matching) == 1:
+        return matching[0]
     formats = "\n".join(f"  {name:14}{importer.DESCRIPTION}" for name, importer in FORMATS.items())
-    problem = f"could be any of {', '.join(found)}" if found else "is in no layout we know"
-    raise DataError(f"{source} {problem}; {_seen(path)}\n{formats}", hint="name one of these with --format")
+    problem = f"could be any of {', '.join(matching)}" if matching else "is in no layout we know"
+    raise DataError(f"{source} {problem}; {_describe_path(path)}\n{formats}", hint="name one of these with --format")
 
 
 def import_source(
@@ -86,11 +76,11 @@ def import_source(
     format: str | None = None,
     language: str = "",
     speaker: str = "",
-    progress: Callable[[int], None] | None = None,
-) -> Imported:
-    """Read and check a whole source. Audio it carries inside itself goes to `media`; nothing else is written.
+    progress: ProgressCallback = silent,
+) -> ImportResult:
+    """Read and validate a whole source. Embedded audio goes to `media`; nothing else is written.
 
-    `language` and `speaker` stand in where the source names none. `progress` is told how many items are done.
+    `language` and `speaker` are defaults for records that name none.
     """
     path = Path(source)
     if format is not None and format not in FORMATS:
@@ -99,27 +89,29 @@ def import_source(
         raise DataError(f"there is no {source}", hint="check the path")
     try:
         format = format or detect_format(source)
-        utterances, rejected = validate(FORMATS[format].read(path, Context(media, language, speaker)), progress)
+        utterances, rejected = validate_utterances(
+            FORMATS[format].read(path, ImportContext(media, language, speaker)), progress
+        )
     except OSError as error:
         raise DataError(f"{source} cannot be imported: {error}", hint="check permissions and free space") from None
-    return Imported(utterances, rejected, format)
+    return ImportResult(utterances, rejected, format)
 
 
-def write_import(imported: Imported, out: Path, *, max_bad: float = 0.01) -> None:
+def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) -> None:
     """Write `rejected.jsonl` and `manifest.jsonl`; above `max_bad` only the former, and raise with the reasons."""
     rejected = out / "rejected.jsonl"
-    with replacing(rejected) as temporary:
+    with atomic_write(rejected) as temporary:
         lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in imported.rejected)
         temporary.write_bytes(lines.encode(errors="backslashreplace"))  # what is no character becomes JSON's escape
-    bad, good, share = len(imported.rejected), len(imported.utterances), imported.bad_share
+    bad, good, share = len(imported.rejected), len(imported.utterances), imported.rejected_share
     if good and share <= max_bad:
         write_manifest(out / "manifest.jsonl", imported.utterances)
         return
     if not bad:
         raise DataError("the source holds not one utterance", hint="check that it is the right file or folder")
     reasons = ", ".join(f"{count} {reason}" for reason, count in imported.counts.items())
-    first = "".join(f"\n  {item}" for item in imported.rejected[:NAMED])
-    more = f"\n  and {bad - NAMED} more" if bad > NAMED else ""
+    first = "".join(f"\n  {item}" for item in imported.rejected[:MAX_NAMED_REJECTIONS])
+    more = f"\n  and {bad - MAX_NAMED_REJECTIONS} more" if bad > MAX_NAMED_REJECTIONS else ""
     accept = f", or accept the loss with --max-bad {math.ceil(share * 100) / 100:g}" if good else ""
     raise DataError(
         f"{bad} of {bad + good} items cannot be used ({share:.1%}, --max-bad is {max_bad:.1%}): {reasons}{first}{more}",
@@ -127,8 +119,8 @@ def write_import(imported: Imported, out: Path, *, max_bad: float = 0.01) -> Non
     )
 
 
-def _seen(path: Path) -> str:
-    """What a person who looked would have said."""
+def _describe_path(path: Path) -> str:
+    """The content of a folder, or the beginning of a file, for an error message."""
     if path.is_dir():
         names = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
         return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"

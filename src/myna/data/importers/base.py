@@ -1,4 +1,4 @@
-"""What every importer is made of: records with a place, and what becomes of them."""
+"""Importer interface: source records in, utterances or rejected records out, both with file and line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from myna.data.utterance import Span, Utterance, normalise_text
-from myna.io import bytes_hash, replacing, sniff_suffix
+from myna.io import atomic_write, bytes_hash, sniff_suffix
 
-Reason = Literal[
+RejectionReason = Literal[
     "missing file",
     "unreadable audio",
     "empty text",
@@ -29,13 +29,13 @@ AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class RejectedRecord:
     """An item that cannot be used. `line` counts lines, samples or rows of `source` from 1."""
 
     source: str
     line: int | None
     id: str | None
-    reason: Reason
+    reason: RejectionReason
     detail: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -49,65 +49,70 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An utterance and where it stood."""
+class ImportedUtterance:
+    """An utterance and the source line it comes from."""
 
     utterance: Utterance
     source: str
     line: int | None
 
-    def rejected(self, reason: Reason, detail: str = "") -> Rejected:
-        return Rejected(self.source, self.line, self.utterance.id, reason, detail)
+    def rejected(self, error: RecordError) -> RejectedRecord:
+        return RejectedRecord(self.source, self.line, self.utterance.id, error.reason, error.detail)
 
 
-class Bad(Exception):  # noqa: N818 - a verdict on one record, never seen outside the importers
-    def __init__(self, reason: Reason, detail: str = "") -> None:
+ImportItem = ImportedUtterance | RejectedRecord
+
+
+class RecordError(Exception):
+    """One record cannot be used. Raised and caught within the importers."""
+
+    def __init__(self, reason: RejectionReason, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
 
 
 @dataclass(slots=True)
-class Record:
-    """A raw item of a source and where it stood; `id` is filled in as soon as the format knows it."""
+class SourceRecord:
+    """A raw item of a source with its file and line; `id` is filled in as soon as the format knows it."""
 
     source: Path
     line: int | None
     data: Any
     id: str | None = None
 
-    def rejected(self, bad: Bad) -> Rejected:
-        return Rejected(str(self.source), self.line, self.id, bad.reason, bad.detail)
+    def rejected(self, error: RecordError) -> RejectedRecord:
+        return RejectedRecord(str(self.source), self.line, self.id, error.reason, error.detail)
 
 
 @dataclass(slots=True)
-class Context:
-    """What an import knows beside its source."""
+class ImportContext:
+    """Settings of an import, and the references its records share."""
 
     media: Path
-    """Folder for audio that the source carries inside itself."""
+    """Folder for audio embedded in the source."""
     language: str = ""
     speaker: str = ""
-    _shared: dict[tuple[Path, Span | None, str], str] = field(default_factory=dict)
+    _reference_ids: dict[tuple[Path, Span | None, str], str] = field(default_factory=dict)
 
-    def keep(self, data: bytes) -> Path:
+    def save_embedded_audio(self, data: bytes) -> Path:
         """Write embedded audio once, under its hash."""
         path = self.media / f"{bytes_hash(data)}{sniff_suffix(data)}"
         if not path.exists():
-            with replacing(path) as temporary:
+            with atomic_write(path) as temporary:
                 temporary.write_bytes(data)
         return path
 
-    def share(self, reference: Utterance) -> tuple[str, list[Utterance]]:
+    def register_reference(self, reference: Utterance) -> tuple[str, list[Utterance]]:
         """The id under which targets name this reference, and the utterance itself where it is new."""
         key = (reference.audio, reference.span, normalise_text(reference.text))
-        if key in self._shared:
-            return self._shared[key], []
-        self._shared[key] = reference.id
+        if key in self._reference_ids:
+            return self._reference_ids[key], []
+        self._reference_ids[key] = reference.id
         return reference.id, [reference]
 
 
 class Importer(Protocol):
-    """A module of this folder: one layout."""
+    """The interface of a module that reads one layout."""
 
     @property
     def DESCRIPTION(self) -> str: ...  # noqa: N802 - a module's constant
@@ -115,23 +120,25 @@ class Importer(Protocol):
     def matches(self, source: Path) -> bool:
         """Whether the source looks like this layout, by its names and first bytes."""
 
-    def read(self, source: Path, context: Context) -> Iterator[Found | Rejected]: ...
+    def read(self, source: Path, context: ImportContext) -> Iterator[ImportItem]: ...
 
 
-def build(
-    records: Iterable[Record | Rejected], make: Callable[[Record], Iterable[Utterance]]
-) -> Iterator[Found | Rejected]:
-    """Turn each record into utterances; one that proves `Bad` is rejected where it stood, and the others go on."""
+def build_utterances(
+    records: Iterable[SourceRecord | RejectedRecord], make: Callable[[SourceRecord], Iterable[Utterance]]
+) -> Iterator[ImportItem]:
+    """The utterances of each record; a `RecordError` rejects that record alone."""
     for record in records:
-        if isinstance(record, Rejected):
+        if isinstance(record, RejectedRecord):
             yield record
             continue
         try:
             for utterance in make(record):
-                yield Found(utterance, str(record.source), record.line)
-        except Bad as bad:
-            yield record.rejected(bad)
+                yield ImportedUtterance(utterance, str(record.source), record.line)
+        except RecordError as error:
+            yield record.rejected(error)
 
 
-def reference(id: str, audio: Path, text: str, speaker: str, language: str, span: Span | None = None) -> Utterance:
+def reference_utterance(
+    id: str, audio: Path, text: str, speaker: str, language: str, span: Span | None = None
+) -> Utterance:
     return Utterance(id, audio, text, speaker, language, span, {"reference_only": True})

@@ -1,4 +1,4 @@
-"""Boson's ChatML: conversations whose messages hold texts and clips."""
+"""Importer for Boson's ChatML: conversations whose messages hold texts and clips."""
 
 from __future__ import annotations
 
@@ -9,57 +9,53 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers import conversations, ms_swift
-from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
-from myna.data.importers.conversations import ImportedClip, ImportedTurn
-from myna.data.importers.fields import extras, required, stretch, typed
-from myna.data.importers.reading import head, json_records, locate
-from myna.data.utterance import Utterance
+from myna.data.importers import ms_swift
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord
+from myna.data.importers.conversations import ImportedClip, ImportedConversation, ImportedTurn, read_conversations
+from myna.data.importers.fields import collect_extras, parse_span, require_field, require_type
+from myna.data.importers.reading import find_file, read_head
 
 DESCRIPTION = "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}"
 
-OURS = ("id", "messages", "start_index", "speaker", "language", "misc")
+MAPPED_FIELDS = ("id", "messages", "start_index", "speaker", "language", "misc")
 SCENE = re.compile(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", re.DOTALL)
 
 
 def matches(source: Path) -> bool:
     if source.suffix not in (".json", ".jsonl") or not source.is_file():
         return False
-    return '"messages"' in head(source) and not ms_swift.matches(source)
+    return '"messages"' in read_head(source) and not ms_swift.matches(source)
 
 
-def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
-    def make(record: Record) -> Iterator[Utterance]:
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def parse(record: SourceRecord) -> ImportedConversation:
         sample = record.data
-        misc = typed(sample.get("misc") or {}, dict, "misc")
+        misc = require_type(sample.get("misc") or {}, dict, "misc")
         record.id = str(misc.get("sample_id") or sample.get("id") or f"{source.stem}-{record.line}")
-        conversation = [_turn(message, context, source.parent) for message in required(sample, "messages", list)]
-        kept = extras({key: value for key, value in sample.items() if key not in OURS})
-        kept |= extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
-        return conversations.utterances(
-            conversations.ImportedConversation(
-                id=record.id,
-                turns=conversation,
-                speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
-                language=str(sample.get("language") or context.language),
-                start=typed(sample.get("start_index") or 0, int, "start_index"),
-                reference_text=str(misc.get("ref_transcript") or ""),
-                target_text=str(misc.get("target_transcript") or ""),
-                extras=kept | _system(conversation),
-            ),
-            context,
+        turns = [_turn(message, context, source.parent) for message in require_field(sample, "messages", list)]
+        extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
+        extras |= collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
+        return ImportedConversation(
+            id=record.id,
+            turns=turns,
+            speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
+            language=str(sample.get("language") or context.language),
+            start=require_type(sample.get("start_index") or 0, int, "start_index"),
+            reference_text=str(misc.get("ref_transcript") or ""),
+            target_text=str(misc.get("target_transcript") or ""),
+            extras=extras | _system_extras(turns),
         )
 
-    return build(json_records(source), make)
+    return read_conversations(source, context, parse)
 
 
-def _turn(message: Any, context: Context, folder: Path) -> ImportedTurn:
-    message = typed(message, dict, "messages")
-    role = required(message, "role", str)
-    return ImportedTurn(role, list(_parts(required(message, "content", object), context, folder)))
+def _turn(message: Any, context: ImportContext, folder: Path) -> ImportedTurn:
+    message = require_type(message, dict, "messages")
+    role = require_field(message, "role", str)
+    return ImportedTurn(role, list(_parts(require_field(message, "content", object), context, folder)))
 
 
-def _parts(content: Any, context: Context, folder: Path) -> Iterator[str | ImportedClip]:
+def _parts(content: Any, context: ImportContext, folder: Path) -> Iterator[str | ImportedClip]:
     match content:
         case str(text) | {"type": "text", "text": str(text)}:
             yield text
@@ -69,27 +65,28 @@ def _parts(content: Any, context: Context, folder: Path) -> Iterator[str | Impor
             for part in content:
                 yield from _parts(part, context, folder)
         case _:
-            raise Bad("malformed", "`content` is neither text nor audio nor a list of them")
+            raise RecordError("malformed", "`content` is neither text nor audio nor a list of them")
 
 
-def _clip(content: Mapping[str, Any], context: Context, folder: Path) -> ImportedClip:
-    span = stretch(content.get("offset"), duration=content.get("duration"))
+def _clip(content: Mapping[str, Any], context: ImportContext, folder: Path) -> ImportedClip:
+    span = parse_span(content.get("offset"), duration=content.get("duration"))
     url, raw = content.get("audio_url"), content.get("raw_audio")
     if url and url != "placeholder":
-        return ImportedClip(locate(typed(url, str, "audio_url").removeprefix("file://"), folder, Path()), span)
+        path = require_type(url, str, "audio_url").removeprefix("file://")
+        return ImportedClip(find_file(path, folder, Path()), span)
     if not raw:
-        raise Bad("placeholder without clip", "neither `audio_url` nor `raw_audio`")
+        raise RecordError("placeholder without clip", "neither `audio_url` nor `raw_audio`")
     try:
-        return ImportedClip(context.keep(base64.b64decode(typed(raw, str, "raw_audio"), validate=True)), span)
+        data = base64.b64decode(require_type(raw, str, "raw_audio"), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Bad("unreadable audio", f"`raw_audio` is not base64: {error}") from None
+        raise RecordError("unreadable audio", f"`raw_audio` is not base64: {error}") from None
+    return ImportedClip(context.save_embedded_audio(data), span)
 
 
-def _system(conversation: list[ImportedTurn]) -> dict[str, str]:
-    """The scene, and what else the system message says."""
-    text = "".join(
-        part for turn in conversation if turn.role == "system" for part in turn.parts if isinstance(part, str)
-    )
+def _system_extras(turns: list[ImportedTurn]) -> dict[str, str]:
+    """The scene, and the rest of the system message."""
+    parts = (part for turn in turns if turn.role == "system" for part in turn.parts)
+    text = "".join(part for part in parts if isinstance(part, str))
     scene = SCENE.search(text)
-    parts = {"system": SCENE.sub("", text).strip(), "scene": scene[1].strip() if scene else ""}
-    return {key: value for key, value in parts.items() if value}
+    extras = {"system": SCENE.sub("", text).strip(), "scene": scene[1].strip() if scene else ""}
+    return {key: value for key, value in extras.items() if value}

@@ -1,17 +1,25 @@
-"""Conversations with clips in them: which clip is to be learned, what is said in it, and which ones set its voice."""
+"""Utterances of imported conversations: targets, their transcripts and their references."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from myna.data.importers.base import Bad, Context, reference
+from myna.data.importers.base import (
+    ImportContext,
+    ImportItem,
+    RecordError,
+    SourceRecord,
+    build_utterances,
+    reference_utterance,
+)
+from myna.data.importers.reading import json_records
 from myna.data.utterance import Span, Utterance, normalise_text
 
 INSTRUCTION = "Please generate speech for given text in reference audio's voice:"
-"""What the Arabic data puts before the target's text in the user's turn."""
+"""A prefix of the target's text in the user's turn, in the Arabic data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,66 +41,74 @@ class ImportedConversation:
     speaker: str
     language: str
     start: int = 0
-    """Turns before this one are context."""
+    """The first turn whose clips are targets."""
     reference_text: str = ""
     target_text: str = ""
-    """What the clips say, where the turns do not tell."""
+    """Transcripts of clips whose turns have no text."""
     extras: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Spoken:
+class _TranscribedClip(NamedTuple):
     audio: Path
     span: Span | None
     text: str
     is_target: bool
 
 
-def utterances(sample: ImportedConversation, context: Context) -> Iterator[Utterance]:
-    """The assistant's clips from `start` on are targets; whatever sounded before one of them is its reference."""
-    spoken = list(_spoken(sample))
-    targets = [clip for clip in spoken if clip.is_target]
-    if not targets:
-        raise Bad("malformed", "no clip in an assistant's turn to learn")
-    heard: list[str] = []
-    learned = 0
-    for clip in spoken:
+def read_conversations(
+    source: Path, context: ImportContext, parse: Callable[[SourceRecord], ImportedConversation]
+) -> Iterator[ImportItem]:
+    """The utterances of a JSON or JSONL file whose objects `parse` turns into conversations; it sets their ids too."""
+    return build_utterances(json_records(source), lambda record: _utterances(parse(record), context))
+
+
+def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterator[Utterance]:
+    """The assistant's clips from `start` on are targets; all clips before a target are its references."""
+    clips = list(_transcribed_clips(sample))
+    target_count = sum(clip.is_target for clip in clips)
+    if not target_count:
+        raise RecordError("malformed", "no clip in an assistant's turn to learn")
+    previous_ids: list[str] = []
+    targets_done = 0
+    for clip in clips:
         if clip.is_target:
-            id = sample.id if len(targets) == 1 else f"{sample.id}/{learned}"
-            text = clip.text or (sample.target_text if len(targets) == 1 else "")
-            asked = {"references": list(dict.fromkeys(heard))} if heard else {}
-            yield Utterance(id, clip.audio, text, sample.speaker, sample.language, clip.span, sample.extras | asked)
-            learned += 1
+            id = sample.id if target_count == 1 else f"{sample.id}/{targets_done}"
+            text = clip.text or (sample.target_text if target_count == 1 else "")
+            extras = sample.extras | ({"references": list(dict.fromkeys(previous_ids))} if previous_ids else {})
+            yield Utterance(id, clip.audio, text, sample.speaker, sample.language, clip.span, extras)
+            targets_done += 1
         else:
-            text = clip.text or (sample.reference_text if len(spoken) == len(targets) + 1 else "")
-            name = f"{sample.id}/ref{len(heard) - learned}"
-            id, new = context.share(reference(name, clip.audio, text, sample.speaker, sample.language, clip.span))
+            text = clip.text or (sample.reference_text if len(clips) == target_count + 1 else "")
+            name = f"{sample.id}/ref{len(previous_ids) - targets_done}"
+            reference = reference_utterance(name, clip.audio, text, sample.speaker, sample.language, clip.span)
+            id, new = context.register_reference(reference)
             yield from new
-        heard.append(id)
+        previous_ids.append(id)
 
 
-def _spoken(sample: ImportedConversation) -> Iterator[_Spoken]:
-    """Each clip with its text: its own turn's, or for the assistant's clip what the user last asked for."""
-    asked: list[str] = []
+def _transcribed_clips(sample: ImportedConversation) -> Iterator[_TranscribedClip]:
+    """Each clip with its transcript: its own turn's text, or for the assistant's clip the user's last text."""
+    user_texts: list[str] = []
     for number, turn in enumerate(sample.turns):
-        told: list[str] = []
-        clips = sum(isinstance(part, ImportedClip) for part in turn.parts)
-        for place, part in enumerate(turn.parts):
+        turn_texts: list[str] = []
+        clip_count = sum(isinstance(part, ImportedClip) for part in turn.parts)
+        for position, part in enumerate(turn.parts):
             if isinstance(part, str):
-                told.append(part)
+                turn_texts.append(part)
                 continue
             if turn.role == "assistant":
-                after = [text for text in turn.parts[place:] if isinstance(text, str)] if clips == 1 else []
-                text = _joined(told) or _joined(after) or _joined(asked).removeprefix(INSTRUCTION).strip()
+                after = [text for text in turn.parts[position:] if isinstance(text, str)] if clip_count == 1 else []
+                text = _join(turn_texts) or _join(after) or _join(user_texts).removeprefix(INSTRUCTION).strip()
             else:
-                text = _joined(asked + told) if turn.role == "user" else ""
-            yield _Spoken(part.audio, part.span, text, turn.role == "assistant" and number >= sample.start)
-            asked, told = [], []
+                text = _join(user_texts + turn_texts) if turn.role == "user" else ""
+            is_target = turn.role == "assistant" and number >= sample.start
+            yield _TranscribedClip(part.audio, part.span, text, is_target)
+            user_texts, turn_texts = [], []
         if turn.role == "user":
-            asked = asked + told
+            user_texts = user_texts + turn_texts
         elif turn.role == "assistant":
-            asked = []
+            user_texts = []
 
 
-def _joined(texts: Sequence[str]) -> str:
+def _join(texts: Sequence[str]) -> str:
     return normalise_text(" ".join(texts))

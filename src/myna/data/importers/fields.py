@@ -1,4 +1,4 @@
-"""Values of a record, taken with care."""
+"""Typed access to the fields of a record."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from myna.data.importers.base import Bad
+from myna.data.importers.base import RecordError
 from myna.data.utterance import TASKS, Span
 
 T = TypeVar("T")
 
 
-def typed(value: Any, kind: type[T], name: str) -> T:
+def require_type(value: Any, kind: type[T], name: str) -> T:
     if not isinstance(value, kind):
-        raise Bad("malformed", f"`{name}` is {type(value).__name__}, not {kind.__name__}")
+        raise RecordError("malformed", f"`{name}` is {type(value).__name__}, not {kind.__name__}")
     return value
 
 
-def required(data: Mapping[str, Any], key: str, kind: type[T]) -> T:
+def require_field(data: Mapping[str, Any], key: str, kind: type[T]) -> T:
     if data.get(key) is None:
-        raise Bad("malformed", f"there is no `{key}`")
-    return typed(data[key], kind, key)
+        raise RecordError("malformed", f"there is no `{key}`")
+    return require_type(data[key], kind, key)
 
 
-def stretch(start: Any, end: Any = None, duration: Any = None) -> Span | None:
-    """A span from what a source gives for it; None where it gives nothing."""
+def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None:
+    """A span from start, end or duration in seconds; None where the source gives none of them."""
     if start is None and end is None and duration is None:
         return None
     try:
@@ -35,30 +35,30 @@ def stretch(start: Any, end: Any = None, duration: Any = None) -> Span | None:
             last = first + float(duration)
         return Span(first, last)
     except (TypeError, ValueError) as error:
-        raise Bad("bad span", str(error)) from None
+        raise RecordError("bad span", str(error)) from None
 
 
-def extras(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What else a source said, as plain JSON. A name that means something to Myna is kept aside unless it fits."""
-    kept = {}
+def collect_extras(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields without a place of their own, as JSON values. Names reserved by Myna get a prefix unless they fit."""
+    extras = {}
     for key, value in data.items():
-        value = _plain(value)
-        taken = key in ("references", "reference_only") or (key == "task" and value not in TASKS)
+        value = _to_json_value(value)
+        is_reserved = key in ("references", "reference_only") or (key == "task" and value not in TASKS)
         if value not in (None, ""):
-            kept[f"source_{key}" if taken else key] = value
-    return kept
+            extras[f"source_{key}" if is_reserved else key] = value
+    return extras
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     match value:
         case None | bool() | int() | str():
             return value
         case float():
             return value if math.isfinite(value) else None
         case list() | tuple():
-            return [_plain(item) for item in value]
+            return [_to_json_value(item) for item in value]
         case dict():
-            return {str(key): _plain(item) for key, item in value.items()}
+            return {str(key): _to_json_value(item) for key, item in value.items()}
         case bytes():
             return f"{len(value)} bytes"
         case _:

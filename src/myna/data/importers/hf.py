@@ -1,4 +1,4 @@
-"""Hugging Face datasets: Parquet or Arrow files here, or a name on the hub."""
+"""Importer for Hugging Face datasets: Parquet or Arrow files here, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from myna.data.importers import rows
-from myna.data.importers.base import Context, Found, Record, Rejected, build
-from myna.data.importers.reading import visible
+from myna.data.importers import tabular
+from myna.data.importers.base import ImportContext, ImportItem, RejectedRecord, SourceRecord, build_utterances
+from myna.data.importers.reading import list_files
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 
@@ -21,7 +21,7 @@ SUFFIXES = (".parquet", ".arrow")
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".txt", *SUFFIXES)
 BATCH = 64
-"""Rows in memory at a time."""
+"""Records in memory at a time."""
 
 
 def matches(source: Path) -> bool:
@@ -30,35 +30,31 @@ def matches(source: Path) -> bool:
     return HUB.fullmatch(source.as_posix()) is not None and source.suffix not in FILES
 
 
-def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
-    def make(record: Record) -> Iterator[Utterance]:
-        yield rows.utterance(record, context, (record.source.parent, Path()))
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        yield tabular.utterance_from_row(record, context, (record.source.parent, Path()))
 
     records = (record for file in _files(source) for record in _local(file)) if source.exists() else _hub(source)
-    return build(records, make)
+    return build_utterances(records, make)
 
 
 def _files(source: Path) -> list[Path]:
-    files = visible(source, *SUFFIXES) if source.is_dir() else [source]
+    files = list_files(source, *SUFFIXES) if source.is_dir() else [source]
     return [file for file in files if file.suffix in SUFFIXES and not file.name.startswith("cache-")]
 
 
-def _local(file: Path) -> Iterator[Record | Rejected]:
+def _local(file: Path) -> Iterator[SourceRecord | RejectedRecord]:
     number = 0
     try:
         for batch in _batches(file):
-            for place in range(batch.num_rows):
+            for position in range(batch.num_rows):
                 number += 1
-                yield from _row(file, number, batch.slice(place, 1))
+                try:
+                    yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
+                except UnicodeDecodeError as error:
+                    yield RejectedRecord(str(file), number, None, "not UTF-8", str(error))
     except (pa.ArrowException, OSError) as error:
-        yield Rejected(str(file), number + 1, None, "malformed", str(error))
-
-
-def _row(file: Path, number: int, batch: pa.RecordBatch) -> Iterator[Record | Rejected]:
-    try:
-        yield Record(file, number, batch.to_pylist()[0])
-    except UnicodeDecodeError as error:
-        yield Rejected(str(file), number, None, "not UTF-8", str(error))
+        yield RejectedRecord(str(file), number + 1, None, "malformed", str(error))
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:
@@ -72,7 +68,7 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _arrow(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
-    """Batches of an Arrow file, or of a stream, as which `datasets` saves them."""
+    """Batches of an Arrow file, or of an Arrow stream, the format of `datasets`."""
     try:
         reader = pa.ipc.open_file(mapped)
     except pa.ArrowInvalid:
@@ -82,15 +78,15 @@ def _arrow(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
         yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
-def _hub(source: Path) -> Iterator[Record]:
-    """Rows of a dataset on the hub, its clips as they are stored."""
+def _hub(source: Path) -> Iterator[SourceRecord]:
+    """Records of a dataset on the hub, audio undecoded."""
     import datasets  # slow to import, and only needed here
 
-    wanted = HUB.fullmatch(source.as_posix())
+    name = HUB.fullmatch(source.as_posix())
     try:
-        if wanted is None:
+        if name is None:
             raise ValueError("it is not named like one")
-        loaded = datasets.load_dataset(wanted["name"], wanted["config"], split=wanted["split"])
+        loaded = datasets.load_dataset(name["name"], name["config"], split=name["split"])
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{source} is neither a file here nor a dataset that loads from the hub: {error}",
@@ -104,4 +100,4 @@ def _hub(source: Path) -> Iterator[Record]:
                 split = split.cast_column(column, datasets.Audio(decode=False))
         for row in split:
             number += 1
-            yield Record(source, number, row)
+            yield SourceRecord(source, number, row)

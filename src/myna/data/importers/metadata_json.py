@@ -1,4 +1,4 @@
-"""The Vietnamese fine-tuning folder: recordings, transcripts and a `metadata.json` that names them."""
+"""Importer for the Vietnamese fine-tuning folder: recordings, transcripts and a `metadata.json` that names them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.base import Context, Found, Record, Rejected, build, reference
-from myna.data.importers.fields import extras, required, typed
-from myna.data.importers.reading import head, locate, objects, parsed, read_text
+from myna.data.importers.base import (
+    ImportContext,
+    ImportItem,
+    RejectedRecord,
+    SourceRecord,
+    build_utterances,
+    reference_utterance,
+)
+from myna.data.importers.fields import collect_extras, require_field, require_type
+from myna.data.importers.reading import find_file, json_objects, parse_json_file, read_head, read_transcript
 from myna.data.utterance import TASKS, Utterance
 
 DESCRIPTION = "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}"
 
-OURS = (
+MAPPED_FIELDS = (
     "id",
     "audio_file",
     "transcript_file",
@@ -25,69 +32,72 @@ OURS = (
     "ref_transcript",
     "ref_speakers",
 )
-"""Fields of a sample that become fields or references of an utterance; the others are kept as extras."""
+"""Fields of a sample that become fields or references of an utterance; the others become extras."""
 
 
 def matches(source: Path) -> bool:
     file = _index(source)
-    return (
-        file.name == "metadata.json"
-        and file.is_file()
-        and re.search(r'"(dataset_info|samples)"\s*:', head(file)) is not None
-    )
+    is_index = file.name == "metadata.json" and file.is_file()
+    return is_index and re.search(r'"(dataset_info|samples)"\s*:', read_head(file)) is not None
 
 
-def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     index = _index(source)
     folders = (index.parent, Path())
 
-    def make(record: Record) -> Iterator[Utterance]:
+    def make(record: SourceRecord) -> Iterator[Utterance]:
         sample = record.data
-        record.id = str(required(sample, "id", object))
+        record.id = str(require_field(sample, "id", object))
         speaker = str(sample.get("speaker_id") or context.speaker)
         language = str(sample.get("language") or context.language)
-        kept = extras({key: value for key, value in sample.items() if key not in OURS})
+        extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
         task = sample.get("task_type")
-        kept |= {"task" if task in TASKS else "task_type": task} if task else {}
-        ids, voices = [], _voices(sample)
-        for number, voice in enumerate(voices):
-            audio = locate(required(voice, "ref_audio_file", str), *folders)
-            text = typed(voice.get("ref_transcript") or "", str, "ref_transcript")
-            voice_speaker = str(voice.get("speaker_id") or speaker)
-            id, new = context.share(reference(f"{record.id}/ref{number}", audio, text, voice_speaker, language))
+        extras |= {"task" if task in TASKS else "task_type": task} if task else {}
+        ids, references = [], _references(sample)
+        for number, fields in enumerate(references):
+            audio = find_file(require_field(fields, "ref_audio_file", str), *folders)
+            text = require_type(fields.get("ref_transcript") or "", str, "ref_transcript")
+            owner = str(fields.get("speaker_id") or speaker)
+            reference = reference_utterance(f"{record.id}/ref{number}", audio, text, owner, language)
+            id, new = context.register_reference(reference)
             ids.append(id)
             yield from new
-        if ids or str(task).endswith("smart_voice"):  # a smart voice is one the model finds without a reference
-            kept["references"] = ids
+        if ids or str(task).endswith("smart_voice"):  # a "smart voice" has no reference
+            extras["references"] = ids
         if sample.get("ref_speakers"):
-            kept["speaker_tags"] = [voice.get("speaker_tag") for voice in voices]
-        audio = locate(required(sample, "audio_file", str), *folders)
-        text = read_text(locate(required(sample, "transcript_file", str), *folders))
-        yield Utterance(record.id, audio, text, speaker, language, extras=kept)
+            extras["speaker_tags"] = [fields.get("speaker_tag") for fields in references]
+        audio = find_file(require_field(sample, "audio_file", str), *folders)
+        text = read_transcript(find_file(require_field(sample, "transcript_file", str), *folders))
+        yield Utterance(record.id, audio, text, speaker, language, extras=extras)
 
-    return build(_samples(index), make)
+    return build_utterances(_samples(index), make)
 
 
-def _voices(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """The voices a sample is to be cloned from, in the order of their tags."""
+def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """The references of a sample, in the order of their speaker tags."""
     if str(sample.get("task_type")).endswith("smart_voice"):
         return []
     if sample.get("ref_speakers"):
-        voices = [typed(voice, dict, "ref_speakers") for voice in typed(sample["ref_speakers"], list, "ref_speakers")]
+        speakers = require_type(sample["ref_speakers"], list, "ref_speakers")
+        references = [require_type(speaker, dict, "ref_speakers") for speaker in speakers]
         return sorted(
-            voices, key=lambda voice: [int(digits) for digits in re.findall(r"\d+", str(voice.get("speaker_tag")))]
+            references, key=lambda fields: [int(n) for n in re.findall(r"\d+", str(fields.get("speaker_tag")))]
         )
     return [sample] if sample.get("ref_audio_file") else []
 
 
-def _samples(index: Path) -> Iterator[Record | Rejected]:
-    tree = parsed(index)
-    if isinstance(tree, Rejected):
+def _tag_numbers(reference: dict[str, Any]) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", str(reference.get("speaker_tag")))]
+
+
+def _samples(index: Path) -> Iterator[SourceRecord | RejectedRecord]:
+    tree = parse_json_file(index)
+    if isinstance(tree, RejectedRecord):
         yield tree
     elif isinstance(tree, dict) and isinstance(tree.get("samples"), list):
-        yield from objects(index, tree["samples"])
+        yield from json_objects(index, tree["samples"])
     else:
-        yield Rejected(str(index), None, None, "malformed", "there is no list `samples`")
+        yield RejectedRecord(str(index), None, None, "malformed", "there is no list `samples`")
 
 
 def _index(source: Path) -> Path:

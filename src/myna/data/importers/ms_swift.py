@@ -1,4 +1,4 @@
-"""ms-swift JSONL: messages with `<audio>` where the clips listed under `audios` belong."""
+"""Importer for ms-swift JSONL: messages with `<audio>` where the clips listed under `audios` belong."""
 
 from __future__ import annotations
 
@@ -6,65 +6,59 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers import conversations
-from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
-from myna.data.importers.conversations import ImportedClip, ImportedTurn
-from myna.data.importers.fields import extras, required, typed
-from myna.data.importers.reading import head, json_records, locate
-from myna.data.utterance import Utterance
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord
+from myna.data.importers.conversations import ImportedClip, ImportedConversation, ImportedTurn, read_conversations
+from myna.data.importers.fields import collect_extras, require_field, require_type
+from myna.data.importers.reading import find_file, read_head
 
 DESCRIPTION = "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}"
 
-OURS = ("id", "messages", "audios", "speaker", "speaker_id", "language")
+MAPPED_FIELDS = ("id", "messages", "audios", "speaker", "speaker_id", "language")
 PLACEHOLDER = "<audio>"
 
 
 def matches(source: Path) -> bool:
     if source.suffix not in (".json", ".jsonl") or not source.is_file():
         return False
-    start = head(source)
+    start = read_head(source)
     return '"messages"' in start and '"audios"' in start
 
 
-def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
-    def make(record: Record) -> Iterator[Utterance]:
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def parse(record: SourceRecord) -> ImportedConversation:
         sample = record.data
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
-        messages = [_message(message) for message in required(sample, "messages", list)]
-        names = [typed(name, str, "audios") for name in typed(sample.get("audios") or [], list, "audios")]
-        clips = [ImportedClip(locate(name, source.parent, Path())) for name in names]
-        conversation = _placed(messages, clips)
+        messages = [_message(message) for message in require_field(sample, "messages", list)]
+        names = [require_type(name, str, "audios") for name in require_type(sample.get("audios") or [], list, "audios")]
+        clips = [ImportedClip(find_file(name, source.parent, Path())) for name in names]
         system = " ".join(text for role, text in messages if role == "system").strip()
-        return conversations.utterances(
-            conversations.ImportedConversation(
-                id=record.id,
-                turns=conversation,
-                speaker=str(sample.get("speaker") or sample.get("speaker_id") or context.speaker),
-                language=str(sample.get("language") or context.language),
-                extras=extras({key: value for key, value in sample.items() if key not in OURS} | {"system": system}),
-            ),
-            context,
+        return ImportedConversation(
+            id=record.id,
+            turns=_place_clips(messages, clips),
+            speaker=str(sample.get("speaker") or sample.get("speaker_id") or context.speaker),
+            language=str(sample.get("language") or context.language),
+            extras=collect_extras({k: v for k, v in sample.items() if k not in MAPPED_FIELDS} | {"system": system}),
         )
 
-    return build(json_records(source), make)
+    return read_conversations(source, context, parse)
 
 
 def _message(message: Any) -> tuple[str, str]:
-    message = typed(message, dict, "messages")
-    return required(message, "role", str), required(message, "content", str)
+    message = require_type(message, dict, "messages")
+    return require_field(message, "role", str), require_field(message, "content", str)
 
 
-def _placed(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
-    """Each clip at its placeholder. A lone one outside the assistant's only turn is what that turn transcribes."""
+def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
+    """Turns with each clip at its placeholder. A lone clip without one is spoken in the assistant's only turn."""
     placeholders = sum(text.count(PLACEHOLDER) for _, text in messages)
     answers = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
-    transcribed = len(clips) == len(answers) == 1 and PLACEHOLDER not in messages[answers[0]][1]
-    if placeholders != len(clips) and not (transcribed and placeholders == 0):
-        raise Bad("placeholder without clip", f"{placeholders} {PLACEHOLDER} for {len(clips)} clips")
-    if transcribed:
+    is_transcript = len(clips) == len(answers) == 1 and PLACEHOLDER not in messages[answers[0]][1]
+    if placeholders != len(clips) and not (is_transcript and placeholders == 0):
+        raise RecordError("placeholder without clip", f"{placeholders} {PLACEHOLDER} for {len(clips)} clips")
+    if is_transcript:
         return [ImportedTurn("assistant", [messages[answers[0]][1], *clips])]
-    left = iter(clips)
-    return [ImportedTurn(role, list(_parts(text, left))) for role, text in messages]
+    remaining = iter(clips)
+    return [ImportedTurn(role, list(_parts(text, remaining))) for role, text in messages]
 
 
 def _parts(text: str, clips: Iterator[ImportedClip]) -> Iterator[str | ImportedClip]:

@@ -1,4 +1,4 @@
-"""Files of a source, read so that one bad line costs one line."""
+"""Files of a source, read so that a bad line rejects one record alone."""
 
 from __future__ import annotations
 
@@ -7,56 +7,55 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.base import Bad, Record, Rejected
-from myna.data.importers.fields import typed
+from myna.data.importers.base import RecordError, RejectedRecord, SourceRecord
+from myna.data.importers.fields import require_type
 from myna.io import is_file
 
 
-def json_records(path: Path) -> Iterator[Record | Rejected]:
+def json_records(path: Path) -> Iterator[SourceRecord | RejectedRecord]:
     """The objects of a JSONL file by line, or of a JSON file as its list of samples or its only one."""
-    tree = None if path.suffix == ".jsonl" else parsed(path)
-    if tree is None or (isinstance(tree, Rejected) and tree.detail.startswith("Extra data")):
+    tree = None if path.suffix == ".jsonl" else parse_json_file(path)
+    if tree is None or (isinstance(tree, RejectedRecord) and tree.detail.startswith("Extra data")):
         yield from _json_lines(path)
-    elif isinstance(tree, Rejected):
+    elif isinstance(tree, RejectedRecord):
         yield tree
     else:
-        yield from objects(path, tree if isinstance(tree, list) else [tree])
+        yield from json_objects(path, tree if isinstance(tree, list) else [tree])
 
 
-def parsed(path: Path) -> Any:
-    """A whole JSON file, or the `Rejected` that it is."""
+def parse_json_file(path: Path) -> Any:
+    """A JSON file's content, or a `RejectedRecord` if it cannot be parsed."""
     try:
         return json.loads(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return Rejected(str(path), None, None, "not UTF-8", str(error))
+        return RejectedRecord(str(path), None, None, "not UTF-8", str(error))
     except json.JSONDecodeError as error:
-        return Rejected(str(path), error.lineno, None, "malformed", str(error))
+        return RejectedRecord(str(path), error.lineno, None, "malformed", str(error))
 
 
-def objects(path: Path, samples: Iterable[Any]) -> Iterator[Record | Rejected]:
+def json_objects(path: Path, samples: Iterable[Any]) -> Iterator[SourceRecord | RejectedRecord]:
     for number, sample in enumerate(samples, start=1):
         if isinstance(sample, dict):
-            yield Record(path, number, sample)
+            yield SourceRecord(path, number, sample)
         else:
-            yield Rejected(str(path), number, None, "malformed", f"{type(sample).__name__}, not an object")
+            yield RejectedRecord(str(path), number, None, "malformed", f"{type(sample).__name__}, not an object")
 
 
-def _json_lines(path: Path) -> Iterator[Record | Rejected]:
-    for number, line in lines(path):
-        record = Record(path, number, None)
+def _json_lines(path: Path) -> Iterator[SourceRecord | RejectedRecord]:
+    for number, line in nonblank_lines(path):
+        record = SourceRecord(path, number, None)
         try:
-            record.data = typed(json.loads(line.decode("utf-8")), dict, "line")
-        except UnicodeDecodeError as error:
-            yield record.rejected(Bad("not UTF-8", str(error)))
-        except json.JSONDecodeError as error:
-            yield record.rejected(Bad("malformed", str(error)))
-        except Bad as bad:
-            yield record.rejected(bad)
-        else:
+            record.data = require_type(json.loads(line.decode("utf-8")), dict, "line")
             yield record
+        except UnicodeDecodeError as error:
+            yield record.rejected(RecordError("not UTF-8", str(error)))
+        except json.JSONDecodeError as error:
+            yield record.rejected(RecordError("malformed", str(error)))
+        except RecordError as error:
+            yield record.rejected(error)
 
 
-def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers, without line ends or byte order mark."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -65,23 +64,23 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def read_text(path: Path) -> str:
+def read_transcript(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
-            raise Bad("not UTF-8", f"{path}: {error}") from None
-        raise Bad("missing file", str(path)) from None
+            raise RecordError("not UTF-8", f"{path}: {error}") from None
+        raise RecordError("missing file", str(path)) from None
 
 
-def head(path: Path) -> str:
-    """The first stretch of a file, for a look at what it is."""
+def read_head(path: Path) -> str:
+    """The first 64 KiB of a file, to detect its format."""
     with path.open("rb") as file:
         return file.read(1 << 16).decode("utf-8", errors="replace")
 
 
-def visible(folder: Path, *suffixes: str) -> list[Path]:
-    """Files below a folder, by name; hidden ones and `._` twins from other systems are not there for us."""
+def list_files(folder: Path, *suffixes: str) -> list[Path]:
+    """Files below a folder with one of the suffixes, sorted, without hidden ones (and the `._` files of macOS)."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -91,7 +90,7 @@ def visible(folder: Path, *suffixes: str) -> list[Path]:
     )
 
 
-def locate(name: str, *folders: Path) -> Path:
-    """Where a source's file lies: the first folder that has it, else where it was expected."""
+def find_file(name: str, *folders: Path) -> Path:
+    """The path of a file that a source names: in the first folder that has it, else in the first."""
     candidates = [folder / name for folder in folders]
     return next((path for path in candidates if is_file(path)), candidates[0])

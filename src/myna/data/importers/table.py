@@ -1,4 +1,4 @@
-"""A CSV or TSV file with named columns."""
+"""Importer for a CSV or TSV file with named columns."""
 
 from __future__ import annotations
 
@@ -7,86 +7,92 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers import rows
-from myna.data.importers.base import Bad, Context, Found, Record, Rejected, build
-from myna.data.importers.reading import head
+from myna.data.importers import tabular
+from myna.data.importers.base import (
+    ImportContext,
+    ImportItem,
+    RecordError,
+    RejectedRecord,
+    SourceRecord,
+    build_utterances,
+)
+from myna.data.importers.reading import read_head
 from myna.data.utterance import Utterance
 
 DESCRIPTION = "a CSV or TSV file whose header names at least an audio and a text column"
 
 SUFFIXES = (".csv", ".tsv")
 CLIPS = "clips"
-"""Where Common Voice keeps what its tables name."""
+"""Where Common Voice keeps the audio its tables name."""
 
 
 def matches(source: Path) -> bool:
     file = _table(source)
-    return file is not None and rows.is_known(_header(file)[1])
+    return file is not None and tabular.has_required_columns(_header(file)[1])
 
 
-def read(source: Path, context: Context) -> Iterator[Found | Rejected]:
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     file = _table(source) or source
     folders = (file.parent, file.parent / CLIPS, Path())
 
-    def make(record: Record) -> Iterator[Utterance]:
-        yield rows.utterance(record, context, folders)
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        yield tabular.utterance_from_row(record, context, folders)
 
-    return build(_rows(file), make)
+    return build_utterances(_rows(file), make)
 
 
 def _table(source: Path) -> Path | None:
-    """The file itself, or a folder's only table."""
+    """The file itself, or the only table in a folder."""
     tables = [source] if source.is_file() else sorted(source.glob("[!.]*")) if source.is_dir() else []
     tables = [path for path in tables if path.suffix.lower() in SUFFIXES]
     return tables[0] if len(tables) == 1 else None
 
 
 def _header(file: Path) -> tuple[str, list[str]]:
-    """The delimiter under which the first line names most columns that we know, and the columns."""
-    first = head(file).removeprefix("\ufeff").splitlines()[:1]
+    """The delimiter under which the first line has most known columns, and the columns."""
+    first = read_head(file).removeprefix("\ufeff").splitlines()[:1]
     splits: list[tuple[str, list[str]]] = [
         (delimiter, next(_parse(iter(first), delimiter), [])) for delimiter in ",\t;|"
     ]
-    return max(splits, key=lambda split: (len(rows.named(split[1])), len(split[1])))
+    return max(splits, key=lambda split: (len(tabular.map_columns(split[1])), len(split[1])))
 
 
-def _rows(file: Path) -> Iterator[Record | Rejected]:
+def _rows(file: Path) -> Iterator[SourceRecord | RejectedRecord]:
     delimiter, header = _header(file)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
         reader = _parse(lines, delimiter)
         next(reader, None)
         while True:
-            record = Record(file, reader.line_num + 1, None)
+            record = SourceRecord(file, reader.line_num + 1, None)
             try:
                 cells = next(reader)
                 if not any(cells):
                     continue
                 record.data = _row(header, cells, unquote=reader.dialect.quoting == csv.QUOTE_NONE)
+                yield record
             except StopIteration:
                 return
             except csv.Error as error:
-                yield record.rejected(Bad("malformed", str(error)))
-            except Bad as bad:
-                yield record.rejected(bad)
-            else:
-                yield record
+                yield record.rejected(RecordError("malformed", str(error)))
+            except RecordError as error:
+                yield record.rejected(error)
 
 
 def _parse(lines: Iterator[str], delimiter: str) -> Any:
-    """Tabs and bars stand in no text, so quotes around such a field protect nothing: they are taken as they come."""
+    """With tabs and bars, which no text holds, quotes are literal."""
     return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL)
 
 
 def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str]:
     if any("\udc80" <= letter <= "\udcff" for cell in cells for letter in cell):
-        raise Bad("not UTF-8")
+        raise RecordError("not UTF-8")
     if len(cells) != len(header):
-        raise Bad("malformed", f"{len(cells)} cells under {len(header)} columns")
+        raise RecordError("malformed", f"{len(cells)} cells under {len(header)} columns")
     return dict(zip(header, [_unquoted(cell) for cell in cells] if unquote else cells, strict=True))
 
 
 def _unquoted(cell: str) -> str:
-    """A cell that a spreadsheet has quoted as a whole, as it was before."""
+    """A cell without the quotes that a spreadsheet puts around the whole of it."""
     inner = cell[1:-1]
     if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner.replace('""', ""):
         return inner.replace('""', '"')

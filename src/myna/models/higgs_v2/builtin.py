@@ -1,10 +1,13 @@
-"""The released model's configuration, known without a download: enough to count and to plan with."""
+"""Configuration of the released model, for parameter counts and memory plans without a download."""
 
 from __future__ import annotations
 
-from transformers import HiggsAudioV2Config
+from typing import TYPE_CHECKING
 
 from myna.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import HiggsAudioV2Config
 
 BUILTIN_NAMES = ("higgs-v2",)
 
@@ -13,7 +16,9 @@ def builtin_config(name: str) -> HiggsAudioV2Config:
     """The true-size configuration. transformers' defaults fit but for the two numbers below."""
     if name not in BUILTIN_NAMES:
         raise ModelError(f"there is no built-in model {name}", hint=f"built in: {', '.join(BUILTIN_NAMES)}")
+    from transformers import HiggsAudioV2Config
+
     return HiggsAudioV2Config(
-        codebook_size=1026,  # 1024 codes and the two ends of a stream; the default has no room for the ends
+        codebook_size=1026,  # 1024 codes and the two ends of a stream; the default leaves out the ends
         bos_token_id=128000,  # the tokenizer's; the default is 1
     )

@@ -1,7 +1,7 @@
-"""Where weights come from, which layouts there are, and whether every key fits.
+"""Checkpoint reading and writing in both layouts, every key and shape checked.
 
-The same tensors travel under two sets of names: those of transformers (`model_type` higgs_audio_v2), which we work
-with, and those of the original implementation (higgs_audio). One table renames both ways, checkpoints and adapters.
+The same tensors have two sets of names: those of transformers (`model_type` higgs_audio_v2), which we work with, and
+those of the original implementation (higgs_audio). One table renames both ways, checkpoints and adapters.
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from myna._compat import model_from_config
 from myna.errors import CheckpointError, ModelError
+from myna.io import atomic_folder
 from myna.models.base import Sampling
 from myna.models.files import (
-    check_belongs,
-    listed,
+    check_state_dict,
+    check_token_ids,
+    check_unwrapped,
+    format_names,
     load_tokenizer,
-    new_folder,
-    opened,
+    open_safetensors,
     read_json,
+    shapes_of,
     weight_files,
     write_json,
 )
 
 Layout = Literal["transformers", "original"]
 
-SAMPLING = {
+SAMPLING_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
     "repetition_window": "ras_win_len",
     "repetition_limit": "ras_win_max_num_repeat",
 }
-"""Our names of what `generation_config.json` may say, and transformers'."""
+"""Our names of sampling settings to those of `generation_config.json`."""
 DEFAULT_SAMPLING = Sampling()
 
-RENAMES = (  # original, transformers: names of modules
+MODULE_RENAMES = (  # original, transformers: names of modules
     ("embed_tokens", "model.embed_tokens"),
     ("layers", "model.layers"),
     ("norm", "model.norm"),
@@ -60,14 +64,14 @@ RENAMES = (  # original, transformers: names of modules
     ("audio_decoder_proj.audio_lm_head", "audio_lm_head"),
     ("audio_decoder_proj.text_lm_head", "text_lm_head"),
 )
-SPLIT = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(?=\.)")
+SPLIT_TENSOR = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(?=\.)")
 """The original stores a partly frozen embedding or head as two tensors, the frozen rows first."""
-DERIVED = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "audio_codebook_weights")
+DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "audio_codebook_weights")
 """Computed from the configuration; some checkpoints carry them all the same."""
-TEXT_HEAD = "text_lm_head.weight"
-ADAPTED = "base_model.model."
-"""What PEFT puts before the name of a module."""
-SHARD = "5GB"
+TEXT_HEAD_WEIGHT = "text_lm_head.weight"
+PEFT_PREFIX = "base_model.model."
+"""PEFT's prefix of module names."""
+MAX_SHARD_SIZE = "5GB"
 
 TEXT_SETTINGS = (  # of `text_config` in the original, of the configuration itself in transformers
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
@@ -92,45 +96,47 @@ FIXED_SETTINGS = (  # original, its default, the only value that transformers ca
     ("use_rq_transformer", False, False),
 )
 
-DELAY = "<|reserved_special_token_6|>"
+DELAY_TOKEN = "<|reserved_special_token_6|>"
 SPECIAL_IDS = {
     "audio_token_id": "<|AUDIO_OUT|>",
     "audio_bos_token_id": "<|audio_out_bos|>",
-    "audio_delay_token_id": DELAY,
+    "audio_delay_token_id": DELAY_TOKEN,
     "pad_token_id": "<|end_of_text|>",
     "eos_token_id": "<|eot_id|>",
 }
-"""`bos_token_id` is not among them: transformers' default is wrong and nobody reads it."""
+"""Without `bos_token_id`: transformers' default is wrong, and it is never read."""
 PROMPT_TOKENS = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-    *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>", DELAY),
+    *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>", DELAY_TOKEN),
 )
 
 
 def read_sampling(folder: Path) -> Sampling:
-    """What `generation_config.json` says of sampling; where it says nothing, what Myna takes."""
+    """Sampling settings of `generation_config.json`, with our defaults for what it leaves out."""
     file = folder / "generation_config.json"
     stored = read_json(file) if file.is_file() else {}
-    said = {ours: stored[theirs] for ours, theirs in SAMPLING.items() if stored.get(theirs) is not None}
-    for name, value in said.items():
+    settings = {ours: stored[theirs] for ours, theirs in SAMPLING_KEYS.items() if stored.get(theirs) is not None}
+    for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ModelError(
-                f"{file}: {SAMPLING[name]} is {value!r}, where a number of at least 0 is due",
+                f"{file}: {SAMPLING_KEYS[name]} is {value!r}, where a number of at least 0 is due",
                 hint="correct it, or download the checkpoint again",
             )
-    return Sampling(**(said if stored.get("do_sample") is not False else said | {"temperature": 0.0}))
+    if stored.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    return Sampling(**settings)
 
 
-def _as_transformers_says(sampling: Sampling) -> dict[str, Any]:
-    """It refuses a temperature of nothing, and settings of dice that are not thrown."""
-    said = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING.items()}
+def _generation_settings(sampling: Sampling) -> dict[str, Any]:
+    """Sampling in transformers' names. It refuses temperature 0, and sampling settings without `do_sample`."""
+    settings = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING_KEYS.items()}
     if sampling.temperature > 0:
-        return said | {"do_sample": True}
-    return {name: value for name, value in said.items() if name.startswith("ras_")} | {"do_sample": False}
+        return settings | {"do_sample": True}
+    return {name: value for name, value in settings.items() if name.startswith("ras_")} | {"do_sample": False}
 
 
 def read_config(folder: Path) -> HiggsAudioV2Config:
-    """The configuration of a checkpoint of either layout, checked for what would break later."""
+    """The configuration of a checkpoint of either layout, checked."""
     file = folder / "config.json"
     stored = read_json(file)
     kind = stored.get("model_type")
@@ -162,13 +168,13 @@ def read_config(folder: Path) -> HiggsAudioV2Config:
 
 
 def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Tokenizer and configuration must speak of the same ids, and the prompt's tokens must be single ones."""
+    """Check that tokenizer and configuration agree on ids, and that the prompt's control tokens are single tokens."""
     vocabulary, other_ids = tokenizer.get_vocab(), []
     for setting, token in SPECIAL_IDS.items():
         token = tokenizer.pad_token or token if setting == "pad_token_id" else token
         if token in vocabulary and vocabulary[token] not in _ids(config, setting):
             other_ids.append(f"{setting} is {getattr(config, setting)}, but {token} is {vocabulary[token]}")
-    check_belongs(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
+    check_token_ids(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
 
 
 def meta_model(
@@ -176,15 +182,20 @@ def meta_model(
 ) -> HiggsAudioV2ForConditionalGeneration:
     """The model on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
-        return HiggsAudioV2ForConditionalGeneration._from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", use_text_head=text_head
-        ).eval()
+        model: HiggsAudioV2ForConditionalGeneration = model_from_config(
+            HiggsAudioV2ForConditionalGeneration,
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_text_head=text_head,
+        )
+    return model.eval()
 
 
 def load_weights(
     folder: Path, config: HiggsAudioV2Config, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool
 ) -> HiggsAudioV2ForConditionalGeneration:
-    """The model with the weights of a folder of either layout, every key and shape checked before one is read.
+    """The model with the weights of a folder of either layout, all names and shapes checked first.
 
     `dtype` None keeps the stored type. Device `meta` gives the model without weights, and reads nothing.
     """
@@ -194,33 +205,33 @@ def load_weights(
         return model
     stored = _stored_tensors(folder)
     if not text_head:
-        stored.pop(TEXT_HEAD, None)
-    elif TEXT_HEAD not in stored:
+        stored.pop(TEXT_HEAD_WEIGHT, None)
+    elif TEXT_HEAD_WEIGHT not in stored:
         raise CheckpointError(
-            f"{folder} has no text head ({TEXT_HEAD})",
+            f"{folder} has no text head ({TEXT_HEAD_WEIGHT})",
             hint="train without a text loss (text weight 0), or use a checkpoint that was saved with its text head",
         )
-    _check_fit({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, stored, folder)
+    check_state_dict(shapes_of(model.state_dict()), {name: _shape(parts) for name, parts in stored.items()}, folder)
     with ExitStack() as stack:
         files = {part.file for parts in stored.values() for part in parts}
-        held = {file: stack.enter_context(opened(file)) for file in files}
+        opened = {file: stack.enter_context(open_safetensors(file)) for file in files}
 
         def read(name: str) -> torch.Tensor:
-            # Copied, for a tensor of its own instead of a view of the file.
+            # Copied, since the tensor is a view of the file.
             parts: list[torch.Tensor] = [
-                held[part.file].get_tensor(part.key).to(device, dtype, copy=True) for part in stored[name]
+                opened[part.file].get_tensor(part.key).to(device, dtype, copy=True) for part in stored[name]
             ]
             if _is_split(stored[name]):
                 return torch.cat(parts)
             if any(not torch.equal(parts[0], other) for other in parts[1:]):
                 raise CheckpointError(
-                    f"{folder} holds {name} more than once, with different values: {listed(stored[name])}",
+                    f"{folder} holds {name} more than once, with different values: {format_names(stored[name])}",
                     hint="download the checkpoint again, or save it from one source",
                 )
             return parts[0]
 
         model.load_state_dict({name: read(name) for name in stored}, strict=True, assign=True)
-    # What is computed and never stored is still on the meta device.
+    # Computed buffers are not stored, and still on the meta device.
     inner = model.model
     inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
     offsets = torch.arange(config.num_codebooks, device=device) * config.codebook_size
@@ -230,11 +241,11 @@ def load_weights(
 
 
 def check_weights(folder: Path, config: HiggsAudioV2Config) -> str:
-    """See that every tensor has its place, from headers alone; what was found, in words."""
+    """Check names and shapes of all tensors from the headers alone; a summary for the user."""
     stored = _stored_tensors(folder)
-    text_head = TEXT_HEAD in stored
+    text_head = TEXT_HEAD_WEIGHT in stored
     model = meta_model(config, text_head=text_head)
-    _check_fit({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, stored, folder)
+    check_state_dict(shapes_of(model.state_dict()), {name: _shape(parts) for name, parts in stored.items()}, folder)
     return f"all {len(stored)} tensors have their place, {'with' if text_head else 'without'} a text head"
 
 
@@ -245,39 +256,39 @@ def save_transformers(
     sampling: Sampling = DEFAULT_SAMPLING,
 ) -> None:
     """Write a checkpoint in the transformers layout, ready for `from_pretrained` and `generate`."""
-    with new_folder(folder) as made:
-        _write(model, made, tokenizer, "transformers", sampling)
+    with atomic_folder(folder) as written:
+        _write(model, written, tokenizer, "transformers", sampling)
 
 
 def save_original(
     model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Write a checkpoint in the layout of the original implementation, which always has a text head."""
-    with new_folder(folder) as made:
-        _write(model, made, tokenizer, "original")
+    with atomic_folder(folder) as written:
+        _write(model, written, tokenizer, "original")
 
 
-def convert(source: Path, out: Path, layout: Layout) -> None:
-    """Rewrite a checkpoint or a LoRA adapter, of either layout, in the one asked for."""
+def convert_layout(source: Path, out: Path, layout: Layout) -> None:
+    """Rewrite a checkpoint or a LoRA adapter, of either layout, in the given one."""
     if layout not in get_args(Layout):
         raise ModelError(f"there is no layout {layout}", hint=f"say one of: {', '.join(get_args(Layout))}")
     if (source / "adapter_config.json").is_file():
-        with new_folder(out) as made:
-            _convert_adapter(source, made, layout)
+        with atomic_folder(out) as written:
+            _convert_adapter(source, written, layout)
         return
     config, tokenizer = read_config(source), load_tokenizer(source)
     check_tokenizer(config, tokenizer)
-    text_head = TEXT_HEAD in _stored_tensors(source)
+    text_head = TEXT_HEAD_WEIGHT in _stored_tensors(source)
     model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
-    with new_folder(out) as made:
-        _write(model, made, tokenizer, layout, read_sampling(source))
+    with atomic_folder(out) as written:
+        _write(model, written, tokenizer, layout, read_sampling(source))
         if (source / "codec").is_dir():
-            shutil.copytree(source / "codec", made / "codec")
+            shutil.copytree(source / "codec", written / "codec")
 
 
 def _rename(name: str, layout: Layout) -> str:
-    """A module or tensor by its name in `layout`; a name that is there already, or unknown, stays."""
-    for original, transformers in RENAMES:
+    """The name of a module or tensor in `layout`; a name of that layout, or an unknown one, stays."""
+    for original, transformers in MODULE_RENAMES:
         old, new = (original, transformers) if layout == "transformers" else (transformers, original)
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
@@ -285,7 +296,7 @@ def _rename(name: str, layout: Layout) -> str:
 
 
 def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
-    """Rename an adapter's tensors. They tell which modules it touches; patterns in its settings may not carry over."""
+    """Rename an adapter's tensors, and list its modules by them, since patterns in its settings may not carry over."""
     config = read_json(source / "adapter_config.json")
     for setting in ("trainable_token_indices", "target_parameters", "layer_replication"):
         if config.get(setting):
@@ -298,28 +309,28 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
             f"{source}/adapter_config.json: peft_type is {config.get('peft_type')}, and only LORA can be converted",
             hint="merge the adapter into its checkpoint and convert that",
         )
-    known = tuple(f"{names[layout == 'transformers']}." for names in RENAMES)
+    prefixes = tuple(f"{names[layout == 'transformers']}." for names in MODULE_RENAMES)
     tensors: dict[str, torch.Tensor] = {}
-    adapted, whole, strange = set(), set(), []
-    with opened(weight_files(source, stem="adapter_model")[0]) as stored:
+    adapted, fully_trained, unknown = set(), set(), []
+    with open_safetensors(weight_files(source, stem="adapter_model")[0]) as stored:
         for key in sorted(stored.keys()):
-            name = _rename(key.removeprefix(ADAPTED), layout)
-            if not key.startswith(ADAPTED) or not name.startswith(known):
-                strange.append(key)
+            name = _rename(key.removeprefix(PEFT_PREFIX), layout)
+            if not key.startswith(PEFT_PREFIX) or not name.startswith(prefixes):
+                unknown.append(key)
                 continue
-            tensors[ADAPTED + name] = stored.get_tensor(key)
+            tensors[PEFT_PREFIX + name] = stored.get_tensor(key)
             module, lora, _ = name.partition(".lora_")
             if lora:
                 adapted.add(module)
             elif ".base_layer." not in name:
-                whole.add(name.rpartition(".")[0])
-    if strange:
+                fully_trained.add(name.rpartition(".")[0])
+    if unknown:
         raise CheckpointError(
-            f"{source}: tensors of no module of Higgs Audio v2: {listed(strange)}",
+            f"{source}: tensors of no module of Higgs Audio v2: {format_names(unknown)}",
             hint="give an adapter that was trained on Higgs Audio v2 with PEFT",
         )
     config |= dict.fromkeys(("task_type", "auto_mapping", "exclude_modules", "layers_to_transform", "layers_pattern"))
-    config |= {"target_modules": sorted(adapted), "modules_to_save": sorted(whole) or None}
+    config |= {"target_modules": sorted(adapted), "modules_to_save": sorted(fully_trained) or None}
     for setting in ("rank_pattern", "alpha_pattern"):
         config[setting] = {_rename(name, layout): value for name, value in (config.get(setting) or {}).items()}
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -351,7 +362,7 @@ def _config_from_original(
         **{ours: stored.get(theirs, default) for theirs, ours, default in AUDIO_SETTINGS},
         codebook_size=stored.get("audio_codebook_size", 1024) + 2,
         rope_parameters=text.rope_parameters,
-        audio_delay_token_id=_token_id(tokenizer, DELAY),
+        audio_delay_token_id=_token_id(tokenizer, DELAY_TOKEN),
         eos_token_id=_token_id(tokenizer, SPECIAL_IDS["eos_token_id"]),
     )
 
@@ -401,8 +412,8 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return number
 
 
-class _Part(NamedTuple):
-    """A stored tensor: a whole one of the model, or the frozen or trainable rows of one."""
+class _StoredTensor(NamedTuple):
+    """A tensor in a file: a whole one of the model, or the frozen or trainable rows of one."""
 
     file: Path
     key: str
@@ -412,42 +423,25 @@ class _Part(NamedTuple):
         return self.key
 
 
-def _stored_tensors(folder: Path) -> dict[str, list[_Part]]:
-    """What a folder holds, by transformers' names. Reads the headers and no tensor."""
-    found: defaultdict[str, list[_Part]] = defaultdict(list)
+def _stored_tensors(folder: Path) -> dict[str, list[_StoredTensor]]:
+    """The tensors of a folder by transformers' names, from the headers."""
+    stored: defaultdict[str, list[_StoredTensor]] = defaultdict(list)
     for file in weight_files(folder):
-        with opened(file) as tensors:
+        with open_safetensors(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
-                name = _rename(SPLIT.sub("", key), "transformers")
-                if not name.endswith(DERIVED):
-                    found[name].append(_Part(file, key, tuple(tensors.get_slice(key).get_shape())))
-    return {name: sorted(parts, key=lambda part: part.key) for name, parts in found.items()}
+                name = _rename(SPLIT_TENSOR.sub("", key), "transformers")
+                if not name.endswith(DERIVED_BUFFERS):
+                    stored[name].append(_StoredTensor(file, key, tuple(tensors.get_slice(key).get_shape())))
+    return {name: sorted(parts, key=lambda part: part.key) for name, parts in stored.items()}
 
 
-def _is_split(parts: Iterable[_Part]) -> bool:
-    return any(SPLIT.search(part.key) for part in parts)
+def _is_split(parts: Iterable[_StoredTensor]) -> bool:
+    return any(SPLIT_TENSOR.search(part.key) for part in parts)
 
 
-def _check_fit(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, list[_Part]], folder: Path) -> None:
-    def shape(parts: list[_Part]) -> tuple[int, ...]:
-        whole = parts[0].shape
-        return (sum(part.shape[0] for part in parts), *whole[1:]) if _is_split(parts) else whole
-
-    problems = {
-        "missing": [name for name in expected if name not in stored],
-        "unexpected": [str(part) for name, parts in stored.items() if name not in expected for part in parts],
-        "of another shape": [
-            f"{name} {shape(parts)} instead of {expected[name]}"
-            for name, parts in stored.items()
-            if name in expected and shape(parts) != expected[name]
-        ],
-    }
-    if any(problems.values()):
-        told = "".join(f"\n  {len(names)} {what}: {listed(names)}" for what, names in problems.items() if names)
-        raise CheckpointError(
-            f"the weights in {folder} do not fit its config.json{told}",
-            hint="the configuration and the weights must come from one checkpoint; download it again if in doubt",
-        )
+def _shape(parts: list[_StoredTensor]) -> tuple[int, ...]:
+    shape = parts[0].shape
+    return (sum(part.shape[0] for part in parts), *shape[1:]) if _is_split(parts) else shape
 
 
 def _write(
@@ -458,31 +452,27 @@ def _write(
     sampling: Sampling = DEFAULT_SAMPLING,
 ) -> None:
     state: dict[str, torch.Tensor] = model.state_dict()
-    text_head = TEXT_HEAD in state
-    if state.keys() != meta_model(model.config, text_head=text_head).state_dict().keys():
-        raise ModelError(
-            "the model is wrapped or carries an adapter, so it cannot be saved as a checkpoint",
-            hint="merge the adapter and unwrap the model first",
-        )
+    text_head = TEXT_HEAD_WEIGHT in state
+    check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
     tokenizer.save_pretrained(folder)
     if layout == "transformers":
-        model.save_pretrained(folder, max_shard_size=SHARD)
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         GenerationConfig(
             bos_token_id=_token_id(tokenizer, "<|begin_of_text|>"),
             eos_token_id=model.config.eos_token_id,
             pad_token_id=model.config.pad_token_id,
-            **_as_transformers_says(sampling),
+            **_generation_settings(sampling),
         ).save_pretrained(folder)
         return
     if not text_head:
         raise ModelError(
-            f"the original layout always has a text head, and this model has no {TEXT_HEAD}",
+            f"the original layout always has a text head, and this model has no {TEXT_HEAD_WEIGHT}",
             hint="load the checkpoint with its text head, or save in the transformers layout",
         )
     save_torch_state_dict(
-        {_rename(name, "original"): tensor for name, tensor in state.items()}, folder, max_shard_size=SHARD
+        {_rename(name, "original"): tensor for name, tensor in state.items()}, folder, max_shard_size=MAX_SHARD_SIZE
     )
     write_json(folder / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
-    # transformers 4.46, which the original needs, knows the tokenizer's class by its old name.
+    # transformers 4.46, which the original needs, has the tokenizer's class under its old name.
     named = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
     write_json(folder / "tokenizer_config.json", named)

@@ -1,13 +1,13 @@
-"""Clips to codes and back, through transformers' Higgs codec with its keys, lengths and codes checked."""
+"""Codec of Higgs Audio v2: transformers' model with keys, lengths and codes checked."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,23 +18,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch.nn import functional as F
 
-from myna.data.codec import Codes, Encoded, Samples, Say, by_equal_lengths
+from myna.data.codec import Codes, EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
 from myna.errors import CheckpointError, ModelError
-from myna.models.codec_checks import check_clips, check_codes, exactly
-from myna.models.files import quiet, resolve
+from myna.models.codec_checks import check_clips, check_codes, codec_revision, full_precision
+from myna.models.files import format_names, open_safetensors, quiet_transformers, resolve_checkpoint, weight_files
 from myna.models.higgs_v2.batched_codec import BatchedCodec
-from myna.models.higgs_v2.batched_encoder import why_not
-from myna.models.triton_support import fused
+from myna.models.higgs_v2.batched_encoder import unsupported_reason
+from myna.models.triton_support import supports_triton
 
 MODEL_TYPE = "higgs_audio_v2_tokenizer"
-CONVERTED = "eustlb/higgs-audio-v2-tokenizer"
-"""The released codec in the transformers layout; Boson's own repository came with a pickle."""
+RELEASED_CODEC = "eustlb/higgs-audio-v2-tokenizer"
+"""The released codec in the transformers layout; the original repository holds a pickle."""
 
-# What the codes depend on beside the tensors, whose names and shapes already tell depths and widths. A list of what
-# counts, not of what does not: a setting that a later transformers adds must not make every stored code obsolete.
+# Settings that the codes depend on beside the tensors. A list of what counts, not of what does not: a setting that a
+# later transformers adds must not invalidate every stored code.
 CODEC_SETTINGS = (
     "sample_rate semantic_sample_rate hop_length semantic_downsample_factor num_quantizers codebook_size strides "
     "block_dilations kernel_size unit_kernel_size"
@@ -58,22 +58,22 @@ class HiggsCodec:
         self.frame_rate = self.sample_rate / self.hop
         self._device = device
         self._model = model.to(device).eval().requires_grad_(False)
-        self._many: BatchedCodec | None = None
-        self._decided = False
+        self._batched: BatchedCodec | None = None
+        self._batched_checked = False
 
     @classmethod
     def open(cls, source: str | Path, revision: str | None = None, device: torch.device | str = "cpu") -> HiggsCodec:
-        """Open a folder or a hub name. Every tensor must find its place, and every place its tensor."""
-        folder = resolve(str(source), revision)
+        """Open a folder or a hub name, every tensor checked."""
+        folder = resolve_checkpoint(str(source), revision)
         config = _read_config(folder)
-        files = _weight_files(folder)
+        files = weight_files(folder, pickle_hint=f"use the converted checkpoint: hf download {RELEASED_CODEC}")
         return cls(_load(folder, config), _revision(config, files), torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """(clips, samples) -> (clips, frames, codebooks); one frame is enough, nothing is padded."""
         check_clips(self, clips)
         waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
-        with exactly(self._device):
+        with full_precision(self._device):
             codes = self._model.encode(waves[:, None]).audio_codes
         wanted = (len(clips), self.codebooks, clips.shape[1] // self.hop)
         if tuple(codes.shape) != wanted:
@@ -84,53 +84,57 @@ class HiggsCodec:
         stacked: npt.NDArray[np.uint16] = codes.transpose(1, 2).cpu().numpy().astype(np.uint16)
         return stacked
 
-    def encode_all(self, clips: Sequence[Samples], batch_seconds: float, say: Say) -> Iterator[Encoded]:
-        """The faster way on a card where it gives the same codes, else `encode` by equal lengths.
+    def encode_batches(
+        self, clips: Sequence[Samples], batch_seconds: float, notify: NotifyCallback
+    ) -> Iterator[EncodedBatch]:
+        """Through the batched encoder where it gives the same codes, else `encode` in batches of equal length.
 
-        Only this method tries the faster way, which costs seconds of compiling at first: speaking with one reference
-        need not pay for a corpus. Which way it is depends on the codec and the card, and not on the clips.
+        Only this method uses the batched encoder, which costs seconds of compilation at first: a single reference need
+        not pay for it. The choice depends on the codec and the GPU, not on the clips.
         """
-        many = self._faster_way(say)
-        if many is None:
-            yield from by_equal_lengths(self, clips, batch_seconds)
+        batched = self._batched_codec(notify)
+        if batched is None:
+            yield from encode_equal_lengths(self, clips, batch_seconds)
             return
         for clip in clips:
             check_clips(self, clip[None])
-        long = [place for place, clip in enumerate(clips) if len(clip) > many.longest]
-        yield from self._exact_ones(clips, long, batch_seconds)
-        rest = [place for place, clip in enumerate(clips) if len(clip) <= many.longest]
-        again: list[int] = []
-        for numbers, codes in many.encode([clips[place] for place in rest], batch_seconds):
-            places = [rest[number] for number in numbers]
+        too_long = [index for index, clip in enumerate(clips) if len(clip) > batched.max_samples]
+        yield from self._encode_exactly(clips, too_long, batch_seconds)
+        rest = [index for index, clip in enumerate(clips) if len(clip) <= batched.max_samples]
+        overflowed: list[int] = []
+        for batch, codes in batched.encode([clips[index] for index in rest], batch_seconds):
+            indices = [rest[number] for number in batch]
             if codes is None:
-                again += places
+                overflowed += indices
             else:
-                yield places, codes
-        if again:
-            say(f"{len(again)} clips are encoded in plain fp32: in their batches, activations went beyond fp16")
-            yield from self._exact_ones(clips, again, batch_seconds)
+                yield indices, codes
+        if overflowed:
+            notify(f"{len(overflowed)} clips are encoded in plain fp32: in their batches, activations went beyond fp16")
+            yield from self._encode_exactly(clips, overflowed, batch_seconds)
 
-    def _exact_ones(self, clips: Sequence[Samples], places: Sequence[int], batch_seconds: float) -> Iterator[Encoded]:
-        for numbers, codes in by_equal_lengths(self, [clips[place] for place in places], batch_seconds):
-            yield [places[number] for number in numbers], codes
+    def _encode_exactly(
+        self, clips: Sequence[Samples], indices: Sequence[int], batch_seconds: float
+    ) -> Iterator[EncodedBatch]:
+        for batch, codes in encode_equal_lengths(self, [clips[index] for index in indices], batch_seconds):
+            yield [indices[number] for number in batch], codes
 
-    def _faster_way(self, say: Say) -> BatchedCodec | None:
-        """Chosen once, when first asked for."""
-        if self._decided:
-            return self._many
+    def _batched_codec(self, notify: NotifyCallback) -> BatchedCodec | None:
+        """Chosen once, at the first call."""
+        if self._batched_checked:
+            return self._batched
         weight = self._model.fc.weight
-        if fused(weight):
-            reason = why_not(self._model)
+        if supports_triton(weight):
+            reason = unsupported_reason(self._model)
             if reason is None:
-                many = BatchedCodec(self._model, self._device, resample)
-                reason = many.why_not(self)
-                self._many = many if reason is None else None
+                batched = BatchedCodec(self._model, self._device, sinc_resample)
+                reason = batched.mismatch_reason(self)
+                self._batched = batched if reason is None else None
         else:
             reason = "it needs Triton and a card of compute capability 8.0" if weight.is_cuda else None
         if reason is not None:
-            say(f"clips are encoded in plain fp32, which takes longer than the card's faster way: {reason}")
-        self._decided = True
-        return self._many
+            notify(f"clips are encoded in plain fp32, without the batched encoder: {reason}")
+        self._batched_checked = True
+        return self._batched
 
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,), clipped to [-1, 1] since the decoder ends without a tanh."""
@@ -138,7 +142,7 @@ class HiggsCodec:
         if not len(codes):
             return np.zeros(0, np.float32)
         ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
-        with exactly(self._device):
+        with full_precision(self._device):
             wave = self._model.decode(ids.T[None]).audio_values[0, 0]
         if len(wave) != len(codes) * self.hop:
             raise ModelError(
@@ -151,10 +155,10 @@ class HiggsCodec:
 
 @cache
 def codec_classes() -> tuple[Any, Any]:
-    """The configuration and the model class of the codec, with or without a working torchaudio.
+    """Configuration and model class of the codec, with or without a working torchaudio.
 
-    transformers' module wants torchaudio for one function, and the registry's torchaudio does not load beside a CPU
-    build of torch. Where it does not load, that one module is given our `resample`.
+    transformers' module needs torchaudio for one function, and the registry's torchaudio does not load beside a CPU
+    build of torch. Where it does not load, that module gets our `sinc_resample`.
     """
     from transformers import HiggsAudioV2TokenizerConfig
     from transformers.utils import import_utils
@@ -163,23 +167,23 @@ def codec_classes() -> tuple[Any, Any]:
     try:
         importlib.import_module("torchaudio")
     except (ImportError, OSError):
-        # Asked now, while the answer is still honest: transformers remembers it.
+        # Called before the stand-in exists: transformers caches the answer.
         import_utils.is_torchaudio_available()
         stand_in = ModuleType("torchaudio")
         stand_in.__spec__ = ModuleSpec("torchaudio", None)
-        vars(stand_in)["functional"] = SimpleNamespace(resample=resample)
+        vars(stand_in)["functional"] = SimpleNamespace(resample=sinc_resample)
         sys.modules["torchaudio"] = stand_in
         try:
             module = importlib.import_module(modeling)
         finally:
-            # Only that one module keeps it; whoever else looks for torchaudio must not find ours.
+            # Only that one module keeps it.
             del sys.modules["torchaudio"]
     else:
         module = importlib.import_module(modeling)
     return HiggsAudioV2TokenizerConfig, module.HiggsAudioV2TokenizerModel
 
 
-def resample(waveform: torch.Tensor, orig: int, new: int) -> torch.Tensor:
+def sinc_resample(waveform: torch.Tensor, orig: int, new: int) -> torch.Tensor:
     """`torchaudio.functional.resample` with its default arguments: a sinc under a Hann window of 6 zero crossings.
 
     Output sample j sits at time j / new. With both rates divided by what they share, samples j and j + new read the
@@ -213,38 +217,22 @@ def _read_config(folder: Path) -> Any:
         if settings["model_type"] == MODEL_TYPE:
             return codec_classes()[0].from_dict(settings)
     except FileNotFoundError:
-        raise ModelError(f"{folder} has no config.json", hint=f"name the codec's folder, or {CONVERTED}") from None
+        raise ModelError(f"{folder} has no config.json", hint=f"name the codec's folder, or {RELEASED_CODEC}") from None
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        # Boson's original configuration, for one, has no model type.
+        # The original configuration, for one, has no model type.
         raise ModelError(
-            f"{path} is not a codec configuration in the transformers layout: {error!r}", hint=f"use {CONVERTED}"
+            f"{path} is not a codec configuration in the transformers layout: {error!r}",
+            hint=f"use {RELEASED_CODEC}",
         ) from None
     raise ModelError(
-        f"{folder} holds a model of type {settings['model_type']!r}, not a codec", hint=f"for example {CONVERTED}"
-    )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, one or many. A pickle can run code when it is opened, so none ever is."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if index.is_file():
-        try:
-            return sorted({folder / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is damaged: {error!r}", hint="download the codec again") from None
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pth", ".pt", ".ckpt"))
-    instead = f", only {', '.join(pickles)}, which Myna does not open" if pickles else ""
-    raise CheckpointError(
-        f"{folder} has no model.safetensors{instead}",
-        hint=f"use the converted checkpoint: hf download {CONVERTED}",
+        f"{folder} holds a model of type {settings['model_type']!r}, not a codec",
+        hint=f"for example {RELEASED_CODEC}",
     )
 
 
 def _load(folder: Path, config: Any) -> Any:
     try:
-        with quiet():
+        with quiet_transformers():
             model, info = codec_classes()[1].from_pretrained(
                 folder,
                 config=config,
@@ -258,23 +246,17 @@ def _load(folder: Path, config: Any) -> Any:
         raise CheckpointError(
             f"the codec in {folder} cannot be loaded: {error}", hint="download it again; the file may be cut short"
         ) from error
-    mismatched = [f"{name}: {tuple(found)} instead of {tuple(due)}" for name, found, due in info["mismatched_keys"]]
-    problems = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "mis-shaped": mismatched}
-    if listed := [f"{len(names)} {kind} ({_some(names)})" for kind, names in problems.items() if names]:
+    mismatched = [f"{name} {tuple(found)} instead of {tuple(due)}" for name, found, due in info["mismatched_keys"]]
+    kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": mismatched}
+    if problems := [f"{len(names)} {kind}: {format_names(sorted(names))}" for kind, names in kinds.items() if names]:
         raise CheckpointError(
-            f"the codec in {folder} does not fit its configuration: {'; '.join(listed)}",
-            hint=f"use a checkpoint of the Higgs v2 codec such as {CONVERTED}",
+            f"the codec in {folder} does not fit its configuration: {'; '.join(problems)}",
+            hint=f"use a checkpoint of the Higgs v2 codec such as {RELEASED_CODEC}",
         )
     return model
 
 
-def _some(names: Any) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + (", ..." if len(names) > len(first) else "")
-
-
 def _revision(config: Any, files: list[Path]) -> str:
-    """Tensor by tensor rather than file by file: a checkpoint saved anew, or in other shards, is the same codec."""
     settings = [
         {name: getattr(part, name) for name in names.split()}
         for part, names in (
@@ -283,11 +265,7 @@ def _revision(config: Any, files: list[Path]) -> str:
             (config.semantic_model_config, SEMANTIC_SETTINGS),
         )
     ]
-    parts = [json.dumps(settings, sort_keys=True)]
-    for path in files:
-        with safe_open(path, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                tensor = tensors.get_tensor(name)
-                content = hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-                parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}")
-    return hashlib.blake2b("\n".join(sorted(parts)).encode(), digest_size=16).hexdigest()
+    with ExitStack() as stack:
+        stored = [stack.enter_context(open_safetensors(file)) for file in files]
+        tensors = ((name, tensors.get_tensor(name)) for tensors in stored for name in tensors.keys())  # noqa: SIM118
+        return codec_revision(settings, tensors)

@@ -1,34 +1,34 @@
-"""The products of `codec_fast.py` as Triton kernels: on tensor cores, as accurate as fp32.
+"""Triton convolutions of `batched_encoder.py`: on tensor cores, as accurate as fp32.
 
-Tensor cores multiply numbers of 11 significant bits (fp16). A number is split into what fp16 holds and the rest,
-x = high + low, and x * w becomes high * w_high + high * w_low + low * w_high; what is left out is 2^-24 of the product,
-which is what fp32 itself leaves out. The rest is kept times 2^11, so that it is as far from fp16's smallest number as
-the number itself. Tensor cores also cut off what does not fit into a sum where fp32 arithmetic rounds, so they only
-ever sum up a few dozen products; those sums are added up in plain fp32.
+Tensor cores multiply fp16, of 11 significant bits. A number is split into its fp16 rounding and the residual,
+x = high + low, and x * w becomes high * w_high + high * w_low + low * w_high; the omitted term is 2^-24 of the product,
+about the rounding of fp32 itself. The residual is stored times 2^11, so that it is as far from underflow as the number.
+Tensor cores also truncate where fp32 arithmetic rounds, so they only accumulate a few dozen products; those partial
+sums are added in plain fp32.
 
-Only imported where there is a CUDA device and Triton.
+Imported only where there is a CUDA device and Triton.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
 
-LOW_SCALE = 2048.0
-WEIGHT_STEP = 64
-"""Weights are filled up with zeros to this many channels, so that no block reads past a filter's tap."""
-OUTPUT_STEP = 128
-FIRST_TIMES, FIRST_CHANNELS = 64, 64
-NOTHING, SNAKE, GELU, ELU = 0, 1, 2, 3
+RESIDUAL_SCALE = 2048.0
+CHANNEL_MULTIPLE = 64
+"""Weights are zero-padded to a multiple of this many channels, so that no block reads past a filter tap."""
+OUTPUT_MULTIPLE = 128
+WAVEFORM_TIMES, WAVEFORM_CHANNELS = 64, 64
+IDENTITY, SNAKE, GELU, ELU = 0, 1, 2, 3
 
 
-class Tile(NamedTuple):
-    """How much of a product one block of threads computes, and how."""
+class ConvTile(NamedTuple):
+    """Output tile and launch settings of one program."""
 
     rows: int
     columns: int
@@ -37,35 +37,35 @@ class Tile(NamedTuple):
     stages: int
 
 
-ROOMY = 200 * 1024
-"""Bytes of shared memory that the tiles found best on an H200 may need, as data-centre cards since Hopper have them."""
+LARGE_SHARED_MEMORY_BYTES = 200 * 1024
+"""Shared memory that the tiles tuned on an H200 may need; data-centre GPUs since Hopper have it."""
 
 
-def tile_for(rows: int, columns: int, roomy: bool = True) -> Tile:
-    """The depth, which decides where sums are rounded, does not depend on the rows: so a clip's sums do not depend on
-    what shares its batch."""
-    if not roomy:
-        return Tile(64, 64, 32, 4, 3)
+def conv_tile(rows: int, columns: int, large_memory: bool = True) -> ConvTile:
+    """Tile for an output of this size. The depth, which decides where sums are rounded, does not depend on the rows: so
+    a clip's result does not depend on its batch."""
+    if not large_memory:
+        return ConvTile(64, 64, 32, 4, 3)
     if columns < 64:
-        return Tile(64, 64, 64, 4, 3)
+        return ConvTile(64, 64, 64, 4, 3)
     if columns == 64:
-        return Tile(128, 64, 32, 4, 4)
+        return ConvTile(128, 64, 32, 4, 4)
     # With few rows, smaller blocks leave fewer multiprocessors idle.
-    return Tile(128, 128, 64, 8, 3) if rows * columns >= 128 * 128 * 132 else Tile(64, 128, 64, 4, 2)
+    return ConvTile(128, 128, 64, 8, 3) if rows * columns >= 128 * 128 * 132 else ConvTile(64, 128, 64, 4, 2)
 
 
 @cache
-def _roomy(device: int) -> bool:
-    """By the number that Triton itself holds a kernel to."""
-    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"]) >= ROOMY
+def _has_large_shared_memory(device: int) -> bool:
+    """By the limit that Triton itself checks."""
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"]) >= LARGE_SHARED_MEMORY_BYTES
 
 
 @triton.jit
 def _sine_up_to_sign(x):
-    """sin(x) or -sin(x), to a unit or two in the last place: the library's own reads like a page for every number."""
-    turns = tl.floor(x * 0.3183098861837907 + 0.5)
-    x = tl.fma(turns, -3.1415927410125732, x)
-    x = tl.fma(turns, 8.742277657347586e-08, x)
+    """sin(x) or -sin(x), to one or two ulp: far fewer instructions than the library's."""
+    half_turns = tl.floor(x * 0.3183098861837907 + 0.5)
+    x = tl.fma(half_turns, -3.1415927410125732, x)
+    x = tl.fma(half_turns, 8.742277657347586e-08, x)
     square = x * x
     series = tl.fma(square, 1.6059043836821613e-10, -2.505210838544172e-08)
     series = tl.fma(square, series, 2.7557319223985893e-06)
@@ -76,11 +76,11 @@ def _sine_up_to_sign(x):
 
 
 @triton.jit
-def _act(value, alpha, column, inside, ACTIVATION: tl.constexpr):
+def _activate(value, alpha, column, inside, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:
-        bend = tl.load(alpha + column, mask=inside, other=1.0)
-        wave = _sine_up_to_sign(bend[None, :] * value)
-        value = tl.fma(wave * wave, (1.0 / (bend + 1e-9))[None, :], value)
+        frequency = tl.load(alpha + column, mask=inside, other=1.0)
+        wave = _sine_up_to_sign(frequency[None, :] * value)
+        value = tl.fma(wave * wave, (1.0 / (frequency + 1e-9))[None, :], value)
     elif ACTIVATION == 2:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     elif ACTIVATION == 3:
@@ -88,9 +88,9 @@ def _act(value, alpha, column, inside, ACTIVATION: tl.constexpr):
     return value
 
 
-# A kernel of its own for lengths that happen to be multiples of 16, or strides that are 1, would only cost its making.
+# Specializing on lengths that are multiples of 16, or strides of 1, would only cost compilations.
 @triton.jit(do_not_specialize=["rows", "time_in", "time_out", "column_blocks", "taps", "stride", "dilation", "padding"])
-def _convolve(
+def _conv_kernel(
     x,
     high,
     low,
@@ -124,7 +124,7 @@ def _convolve(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # Neighbouring programs read the same rows, so that they find them in the cache.
+    # Neighbouring programs read the same rows, from the cache.
     block = tl.program_id(0)
     group = tl.program_id(1)
     row = (block // column_blocks) * ROWS + tl.arange(0, ROWS)
@@ -144,10 +144,10 @@ def _convolve(
         tap = number // steps
         channel = (number - tap * steps) * DEPTH
         at = first + tap * dilation
-        seen = ((at >= 0) & (at < end))[:, None]
+        valid = ((at >= 0) & (at < end))[:, None]
         if not ALL_CHANNELS:
-            seen = seen & (channel + step < channels)[None, :]
-        numbers = tl.load(read + (tap * dilation * width_in + channel), mask=seen, other=0.0)
+            valid = valid & (channel + step < channels)[None, :]
+        numbers = tl.load(read + (tap * dilation * width_in + channel), mask=valid, other=0.0)
         weight_high = tl.load(high + number * DEPTH)
         weight_low = tl.load(low + number * DEPTH)
         number_high = numbers.to(tl.float16)
@@ -166,20 +166,23 @@ def _convolve(
         sums += tl.load(residual + place, mask=here, other=0.0)
     if KEEPS_TOTAL:
         tl.store(total + place, sums, mask=here)
-    tl.store(out + place, _act(sums, alpha, column, inside, ACTIVATION), mask=here)
+    tl.store(out + place, _activate(sums, alpha, column, inside, ACTIVATION), mask=here)
 
 
-def split(weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs, channels, taps) -> the two parts, each (groups, outputs, taps, channels), filled up with zeros."""
+def split_fp16(weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, channels, taps) -> fp16 and scaled residual, each (groups, outputs, taps, channels), padded."""
     outputs, channels, taps = weight.shape[0] // groups, weight.shape[1], weight.shape[2]
-    wide, deep = -(-outputs // OUTPUT_STEP) * OUTPUT_STEP, -(-channels // WEIGHT_STEP) * WEIGHT_STEP
-    whole = weight.new_zeros(groups, wide, taps, deep)
-    whole[:, :outputs, :, :channels] = weight.reshape(groups, outputs, channels, taps).transpose(2, 3)
-    high = whole.half()
-    return high, ((whole - high) * LOW_SCALE).half()
+    outputs_padded, channels_padded = (
+        -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE,
+        -(-channels // CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE,
+    )
+    padded = weight.new_zeros(groups, outputs_padded, taps, channels_padded)
+    padded[:, :outputs, :, :channels] = weight.reshape(groups, outputs, channels, taps).transpose(2, 3)
+    high = padded.half()
+    return high, ((padded - high) * RESIDUAL_SCALE).half()
 
 
-def convolve(
+def launch_conv(
     x: torch.Tensor,
     ends: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor],
@@ -194,39 +197,22 @@ def convolve(
     residual: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sums and what the activation makes of them; the former only where they are to be kept."""
+    """The sums and their activation; the sums are only valid with `keep`."""
     clips, time_in, width = x.shape
     groups, outputs_stored, taps, channels_stored = weight[0].shape
     rows, out = clips * time_out, x.new_empty(clips, time_out, outputs)
     assert x.is_contiguous() and (residual is None or residual.is_contiguous())
-    assert max(x.numel(), out.numel()) < 2**31, "places are counted in 32 bits"
+    assert max(x.numel(), out.numel()) < 2**31, "offsets are 32-bit"
     total = torch.empty_like(out) if keep else out
-    tile = tile_for(rows, outputs // groups, _roomy(x.device.index))
-    column_blocks = triton.cdiv(outputs // groups, tile.columns)
-    _convolve[(triton.cdiv(rows, tile.rows) * column_blocks, groups)](
-        x,
-        *weight,
-        out if bias is None else bias,
-        out if alpha is None else alpha,
-        out if residual is None else residual,
-        total,
-        out,
-        ends,
-        rows,
-        time_in,
-        time_out,
-        width,
-        outputs,
-        width // groups,
-        channels_stored,
-        outputs // groups,
-        outputs_stored,
-        column_blocks,
-        taps,
-        stride,
-        dilation,
-        padding,
-        SCALE=LOW_SCALE,
+    group_outputs = outputs // groups
+    tile = conv_tile(rows, group_outputs, _has_large_shared_memory(x.device.index))
+    column_blocks = triton.cdiv(group_outputs, tile.columns)
+    optional = (out if tensor is None else tensor for tensor in (bias, alpha, residual))
+    _conv_kernel[(triton.cdiv(rows, tile.rows) * column_blocks, groups)](
+        *(x, *weight, *optional, total, out, ends),
+        *(rows, time_in, time_out, width, outputs, width // groups, channels_stored, group_outputs, outputs_stored),
+        *(column_blocks, taps, stride, dilation, padding),
+        SCALE=RESIDUAL_SCALE,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         KEEPS_TOTAL=keep,
@@ -242,7 +228,7 @@ def convolve(
 
 
 @triton.jit(do_not_specialize=["time_in", "time_out", "shift_stride", "stride", "padding"])
-def _convolve_samples(
+def _waveform_conv_kernel(
     waves,
     weight,
     scale,
@@ -282,10 +268,10 @@ def _convolve_samples(
     here = (time < time_out)[:, None] & inside[None, :]
     if KEEPS_TOTAL:
         tl.store(total + place, sums, mask=here)
-    tl.store(out + place, _act(sums, alpha, channel, inside, ACTIVATION), mask=here)
+    tl.store(out + place, _activate(sums, alpha, channel, inside, ACTIVATION), mask=here)
 
 
-def convolve_samples(
+def launch_waveform_conv(
     waves: torch.Tensor,
     ends: torch.Tensor,
     weight: torch.Tensor,
@@ -303,27 +289,16 @@ def convolve_samples(
     out = waves.new_empty(clips, time_out, channels)
     total = torch.empty_like(out) if keep else out
     assert waves.is_contiguous() and out.numel() < 2**31
-    grid = (triton.cdiv(time_out, FIRST_TIMES), clips, triton.cdiv(channels, FIRST_CHANNELS))
-    constants: dict[str, Any] = {"TIMES": FIRST_TIMES, "CHANNELS": FIRST_CHANNELS, "num_warps": 4}
-    _convolve_samples[grid](
-        waves,
-        weight,
-        out if scale is None else scale,
-        shift,
-        out if alpha is None else alpha,
-        total,
-        out,
-        ends,
-        time_in,
-        time_out,
-        channels,
-        0 if shift.ndim == 1 else channels,
-        stride,
-        padding,
+    grid = (triton.cdiv(time_out, WAVEFORM_TIMES), clips, triton.cdiv(channels, WAVEFORM_CHANNELS))
+    _waveform_conv_kernel[grid](
+        *(waves, weight, out if scale is None else scale, shift, out if alpha is None else alpha, total, out, ends),
+        *(time_in, time_out, channels, 0 if shift.ndim == 1 else channels, stride, padding),
         TAPS=taps,
         HAS_SCALE=scale is not None,
         KEEPS_TOTAL=keep,
         ACTIVATION=activation,
-        **constants,
+        TIMES=WAVEFORM_TIMES,
+        CHANNELS=WAVEFORM_CHANNELS,
+        num_warps=4,
     )
     return total, out

@@ -1,8 +1,8 @@
-"""The forward pass over the sorted stream, and the loss sums.
+"""Training forward pass over the packed stream, and the loss.
 
-It runs the very modules of transformers (and the adapters PEFT put into them), so weights, checkpoints and gradients
-are theirs; only the routing is ours: two slices instead of boolean indexing in every layer, and sequences that attend
-to themselves alone instead of padding.
+It runs transformers' own modules (and the adapters PEFT put into them), so weights, checkpoints and gradients are
+theirs; only the routing is ours: two slices instead of boolean indexing in every layer, and packed sequences instead of
+padding.
 """
 
 from __future__ import annotations
@@ -14,28 +14,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from myna.models.base import StreamLosses
-from myna.models.base import core_of as core_of
+from myna.models.base import StreamLosses, get_base_model
 from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
-from myna.models.higgs_v2.fused.layer import FusedLoraLayer, can_fold
-from myna.models.higgs_v2.fused.ops import Copies
-from myna.models.higgs_v2.packing import Needed, PackedAttention
+from myna.models.higgs_v2.packing import OutputRows, PackedAttention
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
 
 
-def embed(core: Any, text_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The stream before the first layer. An embedding that is trained is fp32: it is cast where the two meet."""
+def embed_inputs(core: Any, text_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The residual stream before the first layer. A trained embedding is fp32 and is cast to the other's type."""
     text = core.model.embed_tokens(text_ids)
     return torch.cat([text, core.model.embed_audio_tokens(codes).to(text.dtype)])
 
 
-def run_layer(layer: Any, stream: torch.Tensor, texts: int, attend: Attend) -> torch.Tensor:
-    """One decoder layer; the first `texts` rows of the stream are text, the rest audio."""
+def run_layer(layer: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction) -> torch.Tensor:
+    """One decoder layer; the first `num_text` rows of the stream are text, the rest audio."""
     attention = layer.self_attn
-    text, audio = stream[:texts], stream[texts:]
+    text, audio = stream[:num_text], stream[num_text:]
     x = torch.cat([layer.input_layernorm(text), layer.audio_input_layernorm(audio)])
     q, k, v = (
         projection(x).unflatten(-1, (-1, attention.head_dim))
@@ -43,34 +40,33 @@ def run_layer(layer: Any, stream: torch.Tensor, texts: int, attend: Attend) -> t
     )
     attended = attention.o_proj(attend(attention.layer_idx, q, k, v).flatten(1))
     stream = stream + attended.to(stream.dtype)
-    text, audio = stream[:texts], stream[texts:]
+    text, audio = stream[:num_text], stream[num_text:]
     text = layer.mlp(layer.post_attention_layernorm(text))
     audio = layer.audio_mlp(layer.audio_post_attention_layernorm(audio))
     return stream + torch.cat([text, audio]).to(stream.dtype)
 
 
-def reorder(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """`x[order]`, where `back` is the way back."""
-    return _Reordered.apply(x, order, back)  # type: ignore[no-untyped-call,no-any-return]
+def permute_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """`x[order]`, where `inverse` is the inverse permutation."""
+    return _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Reordered(torch.autograd.Function):
-    """Gradients only go back to where rows came from. Left to autograd they would be added up, as of rows that may have
-    been taken twice, and sorted for that."""
+class _PermuteRows(torch.autograd.Function):
+    """Its backward is a gather; autograd's own would sort and accumulate, as rows might repeat."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        [back] = ctx.saved_tensors
-        return d_outputs[0].index_select(0, back), None, None
+        [inverse] = ctx.saved_tensors
+        return d_outputs[0].index_select(0, inverse), None, None
 
 
-class SortedLayer(nn.Module):
-    """A decoder layer as a module of its own, so that sharding, compiling and checkpointing have something to hold."""
+class PackedLayer(nn.Module):
+    """Decoder layer over packed sequences, as a module that can be sharded, compiled and recomputed."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -80,71 +76,76 @@ class SortedLayer(nn.Module):
         self,
         stream: torch.Tensor,
         update: torch.Tensor | None,
-        texts: int,
-        route: PackedAttention,
-        needed: Needed | None = None,
+        num_text: int,
+        packing: PackedAttention,
+        output: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same as of `FoldedLayer`; here nothing is left to be added."""
+        """As `FusedLoraLayer.forward`; here no update is left to add."""
         assert update is None
 
         def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            ways = route.to_sequence, route.to_stream
-            return reorder(route.attend(*(reorder(x, *ways) for x in (q, k, v))), *ways[::-1])
+            orders = packing.to_sequence, packing.to_stream
+            q, k, v = (permute_rows(x, *orders) for x in (q, k, v))
+            return permute_rows(packing.rotate_and_attend(q, k, v), *orders[::-1])
 
-        stream = run_layer(self.layer, stream, texts, attend)
-        return (stream if needed is None else stream[needed.rows]), None
+        stream = run_layer(self.layer, stream, num_text, attend)
+        return (stream if output is None else stream[output.rows]), None
 
 
 class HiggsObjective(nn.Module):
-    """Batch to loss sums: what the loop, DDP and FSDP hold."""
+    """Training objective: batch to summed losses. DDP and FSDP wrap it."""
 
     def __init__(
         self,
         model: nn.Module,
         label_smoothing: float = 0.0,
         recompute: int = 0,
-        fast: bool = False,
+        fused_lora: bool = False,
         compiled: bool = False,
     ) -> None:
+        # Imported here: PEFT comes with it, and speaking needs only the functions above.
+        from myna.models.higgs_v2.fused.layer import FusedLoraLayer, can_fuse
+        from myna.models.higgs_v2.fused.ops import WeightCopies
+
         super().__init__()
         self.model = model
-        layers, device = core_of(model).model.layers, next(model.parameters()).device
-        # Nobody has tried the folded products on Apple's devices yet.
-        folded = fast and device.type != "mps" and all(can_fold(layer) for layer in layers)
-        self.layers = nn.ModuleList((FusedLoraLayer if folded else SortedLayer)(layer) for layer in layers)
+        layers, device = get_base_model(model).model.layers, next(model.parameters()).device
+        # Not tested on Apple's devices yet.
+        fused = fused_lora and device.type != "mps" and all(can_fuse(layer) for layer in layers)
+        self.layers = nn.ModuleList((FusedLoraLayer if fused else PackedLayer)(layer) for layer in layers)
         groups = [group for layer in self.layers if isinstance(layer, FusedLoraLayer) for group in layer.groups]
-        self._copies = Copies([copy for group in groups for copy in group.copies()])
-        if compiled and not folded and device.type == "cuda":
+        self._weight_copies = WeightCopies([copy for group in groups for copy in group.weight_copies()])
+        if compiled and not fused and device.type == "cuda":
             for layer in self.layers:
                 layer.compile(dynamic=True)
         self.label_smoothing = label_smoothing
-        self.recompute, self.folded = recompute, folded
+        self.recompute, self.fused = recompute, fused
 
-    def hidden(self, batch: HiggsBatch, *, needed: Needed | None = None) -> torch.Tensor:
-        """The stream after the last layer, before the final norm: all of it, or the rows that are needed."""
-        core = core_of(self.model)
-        self._copies.refresh()
-        stream, update, texts = embed(core, batch.text_ids, batch.codes), None, len(batch.text_ids)
-        route = PackedAttention.of(core, batch, stream)
+    def hidden(self, batch: HiggsBatch, *, output: OutputRows | None = None) -> torch.Tensor:
+        """The stream after the last layer, before the final norm: all of it, or the `output` rows."""
+        core = get_base_model(self.model)
+        self._weight_copies.refresh()
+        stream, update, num_text = embed_inputs(core, batch.text_ids, batch.codes), None, len(batch.text_ids)
+        packing = PackedAttention.from_batch(core, batch, stream)
         for number, layer in enumerate(self.layers, start=1):
-            # The first ones: when the backward pass comes to them, all that the whole ones kept is gone.
-            again = number <= self.recompute and self.training
-            if again and update is not None:
-                # The layer would add it in passing, but then both would be kept to recompute it from.
+            # The first layers: the backward pass reaches them when the others' activations are freed.
+            recompute = number <= self.recompute and self.training
+            if recompute and update is not None:
+                # The layer would fuse this addition, but then both would be kept for the recomputation.
                 stream, update = stream + update, None
-            arguments = (stream, update, texts, route, needed if number == len(self.layers) else None)
-            if again:
+            arguments = (stream, update, num_text, packing, output if number == len(self.layers) else None)
+            if recompute:
                 stream, update = checkpoint(layer, *arguments, use_reentrant=False)
             else:
                 stream, update = layer(*arguments)
         return stream if update is None else stream + update
 
     def forward(self, batch: HiggsBatch) -> StreamLosses:
-        core = core_of(self.model)
+        core = get_base_model(self.model)
         config = core.config
-        stream = self.hidden(batch, needed=Needed(batch.needed, batch.needed_texts))
+        stream = self.hidden(batch, output=OutputRows(batch.output_positions, batch.num_text_outputs))
 
-        logits = core.audio_lm_head(core.model.norm(stream[batch.audio_place]))
+        logits = core.audio_lm_head(core.model.norm(stream[batch.audio_output_index]))
         logits = logits.unflatten(-1, (config.num_codebooks, config.codebook_size))
         sums, hits = self._losses(logits, batch.audio_targets)
         ends = batch.audio_targets == config.audio_stream_eos_id
@@ -152,7 +153,7 @@ class HiggsObjective(nn.Module):
 
         text_sum, text_hits = sums.new_zeros(1), hits.new_zeros((1, 1))
         if core.text_lm_head is not None:
-            text_logits = core.text_lm_head(core.model.norm(stream[batch.text_place]))
+            text_logits = core.text_lm_head(core.model.norm(stream[batch.text_output_index]))
             text_sum, text_hits = self._losses(text_logits.unsqueeze(1), batch.text_targets.unsqueeze(1))
         return StreamLosses(
             sums=torch.cat([text_sum, sums]),

@@ -1,7 +1,7 @@
-"""Frames out of a prompt: prefill once, then a frame a step, with the delay pattern kept in one place.
+"""Autoregressive generation: prefill, then one frame a step under the delay pattern.
 
-It runs the same layers as training. Codebook k speaks k frames after codebook 0, which alone decides when to stop:
-after its end-of-stream at frame f, codebook k ends at frame f + k.
+It runs the same layers as training. Codebook k is k frames behind codebook 0, which alone decides when to stop: after
+its end-of-stream at frame f, codebook k ends at frame f + k.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from myna.models.attention import Cache, attend_within
+from myna.models.attention import KVCache, packed_causal_attention
 from myna.models.base import GeneratedCodes, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
-from myna.models.higgs_v2.forward import embed, run_layer
-from myna.models.higgs_v2.packing import rotary_tables, rotate
+from myna.models.higgs_v2.forward import embed_inputs, run_layer
+from myna.models.higgs_v2.packing import apply_rotary, rotary_tables
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern
 
 
@@ -28,9 +28,9 @@ def generate(
     seeds: Sequence[int],
     on_frame: Callable[[int], None] | None = None,
 ) -> list[GeneratedCodes]:
-    """Speak every prompt of the batch, each with its own random stream, so that company changes nothing."""
+    """Generate codes for every prompt, each with its own rng stream, so that the batch does not matter."""
     config, device = core.config, batch.text_ids.device
-    cache = Cache(len(core.model.layers), batch.lengths)
+    cache = KVCache(len(core.model.layers), batch.lengths)
     sampler = _Sampler(delay, sampling, seeds)
 
     hidden = _prefill(core, batch, cache)
@@ -44,48 +44,46 @@ def generate(
         hidden = _step(core, frame.to(device), cache)
 
 
-def _prefill(core: Any, batch: HiggsBatch, cache: Cache) -> torch.Tensor:
-    """Read all prompts at once; the hidden state at each one's last position."""
-    stream = embed(core, batch.text_ids, batch.codes)
+def _prefill(core: Any, batch: HiggsBatch, cache: KVCache) -> torch.Tensor:
+    """Process all prompts at once; the hidden state at the last position of each."""
+    stream = embed_inputs(core, batch.text_ids, batch.codes)
     cos, sin = rotary_tables(core, batch.position_ids, stream)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (x[batch.to_sequence] for x in (q, k, v))
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        cache.start(layer, k, v)
-        return attend_within(q, k, v, batch.lengths)[batch.to_stream]
+        q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
+        cache.prefill(layer, k, v)
+        return packed_causal_attention(q, k, v, batch.lengths)[batch.to_stream]
 
     for layer in core.model.layers:
         stream = run_layer(layer, stream, len(batch.text_ids), attend)
-    return stream[batch.to_sequence[batch.bounds[1:].long() - 1]]
+    return stream[batch.to_sequence[batch.cu_seqlens[1:].long() - 1]]
 
 
-def _step(core: Any, frame: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """One more frame (prompts, codebooks) for every prompt; a stream of audio positions alone."""
-    nothing = frame.new_empty(0)
-    stream = embed(core, nothing, frame)
-    cos, sin = rotary_tables(core, cache.filled.to(frame.device), stream)
+def _step(core: Any, frame: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    """Process one more frame (prompts, codebooks) of every prompt; a stream of audio positions alone."""
+    stream = embed_inputs(core, frame.new_empty(0), frame)
+    cos, sin = rotary_tables(core, cache.lengths.to(frame.device), stream)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        keys, values, seen = cache.extend(layer, k, v)
-        return cache.attend(q, keys, values, seen)
+        q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
+        return cache.attend(q, *cache.append(layer, k, v))
 
     for layer in core.model.layers:
         stream = run_layer(layer, stream, 0, attend)
-    cache.filled += 1
+    cache.lengths += 1
     return stream
 
 
 class _Sampler:
-    """Chooses frames under the delay pattern and keeps what was chosen."""
+    """Samples frames under the delay pattern, and keeps them."""
 
     def __init__(self, delay: DelayPattern, sampling: Sampling, seeds: Sequence[int]) -> None:
         self.delay, self.sampling = delay, sampling
         self.frames: list[torch.Tensor] = []
         self.ended_at: list[int | None] = [None] * len(seeds)
         self.capped_at = max(1, int(sampling.max_seconds * FRAME_RATE)) + 1
-        self.random = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.rng = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     @property
     def length(self) -> int:
@@ -101,7 +99,7 @@ class _Sampler:
         number = self.length
         logits[..., self.delay.begin] = -torch.inf
         logits[:, 1:, self.delay.end] = -torch.inf
-        frame = torch.stack([self._choose(prompt, one) for prompt, one in enumerate(logits)])
+        frame = torch.stack([self._sample(prompt, row) for prompt, row in enumerate(logits)])
         books = torch.arange(self.delay.codebooks)
         frame[:, books >= number] = self.delay.begin
         for prompt, end in enumerate(self.ended_at):
@@ -112,20 +110,20 @@ class _Sampler:
         self.frames.append(frame)
         return frame
 
-    def _choose(self, prompt: int, logits: torch.Tensor) -> torch.Tensor:
-        """(codebooks, classes) -> (codebooks,)."""
+    def _sample(self, prompt: int, logits: torch.Tensor) -> torch.Tensor:
+        """Codes of one prompt's next frame: (codebooks, classes) -> (codebooks,)."""
         sampling = self.sampling
         if sampling.temperature == 0:
             return logits.argmax(-1)
-        random = self.random[prompt]
-        chosen = torch.multinomial(_filtered(logits / sampling.temperature, sampling), 1, generator=random)[:, 0]
+        rng = self.rng[prompt]
+        codes = torch.multinomial(_top_k_top_p(logits / sampling.temperature, sampling), 1, generator=rng)[:, 0]
         if sampling.repetition_window and self.frames:
             window = torch.stack([frame[prompt] for frame in self.frames[-sampling.repetition_window :]])
             special = (window == self.delay.begin) | (window == self.delay.end)
-            repeats = ((window == chosen) & ~special).sum(0)
-            fresh = torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0]
-            chosen = torch.where(repeats >= sampling.repetition_limit, fresh, chosen)
-        return chosen
+            repeats = ((window == codes) & ~special).sum(0)
+            redrawn = torch.multinomial(logits.softmax(-1), 1, generator=rng)[:, 0]
+            codes = torch.where(repeats >= sampling.repetition_limit, redrawn, codes)
+        return codes
 
     def result(self) -> list[GeneratedCodes]:
         frames = torch.stack(self.frames, dim=1).numpy()
@@ -136,7 +134,7 @@ class _Sampler:
         ]
 
 
-def _filtered(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _top_k_top_p(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Probabilities after top-k and top-p, per codebook."""
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]

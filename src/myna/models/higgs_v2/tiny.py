@@ -1,7 +1,4 @@
-"""A small random checkpoint of the real classes: the same files, names and rules as the true one, in a few megabytes.
-
-It cannot speak until it is trained, but everything that loads, trains, saves and generates runs on it in seconds.
-"""
+"""A tiny random checkpoint of the real classes, for tests: the files and names of the true one in a few megabytes."""
 
 from __future__ import annotations
 
@@ -12,24 +9,13 @@ import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, PreTrainedTokenizerFast
 
 from myna.models.byte_tokenizer import byte_tokenizer
-from myna.models.files import quiet
+from myna.models.files import quiet_transformers
 from myna.models.higgs_v2.codec import codec_classes
 
 SPECIAL_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|audio_out_bos|>",
-    "<|reserved_special_token_6|>",
-    "<|AUDIO|>",
-    "<|AUDIO_OUT|>",
-    "<|scene_desc_start|>",
-    "<|scene_desc_end|>",
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"),
+    *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|reserved_special_token_6|>", "<|AUDIO|>"),
+    *("<|AUDIO_OUT|>", "<|scene_desc_start|>", "<|scene_desc_end|>"),
 )
 
 
@@ -77,7 +63,7 @@ def save_tiny(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2,
 
 
 def save_tiny_codec(folder: Path, *, seed: int = 0, codebook_size: int = 64) -> Path:
-    """The Higgs codec at a thousandth of its size, untrained but not deaf: 24 kHz, 25 frames a second, 8 codebooks."""
+    """The Higgs codec at a thousandth of its size, untrained: 24 kHz, 25 frames a second, 8 codebooks."""
     config_class, model_class = codec_classes()
     torch.manual_seed(seed)
     bits = (codebook_size - 1).bit_length()
@@ -106,18 +92,18 @@ def save_tiny_codec(folder: Path, *, seed: int = 0, codebook_size: int = 64) -> 
         },
     )
     codec = model_class(config).eval()
-    _listen(codec)
-    with quiet():
+    _calibrate(codec)
+    with quiet_transformers():
         codec.save_pretrained(folder)
     return folder
 
 
 @torch.no_grad()
-def _listen(codec: Any) -> None:
-    """Make codes tell sounds apart: as initialised, little of the audio gets through, and codebooks are all zero.
+def _calibrate(codec: Any) -> None:
+    """Make codes distinguish sounds: as initialised, little of the audio gets through, and codebooks are all zero.
 
-    Convolutions keep the level of what they hear, each codebook is drawn from what a few sounds leave for it, and the
-    decoder is set to the level of speech.
+    Convolutions preserve the level, each codebook is sampled from the residuals of a few sounds, and the decoder's
+    output is scaled to the level of speech.
     """
     init, count = torch.nn.init, 8 + codec.config.codebook_size // 8
     for stack in (codec.acoustic_encoder, codec.acoustic_decoder):
@@ -131,17 +117,17 @@ def _listen(codec: Any) -> None:
     pitch, level = 80 * 40 ** torch.rand(count, 1), 10 ** -torch.rand(count, 1)
     glides = torch.sin(2 * torch.pi * pitch * second * (1 + second))
     sounds = level * (0.5 * glides + 0.1 * torch.randn(count, len(second)))
-    heard: list[torch.Tensor] = []
-    hook = codec.fc.register_forward_hook(lambda _module, _inputs, out: heard.append(out.flatten(0, 1)))
+    encoded: list[torch.Tensor] = []
+    hook = codec.fc.register_forward_hook(lambda _module, _inputs, out: encoded.append(out.flatten(0, 1)))
     codec.encode(sounds[:, None])
     hook.remove()
 
-    rest = heard[0]
+    rest = encoded[0]
     for quantizer in codec.quantizer.quantizers:
         init.orthogonal_(quantizer.project_in.weight)
         quantizer.project_out.weight.copy_(quantizer.project_in.weight.T)
         narrow, book = quantizer.project_in(rest), quantizer.codebook.embed
         book.copy_(narrow[torch.randperm(len(narrow))[: len(book)]])
         rest = rest - quantizer.project_out(book[quantizer.codebook.quantize(narrow)])
-    decoded = codec.acoustic_decoder(codec.fc2(heard[0] - rest).T[None, :, :50])
+    decoded = codec.acoustic_decoder(codec.fc2(encoded[0] - rest).T[None, :, :50])
     codec.acoustic_decoder.conv2.weight.mul_(0.1 / decoded.std())

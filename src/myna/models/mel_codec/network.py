@@ -1,9 +1,8 @@
-"""The network of the small codec, for use and for training alike.
+"""Network of the mel codec.
 
-Sound becomes a mel spectrogram of a few subframes per code frame. Blocks of the ConvNeXt kind read it, first subframe
-by subframe, then frame by frame, and leave one short vector per frame, which the quantiser writes down as codes. The
-decoder goes the same way back and ends in spectra, which an inverse Fourier transform turns into sound: no layer ever
-works at the rate of samples, which is why it is small and quick.
+A mel spectrogram of a few subframes per code frame goes through ConvNeXt blocks, first per subframe, then per frame, to
+one short vector per frame, which a residual vector quantizer turns into codes. The decoder mirrors this and ends in
+spectra and an inverse STFT: no layer works at the sample rate, so the network is small and fast.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-OVERLAP = 4
-"""Spectra that a sample of the decoder's output is the sum of."""
-QUIETEST = 1e-5
-"""What counts as silence in a mel spectrogram, so that its logarithm has a floor."""
-LOUDEST_LOG = 3.0
-"""Above any sine of full scale, and low enough that an exponential can never overflow."""
-TYPICAL_LOG = -4.0
-"""The magnitude of spectra that an untrained decoder starts from, near that of speech."""
+SPECTRUM_OVERLAP = 4
+"""Overlapping spectra per output sample of the decoder."""
+MIN_MEL_MAGNITUDE = 1e-5
+"""Floor of mel magnitudes before the logarithm."""
+MAX_LOG_MAGNITUDE = 3.0
+"""Above any full-scale sine, and low enough that its exponential cannot overflow."""
+INITIAL_LOG_MAGNITUDE = -4.0
+"""Initial log magnitude of the decoder's spectra, near that of speech."""
 
 
 @dataclass(frozen=True, slots=True)
 class MelCodecConfig:
-    """Rates and sizes. The defaults are those of fledgling: 8 codebooks at 25 frames a second, under 8 million weights,
-    so that half precision fits one file of 16 MB."""
+    """Rates and sizes; the defaults are fledgling's, whose half-precision weights fit one file of 16 MB."""
 
     sample_rate: int = 24_000
     hop: int = 960
@@ -76,11 +74,11 @@ class MelCodecConfig:
     @property
     def window(self) -> int:
         """Samples of one spectrum of the decoder."""
-        return OVERLAP * self.mel_hop
+        return SPECTRUM_OVERLAP * self.mel_hop
 
 
-class Block(nn.Module):
-    """ConvNeXt, (clips, time, width): look around with one filter per channel, then think about each place alone."""
+class ConvNeXtBlock(nn.Module):
+    """ConvNeXt block, (clips, time, width): depthwise convolution, then a pointwise MLP."""
 
     def __init__(self, width: int, kernel: int, expansion: int) -> None:
         super().__init__()
@@ -91,13 +89,13 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.full((width,), 0.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen = self.around(x.transpose(1, 2)).transpose(1, 2)
-        thought: torch.Tensor = self.scale * self.contract(F.gelu(self.expand(self.norm(seen))))
-        return x + thought
+        mixed = self.around(x.transpose(1, 2)).transpose(1, 2)
+        update: torch.Tensor = self.scale * self.contract(F.gelu(self.expand(self.norm(mixed))))
+        return x + update
 
 
 class MelSpectrogram(nn.Module):
-    """(clips, samples) -> (clips, samples / hop, bins): magnitudes, each frame centred on its hop, silence outside."""
+    """(clips, samples) -> (clips, samples / hop, bins): mel magnitudes, each frame centred on its hop, zero-padded."""
 
     window: torch.Tensor
     filters: torch.Tensor
@@ -112,7 +110,7 @@ class MelSpectrogram(nn.Module):
         size = len(self.window)
         frames = F.pad(waves, ((size - self.hop) // 2, (size - self.hop) // 2)).unfold(1, size, self.hop)
         spectra = torch.fft.rfft(frames * self.window)
-        # Not `abs`: its gradient is not a number where there is digital silence.
+        # Not `abs`: its gradient is NaN in digital silence.
         magnitudes = (spectra.real.square() + spectra.imag.square() + 1e-14).sqrt()
         mels: torch.Tensor = magnitudes @ self.filters
         return mels
@@ -130,8 +128,8 @@ def mel_filters(sample_rate: int, window: int, bins: int) -> torch.Tensor:
     return (torch.minimum(rising, falling).clamp(min=0) * (2 / (high - low))).float()
 
 
-class Encoder(nn.Module):
-    """(clips, subframes, mel bins) -> (clips, frames, latent)."""
+class MelEncoder(nn.Module):
+    """Encoder: (clips, subframes, mel bins) -> (clips, frames, latent)."""
 
     def __init__(self, config: MelCodecConfig) -> None:
         super().__init__()
@@ -151,27 +149,27 @@ class Encoder(nn.Module):
         return latent
 
 
-class Quantiser(nn.Module):
-    """Each codebook writes down what those before it have left over."""
+class ResidualVectorQuantizer(nn.Module):
+    """Residual vector quantizer: each codebook encodes the residual of those before it."""
 
     books: torch.Tensor
 
     def __init__(self, codebooks: int, codebook_size: int, latent: int) -> None:
         super().__init__()
-        # No parameter: training moves the entries to the means of what they stand for, without gradients.
+        # A buffer: entries are trained as running means, without gradients.
         self.register_buffer("books", torch.randn(codebooks, codebook_size, latent))
 
-    def nearest(self, rest: torch.Tensor, number: int) -> torch.Tensor:
-        """The entry of one codebook that is nearest to each vector: (..., latent) -> (...)."""
+    def nearest(self, residual: torch.Tensor, number: int) -> torch.Tensor:
+        """Index of the nearest entry of one codebook: (..., latent) -> (...)."""
         book = self.books[number]
-        return (book.square().sum(1) - 2 * rest @ book.T).argmin(-1)
+        return (book.square().sum(1) - 2 * residual @ book.T).argmin(-1)
 
     def encode(self, latent: torch.Tensor) -> torch.Tensor:
         """(..., latent) -> (..., codebooks)."""
-        rest, codes = latent, []
+        residual, codes = latent, []
         for number, book in enumerate(self.books):
-            codes.append(self.nearest(rest, number))
-            rest = rest - book[codes[-1]]
+            codes.append(self.nearest(residual, number))
+            residual = residual - book[codes[-1]]
         return torch.stack(codes, -1)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
@@ -179,8 +177,8 @@ class Quantiser(nn.Module):
         return sum((book[codes[..., number]] for number, book in enumerate(self.books)), torch.zeros(()))
 
 
-class Decoder(nn.Module):
-    """(clips, frames, latent) -> (clips, frames * hop)."""
+class MelDecoder(nn.Module):
+    """Decoder: (clips, frames, latent) -> (clips, frames * hop)."""
 
     window: torch.Tensor
 
@@ -196,55 +194,57 @@ class Decoder(nn.Module):
         self.spectrum = nn.Linear(width, config.window + 2)
         self.register_buffer("window", torch.hann_window(config.window), persistent=False)
         with torch.no_grad():
-            self.spectrum.bias[: config.window // 2 + 1] += TYPICAL_LOG
+            self.spectrum.bias[: config.window // 2 + 1] += INITIAL_LOG_MAGNITUDE
 
     def forward(self, latent: torch.Tensor) -> torch.Tensor:
         x = self.spread(self.coarse(self.enter(latent)))
         x = self.norm(self.fine(x.reshape(len(x), x.shape[1] * self.subframes, -1)))
-        # Phases run over many turns, which half precision does not resolve.
+        # Half precision does not resolve phases of many turns.
         with torch.autocast(x.device.type, enabled=False):
             logs, phases = self.spectrum(x.float()).chunk(2, -1)
-            spectra = torch.polar(logs.clamp(max=LOUDEST_LOG).exp(), phases)
+            spectra = torch.polar(logs.clamp(max=MAX_LOG_MAGNITUDE).exp(), phases)
             return inverse_stft(spectra, self.window)
 
 
 def inverse_stft(spectra: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-    """(clips, spectra, bins) -> (clips, spectra * hop): windowed, overlapped, divided by what the windows add up to.
+    """(clips, spectra, bins) -> (clips, spectra * hop): windowed overlap-add, divided by the sum of squared windows.
 
-    torch's own looks at the sum of windows with the eyes of the host, which would stall a card at every call.
+    torch's own checks that sum on the host, which syncs with the GPU at every call.
     """
     frames = torch.fft.irfft(spectra, len(window), norm="ortho") * window
-    return _overlap(frames) / _overlap(window.square().expand(1, frames.shape[1], -1))
+    return _overlap_add(frames) / _overlap_add(window.square().expand(1, frames.shape[1], -1))
 
 
-def _overlap(frames: torch.Tensor) -> torch.Tensor:
-    """Add each frame to those it overlaps; what hangs over both ends is cut off."""
+def _overlap_add(frames: torch.Tensor) -> torch.Tensor:
+    """Overlap-add, trimmed at both ends."""
     clips, count, size = frames.shape
-    hop, spare = size // OVERLAP, (size - size // OVERLAP) // 2
-    parts = frames.reshape(clips, count, OVERLAP, hop)
-    added = sum(F.pad(parts[:, :, n], (0, 0, n, OVERLAP - 1 - n)) for n in range(OVERLAP))
+    hop, spare = size // SPECTRUM_OVERLAP, (size - size // SPECTRUM_OVERLAP) // 2
+    parts = frames.reshape(clips, count, SPECTRUM_OVERLAP, hop)
+    added = sum(F.pad(parts[:, :, n], (0, 0, n, SPECTRUM_OVERLAP - 1 - n)) for n in range(SPECTRUM_OVERLAP))
     assert isinstance(added, torch.Tensor)
     return added.flatten(1)[:, spare : spare + count * hop]
 
 
 class MelCodecNetwork(nn.Module):
+    """Encoder, quantizer and decoder of the mel codec."""
+
     def __init__(self, config: MelCodecConfig) -> None:
         super().__init__()
         self.config = config
         self.mel = MelSpectrogram(config.sample_rate, config.mel_window, config.mel_hop, config.mel_bins)
-        self.encoder = Encoder(config)
-        self.quantiser = Quantiser(config.codebooks, config.codebook_size, config.latent)
-        self.decoder = Decoder(config)
+        self.encoder = MelEncoder(config)
+        self.quantiser = ResidualVectorQuantizer(config.codebooks, config.codebook_size, config.latent)
+        self.decoder = MelDecoder(config)
 
-    def hear(self, waves: torch.Tensor) -> torch.Tensor:
+    def log_mel(self, waves: torch.Tensor) -> torch.Tensor:
         """(clips, samples) -> (clips, subframes, mel bins), on a scale where speech lies around 0."""
         with torch.autocast(waves.device.type, enabled=False):
             mels: torch.Tensor = self.mel(waves.float())
-            return mels.clamp(min=QUIETEST).log() / 5 + 1
+            return mels.clamp(min=MIN_MEL_MAGNITUDE).log() / 5 + 1
 
     def encode(self, waves: torch.Tensor) -> torch.Tensor:
         """(clips, frames * hop) -> codes (clips, frames, codebooks)."""
-        return self.quantiser.encode(self.encoder(self.hear(waves)))
+        return self.quantiser.encode(self.encoder(self.log_mel(waves)))
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes (clips, frames, codebooks) -> (clips, frames * hop)."""
@@ -253,4 +253,4 @@ class MelCodecNetwork(nn.Module):
 
 
 def _blocks(count: int, width: int, config: MelCodecConfig) -> nn.Sequential:
-    return nn.Sequential(*(Block(width, config.kernel, config.expansion) for _ in range(count)))
+    return nn.Sequential(*(ConvNeXtBlock(width, config.kernel, config.expansion) for _ in range(count)))

@@ -1,1 +1,1 @@
-"""Phi-4-multimodal: a model that listens, and answers in words."""
+"""Phi-4-multimodal: a speech language model that answers in text."""

@@ -1,19 +1,24 @@
-"""The released model's configuration, known without a download: enough to count and to plan with."""
+"""Built-in configuration of the released model, for counting and planning without a download."""
 
 from __future__ import annotations
 
-from transformers import Phi4MultimodalConfig
+from typing import TYPE_CHECKING
 
 from myna.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import Phi4MultimodalConfig
 
 BUILTIN_NAMES = ("phi-4-multimodal",)
 
 
 def builtin_config(name: str) -> Phi4MultimodalConfig:
-    """The true-size configuration. transformers' defaults fit but for the numbers below; the factors by which long
-    sequences turn more slowly are left out, since nothing is counted by them."""
+    """The true-size configuration: transformers' defaults but for the numbers below, without the rotary scaling of long
+    sequences, which no count depends on."""
     if name not in BUILTIN_NAMES:
         raise ModelError(f"there is no built-in model {name}", hint=f"built in: {', '.join(BUILTIN_NAMES)}")
+    from transformers import Phi4MultimodalConfig
+
     return Phi4MultimodalConfig(
         num_attention_heads=24,
         tie_word_embeddings=True,

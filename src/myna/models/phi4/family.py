@@ -1,4 +1,4 @@
-"""Phi-4-multimodal behind the seam: this page only joins the files beside it."""
+"""Phi-4-multimodal as a model family; the parts are in the modules beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,38 +15,33 @@ from torch import nn
 
 from myna.data.codec import Encoder
 from myna.data.conversation import Conversation
-from myna.data.pronunciation.grammar import Grammar
 from myna.errors import ModelError
-from myna.models.base import GeneratedAnswer, LoraTargets, RenderedSequence, core_of
-from myna.models.constrained_decoding import Constraint, Vocabulary
-from myna.models.files import resolve
+from myna.models.base import AnsweringFamily, GeneratedAnswer, RenderedSequence, get_base_model
+from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
+from myna.models.files import resolve_checkpoint
 from myna.models.hf_family import HFFamily
-from myna.models.phi4 import checkpoint, lora_targets
-from myna.models.phi4.batch import PhiBatch, collate
+from myna.models.phi4 import checkpoint
+from myna.models.phi4.batch import Phi4Batch, collate
 from myna.models.phi4.builtin import builtin_config
-from myna.models.phi4.codec import LARGEST, MelFeatureEncoder
-from myna.models.phi4.forward import PhiObjective
+from myna.models.phi4.codec import MAX_CODE, MelFeatureEncoder
+from myna.models.phi4.forward import Phi4Objective
 from myna.models.phi4.generate import generate
+from myna.models.phi4.lora_targets import MODULES
 from myna.models.phi4.render import Renderer
 
 FRAME_RATE = 100.0
 """Spectra a second."""
 
 
-class Phi4(HFFamily):
+class Phi4(HFFamily, AnsweringFamily):
     name = "phi4"
     model_types = ("phi4_multimodal",)
-    listens = True
+    checkpoint = checkpoint
+    modules: ClassVar = MODULES
+    _grammar: TokenGrammar | None = None
 
-    def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
-        super().__init__(source, config, folder, codec)
-        self._held: Constraint | None = None
-
-    @classmethod
-    def open(cls, source: str, folder: Path, codec: str | None = None) -> Phi4:
-        family = cls(source, checkpoint.read_config(folder), folder, codec)
-        checkpoint.check_tokenizer(family.config, family.tokenizer)
-        return family
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_grammar"}  # it cannot be pickled
 
     @classmethod
     def builtin(cls, name: str) -> Phi4:
@@ -73,39 +68,36 @@ class Phi4(HFFamily):
     def chance(self) -> tuple[float, ...]:
         return (math.log(self.config.vocab_size),)
 
-    def check_weights(self) -> str:
-        return checkpoint.check_weights(self._checkpoint(), self.config)
-
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:  # noqa: ARG002
-        """The text head is what answers: it is always there."""
-        folder = Path() if torch.device(device).type == "meta" else self._checkpoint()
+        """With the text head in any case: the model generates text."""
+        folder = Path() if torch.device(device).type == "meta" else self._require_folder()
         model: nn.Module = checkpoint.load_weights(folder, self.config, dtype=dtype, device=device)
         return model
 
-    def accepts(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
+    def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
         bands = self.config.audio_config.input_size
-        return (codebooks, codebook_size, frame_rate) == (bands, LARGEST + 1, FRAME_RATE)
+        return (codebooks, codebook_size, frame_rate) == (bands, MAX_CODE + 1, FRAME_RATE)
 
     @property
     def codec_source(self) -> str:
-        """Where it is said how sound becomes features."""
-        return self._codec or str(self._checkpoint())
+        """Folder of the feature extractor's settings."""
+        return self._codec or str(self._require_folder())
 
-    def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:  # noqa: ARG002 - features need no card
-        ear = MelFeatureEncoder.open(resolve(self.codec_source, None))
-        if not self.accepts(ear.codebooks, ear.codebook_size, ear.frame_rate):
+    def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:  # noqa: ARG002 - always on the CPU
+        encoder = MelFeatureEncoder.open(resolve_checkpoint(self.codec_source, None))
+        if not self.accepts_codes(encoder.codebooks, encoder.codebook_size, encoder.frame_rate):
             raise ModelError(
-                f"the features of {self.codec_source} have {ear.codebooks} bands at {ear.frame_rate:g} spectra/s; the "
-                f"model wants {self.config.audio_config.input_size} at {FRAME_RATE:g}",
+                f"the features of {self.codec_source} have {encoder.codebooks} bands at {encoder.frame_rate:g} "
+                f"spectra/s; the model wants {self.config.audio_config.input_size} at {FRAME_RATE:g}",
                 hint="use the processor's files of one checkpoint",
             )
-        return ear
+        return encoder
 
     def render(
         self,
         conversation: Conversation,
         *,
-        supervise_text: bool = False,  # noqa: ARG002 - the answer is all there is to learn
+        supervise_text: bool = False,  # noqa: ARG002 - the answer is all that is supervised
         supervise_references: bool = False,  # noqa: ARG002
     ) -> RenderedSequence:
         return self.renderer.render(conversation)
@@ -113,7 +105,7 @@ class Phi4(HFFamily):
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         return self.renderer.positions(frames)
 
-    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> PhiBatch:
+    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Phi4Batch:
         return collate(sequences, self.config.audio_config.input_size, offset)
 
     def objective(
@@ -122,32 +114,23 @@ class Phi4(HFFamily):
         *,
         label_smoothing: float = 0.0,
         recompute: int = 0,
-        fast: bool = False,  # noqa: ARG002 - there is no faster way yet
+        fused_lora: bool = False,  # noqa: ARG002 - there are no fused layers yet
         compiled: bool = False,
     ) -> nn.Module:
-        return PhiObjective(model, checkpoint.end_ids(self.config), label_smoothing, recompute, compiled)
-
-    def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
-        assert isinstance(objective, PhiObjective)
-        return list(objective.layers)
-
-    def adapt_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
-        return lora_targets.adapt_targets(core_of(model), mode, custom)
-
-    def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        return lora_targets.module_names(core_of(model))
+        return Phi4Objective(model, checkpoint.eos_ids(self.config), label_smoothing, recompute, compiled)
 
     def answer(
-        self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: Grammar | None = None
+        self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None
     ) -> list[GeneratedAnswer]:
-        core, ends = core_of(model), checkpoint.end_ids(self.config)
+        core, eos_ids = get_base_model(model), checkpoint.eos_ids(self.config)
         batch = self.collate(prompts).to(next(core.parameters()).device)
-        if grammar is not None and (self._held is None or self._held.grammar is not grammar):
-            # Kept, since it learns more of the grammar with every answer.
-            self._held = Constraint(grammar, Vocabulary(self.tokenizer), ends)
-        guide = self._held.guide(len(prompts), max_tokens) if grammar is not None and self._held is not None else None
-        said = generate(core, batch, ends, max_tokens, guide)
-        return [GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in said]
+        decoder = None
+        if grammar is not None:
+            if self._grammar is None or self._grammar.lark != grammar:
+                self._grammar = TokenGrammar(grammar, self.tokenizer, eos_ids, self.config.vocab_size)
+            decoder = ConstrainedDecoder(self._grammar, len(prompts), max_tokens)
+        generated = generate(core, batch, eos_ids, max_tokens, decoder)
+        return [GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in generated]
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        checkpoint.save(core_of(model), folder, self.tokenizer, self._checkpoint())
+        checkpoint.save(get_base_model(model), folder, self.tokenizer, self._require_folder())

@@ -1,4 +1,4 @@
-"""A small random checkpoint of the real classes: the same files, names and rules as the true one, in a megabyte."""
+"""Tiny random checkpoint of the real classes: the same files and names as the released one, in a megabyte."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tiny_config(
     tied: bool = False,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Phi4MultimodalConfig:
-    """The true architecture with few and narrow layers, of the decoder and, as `blocks`, of the audio encoder; ids as
-    in the tokenizer, which is `tiny_tokenizer` unless another one is given."""
+    """The true architecture with few and narrow layers, `layers` of the decoder and `blocks` of the audio encoder; ids
+    are the tokenizer's."""
     tokenizer = tokenizer or tiny_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     return Phi4MultimodalConfig(
@@ -75,11 +75,11 @@ def tiny_config(
 
 
 def save_tiny(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **sizes: Any) -> Path:
-    """Write a checkpoint folder: the model of these sizes, its tokenizer, and how sound becomes features."""
+    """Write a checkpoint folder: model, tokenizer and the settings of the feature extractor."""
     torch.manual_seed(seed)
     tokenizer = tokenizer or tiny_tokenizer()
     model = Phi4MultimodalForCausalLM(tiny_config(**sizes, tokenizer=tokenizer))
-    _listen(model.model.embed_tokens_extend.audio_embed)
+    _scale_audio_encoder(model.model.embed_tokens_extend.audio_embed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = Phi4MultimodalFeatureExtractor().to_dict()
@@ -89,11 +89,11 @@ def save_tiny(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast
 
 
 @torch.no_grad()
-def _listen(ear: Any) -> None:
-    """Make it untrained but not deaf: as initialised, hardly anything of the sound gets through to the words."""
-    for module in ear.modules():
+def _scale_audio_encoder(audio_embed: Any) -> None:
+    """Random weights at which the output depends on the audio: as initialised, it hardly does."""
+    for module in audio_embed.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d):
             torch.nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
     # Features of speech lie around 10, and some 5 apart.
-    ear.encoder.encoder_embedding.global_mean.fill_(10.0)
-    ear.encoder.encoder_embedding.global_invstd.fill_(0.2)
+    audio_embed.encoder.encoder_embedding.global_mean.fill_(10.0)
+    audio_embed.encoder.encoder_embedding.global_invstd.fill_(0.2)

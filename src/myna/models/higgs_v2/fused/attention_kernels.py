@@ -1,14 +1,13 @@
-"""Causal attention inside short sequences, as Triton kernels.
+"""Causal attention over short packed sequences, as Triton kernels.
 
-Clips with their reference are some 500 positions long. At such lengths a general kernel with large tiles computes
-nearly twice the pairs that are looked at, adds gradients of queries up in fp32 through memory, and writes gradients of
+Utterances with their reference are some 500 positions long. At such lengths a general kernel with large tiles computes
+nearly twice the pairs that are not masked, accumulates query gradients in fp32 through memory, and writes gradients of
 shared keys once per query head to sum them afterwards. Here tiles are small, every sum stays in the registers of one
-program, and the query heads that share a key are gone through by the program that has the key.
+program, and the program of a key head loops over the query heads that share it. Tiles are loaded by TMA, which needs no
+registers for addresses.
 
-Tiles are fetched by the card's own unit for that, which needs no registers for addresses.
-
-Only imported where there is a CUDA device and Triton. Queries, keys and values are (positions, heads, head size) with
-heads side by side; a row may have other numbers beside them.
+Imported only where there is a CUDA device and Triton. Queries, keys and values are (positions, heads, head size) with
+heads contiguous; a row may hold other data beside them.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from myna.models.higgs_v2.packing import tabulate
+from myna.models.higgs_v2.packing import attention_tile_table
 
 
-class Shape(NamedTuple):
-    """How the work of a kernel is cut, found by measurement."""
+class AttentionTile(NamedTuple):
+    """Tile sizes and launch settings of a kernel, found by measurement."""
 
     rows: int
     """Queries of a tile."""
@@ -34,35 +33,35 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
-    """2: the tiles below the diagonal in a loop of their own, which asks nothing about the order of positions."""
+    """2: tiles below the diagonal in a loop of their own, without the causal mask."""
 
 
-FORWARD = Shape(64, 64, 4, 1)
-TO_QUERIES = Shape(64, 64, 4, 2, parts=2)
-TO_KEYS = Shape(64, 64, 4, 2)
+FORWARD_TILE = AttentionTile(64, 64, 4, 1)
+QUERY_GRADIENT_TILE = AttentionTile(64, 64, 4, 2, parts=2)
+KEY_GRADIENT_TILE = AttentionTile(64, 64, 4, 2)
 
 
-class Tiles(NamedTuple):
-    """Where programs begin. Made once for a batch, on the card: the host need not know the lengths."""
+class AttentionTileTables(NamedTuple):
+    """The tile table of each kernel, made once per batch on the GPU, without a sync."""
 
     forward: torch.Tensor
     to_queries: torch.Tensor
     to_keys: torch.Tensor
 
     @classmethod
-    def of(cls, bounds: torch.Tensor, positions: int) -> Tiles:
-        sizes = (FORWARD.rows, TO_QUERIES.rows, TO_KEYS.columns)
-        tables = {size: tabulate(bounds, positions, size) for size in set(sizes)}
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, positions: int) -> AttentionTileTables:
+        sizes = (FORWARD_TILE.rows, QUERY_GRADIENT_TILE.rows, KEY_GRADIENT_TILE.columns)
+        tables = {size: attention_tile_table(cu_seqlens, positions, size) for size in set(sizes)}
         return cls(*(tables[size] for size in sizes))
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _forward(
+def _forward_kernel(
     q,
     k,
     v,
     out,
-    reach,
+    log2sumexp,
     tiles,
     positions,
     scale,
@@ -72,7 +71,7 @@ def _forward(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """`reach` is the logarithm to base 2 of the sum that a softmax divides by; scale is for powers of 2, too."""
+    """`log2sumexp` is the base-2 logarithm of the softmax denominator; `scale` includes log2(e)."""
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -84,8 +83,8 @@ def _forward(
     query = q.load([start + first, head * SIZE])
     shared = head // GROUP * SIZE
 
-    seen = tl.zeros([ROWS, SIZE], tl.float32)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    accumulated = tl.zeros([ROWS, SIZE], tl.float32)
+    running_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     end = tl.minimum(first + ROWS, length)
     for part in tl.static_range(PARTS):
@@ -95,42 +94,42 @@ def _forward(
         for at in range(low, high, COLUMNS):
             key = k.load([start + at, shared])
             value = v.load([start + at, shared])
-            looks = tl.dot(query, tl.trans(key))
+            scores = tl.dot(query, tl.trans(key))
             if part + 1 == PARTS:
-                looks = tl.where(row[:, None] >= (at + column)[None, :], looks, float("-inf"))
-            higher = tl.maximum(largest, tl.max(looks, 1) * scale)
-            looks = tl.exp2(looks * scale - higher[:, None])
-            fade = tl.exp2(largest - higher)
-            total = total * fade + tl.sum(looks, 1)
-            seen = tl.dot(looks.to(value.dtype), value, seen * fade[:, None])
-            largest = higher
-    tl.store(reach + head * positions + start + row, largest + tl.log2(total), mask=row < length)
+                scores = tl.where(row[:, None] >= (at + column)[None, :], scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, 1) * scale)
+            weights = tl.exp2(scores * scale - new_max[:, None])
+            rescale = tl.exp2(running_max - new_max)
+            total = total * rescale + tl.sum(weights, 1)
+            accumulated = tl.dot(weights.to(value.dtype), value, accumulated * rescale[:, None])
+            running_max = new_max
+    tl.store(log2sumexp + head * positions + start + row, running_max + tl.log2(total), mask=row < length)
     width = tl.num_programs(0) * SIZE
     out += start.to(tl.int64) * width + head * SIZE + row[:, None] * width + channel[None, :]
-    tl.store(out, (seen / total[:, None]).to(out.dtype.element_ty), mask=real)
+    tl.store(out, (accumulated / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _to_queries(
+def _query_gradient_kernel(
     q,
     k,
     v,
     out,
-    d,
-    reach,
-    drift,
+    d_out,
+    log2sumexp,
+    delta,
     dq,
     tiles,
     positions,
     scale,
-    natural_scale,
+    softmax_scale,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The gradient of queries; on the way `drift`, what the softmax takes off every gradient in a row."""
+    """Gradient of queries, and `delta`, the row sums of out * d_out that the softmax gradient subtracts."""
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -142,15 +141,15 @@ def _to_queries(
     query = q.load([start + first, head * SIZE])
     width = tl.num_programs(0) * SIZE
     place = start.to(tl.int64) * width + head * SIZE + row[:, None] * width + channel[None, :]
-    slope = d.load([start + first, head * SIZE])
+    d_tile = d_out.load([start + first, head * SIZE])
     attended = tl.load(out + place, mask=real, other=0.0)
-    shift = tl.sum(attended.to(tl.float32) * slope.to(tl.float32), 1)
+    row_delta = tl.sum(attended.to(tl.float32) * d_tile.to(tl.float32), 1)
     line = head * positions + start + row
-    tl.store(drift + line, shift, mask=row < length)
-    reached = tl.load(reach + line, mask=row < length, other=0.0)
+    tl.store(delta + line, row_delta, mask=row < length)
+    row_log2sumexp = tl.load(log2sumexp + line, mask=row < length, other=0.0)
     shared = head // GROUP * SIZE
 
-    found = tl.zeros([ROWS, SIZE], tl.float32)
+    d_query = tl.zeros([ROWS, SIZE], tl.float32)
     end = tl.minimum(first + ROWS, length)
     for part in tl.static_range(PARTS):
         low, high = 0, end
@@ -159,34 +158,34 @@ def _to_queries(
         for at in range(low, high, COLUMNS):
             key = k.load([start + at, shared])
             value = v.load([start + at, shared])
-            looks = tl.exp2(tl.dot(query, tl.trans(key)) * scale - reached[:, None])
+            weights = tl.exp2(tl.dot(query, tl.trans(key)) * scale - row_log2sumexp[:, None])
             if part + 1 == PARTS:
-                looks = tl.where(row[:, None] >= (at + column)[None, :], looks, 0.0)
-            d_looks = looks * (tl.dot(slope, tl.trans(value)) - shift[:, None])
-            found = tl.dot(d_looks.to(key.dtype), key, found)
-    tl.store(dq + place, (found * natural_scale).to(dq.dtype.element_ty), mask=real)
+                weights = tl.where(row[:, None] >= (at + column)[None, :], weights, 0.0)
+            d_weights = weights * (tl.dot(d_tile, tl.trans(value)) - row_delta[:, None])
+            d_query = tl.dot(d_weights.to(key.dtype), key, d_query)
+    tl.store(dq + place, (d_query * softmax_scale).to(dq.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _to_keys(
+def _key_value_gradient_kernel(
     q,
     k,
     v,
-    d,
-    reach,
-    drift,
+    d_out,
+    log2sumexp,
+    delta,
     dk,
     dv,
     tiles,
     positions,
     scale,
-    natural_scale,
+    softmax_scale,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The gradients of keys and values, of all the query heads that share them."""
+    """Gradients of keys and values, summed over the query heads that share them."""
     key_head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -196,12 +195,12 @@ def _to_keys(
     real = (column < length)[:, None]
     key = k.load([start + first, key_head * SIZE])
     value = v.load([start + first, key_head * SIZE])
-    reach += key_head * GROUP * positions + start
-    drift += key_head * GROUP * positions + start
+    log2sumexp += key_head * GROUP * positions + start
+    delta += key_head * GROUP * positions + start
 
     d_key = tl.zeros([COLUMNS, SIZE], tl.float32)
     d_value = tl.zeros([COLUMNS, SIZE], tl.float32)
-    # One loop and not one for each head: to fill and drain it takes as long as a few turns.
+    # One loop for all heads: filling and draining its pipeline takes as long as a few iterations.
     steps = tl.cdiv(length - first, ROWS)
     for step in range(0, GROUP * steps):
         member = step // steps
@@ -209,114 +208,82 @@ def _to_keys(
         inside = row < length
         at = start + first + (step - member * steps) * ROWS
         query = q.load([at, (key_head * GROUP + member) * SIZE])
-        slope = d.load([at, (key_head * GROUP + member) * SIZE])
-        reached = tl.load(reach + member * positions + row, mask=inside, other=0.0)
-        shift = tl.load(drift + member * positions + row, mask=inside, other=0.0)
-        # A tile may reach into the next sequence: its keys are left out by the order of positions, its queries here.
-        looks = tl.exp2(tl.dot(key, tl.trans(query)) * scale - reached[None, :])
-        looks = tl.where((row[None, :] >= column[:, None]) & inside[None, :], looks, 0.0)
-        d_value = tl.dot(looks.to(slope.dtype), slope, d_value)
-        d_looks = looks * (tl.dot(value, tl.trans(slope)) - shift[None, :])
-        d_key = tl.dot(d_looks.to(query.dtype), query, d_key)
+        d_tile = d_out.load([at, (key_head * GROUP + member) * SIZE])
+        row_log2sumexp = tl.load(log2sumexp + member * positions + row, mask=inside, other=0.0)
+        row_delta = tl.load(delta + member * positions + row, mask=inside, other=0.0)
+        # A tile may reach into the next sequence: the causal mask excludes its keys, `inside` its queries.
+        weights = tl.exp2(tl.dot(key, tl.trans(query)) * scale - row_log2sumexp[None, :])
+        weights = tl.where((row[None, :] >= column[:, None]) & inside[None, :], weights, 0.0)
+        d_value = tl.dot(weights.to(d_tile.dtype), d_tile, d_value)
+        d_weights = weights * (tl.dot(value, tl.trans(d_tile)) - row_delta[None, :])
+        d_key = tl.dot(d_weights.to(query.dtype), query, d_key)
     width = tl.num_programs(0) * SIZE
     place = start.to(tl.int64) * width + key_head * SIZE + column[:, None] * width + channel[None, :]
-    tl.store(dk + place, (d_key * natural_scale).to(dk.dtype.element_ty), mask=real)
+    tl.store(dk + place, (d_key * softmax_scale).to(dk.dtype.element_ty), mask=real)
     tl.store(dv + place, d_value.to(dv.dtype.element_ty), mask=real)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """What was attended to, (positions, heads, head size), and `reach`, (heads, positions)."""
+def tiled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: AttentionTileTables
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, (positions, heads, head size), and `log2sumexp`, (heads, positions)."""
     positions, heads, size = q.shape
     out = q.new_empty(positions, heads, size)
-    reach = q.new_empty(heads, positions, dtype=torch.float32)
-    _forward[(heads, len(tiles.forward))](
-        TensorDescriptor.from_tensor(q.flatten(1), [FORWARD.rows, q.shape[2]]),
-        TensorDescriptor.from_tensor(k.flatten(1), [FORWARD.columns, k.shape[2]]),
-        TensorDescriptor.from_tensor(v.flatten(1), [FORWARD.columns, v.shape[2]]),
-        out,
-        reach,
-        tiles.forward,
+    log2sumexp = q.new_empty(heads, positions, dtype=torch.float32)
+    _forward_kernel[(heads, len(tiles.forward))](
+        *_descriptors(FORWARD_TILE, q, k, v),
+        *(out, log2sumexp, tiles.forward),
         **_common(q, k, v),
-        PARTS=FORWARD.parts,
-        **_shape(FORWARD),
+        PARTS=FORWARD_TILE.parts,
+        **_launch_settings(FORWARD_TILE),
     )
-    return out, reach
+    return out, log2sumexp
 
 
-def backward(
-    d: torch.Tensor,
+def tiled_attention_backward(
+    d_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    reach: torch.Tensor,
-    tiles: Tiles,
+    log2sumexp: torch.Tensor,
+    tiles: AttentionTileTables,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of queries, keys and values, each in memory of its own."""
-    assert d.is_contiguous() and out.is_contiguous()
-    dq, drift = to_queries(d, q, k, v, out, reach, tiles)
-    return dq, *to_keys(d, q, k, v, reach, drift, tiles)
-
-
-def to_queries(
-    d: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    reach: torch.Tensor,
-    tiles: Tiles,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of queries, and `drift`, which that of keys and values needs, too."""
-    dq, drift = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(reach)
-    _to_queries[(q.shape[1], len(tiles.to_queries))](
-        TensorDescriptor.from_tensor(q.flatten(1), [TO_QUERIES.rows, q.shape[2]]),
-        TensorDescriptor.from_tensor(k.flatten(1), [TO_QUERIES.columns, k.shape[2]]),
-        TensorDescriptor.from_tensor(v.flatten(1), [TO_QUERIES.columns, v.shape[2]]),
+    """Gradients of queries, keys and values, each in its own memory."""
+    assert d_out.is_contiguous() and out.is_contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(log2sumexp)
+    scales = _common(q, k, v) | {"softmax_scale": q.shape[2] ** -0.5}
+    _query_gradient_kernel[(q.shape[1], len(tiles.to_queries))](
+        *_descriptors(QUERY_GRADIENT_TILE, q, k, v),
         out,
-        TensorDescriptor.from_tensor(d.flatten(1), [TO_QUERIES.rows, d.shape[2]]),
-        reach,
-        drift,
-        dq,
-        tiles.to_queries,
-        **_common(q, k, v),
-        natural_scale=q.shape[2] ** -0.5,
-        PARTS=TO_QUERIES.parts,
-        **_shape(TO_QUERIES),
+        _descriptor(d_out, QUERY_GRADIENT_TILE.rows),
+        *(log2sumexp, delta, dq, tiles.to_queries),
+        **scales,
+        PARTS=QUERY_GRADIENT_TILE.parts,
+        **_launch_settings(QUERY_GRADIENT_TILE),
     )
-    return dq, drift
+    _key_value_gradient_kernel[(k.shape[1], len(tiles.to_keys))](
+        *_descriptors(KEY_GRADIENT_TILE, q, k, v),
+        _descriptor(d_out, KEY_GRADIENT_TILE.rows),
+        *(log2sumexp, delta, dk, dv, tiles.to_keys),
+        **scales,
+        **_launch_settings(KEY_GRADIENT_TILE),
+    )
+    return dq, dk, dv
 
 
-def to_keys(
-    d: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    reach: torch.Tensor,
-    drift: torch.Tensor,
-    tiles: Tiles,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    _to_keys[(k.shape[1], len(tiles.to_keys))](
-        TensorDescriptor.from_tensor(q.flatten(1), [TO_KEYS.rows, q.shape[2]]),
-        TensorDescriptor.from_tensor(k.flatten(1), [TO_KEYS.columns, k.shape[2]]),
-        TensorDescriptor.from_tensor(v.flatten(1), [TO_KEYS.columns, v.shape[2]]),
-        TensorDescriptor.from_tensor(d.flatten(1), [TO_KEYS.rows, d.shape[2]]),
-        reach,
-        drift,
-        dk,
-        dv,
-        tiles.to_keys,
-        **_common(q, k, v),
-        natural_scale=q.shape[2] ** -0.5,
-        **_shape(TO_KEYS),
-    )
-    return dk, dv
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x.flatten(1), [rows, x.shape[2]])
+
+
+def _descriptors(tile: AttentionTile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[TensorDescriptor]:
+    return [_descriptor(q, tile.rows), _descriptor(k, tile.columns), _descriptor(v, tile.columns)]
 
 
 def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
     size = q.shape[2]
-    assert all(x.stride(1) == size and x.stride(2) == 1 for x in (q, k, v)), "heads lie side by side"
+    assert all(x.stride(1) == size and x.stride(2) == 1 for x in (q, k, v)), "heads must be contiguous"
     return {
         "positions": len(q),
         "scale": size**-0.5 * math.log2(math.e),
@@ -325,5 +292,5 @@ def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]
     }
 
 
-def _shape(shape: Shape) -> dict[str, int]:
-    return {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps, "num_stages": shape.stages}
+def _launch_settings(tile: AttentionTile) -> dict[str, int]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages}

@@ -1,7 +1,7 @@
-"""The passes of `passes.py` as Triton kernels: each reads and writes every number once.
+"""Triton kernels of the operations in `ops.py`; each element is read and written once.
 
-Only imported where there is a CUDA device and Triton. Rows are handled one by one, so that lengths may be anything and
-nothing is compiled anew for another batch.
+Imported only where there is a CUDA device and Triton. One program handles one row, so any row count runs without
+recompilation.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ import torch
 import triton
 import triton.language as tl
 
-from myna.models.higgs_v2.fused.ops import FP8_PARTS, LARGEST, SMALLEST, PackedInput
+from myna.models.higgs_v2.fused.ops import FP8_MAX, FP8_PARTS, MIN_ROW_ABSMAX, ModalityNorms, PackedInput
 
-GATE_BLOCK = 2048
-COPY_BLOCK = 1024
+SWIGLU_BLOCK_SIZE = 2048
+COPY_BLOCK_SIZE = 1024
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_MIN_ROW_ABSMAX = tl.constexpr(MIN_ROW_ABSMAX)
 
 
 @triton.jit
-def _store_codes(numbers, largest, inside, codes, scale, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """Numbers of one row as fp8 where `codes` points, and what to multiply them with."""
-    step = tl.maximum(largest, SMALLEST) / LARGEST
+def _store_fp8_row(values, absmax, inside, codes, scale):
+    """One row as fp8 codes with its scale."""
+    step = tl.maximum(absmax, _MIN_ROW_ABSMAX) / _FP8_MAX
     tl.store(scale, step)
-    tl.store(codes, (numbers / step).to(codes.dtype.element_ty), mask=inside)
+    tl.store(codes, (values / step).to(codes.dtype.element_ty), mask=inside)
 
 
-def _code_arguments(out: PackedInput) -> dict[str, Any]:
-    """Where codes go, for a kernel that may have to write some; a pointer it must have in any case."""
-    wanted = out.codes is not None and out.scale is not None
+def _fp8_arguments(out: PackedInput) -> dict[str, Any]:
+    """Where a kernel writes fp8 codes; without codes any valid pointer is passed."""
     codes = out.x if out.codes is None else out.codes
     scale = out.x if out.scale is None else out.scale
-    limits = {"LARGEST": LARGEST, "SMALLEST": SMALLEST}
-    return {"codes": codes, "scale": scale, "code_stride": codes.stride(0), "ENCODES": wanted, **limits}
+    write_fp8 = out.codes is not None and out.scale is not None
+    return {"codes": codes, "scale": scale, "code_stride": codes.stride(0), "WRITE_FP8": write_fp8}
 
 
 @triton.jit
-def _add_norm(
+def _add_rms_norm_kernel(
     stream,
     update,
     order,
@@ -44,8 +45,8 @@ def _add_norm(
     audio,
     added,
     out,
-    spread,
-    texts,
+    inverse_rms,
+    num_text,
     width,
     out_stride,
     eps,
@@ -54,9 +55,7 @@ def _add_norm(
     code_stride,
     HAS_UPDATE: tl.constexpr,
     HAS_ORDER: tl.constexpr,
-    ENCODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    WRITE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -72,127 +71,106 @@ def _add_norm(
         tl.store(added + row * width + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    tl.store(spread + row, factor)
-    if row < texts:
+    tl.store(inverse_rms + row, factor)
+    if row < num_text:
         weight = tl.load(text + column, mask=inside, other=0.0).to(tl.float32)
     else:
         weight = tl.load(audio + column, mask=inside, other=0.0).to(tl.float32)
     normed = x * factor * weight
     tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
-    if ENCODES:
-        largest = tl.max(tl.abs(normed), axis=0)
-        _store_codes(normed, largest, inside, codes + row * code_stride + column, scale + row, LARGEST, SMALLEST)
+    if WRITE_FP8:
+        absmax = tl.max(tl.abs(normed), axis=0)
+        _store_fp8_row(normed, absmax, inside, codes + row * code_stride + column, scale + row)
 
 
-def add_norm(
+def launch_add_rms_norm(
     stream: torch.Tensor,
     update: torch.Tensor | None,
     order: torch.Tensor | None,
-    text: torch.Tensor,
-    audio: torch.Tensor,
-    eps: float,
-    texts: int,
+    norms: ModalityNorms,
+    num_text: int,
     out: PackedInput,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = stream.shape
-    spread = stream.new_empty(rows, dtype=torch.float32)
+    inverse_rms = stream.new_empty(rows, dtype=torch.float32)
     added = torch.empty_like(stream) if update is not None else stream
-    _add_norm[(rows,)](
-        stream,
-        stream if update is None else update,
-        stream if order is None else order,
-        text,
-        audio,
-        added,
-        out.x,
-        spread,
-        texts,
-        width,
-        out.x.stride(0),
-        eps,
-        **_code_arguments(out),
+    inputs = (stream, stream if update is None else update, stream if order is None else order, norms.text, norms.audio)
+    sizes = (num_text, width, out.x.stride(0), norms.eps)
+    _add_rms_norm_kernel[(rows,)](
+        *inputs,
+        *(added, out.x, inverse_rms),
+        *sizes,
+        **_fp8_arguments(out),
         HAS_UPDATE=update is not None,
         HAS_ORDER=order is not None,
         BLOCK=triton.next_power_of_2(width),
         num_warps=8,
     )
-    return added, spread
+    return added, inverse_rms
 
 
 @triton.jit
-def _norm_back(
+def _rms_norm_backward_kernel(
     d_normed,
     stream,
-    spread,
+    inverse_rms,
     d_stream,
     text,
     audio,
     out,
     order,
     ordered,
-    texts,
+    num_text,
     width,
     ordered_stride,
     codes,
     scale,
     code_stride,
     HAS_ORDER: tl.constexpr,
-    ENCODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    WRITE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
-    factor = tl.load(spread + row)
-    if row < texts:
+    factor = tl.load(inverse_rms + row)
+    if row < num_text:
         weight = tl.load(text + column, mask=inside, other=0.0).to(tl.float32)
     else:
         weight = tl.load(audio + column, mask=inside, other=0.0).to(tl.float32)
-    normal = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) * factor
-    slope = tl.load(d_normed + at, mask=inside, other=0.0).to(tl.float32) * weight
-    mean = tl.sum(slope * normal, axis=0) / width
-    d = factor * (slope - normal * mean) + tl.load(d_stream + at, mask=inside, other=0.0).to(tl.float32)
+    normed = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) * factor
+    grad = tl.load(d_normed + at, mask=inside, other=0.0).to(tl.float32) * weight
+    mean = tl.sum(grad * normed, axis=0) / width
+    d = factor * (grad - normed * mean) + tl.load(d_stream + at, mask=inside, other=0.0).to(tl.float32)
     rounded = d.to(out.dtype.element_ty)
     tl.store(out + at, rounded, mask=inside)
     if HAS_ORDER:
         place = tl.load(order + row)
         tl.store(ordered + place * ordered_stride + column, rounded, mask=inside)
-        if ENCODES:
-            largest = tl.max(tl.abs(d), axis=0)
-            _store_codes(d, largest, inside, codes + place * code_stride + column, scale + place, LARGEST, SMALLEST)
+        if WRITE_FP8:
+            absmax = tl.max(tl.abs(d), axis=0)
+            _store_fp8_row(d, absmax, inside, codes + place * code_stride + column, scale + place)
 
 
-def norm_back(
+def launch_rms_norm_backward(
     d_normed: torch.Tensor,
     stream: torch.Tensor,
-    spread: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    norms: ModalityNorms,
+    num_text: int,
     d_stream: torch.Tensor,
-    text: torch.Tensor,
-    audio: torch.Tensor,
-    texts: int,
     order: torch.Tensor | None,
     ordered: PackedInput | None,
 ) -> torch.Tensor:
     rows, width = stream.shape
     out = torch.empty_like(stream)
     ordered = PackedInput(out, out) if ordered is None else ordered
-    _norm_back[(rows,)](
-        d_normed,
-        stream,
-        spread,
-        d_stream,
-        text,
-        audio,
-        out,
-        stream if order is None else order,
-        ordered.x,
-        texts,
-        width,
-        ordered.x.stride(0),
-        **_code_arguments(ordered),
+    _rms_norm_backward_kernel[(rows,)](
+        *(d_normed, stream, inverse_rms, d_stream.contiguous(), norms.text, norms.audio),
+        *(out, stream if order is None else order, ordered.x),
+        *(num_text, width, ordered.x.stride(0)),
+        **_fp8_arguments(ordered),
         HAS_ORDER=order is not None,
         BLOCK=triton.next_power_of_2(width),
         num_warps=8,
@@ -201,17 +179,7 @@ def norm_back(
 
 
 @triton.jit
-def _rotate(
-    qkv,
-    order,
-    cos,
-    sin,
-    out,
-    heads,
-    turned,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+def _rotate_qkv_kernel(qkv, order, cos, sin, out, heads, rotated_heads, HALF: tl.constexpr, HEADS: tl.constexpr):
     position = tl.program_id(0).to(tl.int64)
     source = tl.load(order + position)
     head = tl.arange(0, HEADS)[:, None]
@@ -221,25 +189,34 @@ def _rotate(
     first_at = head * 2 * HALF + column
     first = tl.load(qkv + source * width + first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + source * width + first_at + HALF, mask=inside, other=0.0).to(tl.float32)
-    # Values keep their direction: for them the angle is none.
-    c = tl.where(head < turned, tl.load(cos + position * 2 * HALF + column).to(tl.float32), 1.0)
-    s = tl.where(head < turned, tl.load(sin + position * 2 * HALF + column).to(tl.float32), 0.0)
+    # Value heads are not rotated: angle 0.
+    c = tl.where(head < rotated_heads, tl.load(cos + position * 2 * HALF + column).to(tl.float32), 1.0)
+    s = tl.where(head < rotated_heads, tl.load(sin + position * 2 * HALF + column).to(tl.float32), 0.0)
     tl.store(out + position * width + first_at, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(out + position * width + first_at + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(
-    qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, turned: int
+def launch_rotate_qkv(
+    qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, rotated_heads: int
 ) -> torch.Tensor:
     heads, out = qkv.shape[1] // size, torch.empty_like(qkv)
-    _rotate[(len(qkv),)](
-        qkv, order, cos, sin, out, heads, turned, HALF=size // 2, HEADS=triton.next_power_of_2(heads), num_warps=4
+    _rotate_qkv_kernel[(len(qkv),)](
+        qkv,
+        order,
+        cos,
+        sin,
+        out,
+        heads,
+        rotated_heads,
+        HALF=size // 2,
+        HEADS=triton.next_power_of_2(heads),
+        num_warps=4,
     )
     return out
 
 
 @triton.jit
-def _rotate_back(
+def _rotate_qkv_backward_kernel(
     dq,
     dk,
     dv,
@@ -253,9 +230,7 @@ def _rotate_back(
     codes,
     scale,
     code_stride,
-    ENCODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    WRITE_FP8: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -287,14 +262,14 @@ def _rotate_back(
     left, right = first * c + second * s, second * c - first * s
     tl.store(at, left.to(out.dtype.element_ty), mask=inside)
     tl.store(at + HALF, right.to(out.dtype.element_ty), mask=inside)
-    if ENCODES:
-        largest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)))
+    if WRITE_FP8:
+        absmax = tl.max(tl.maximum(tl.abs(left), tl.abs(right)))
         line = codes + place * code_stride + head * 2 * HALF + column
-        _store_codes(left, largest, inside, line, scale + place, LARGEST, SMALLEST)
-        _store_codes(right, largest, inside, line + HALF, scale + place, LARGEST, SMALLEST)
+        _store_fp8_row(left, absmax, inside, line, scale + place)
+        _store_fp8_row(right, absmax, inside, line + HALF, scale + place)
 
 
-def rotate_back(
+def launch_rotate_qkv_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -305,18 +280,10 @@ def rotate_back(
 ) -> None:
     positions, queries, size = dq.shape
     keys = dk.shape[1]
-    _rotate_back[(positions,)](
-        dq.contiguous(),
-        dk.contiguous(),
-        dv.contiguous(),
-        order,
-        cos,
-        sin,
-        out.x,
-        queries,
-        keys,
-        out.x.stride(0),
-        **_code_arguments(out),
+    _rotate_qkv_backward_kernel[(positions,)](
+        *(dq.contiguous(), dk.contiguous(), dv.contiguous(), order, cos, sin, out.x),
+        *(queries, keys, out.x.stride(0)),
+        **_fp8_arguments(out),
         HALF=size // 2,
         HEADS=triton.next_power_of_2(queries + 2 * keys),
         num_warps=4,
@@ -324,42 +291,40 @@ def rotate_back(
 
 
 @triton.jit
-def _gate(
-    both,
+def _swiglu_kernel(
+    gate_up,
     out,
     width,
     out_stride,
     codes,
     scale,
     code_stride,
-    ENCODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    WRITE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    opened = gate * tl.sigmoid(gate) * up
-    tl.store(out + row * out_stride + column, opened.to(out.dtype.element_ty), mask=inside)
-    if ENCODES:
-        largest = tl.max(tl.abs(opened), axis=0)
-        _store_codes(opened, largest, inside, codes + row * code_stride + column, scale + row, LARGEST, SMALLEST)
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    activated = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * out_stride + column, activated.to(out.dtype.element_ty), mask=inside)
+    if WRITE_FP8:
+        absmax = tl.max(tl.abs(activated), axis=0)
+        _store_fp8_row(activated, absmax, inside, codes + row * code_stride + column, scale + row)
 
 
-def gate(both: torch.Tensor, out: PackedInput) -> None:
+def launch_swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
     rows, width = out.x.shape
     if rows:
-        grid, shape = _by_rows(rows, width, whole=out.codes is not None)
-        _gate[grid](both, out.x, width, out.x.stride(0), **_code_arguments(out), **shape)
+        grid, shape = _row_grid(rows, width, whole=out.codes is not None)
+        _swiglu_kernel[grid](gate_up, out.x, width, out.x.stride(0), **_fp8_arguments(out), **shape)
 
 
 @triton.jit
-def _gate_back(
+def _swiglu_backward_kernel(
     d,
-    both,
+    gate_up,
     out,
     width,
     d_stride,
@@ -367,44 +332,43 @@ def _gate_back(
     codes,
     scale,
     code_stride,
-    ENCODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    WRITE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    slope = tl.load(d + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
-    opened = tl.sigmoid(gate)
-    d_gate = slope * up * opened * (1.0 + gate * (1.0 - opened))
-    d_up = slope * gate * opened
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(d + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    d_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    d_up = grad * gate * sigmoid
     tl.store(out + row * out_stride + column, d_gate.to(out.dtype.element_ty), mask=inside)
     tl.store(out + row * out_stride + width + column, d_up.to(out.dtype.element_ty), mask=inside)
-    if ENCODES:
-        largest = tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), axis=0)
+    if WRITE_FP8:
+        absmax = tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), axis=0)
         line = codes + row * code_stride + column
-        _store_codes(d_gate, largest, inside, line, scale + row, LARGEST, SMALLEST)
-        _store_codes(d_up, largest, inside, line + width, scale + row, LARGEST, SMALLEST)
+        _store_fp8_row(d_gate, absmax, inside, line, scale + row)
+        _store_fp8_row(d_up, absmax, inside, line + width, scale + row)
 
 
-def gate_back(d: torch.Tensor, both: torch.Tensor, out: PackedInput) -> None:
+def launch_swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) -> None:
     rows, width = d.shape
     if rows:
-        grid, shape = _by_rows(rows, width, whole=out.codes is not None)
-        _gate_back[grid](d, both, out.x, width, d.stride(0), out.x.stride(0), **_code_arguments(out), **shape)
+        grid, shape = _row_grid(rows, width, whole=out.codes is not None)
+        strides = d.stride(0), out.x.stride(0)
+        _swiglu_backward_kernel[grid](d, gate_up, out.x, width, *strides, **_fp8_arguments(out), **shape)
 
 
-def _by_rows(rows: int, width: int, *, whole: bool) -> tuple[tuple[int, int], dict[str, int]]:
-    """A row to a program where its largest number is wanted, else pieces of rows."""
-    block = triton.next_power_of_2(width) if whole else min(GATE_BLOCK, triton.next_power_of_2(width))
+def _row_grid(rows: int, width: int, *, whole: bool) -> tuple[tuple[int, int], dict[str, int]]:
+    """One program per row where the row maximum is needed, else one per block of a row."""
+    block = triton.next_power_of_2(width) if whole else min(SWIGLU_BLOCK_SIZE, triton.next_power_of_2(width))
     return (rows, triton.cdiv(width, block)), {"BLOCK": block, "num_warps": 8 if block <= 4096 else 16}
 
 
 @triton.jit
-def _copy(
+def _copy_rows_kernel(
     x,
     out,
     width,
@@ -414,33 +378,27 @@ def _copy(
     scale,
     code_stride,
     COPIES: tl.constexpr,
-    ENCODES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    WRITE_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if COPIES:
-        tl.store(out + row * out_stride + column, numbers, mask=inside)
-    if ENCODES:
-        exact = numbers.to(tl.float32)
-        largest = tl.max(tl.abs(exact), axis=0)
-        _store_codes(exact, largest, inside, codes + row * code_stride + column, scale + row, LARGEST, SMALLEST)
+        tl.store(out + row * out_stride + column, values, mask=inside)
+    if WRITE_FP8:
+        values32 = values.to(tl.float32)
+        absmax = tl.max(tl.abs(values32), axis=0)
+        _store_fp8_row(values32, absmax, inside, codes + row * code_stride + column, scale + row)
 
 
-def copy(x: torch.Tensor, out: PackedInput) -> None:
+def launch_copy_rows(x: torch.Tensor, out: PackedInput) -> None:
     rows, width = x.shape
     if rows:
-        _copy[(rows,)](
-            x,
-            out.x,
-            width,
-            x.stride(0),
-            out.x.stride(0),
-            **_code_arguments(out),
+        _copy_rows_kernel[(rows,)](
+            *(x, out.x, width, x.stride(0), out.x.stride(0)),
+            **_fp8_arguments(out),
             COPIES=x.data_ptr() != out.x.data_ptr(),
             BLOCK=triton.next_power_of_2(width),
             num_warps=8,
@@ -448,77 +406,63 @@ def copy(x: torch.Tensor, out: PackedInput) -> None:
 
 
 @triton.jit
-def _near_and_rest(numbers, TYPE: tl.constexpr):
-    """Two fp8 whose sum is all but the number."""
-    near = numbers.to(TYPE)
-    return near, (numbers - near.to(tl.float32)).to(TYPE)
+def _fp8_and_residual(values, TYPE: tl.constexpr):
+    """A value rounded to fp8, and what is missing as another fp8."""
+    rounded = values.to(TYPE)
+    return rounded, (values - rounded.to(tl.float32)).to(TYPE)
 
 
 @triton.jit
-def _fold_in(
+def _append_fp8_projection_kernel(
     x,
-    low,
+    projection,
     codes,
     scale,
-    fold,
+    lora_width,
     x_stride,
-    low_stride,
+    projection_stride,
     code_stride,
     WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLD_BLOCK: tl.constexpr,
+    LORA_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, FOLD_BLOCK)
-    inside = column < fold
-    lows = tl.load(low + row * low_stride + column, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, LORA_BLOCK)
+    inside = column < lora_width
+    projected = tl.load(projection + row * projection_stride + column, mask=inside, other=0.0).to(tl.float32)
     step = tl.load(scale + row)
-    needed = tl.max(tl.abs(lows), axis=0) / LARGEST
+    needed = tl.max(tl.abs(projected), axis=0) / _FP8_MAX
     if needed > step:
         step = needed
         tl.store(scale + row, step)
         for start in range(0, WIDTH, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            numbers = tl.load(x + row * x_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-            tl.store(codes + row * code_stride + at, (numbers / step).to(codes.dtype.element_ty), mask=at < WIDTH)
-    near, rest = _near_and_rest(lows / step, codes.dtype.element_ty)
+            values = tl.load(x + row * x_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+            tl.store(codes + row * code_stride + at, (values / step).to(codes.dtype.element_ty), mask=at < WIDTH)
+    rounded, residual = _fp8_and_residual(projected / step, codes.dtype.element_ty)
     line = codes + row * code_stride + WIDTH + column
-    tl.store(line, near, mask=inside)
-    tl.store(line + fold, rest, mask=inside)
-    tl.store(line + 2 * fold, near, mask=inside)
+    tl.store(line, rounded, mask=inside)
+    tl.store(line + lora_width, residual, mask=inside)
+    tl.store(line + 2 * lora_width, rounded, mask=inside)
 
 
-def fold_in(wide: PackedInput) -> None:
-    x, low, _, codes, scale = wide
-    (rows, width), fold = x.shape, low.shape[1]
-    assert codes is not None and codes.shape[1] == width + FP8_PARTS * fold
+def launch_append_fp8_projection(packed: PackedInput) -> None:
+    x, projection, _, codes, scale = packed
+    (rows, width), lora_width = x.shape, projection.shape[1]
+    assert codes is not None and codes.shape[1] == width + FP8_PARTS * lora_width
     if rows:
-        _fold_in[(rows,)](
-            x,
-            low,
-            codes,
-            scale,
-            fold,
-            x.stride(0),
-            low.stride(0),
-            codes.stride(0),
+        _append_fp8_projection_kernel[(rows,)](
+            *(x, projection, codes, scale, lora_width, x.stride(0), projection.stride(0), codes.stride(0)),
             WIDTH=width,
-            LARGEST=LARGEST,
             BLOCK=1024,
-            FOLD_BLOCK=max(16, triton.next_power_of_2(fold)),
+            LORA_BLOCK=max(16, triton.next_power_of_2(lora_width)),
             num_warps=1,
         )
 
 
 @triton.jit
-def _copy_all(
-    table,
-    factors,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _weight_copies_kernel(
+    table, factors, SOURCE: tl.constexpr, TARGET: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr
 ):
     entry = tl.program_id(0)
     line = table + entry * 9
@@ -532,10 +476,10 @@ def _copy_all(
     if SCALED:
         part, scale = tl.load(line + 6), tl.load(line + 7).to(tl.pointer_type(tl.float32))
         along = tl.where(tl.load(line + 8) == 0, row, column)
-        near, rest = _near_and_rest(value / tl.load(scale + along, mask=inside, other=1.0), TARGET)
-        tl.store(place, near, mask=inside)
-        tl.store(place + part, near, mask=inside)
-        tl.store(place + 2 * part, rest, mask=inside)
+        rounded, residual = _fp8_and_residual(value / tl.load(scale + along, mask=inside, other=1.0), TARGET)
+        tl.store(place, rounded, mask=inside)
+        tl.store(place + part, rounded, mask=inside)
+        tl.store(place + 2 * part, residual, mask=inside)
     else:
         tl.store(place, value.to(TARGET), mask=inside)
 
@@ -548,15 +492,14 @@ _TYPES = {
 }
 
 
-def copy_all(
+def launch_weight_copies(
     table: torch.Tensor,
     factors: torch.Tensor,
-    largest: int,
+    max_elements: int,
     source: torch.dtype,
     target: torch.dtype,
     scaled: bool,
 ) -> None:
-    grid = (len(table), triton.cdiv(largest, COPY_BLOCK))
-    _copy_all[grid](
-        table, factors, SOURCE=_TYPES[source], TARGET=_TYPES[target], SCALED=scaled, BLOCK=COPY_BLOCK, num_warps=4
-    )
+    grid = (len(table), triton.cdiv(max_elements, COPY_BLOCK_SIZE))
+    types = {"SOURCE": _TYPES[source], "TARGET": _TYPES[target]}
+    _weight_copies_kernel[grid](table, factors, **types, SCALED=scaled, BLOCK=COPY_BLOCK_SIZE, num_warps=4)

@@ -1,7 +1,6 @@
-"""What a layer does between its matrix products: every function here is one pass over memory.
+"""Memory-bound operations between the matrix products of a fused LoRA layer: one pass over memory each.
 
-Written in plain torch, for any device and for reading. On a CUDA card with Triton the same functions are the kernels of
-`kernels.py`, since there these passes, not the arithmetic, are what a step loses its time to.
+Plain torch, as the reference and for any device; on a CUDA GPU with Triton each one is a kernel of `kernels.py`.
 """
 
 from __future__ import annotations
@@ -12,51 +11,49 @@ from typing import Any, NamedTuple
 import torch
 
 from myna.models.quantized import E4M3
-from myna.models.triton_support import fused
+from myna.models.triton_support import supports_triton
 
-LARGEST = 448.0
+FP8_MAX = 448.0
 """The largest number of fp8 (e4m3)."""
 FP8_PARTS = 3
-"""Columns of fp8 for one column of an adapter. One would leave what adapters add three bits behind the leading one, and
-plain layers do not round that to fp8 at all. So a number is the fp8 near it and, as another fp8, the rest. Of the
-products of two such sums only that of the two rests is too small to count: rows hold (near, rest, near) where weights
-hold (near, near, rest)."""
-SMALLEST = 1e-12
-"""What rows of zeros are taken to reach."""
+"""fp8 columns per LoRA column. A single one would leave LoRA activations three mantissa bits, and unfused layers do not
+quantize them at all. So a value is stored as its fp8 rounding and its residual as a second fp8. Only the product of two
+residuals is negligible: inputs hold (rounded, residual, rounded) where weights hold (rounded, rounded, residual)."""
+MIN_ROW_ABSMAX = 1e-12
+"""Lower bound of a row's largest magnitude, so that a row of zeros has a scale."""
 
 
-class Norms(NamedTuple):
-    """The two RMS norms at one place of a layer, one per modality."""
+class ModalityNorms(NamedTuple):
+    """The text and audio RMS norm weights at one place of a layer."""
 
     text: torch.Tensor
     audio: torch.Tensor
     eps: float
 
-    def per_row(self, texts: int, rows: int) -> torch.Tensor:
-        """(rows, width): the weight that each row meets."""
-        return torch.cat([self.text.expand(texts, -1), self.audio.expand(rows - texts, -1)]).float()
+    def per_row(self, num_text: int, rows: int) -> torch.Tensor:
+        """(rows, width): the norm weight of each row."""
+        return torch.cat([self.text.expand(num_text, -1), self.audio.expand(rows - num_text, -1)]).float()
 
 
 class PackedInput(NamedTuple):
-    """Rows that go into a matrix product: the numbers, their projection by the adapters, and both as fp8 if wanted.
+    """Input rows of a fused matrix product: values, their LoRA projection, and both as fp8 if the weights are fp8.
 
-    A pass writes `x`, and with it `codes` and `scale`; the projection comes later, see `fold.py`.
+    An operation writes `x` with `codes` and `scale`; the projection follows in `linear.py`.
     """
 
     x: torch.Tensor
     """(rows, width)"""
-    low: torch.Tensor
-    """(rows, fold)"""
-    whole: torch.Tensor | None = None
-    """(rows, width + fold): both, where they lie side by side."""
+    projection: torch.Tensor
+    """(rows, lora width)"""
+    buffer: torch.Tensor | None = None
+    """(rows, width + lora width): both, contiguous within a row."""
     codes: torch.Tensor | None = None
-    """(rows, width + FP8_PARTS * fold): both as fp8, the projection in parts."""
+    """(rows, width + FP8_PARTS * lora width): both as fp8, the projection in parts."""
     scale: torch.Tensor | None = None
-    """(rows, 1): what to multiply the codes with."""
+    """(rows, 1): the factor of the fp8 codes."""
 
-    def part(self, rows: slice) -> PackedInput:
-        rest = (None if part is None else part[rows] for part in self[2:])
-        return PackedInput(self.x[rows], self.low[rows], *rest)
+    def select(self, rows: slice) -> PackedInput:
+        return PackedInput(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
 @cache
@@ -64,67 +61,67 @@ def _kernels() -> Any:
     return __import__("myna.models.higgs_v2.fused.kernels", fromlist=["kernels"])
 
 
-def add_norm(
+def add_rms_norm(
     stream: torch.Tensor,
     update: torch.Tensor | None,
     order: torch.Tensor | None,
-    norms: Norms,
-    texts: int,
+    norms: ModalityNorms,
+    num_text: int,
     out: PackedInput,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add row `order[i]` of the update to row i of the stream, and write what the norm makes of that into `out`.
+    """Residual add and RMS norm: row `order[i]` of the update is added to row i of the stream, its norm goes to `out`.
 
-    Returns the new stream, and for each row the factor that the norm multiplied it with.
+    Returns the new stream and the inverse RMS of each row.
     """
-    if fused(stream):
-        return _kernels().add_norm(stream, update, order, *norms, texts, out)  # type: ignore[no-any-return]
+    if supports_triton(stream):
+        return _kernels().launch_add_rms_norm(stream, update, order, norms, num_text, out)  # type: ignore[no-any-return]
     if update is not None:
         stream = stream + (update if order is None else update[order])
-    wide = stream.float()
-    factor = torch.rsqrt(wide.square().mean(1) + norms.eps)
-    out.x.copy_(wide * factor[:, None] * norms.per_row(texts, len(stream)))
-    _encode(out)
-    return stream, factor
+    exact = stream.float()
+    inverse_rms = torch.rsqrt(exact.square().mean(1) + norms.eps)
+    out.x.copy_(exact * inverse_rms[:, None] * norms.per_row(num_text, len(stream)))
+    _write_fp8(out)
+    return stream, inverse_rms
 
 
-def norm_back(
+def rms_norm_backward(
     d_normed: torch.Tensor,
     stream: torch.Tensor,
-    factor: torch.Tensor,
-    norms: Norms,
-    texts: int,
+    inverse_rms: torch.Tensor,
+    norms: ModalityNorms,
+    num_text: int,
     d_stream: torch.Tensor,
     order: torch.Tensor | None = None,
     ordered: PackedInput | None = None,
 ) -> torch.Tensor:
-    """The gradient of what `add_norm` returned and wrote. Row i of it also goes to row `order[i]` of `ordered`."""
-    if fused(stream):
-        arguments = (d_normed, stream, factor, d_stream.contiguous(), *norms[:2], texts, order, ordered)
-        return _kernels().norm_back(*arguments)  # type: ignore[no-any-return]
-    slope = d_normed.float() * norms.per_row(texts, len(stream))
-    normal = stream.float() * factor[:, None]
-    d = factor[:, None] * (slope - normal * (slope * normal).mean(1, keepdim=True))
+    """Gradient of `add_rms_norm` with respect to the stream. Row i also goes to row `order[i]` of `ordered`."""
+    if supports_triton(stream):
+        arguments = (d_normed, stream, inverse_rms, norms, num_text, d_stream, order, ordered)
+        return _kernels().launch_rms_norm_backward(*arguments)  # type: ignore[no-any-return]
+    grad = d_normed.float() * norms.per_row(num_text, len(stream))
+    normed = stream.float() * inverse_rms[:, None]
+    d = inverse_rms[:, None] * (grad - normed * (grad * normed).mean(1, keepdim=True))
     d = (d + d_stream).to(stream.dtype)
     if order is not None and ordered is not None:
         ordered.x[order] = d
-        _encode(ordered)
+        _write_fp8(ordered)
     return d
 
 
-def rotate(
-    qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, turned: int
+def rotate_qkv(
+    qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, rotated_heads: int
 ) -> torch.Tensor:
-    """Row i is row `order[i]` of `qkv`, its first `turned` heads of `size` at the angle of position i."""
-    if fused(qkv):
-        return _kernels().rotate(qkv, order, cos, sin, size, turned)  # type: ignore[no-any-return]
+    """Rows in the given order, with rotary embedding of the first `rotated_heads` heads of `size`."""
+    if supports_triton(qkv):
+        return _kernels().launch_rotate_qkv(qkv, order, cos, sin, size, rotated_heads)  # type: ignore[no-any-return]
     heads = qkv[order].view(len(order), qkv.shape[1] // size, size)
-    rotated, rest = heads[:, :turned], heads[:, turned:]
+    rotated, rest = heads[:, :rotated_heads], heads[:, rotated_heads:]
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([rotated, rest], dim=1).flatten(1)
 
 
-def rotate_back(
+def rotate_qkv_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -133,138 +130,138 @@ def rotate_back(
     sin: torch.Tensor,
     out: PackedInput,
 ) -> None:
-    """The gradient of `rotate`, written to the rows `order` of `out`."""
-    if fused(dq):
-        _kernels().rotate_back(dq, dk, dv, order, cos, sin, out)
+    """Gradient of `rotate_qkv`, written to the rows `order` of `out`."""
+    if supports_triton(dq):
+        _kernels().launch_rotate_qkv_backward(dq, dk, dv, order, cos, sin, out)
         return
     rotated = torch.cat([dq, dk], dim=1)
     first, second = (rotated * sin).chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat([second, -first], dim=-1)
     out.x[order] = torch.cat([rotated, dv], dim=1).flatten(1)
-    _encode(out)
+    _write_fp8(out)
 
 
-def gate(both: torch.Tensor, out: PackedInput) -> None:
+def swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
     """silu of the first half of each row, times the second half."""
-    if fused(both):
-        _kernels().gate(both, out)
+    if supports_triton(gate_up):
+        _kernels().launch_swiglu(gate_up, out)
         return
-    opening, up = both.float().chunk(2, dim=1)
-    out.x.copy_(torch.nn.functional.silu(opening) * up)
-    _encode(out)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    out.x.copy_(torch.nn.functional.silu(gate) * up)
+    _write_fp8(out)
 
 
-def gate_back(d: torch.Tensor, both: torch.Tensor, out: PackedInput) -> None:
-    if fused(both):
-        _kernels().gate_back(d, both, out)
+def swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) -> None:
+    """Gradient of `swiglu` with respect to `gate_up`."""
+    if supports_triton(gate_up):
+        _kernels().launch_swiglu_backward(d, gate_up, out)
         return
-    opening, up = both.float().chunk(2, dim=1)
-    opened, slope = torch.sigmoid(opening), d.float()
-    out.x.copy_(torch.cat([slope * up * opened * (1 + opening * (1 - opened)), slope * opening * opened], dim=1))
-    _encode(out)
+    gate, up = gate_up.float().chunk(2, dim=1)
+    sigmoid, grad = torch.sigmoid(gate), d.float()
+    out.x.copy_(torch.cat([grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid], dim=1))
+    _write_fp8(out)
 
 
-def copy(x: torch.Tensor, out: PackedInput) -> None:
-    """Numbers that came from elsewhere. `out.x` may be the same tensor, if there is room beside it or need for none."""
-    if fused(x):
-        _kernels().copy(x, out)
+def copy_rows(x: torch.Tensor, out: PackedInput) -> None:
+    """Copy rows into a packed input; `out.x` may be the same tensor, then only the fp8 codes are written."""
+    if supports_triton(x):
+        _kernels().launch_copy_rows(x, out)
         return
     out.x.copy_(x)
-    _encode(out)
+    _write_fp8(out)
 
 
-def _encode(out: PackedInput) -> None:
+def _write_fp8(out: PackedInput) -> None:
     if out.codes is not None and out.scale is not None:
-        numbers = out.x.float()
-        out.scale.copy_(numbers.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / LARGEST)
-        out.codes[:, : numbers.shape[1]] = (numbers / out.scale).to(out.codes.dtype)
+        values = out.x.float()
+        out.scale.copy_(values.abs().amax(1, keepdim=True).clamp(min=MIN_ROW_ABSMAX) / FP8_MAX)
+        out.codes[:, : values.shape[1]] = (values / out.scale).to(out.codes.dtype)
 
 
-def fold_in(wide: PackedInput) -> None:
-    """Put the projection behind the codes. Where it is larger than they reach, the row is coded anew to hold both."""
-    assert wide.codes is not None and wide.scale is not None
-    if not wide.low.shape[1]:
+def append_fp8_projection(packed: PackedInput) -> None:
+    """Write the LoRA projection behind the fp8 codes; a row whose scale is too small for it is quantized again."""
+    assert packed.codes is not None and packed.scale is not None
+    if not packed.projection.shape[1]:
         return
-    if fused(wide.x):
-        _kernels().fold_in(wide)
+    if supports_triton(packed.x):
+        _kernels().launch_append_fp8_projection(packed)
         return
-    wide.scale.copy_(torch.maximum(wide.scale, wide.low.float().abs().amax(1, keepdim=True) / LARGEST))
-    near, rest = _near_and_rest(wide.low.float() / wide.scale)
-    wide.codes.copy_(torch.cat([wide.x.float() / wide.scale, near, rest, near], dim=1))
+    projection = packed.projection.float()
+    packed.scale.copy_(torch.maximum(packed.scale, projection.abs().amax(1, keepdim=True) / FP8_MAX))
+    rounded, residual = _fp8_and_residual(projection / packed.scale)
+    packed.codes.copy_(torch.cat([packed.x.float() / packed.scale, rounded, residual, rounded], dim=1))
 
 
-def _near_and_rest(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two numbers that fp8 holds, in the type they came in, whose sum is all but the number."""
-    near = _rounded(numbers)
-    return near, _rounded(numbers - near)
+def _fp8_and_residual(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values rounded to fp8, and the residual rounded to fp8, both in the type they came in."""
+    rounded = _round_to_fp8(values)
+    return rounded, _round_to_fp8(values - rounded)
 
 
-def _rounded(numbers: torch.Tensor) -> torch.Tensor:
-    """To fp8. What it does not reach is cut off, as the card does; not every version of torch would."""
-    return numbers.clamp(-LARGEST, LARGEST).to(E4M3).to(numbers.dtype)
+def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
+    """Saturating, as the hardware is; not every version of torch is."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(E4M3).to(values.dtype)
 
 
-class Copy(NamedTuple):
-    """A parameter, and where a copy of it in another type is kept up to date: times `factor`, over `scale`."""
+class WeightCopy(NamedTuple):
+    """A parameter and its copy in another type, kept up to date: times `factor`, divided by `scale`."""
 
     source: torch.Tensor
     target: torch.Tensor
     """Of the parameter's shape. With a scale it is (FP8_PARTS, *shape), as fp8."""
     factor: float = 1.0
     scale: torch.Tensor | None = None
-    along: int = 0
-    """Which dimension `scale` runs along."""
+    scale_dim: int = 0
+    """The dimension that `scale` runs along."""
 
 
-class Copies:
-    """Many small copies at once. Copied one by one, the card would wait longer for each than it takes."""
+class WeightCopies:
+    """The copies of all LoRA parameters in the packed weights, refreshed by one kernel launch per type."""
 
-    def __init__(self, copies: list[Copy]) -> None:
+    def __init__(self, copies: list[WeightCopy]) -> None:
         self.copies = copies
-        self._known: tuple[int, ...] = ()
+        self._source_pointers: tuple[int, ...] = ()
         self._tables: list[tuple[Any, ...]] = []
 
     @torch.no_grad()
     def refresh(self) -> None:
         if not self.copies:
             return
-        if not fused(self.copies[0].target):
-            for source, target, factor, scale, along in self.copies:
+        if not supports_triton(self.copies[0].target):
+            for source, target, factor, scale, scale_dim in self.copies:
                 value = source.float() * factor
                 if scale is not None:
-                    near, rest = _near_and_rest(value / scale.view((-1, 1) if along == 0 else (1, -1)))
-                    value = torch.stack([near, near, rest])
+                    rounded, residual = _fp8_and_residual(value / scale.view((-1, 1) if scale_dim == 0 else (1, -1)))
+                    value = torch.stack([rounded, rounded, residual])
                 target.copy_(value)
             return
-        # A parameter's memory is its own and may be exchanged for other memory, if seldom.
-        known = tuple(copy.source.data_ptr() for copy in self.copies)
-        if known != self._known:
-            self._known, self._tables = known, self._tabulate()
+        # A parameter's memory may be replaced, if seldom.
+        pointers = tuple(copy.source.data_ptr() for copy in self.copies)
+        if pointers != self._source_pointers:
+            self._source_pointers, self._tables = pointers, self._pointer_tables()
         for table in self._tables:
-            _kernels().copy_all(*table)
+            _kernels().launch_weight_copies(*table)
 
-    def _tabulate(self) -> list[tuple[Any, ...]]:
-        kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Copy]] = {}
+    def _pointer_tables(self) -> list[tuple[Any, ...]]:
+        by_type: dict[tuple[torch.dtype, torch.dtype, bool], list[WeightCopy]] = {}
         for copy in self.copies:
-            kind = (copy.source.dtype, copy.target.dtype, copy.scale is not None)
-            kinds.setdefault(kind, []).append(copy)
+            by_type.setdefault((copy.source.dtype, copy.target.dtype, copy.scale is not None), []).append(copy)
         tables = []
-        for (source, target, scaled), copies in kinds.items():
+        for types, copies in by_type.items():
             lines = [
                 [
-                    copy.source.data_ptr(),
-                    copy.target.data_ptr(),
+                    *(copy.source.data_ptr(), copy.target.data_ptr()),
                     *copy.source.shape,
                     *copy.target.stride()[-2:],
                     copy.target.stride(0),
                     0 if copy.scale is None else copy.scale.data_ptr(),
-                    copy.along,
+                    copy.scale_dim,
                 ]
                 for copy in copies
             ]
             assert all(copy.source.is_contiguous() for copy in copies)
-            device, largest = copies[0].target.device, max(copy.source.numel() for copy in copies)
+            device, max_elements = copies[0].target.device, max(copy.source.numel() for copy in copies)
             factors = torch.tensor([copy.factor for copy in copies], dtype=torch.float32, device=device)
             table = torch.tensor(lines, dtype=torch.int64, device=device)
-            tables.append((table, factors, largest, source, target, scaled))
+            tables.append((table, factors, max_elements, *types))
         return tables

@@ -1,0 +1,151 @@
+"""Private parts of torch, accelerate and transformers that Myna relies on, each behind a named function.
+
+A new version of one of these libraries may move or drop them: each docstring says what fails then. One use cannot be
+collected here, since it overrides a method: `models/quantized.py` extends `nn.Module._apply` to see a layer move.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "TorchDispatchMode",
+    "conv_output_length",
+    "cpu_has_bf16",
+    "ddp_ignore_buffers",
+    "foreach_lerp",
+    "model_from_config",
+    "reset_accelerator_state",
+    "scaled_mm",
+    "set_beam_reordering",
+    "storage_id",
+    "tree_leaves",
+    "trimmed_imports",
+]
+# `TorchDispatchMode` and `tree_leaves` have no public name yet: the memory plan counts live tensors with them.
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Identity of a tensor's memory, also on the meta device, where every data pointer is 0. Without it, the memory
+    plan would count views twice."""
+    return int(storage._cdata)
+
+
+def foreach_lerp(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """In-place interpolation of many tensors in one kernel. Without it, the EMA needs a kernel per tensor."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fp8 matrix product with a scale per row and fast accumulation. Without it, `model.quantization: fp8` would
+    dequantize before every product."""
+    scales = {"scale_a": scale_a, "scale_b": scale_b}
+    if out is None:
+        return torch._scaled_mm(a, b, **scales, out_dtype=out_dtype, use_fast_accum=True)
+    return torch._scaled_mm(a, b, **scales, out_dtype=out_dtype, use_fast_accum=True, out=out)
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU computes in bf16 (AMX or AVX512-bf16). Without it, bf16 on a CPU comes without its warning."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def ddp_ignore_buffers(module: nn.Module) -> None:
+    """Keep DDP from broadcasting the module's buffers, packed weights among them, which every rank has built itself.
+    Without it, wrapping sends them all."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, [name for name, _ in module.named_buffers()])
+
+
+def reset_accelerator_state() -> None:
+    """Forget the device and precision of an earlier training in this process. Without it, a second `Accelerator`
+    silently keeps those of the first."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def model_from_config(model_class: Any, config: Any, **options: Any) -> Any:
+    """A transformers model built without weights. The public constructor takes neither a dtype nor an attention
+    implementation."""
+    return model_class._from_config(config, **options)
+
+
+def set_beam_reordering(model: Any, reorder: Callable[[Any, torch.Tensor], Any]) -> None:
+    """Replace how a transformers model reorders its cache between beams. Without it, beam search with Whisper copies
+    the encoder's keys and values at every token."""
+    model._reorder_cache = reorder
+
+
+def conv_output_length(model: Any, samples: int) -> int:
+    """Frames that the convolutions of a transformers wav2vec2-like model make of so many samples."""
+    return int(model._get_feat_extract_output_lengths(samples))
+
+
+class _StandIn(ModuleType):
+    """A private module of torch whose import is put off: decorators that mark functions for the compiler leave them as
+    they are, and anything else imports the module after all."""
+
+    __path__: ClassVar[list[str]] = []
+    decorators = ("allow_in_graph", "assume_constant_result", "disable")
+    callables = ("TransformGetItemToIndex",)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self.decorators and sys.modules.get(self.__name__) is self:
+            return lambda function=None, *_, **__: (lambda inner: inner) if function is None else function
+        if name in self.callables:
+            return lambda *arguments, **options: getattr(self.imported(), name)(*arguments, **options)
+        return getattr(self.imported(), name)
+
+    def imported(self) -> ModuleType:
+        for module in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+            del sys.modules[module]
+        return import_module(self.__name__)
+
+
+@contextmanager
+def trimmed_imports() -> Iterator[None]:
+    """Imports of transformers' model classes without scipy, `torch._dynamo` and `torch.distributed.tensor`: half of the
+    time they take, and not used to speak. Without it, `myna speak` takes a second and a half longer.
+
+    For a process that only speaks, with an untuned model: in it, transformers goes on as if torch had no distributed
+    package, and PEFT does not work. Does nothing where the model classes are imported already.
+    """
+    if "transformers.modeling_utils" in sys.modules:
+        yield
+        return
+    import transformers.utils
+    from transformers.utils import import_utils
+
+    for check in ("is_torch_distributed_available", "is_scipy_available"):
+        setattr(transformers.utils, check, lambda: False)
+        setattr(import_utils, check, lambda: False)
+    if "torch._dynamo" not in sys.modules:
+        names = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
+        sys.modules.update({name: _StandIn(name) for name in names})
+    try:
+        yield
+    finally:
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+            del sys.modules[name]

@@ -1,0 +1,634 @@
+"""The Python API: what the commands do, as functions. `import myna` offers all of it.
+
+Nothing is printed. Long work reports to the `progress` callback it is given, and every error is a `MynaError` whose
+`hint` says what to do. Heavy packages are imported by the function that needs them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from myna.errors import DataError, SpeakError, TrainingError
+from myna.progress import ProgressCallback, silent
+
+if TYPE_CHECKING:
+    from myna.compare.comparison import Comparison
+    from myna.config import Recipe
+    from myna.data.utterance import Utterance
+    from myna.doctor.check import Check
+    from myna.evaluate.evaluation import Evaluation
+    from myna.models.base import GeneratedAnswer, RenderedSequence
+    from myna.speak.answering import AnswerEngine
+    from myna.speak.engine import Engine, Speech
+    from myna.train.loop import TrainingObserver
+    from myna.train.run import Run
+
+PathLike = str | os.PathLike[str]
+Settings = Mapping[str, Any] | Sequence[str]
+"""Recipe settings on top of a recipe: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFolder:
+    """A folder made by `prepare` or `import_dataset`. It can stand wherever a path is expected."""
+
+    folder: Path
+    utterances: int
+    rejected: int = 0
+    """Items of the source that cannot be used; `rejected.jsonl` says which, and why."""
+    encoded: int = 0
+    """Clips that were encoded by this call."""
+    notes: tuple[str, ...] = ()
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+
+# Data
+
+
+def import_dataset(
+    source: PathLike,
+    out: PathLike,
+    *,
+    format: str | None = None,
+    max_bad: float = 0.01,
+    language: str = "",
+    speaker: str = "",
+    progress: ProgressCallback = silent,
+) -> DataFolder:
+    """Read recordings and texts in any supported layout into one manifest, without encoding them."""
+    _, report = _import(source, Path(out), format, max_bad, language, speaker, progress)
+    return report
+
+
+def prepare(
+    source: PathLike,
+    out: PathLike,
+    *,
+    model: str,
+    codec: str | None = None,
+    format: str | None = None,
+    max_bad: float = 0.01,
+    language: str = "",
+    speaker: str = "",
+    device: str = "auto",
+    progress: ProgressCallback = silent,
+) -> DataFolder:
+    """Import a source and encode its clips with the model's codec. Called again, it encodes only what is new."""
+    from myna.data.code_store import encode_dataset
+    from myna.data.dataset import DatasetInfo, PreparedDataset
+    from myna.data.lengths import count_text_tokens
+    from myna.models import open_family
+    from myna.train.precision import pick_device
+
+    folder = Path(out)
+    utterances, imported = _import(source, folder, format, max_bad, language, speaker, progress)
+    family = open_family(model, codec=codec)
+    encoder = family.load_encoder(device=pick_device(device))
+    notes = list(imported.notes)
+    report = encode_dataset(
+        utterances,
+        encoder,
+        folder,
+        progress=progress,
+        notify=notes.append,
+    )
+    notes += [f"left out: {id} is shorter than one frame" for id in report.too_short]
+    DatasetInfo.from_codec(encoder).write(folder)
+    # Counted now, so that training does not have to wait for it.
+    dataset = PreparedDataset.open(folder)
+    if family.has_weights:
+        count_text_tokens(dataset, family)
+    return replace(imported, utterances=report.utterances, encoded=report.encoded, notes=tuple(notes))
+
+
+def _import(
+    source: PathLike,
+    out: Path,
+    format: str | None,
+    max_bad: float,
+    language: str,
+    speaker: str,
+    progress: ProgressCallback,
+) -> tuple[list[Utterance], DataFolder]:
+    from myna.data.importers import import_source, write_import
+
+    if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
+        raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
+    imported = import_source(
+        os.fspath(source),
+        media=out / "media",
+        format=format,
+        language=language,
+        speaker=speaker,
+        progress=progress,
+    )
+    write_import(imported, out, max_bad=max_bad)
+    count, rejected = len(imported.utterances), len(imported.rejected)
+    note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
+    return imported.utterances, DataFolder(out, count, rejected, notes=(note,))
+
+
+def split(data: PathLike, *, speakers: int = 0, texts: int = 10, seed: int = 0) -> dict[str, DataFolder]:
+    """Hold out speakers and texts of a prepared folder: a prepared folder for each part, by the part's name."""
+    from myna.data.split import SUBSETS, split_dataset, subset_folder
+
+    result = split_dataset(Path(data), speakers=speakers, texts=texts, seed=seed)
+    counts = {subset: len(result.ids(subset)) for subset in SUBSETS}
+    return {name: DataFolder(subset_folder(Path(data), name), count) for name, count in counts.items() if count}
+
+
+def render(
+    data: PathLike, *, model: str, id: str | None = None, count: int = 1, settings: Settings = ()
+) -> list[RenderedSequence]:
+    """Training sequences of a prepared folder: token ids, delayed codes and labels, as the model sees them."""
+    from myna.config import parse_recipe
+    from myna.models import open_family
+    from myna.train.loop import make_loader
+
+    tree = {"model": {"source": model}, "data": {"train": os.fspath(data)}, "train": {"steps": 1}}
+    recipe = parse_recipe(_with_settings(tree, settings), where="--set")
+    loader = make_loader(recipe, open_family(model), Path(data))
+    targets = loader.reference_sampler.targets
+    if id is not None:
+        targets = targets.with_id(id)
+        if not targets:
+            raise DataError(f"{data} has no target {id}", hint="the ids are in its manifest.jsonl")
+    return [loader.sequence(target, epoch=0) for target in targets[:count]]
+
+
+# Training
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | PathLike | None = None,
+    *,
+    model: str | None = None,
+    data: PathLike | None = None,
+    evaluation: PathLike | None = None,
+    steps: int | None = None,
+    out: PathLike | None = None,
+    settings: Settings = (),
+    gpus: int = 1,
+    dry_run: bool = False,
+    progress: ProgressCallback = silent,
+    observer: TrainingObserver | None = None,
+) -> Run:
+    """Train into a run folder, `runs/NAME` unless `out` is given.
+
+    `recipe` is a `Recipe`, a tree of settings, or a YAML file; `model`, `data`, `evaluation` and `steps` are short for
+    `model.source`, `data.train`, `data.evaluation` and `train.steps`, and enough without a recipe.
+    """
+    shortcuts = {"model.source": model, "data.train": data, "data.evaluation": evaluation, "train.steps": steps}
+    given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in shortcuts.items()}
+    loaded = _load_recipe(recipe, {key: value for key, value in given.items() if value is not None}, settings)
+    from myna.train.run import Run
+
+    folder = Path(out) if out is not None else Path("runs") / loaded.name
+    if gpus > 1:
+        with _recipe_file(loaded) as file:
+            words = ["train", file, "--out", folder, *(["--dry-run"] if dry_run else [])]
+            _launch(gpus, words, Run(folder, loaded))
+        return Run(folder, loaded)
+    return _run_training(loaded, folder, progress, observer, resume=False, dry_run=dry_run)
+
+
+def resume(
+    run: Run | PathLike,
+    *,
+    settings: Settings = (),
+    gpus: int = 1,
+    progress: ProgressCallback = silent,
+    observer: TrainingObserver | None = None,
+) -> Run:
+    """Continue a run from its newest checkpoint. `settings` may change how it is trained, not what it learns."""
+    from myna.train.run import Run
+
+    overrides = _overrides(settings)
+    opened = Run.open(_run_folder(run), overrides)
+    if gpus > 1:
+        _launch(gpus, ["train", "--resume", opened.folder, *(f"--set={setting}" for setting in overrides)], opened)
+        return opened
+    return _run_training(opened.recipe, opened.folder, progress, observer, resume=True, dry_run=False)
+
+
+def _run_training(
+    recipe: Recipe,
+    folder: Path,
+    progress: ProgressCallback,
+    observer: TrainingObserver | None,
+    *,
+    resume: bool,
+    dry_run: bool,
+) -> Run:
+    from myna.evaluate import callback
+    from myna.train import distributed, loop
+    from myna.train.run import Run
+
+    process = distributed.ProcessInfo.from_environment()
+    with distributed.report_failures():
+        run = Run(folder, recipe)
+        evaluation = None
+        if recipe.evaluates_speech and process.is_main and not (resume and run.is_finished):
+            evaluation = callback.SpeechEvaluation.from_recipe(recipe, folder, progress)
+        if not resume and process.is_main:
+            # Rank 0 makes the folder; the others never write to it.
+            run = Run.create(folder, recipe)
+        loop.run_training(
+            recipe, run, observer or _ProgressObserver(progress), evaluation, resume=resume, dry_run=dry_run
+        )
+    return run
+
+
+class _ProgressObserver:
+    """Training progress for a plain callback."""
+
+    def __init__(self, progress: ProgressCallback) -> None:
+        self._progress, self._steps = progress, 0
+
+    def on_message(self, text: str) -> None:
+        """Messages are kept in the run's log.txt."""
+
+    def on_start(self, steps: int, done: int) -> None:
+        self._steps = steps
+        self._progress("training", done, steps)
+
+    def on_metrics(self, row: dict[str, Any]) -> None:
+        self._progress("training", row["step"], self._steps)
+
+
+def _launch(gpus: int, words: list[Any], run: Run) -> None:
+    """Train in several processes. Stopped during training, they save and say how to go on; before that they only end,
+    and the launcher says so."""
+    from myna.train.checkpoint import checkpoint_steps
+    from myna.train.distributed import launch
+
+    before = checkpoint_steps(run)
+    if launch(gpus, words, run.recipe.train.device) or run.is_finished or checkpoint_steps(run) != before:
+        return
+    begun = (run.folder / "config.yaml").is_file()
+    raise TrainingError(
+        "stopped as asked, before anything new was saved",
+        hint=f"myna train --resume {run.folder}" if begun else "give the same command again",
+    )
+
+
+def _load_recipe(
+    recipe: Recipe | Mapping[str, Any] | PathLike | None, given: Mapping[str, Any], settings: Settings
+) -> Recipe:
+    from myna.config import Recipe, load_recipe, parse_recipe
+
+    if isinstance(recipe, str | os.PathLike):
+        return load_recipe(Path(recipe), [*_overrides(given), *_overrides(settings)]).absolute()
+    tree: dict[str, Any]
+    if recipe is None:
+        tree, where = {"model": {}, "data": {}, "train": {}}, "the recipe"
+    elif isinstance(recipe, Recipe):
+        tree, where = recipe.model_dump(mode="json"), f"the recipe {recipe.name}"
+    else:
+        tree, where = {**recipe}, "the recipe"
+    return parse_recipe(_with_settings(tree, [*_overrides(given), *_overrides(settings)]), where=where).absolute()
+
+
+def _overrides(settings: Settings) -> list[str]:
+    """Settings as `key=value` with YAML values."""
+    if not isinstance(settings, Mapping):
+        return list(settings)
+    import json
+
+    return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in settings.items()]
+
+
+def _with_settings(tree: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    from copy import deepcopy
+
+    from myna.config import override
+
+    changed = deepcopy(dict(tree))
+    for setting in _overrides(settings):
+        override(changed, setting)
+    return changed
+
+
+@contextmanager
+def _recipe_file(recipe: Recipe) -> Iterator[Path]:
+    """A recipe as a temporary YAML file, for the processes of a launcher."""
+    from myna.config import dump_recipe
+
+    with tempfile.TemporaryDirectory(prefix="myna-") as folder:
+        file = Path(folder, "recipe.yaml")
+        file.write_text(dump_recipe(recipe), encoding="utf-8")
+        yield file
+
+
+def _run_folder(run: Run | PathLike) -> Path:
+    return Path(run) if isinstance(run, str | os.PathLike) else run.folder
+
+
+# Speaking and answering
+
+
+class Voice:
+    """A model that speaks: untuned, or as a run has tuned it. Made by `load`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        run: Path | None = None,
+        model: str | None = None,
+        codec: str | None = None,
+        device: str = "auto",
+        strength: float = 1.0,
+    ) -> Voice:
+        """The voice of a run, or of an untuned model."""
+        from myna.speak.loading import load_engine
+
+        return cls(load_engine(run=run, model=model, codec=codec, device=device, strength=strength))
+
+    @property
+    def sample_rate(self) -> int:
+        return self.engine.codec.sample_rate
+
+    def speak(
+        self,
+        text: str,
+        *,
+        reference: PathLike | Sequence[PathLike] = (),
+        reference_text: str | Sequence[str] = (),
+        scene: str = "",
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_seconds: float = 60.0,
+        seed: int = 0,
+        progress: ProgressCallback = silent,
+    ) -> Speech:
+        """Speak a text in the voice of a reference recording, given with its transcript; or of several, where the text
+        has `[SPEAKER0]`, `[SPEAKER1]` tags. Sampling settings that are None are those the model asks for."""
+        from myna.speak.engine import SpeechRequest
+
+        recordings = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
+        transcripts = [reference_text] if isinstance(reference_text, str) else list(reference_text)
+        if len(recordings) != len(transcripts):
+            raise SpeakError(
+                f"{len(recordings)} references but {len(transcripts)} reference texts",
+                hint="give the transcript of each reference: --reference REF.wav --reference-text '...'",
+            )
+        engine = self.engine
+        pairs = zip(map(Path, recordings), transcripts, strict=True)
+        references = tuple(engine.reference(recording, transcript) for recording, transcript in pairs)
+        choices: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        chosen = {name: value for name, value in choices.items() if value is not None}
+        sampling = replace(engine.family.sampling, max_seconds=max_seconds, seed=seed, **chosen)
+        request = SpeechRequest(text, references, scene, id=text)
+        speech = engine.speak([request], sampling, lambda frames: progress("speaking", frames, None))[0]
+        if not len(speech.samples):
+            raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
+        return speech
+
+
+class AnswerModel:
+    """A model that answers questions about recordings in words. Made by `load_answer_model`."""
+
+    def __init__(self, engine: AnswerEngine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def open(
+        cls, *, run: Path | None = None, model: str | None = None, device: str = "auto", batch_size: int = 16
+    ) -> AnswerModel:
+        """The model of a run, or an untuned one."""
+        from myna.speak.loading import load_answer_engine
+
+        engine = load_answer_engine(run=run, model=model, device=device)
+        engine.batch_size = batch_size
+        return cls(engine)
+
+    def answer(
+        self, recording: PathLike, question: str | None = None, *, max_tokens: int = 512, constrained: bool = False
+    ) -> GeneratedAnswer:
+        """Answer a question about one recording; by default, rate its pronunciation. `constrained` keeps the answer to
+        the JSON of an assessment."""
+        return self.answer_all([recording], question, max_tokens=max_tokens, constrained=constrained)[0]
+
+    def answer_all(
+        self,
+        recordings: Sequence[PathLike],
+        question: str | None = None,
+        *,
+        max_tokens: int = 512,
+        constrained: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> list[GeneratedAnswer]:
+        """The same for many recordings, answered in batches."""
+        from myna.data.pronunciation.assessment import DEFAULT_QUESTION
+
+        text = question if question is not None else DEFAULT_QUESTION
+        self._constrain(constrained)
+        clips = [self.engine.recording(Path(recording), text) for recording in recordings]
+        report = lambda done: progress("answering", done, len(clips))  # noqa: E731
+        return list(self.engine.answer(clips, max_tokens, report))
+
+    def answer_dataset(
+        self,
+        data: PathLike,
+        out: PathLike,
+        *,
+        max_tokens: int = 512,
+        constrained: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> list[dict[str, Any]]:
+        """Answer every clip of a prepared folder that has an answer: rows of `id`, `answer`, `expected` and `stopped`,
+        which are also written to `out` as JSONL."""
+        import json
+
+        from myna.data.dataset import PreparedDataset
+        from myna.io import atomic_write
+
+        dataset = PreparedDataset.open(Path(data))
+        clips = self.engine.dataset_questions(dataset)
+        if not clips:
+            raise DataError(f"{data} has no answers to compare with", hint="prepare it from recordings with scores")
+        self._constrain(constrained)
+        expected = dict(zip(dataset.table.id.to_pylist(), dataset.table.answer.to_pylist(), strict=True))
+        report = lambda done: progress("answering", done, len(clips))  # noqa: E731
+        rows = [
+            {"id": clip.id, "answer": answer.text, "expected": expected[clip.id], "stopped": answer.stopped}
+            for clip, answer in zip(clips, self.engine.answer(clips, max_tokens, report), strict=True)
+        ]
+        with atomic_write(Path(out)) as temporary:
+            temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return rows
+
+    def _constrain(self, constrained: bool) -> None:
+        from myna.data.pronunciation.grammar import answer_grammar
+
+        self.engine.grammar = answer_grammar() if constrained else None
+
+
+def load(source: Run | PathLike, *, codec: str | None = None, device: str = "auto", strength: float = 1.0) -> Voice:
+    """Open a model that speaks: a run or one of its checkpoints, or the hub name or folder of an untuned model.
+
+    `strength` is how much of what a run's LoRA has learned is applied.
+    """
+    run, model = _run_or_model(source)
+    return Voice.open(run=run, model=model, codec=codec, device=device, strength=strength)
+
+
+def load_answer_model(source: Run | PathLike, *, device: str = "auto", batch_size: int = 16) -> AnswerModel:
+    """Open a model that answers in words: a run or one of its checkpoints, or the name or folder of a model."""
+    run, model = _run_or_model(source)
+    return AnswerModel.open(run=run, model=model, device=device, batch_size=batch_size)
+
+
+def _run_or_model(source: Run | PathLike) -> tuple[Path | None, str | None]:
+    from myna.train.run import Run
+
+    if isinstance(source, Run):
+        return source.folder, None
+    return (Path(source), None) if Run.find(Path(source)) is not None else (None, os.fspath(source))
+
+
+# Evaluation
+
+
+def evaluate(
+    subject: Run | PathLike,
+    *,
+    data: PathLike | None = None,
+    sentences: PathLike | None = None,
+    against: Sequence[str] = (),
+    out: PathLike | None = None,
+    asr: str | None = None,
+    speaker_encoder: str = "resemblyzer",
+    language: str = "",
+    strength: float = 1.0,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int = 16,
+    device: str = "auto",
+    progress: ProgressCallback = silent,
+) -> Evaluation:
+    """Evaluate speech: word errors, speaker similarity, quality and stopping, beside the real recordings and the
+    untuned base. Writes `evaluation.json`, `items.parquet` and `report.html`; called again, does what is missing."""
+    from myna.evaluate.runner import evaluate_system
+
+    return evaluate_system(
+        str(_run_folder(subject)) if not isinstance(subject, str) else subject,
+        data=_path(data),
+        sentences=_path(sentences),
+        against=tuple(against),
+        out=_path(out),
+        asr=asr,
+        speaker_encoder=speaker_encoder,
+        language=language,
+        strength=strength,
+        limit=limit,
+        seed=seed,
+        batch_size=batch_size,
+        device=device,
+        progress=progress,
+    )
+
+
+def compare(
+    subjects: Sequence[Run | PathLike],
+    *,
+    data: PathLike | None = None,
+    sentences: PathLike | None = None,
+    out: PathLike | None = None,
+    asr: str | None = None,
+    speaker_encoder: str = "resemblyzer",
+    language: str = "",
+    limit: int | None = None,
+    trials: int = 20,
+    seed: int = 0,
+    batch_size: int = 16,
+    device: str = "auto",
+    progress: ProgressCallback = silent,
+) -> Comparison:
+    """Compare runs, models or evaluations on the same sentences: metrics with paired differences, and a page for blind
+    listening. Writes `compare.json` and `compare.html`."""
+    from myna.compare.runner import compare_systems
+
+    return compare_systems(
+        [one if isinstance(one, str) else str(_run_folder(one)) for one in subjects],
+        data=_path(data),
+        sentences=_path(sentences),
+        out=_path(out),
+        asr=asr,
+        speaker_encoder=speaker_encoder,
+        language=language,
+        limit=limit,
+        trials=trials,
+        seed=seed,
+        batch_size=batch_size,
+        device=device,
+        progress=progress,
+    )
+
+
+def _path(value: PathLike | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+# Checkpoints and the machine
+
+
+def model_stats(
+    model: str,
+    *,
+    lora: str = "comprehensive",
+    rank: int = 16,
+    targets: Sequence[str] = (),
+    train_modules: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Count the parameters of a model and those a LoRA would train, from shapes alone."""
+    from myna.config import AdaptSettings, parse_settings
+    from myna.models import open_family
+    from myna.models.stats import count_model
+
+    tree = {"mode": lora, "rank": rank, "targets": tuple(targets), "train_modules": tuple(train_modules)}
+    return count_model(open_family(model), parse_settings(AdaptSettings, tree, where="--lora"))
+
+
+def convert(source: PathLike, out: PathLike, *, layout: str = "transformers") -> Path:
+    """Rewrite a checkpoint or an adapter in another layout, `transformers` or `original`, bit for bit."""
+    from myna.models import convert_checkpoint
+
+    convert_checkpoint(Path(source), Path(out), layout)
+    return Path(out)
+
+
+def extract_lora(
+    base: str, tuned: str, out: PathLike, *, rank: int = 16, lora: str = "comprehensive"
+) -> dict[str, Any]:
+    """Turn a fully trained model into a LoRA of its base by truncated SVD; the report names the relative error."""
+    from myna.models.extract import extract_adapter
+
+    return dict(extract_adapter(base, tuned, Path(out), rank, mode=lora))
+
+
+def make_tiny(out: PathLike, *, seed: int = 0, answers: bool = False) -> Path:
+    """Write a tiny random checkpoint of the real classes; of a model that answers in words, if asked."""
+    from myna.models import save_tiny_model
+
+    return save_tiny_model(Path(out), seed=seed, answers=answers)
+
+
+def doctor(model: str | None = None) -> list[Check]:
+    """Check this machine, and a model if one is named; each problem comes with what to type."""
+    from myna.doctor.runner import run_checks
+
+    return list(run_checks(model))

@@ -1,0 +1,94 @@
+"""Automatic speech recognition: a Whisper checkpoint, run by faster-whisper or by transformers."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from myna.audio.files import Samples
+from myna.errors import ModelError
+from myna.evaluate.asr_faster_whisper import ASR_HINT, WEIGHTS_FILE, FasterWhisper, download_faster_whisper
+from myna.evaluate.asr_transformers import TransformersWhisper
+from myna.evaluate.dependencies import HUB_FILES, as_mono_16khz, download_snapshot, is_silent
+from myna.models.files import read_json
+
+TRANSFORMERS_PREFIX = "transformers:"
+"""Before a name or a folder: use transformers even where faster-whisper could open it."""
+MAX_REPEATS = {1: 6, 2: 4, 3: 4, 4: 3, 5: 3, 6: 3, 7: 3, 8: 3}
+"""Consecutive repetitions of a phrase from which a transcript is a loop, by the words of the phrase."""
+MAX_COMPRESSION_RATIO = 2.4
+"""Text that compresses better than this is a loop: Whisper's own rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    text: str
+    looped: bool
+    """The decoder repeated itself: the text says little about the audio."""
+
+
+class ASR:
+    """Whisper with five beams, no sampling and no context between clips: the same audio gives the same text."""
+
+    def __init__(self, backend: FasterWhisper | TransformersWhisper) -> None:
+        self._backend = backend
+
+    @classmethod
+    def open(cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1) -> ASR:
+        """A folder with a Whisper, of CTranslate2 or of transformers, as its files tell; or a name to download.
+
+        `base` is one of faster-whisper's names, `owner/name` one of the hub's, and `transformers:base` the Whisper of
+        that size as it was published. `workers` threads may transcribe concurrently.
+        """
+        by_transformers = name_or_folder.startswith(TRANSFORMERS_PREFIX)
+        name = name_or_folder.removeprefix(TRANSFORMERS_PREFIX)
+        folder = _folder(name, by_transformers=by_transformers)
+        if not by_transformers and not is_transformers_whisper(folder):
+            return cls(FasterWhisper.open(folder, name, device, workers))
+        return cls(TransformersWhisper.open(folder, name, device))
+
+    @property
+    def name(self) -> str:
+        """Identifies the weights and not their location: a transcript by another model is made again."""
+        return self._backend.name
+
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:
+        """`language` is Whisper's code (en, ar, vi ...); None has it detected."""
+        clip = as_mono_16khz(samples, sample_rate)
+        # Whisper hallucinates on silence: "I'm sorry" fifty times over, or thanks for watching.
+        if is_silent(clip):
+            return Transcript("", looped=False)
+        text = self._backend.transcribe(clip, language)
+        return Transcript(text, is_loop(text))
+
+
+def is_transformers_whisper(folder: Path) -> bool:
+    """By its files. A folder with both formats is opened by faster-whisper, which is quicker."""
+    config = folder / "config.json"
+    return not (folder / WEIGHTS_FILE).is_file() and config.is_file() and "model_type" in read_json(config)
+
+
+def _folder(name: str, *, by_transformers: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith((".", "~")):
+        raise ModelError(f"there is no folder {path}", hint=ASR_HINT)
+    if "/" not in name and not by_transformers:
+        return download_faster_whisper(name)
+    repository = name if "/" in name else f"openai/whisper-{name}"
+    return download_snapshot(repository, WEIGHTS_FILE, *HUB_FILES)
+
+
+def is_loop(text: str) -> bool:
+    """Whether a transcript repeats the same phrase over and over."""
+    tokens = [word.strip(".,;:!?…-'\"").casefold() for word in text.split()]
+    for size, limit in MAX_REPEATS.items():
+        run = 0
+        for token, next_token in zip(tokens, tokens[size:], strict=False):
+            run = run + 1 if token == next_token else 0
+            if run >= size * (limit - 1):
+                return True
+    encoded = text.strip().encode()
+    return len(encoded) > MAX_COMPRESSION_RATIO * len(zlib.compress(encoded))

@@ -1,0 +1,261 @@
+"""Terminal output of the commands: progress bars, tables and colours. Nothing else prints."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from myna.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from myna.compare.comparison import Comparison
+    from myna.compare.preferences import PreferenceCount, Preferences
+    from myna.demo.report import DemoResult
+    from myna.doctor.check import Check
+    from myna.evaluate.evaluation import Evaluation
+
+STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
+"""The mark of a check, the same in ASCII for terminals that have no more, and its colour."""
+
+errors = Console(stderr=True)
+
+
+@contextmanager
+def progress_bars() -> Iterator[ProgressCallback]:
+    """A progress callback that draws a bar for each stage on standard error."""
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def update(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, state="")
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+def _bars(*, shown: bool = True) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}", markup=True),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}", markup=False),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        disable=not shown,
+    )
+
+
+class TrainingDisplay:
+    """A live line with the loss, the speed and the time left, and messages above it."""
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown
+        self._bars = _bars(shown=shown)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TrainingDisplay:
+        self._bars.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bars.__exit__(*error)
+
+    def on_message(self, text: str) -> None:
+        if self._shown:
+            self._bars.console.print(text, highlight=False)
+
+    def on_start(self, steps: int, done: int) -> None:
+        self._task = self._bars.add_task("training", total=steps, completed=done, state="")
+
+    def on_metrics(self, row: dict[str, Any]) -> None:
+        if "evaluation" in row:
+            losses = row["evaluation"]
+            gain = f", {losses['against_base']:+.4f} against the untuned model" if "against_base" in losses else ""
+            self.on_message(f"step {row['step']}: evaluation loss {losses['loss']:.4f}{gain}")
+        elif "speech_eval" in row:
+            self.on_message(f"step {row['step']}: {_speech_scores(row['speech_eval'])}")
+        elif self._task is not None:
+            speed = row["speed"]
+            pace = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['audio_per_second']:.1f} audio-s/s"
+            self._bars.update(self._task, completed=row["step"], state=f"loss {row['loss']:.4f}  {pace}")
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        """Speech evaluation may take minutes, during which no step is made."""
+        if self._task is not None:
+            self._bars.update(self._task, state=f"{stage}, {done} of {total}")
+
+
+class DemoDisplay(TrainingDisplay):
+    """The same for a demo, with a bar for each stage beside training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stages: dict[str, TaskID] = {}
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        if stage not in self._stages:
+            self._stages[stage] = self._bars.add_task(stage, total=total, state="")
+        self._bars.update(self._stages[stage], completed=done, total=total)
+
+
+def _speech_scores(scores: dict[str, Any]) -> str:
+    gain = f", {scores['gain']:+.3f} over the untuned model" if "gain" in scores else ""
+    wer = f", {scores['wer']:.1%} word errors" if scores["wer"] is not None else ""
+    similarity = f", similarity {scores['similarity']:.3f}" if scores["similarity"] is not None else ""
+    return f"score {scores['score']:.3f}{gain}{wer}{similarity}"
+
+
+def show_checks(checks: Iterator[Check], console: Console) -> list[Check]:
+    """Print each check as it is done, with its hint below."""
+    if isinstance(console.file, io.TextIOWrapper):
+        console.file.reconfigure(errors="replace")  # an old encoding is no reason to stop
+    shown = []
+    for check in checks:
+        mark, plain, colour = STATUS_MARKS[check.status]
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=1)
+        line.add_column(width=22)
+        line.add_column(overflow="fold")
+        mark = mark if console.encoding.startswith("utf") else plain
+        line.add_row(Text(mark, colour), Text(check.name, "bold"), Text(check.detail))
+        if check.hint:
+            line.add_row("", "", Text(f"→ {check.hint}", colour))
+        console.print(line)
+        shown.append(check)
+    return shown
+
+
+def show_notes(notes: Sequence[str], console: Console) -> None:
+    """Print sentences as they are."""
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_model_stats(title: str, numbers: dict[str, Any], console: Console) -> None:
+    table = Table(title=title, show_header=False)
+    for key, value in numbers.items():
+        is_share = isinstance(value, float)
+        table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:.4%}" if is_share else str(value))
+    console.print(table)
+
+
+def show_answer_scores(data: Path, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print the metrics of assessments; nothing where the answers of the folder are none."""
+    from myna.data.dataset import PreparedDataset
+    from myna.data.pronunciation.metrics import assessment_table
+
+    utterances = PreparedDataset.open(data).utterances
+    metrics = assessment_table(utterances, {row["id"]: row["answer"] for row in rows})
+    if metrics is not None:
+        table = Table(*metrics.header, title=metrics.title)
+        for cells in metrics.rows:
+            table.add_row(*cells)
+        console.print(table)
+
+
+def show_demo(result: DemoResult, console: Console) -> None:
+    """Print the table of scores, what is missing, and where to go on."""
+    header, rows = result.score_table()
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*(cell.striptags() if isinstance(cell, Markup) else cell for cell in row))
+    console.print(table)
+    show_notes(result.unmeasured, console)
+    minutes, gigabytes = sum(result.seconds.values()) / 60, result.peak_memory_bytes / 1e9
+    console.print(f"{minutes:.1f} minutes, at most {gigabytes:.1f} GB of memory", highlight=False)
+    show_notes([f"Open {result.out / 'report.html'}"], console)
+    console.print("Go on with your own recordings: myna demo --voice FOLDER --out demo-mine", highlight=False)
+
+
+def show_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Print the metrics of each system, what is missing, the diagnoses, and where the page is."""
+    from myna.evaluate.metrics import METRICS
+    from myna.evaluate.report import format_estimate, system_title
+
+    table = Table("", *map(system_title, evaluation.estimates))
+    for metric in METRICS:
+        estimates = [of[metric.key] for of in evaluation.estimates.values()]
+        if any(estimate.n for estimate in estimates):
+            table.add_row(metric.title, *(format_estimate(metric, estimate) for estimate in estimates))
+    console.print(table)
+    show_notes([f"{key}: not measured. {reason}" for key, reason in evaluation.missing.items()], console)
+    for diagnosis in evaluation.diagnoses:
+        console.print(f"{diagnosis.name}: {diagnosis.text}", style="yellow", markup=False, highlight=False)
+    show_notes([f"Open {evaluation.folder / 'report.html'}"], console)
+
+
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Print metrics side by side, what cannot be compared, and where the page is."""
+    from myna.evaluate.metrics import METRICS
+    from myna.evaluate.report import format_estimate, system_title
+
+    table = Table("", *map(system_title, comparison.estimates))
+    for metric in METRICS:
+        estimates = [metrics.get(metric.key) for metrics in comparison.estimates.values()]
+        if any(estimate is not None and estimate.n for estimate in estimates):
+            table.add_row(metric.title, *(format_estimate(metric, value) if value else "" for value in estimates))
+    console.print(table)
+    show_notes([f"{key}: not compared. {reason}" for key, reason in comparison.missing.items()], console)
+    show_notes(comparison.notes, console)
+    show_notes(
+        [
+            f"Open {comparison.folder / 'compare.html'} to listen without knowing who it is,",
+            f"or have answers saved: myna compare {comparison.folder} --serve",
+        ],
+        console,
+    )
+
+
+def show_preferences(preferences: Preferences, console: Console) -> None:
+    """Print what listeners prefer, by item and for each pair of systems."""
+    if not preferences.items:
+        console.print("Nobody has listened yet.")
+    show_notes([f"{name}: {answers} answers" for name, answers in preferences.listeners], console)
+    if preferences.not_counted:
+        console.print(f"{preferences.not_counted} answers are about sounds that are not here, and do not count")
+    if preferences.items:
+        table = Table("item", "preferred", "interval")
+        for item, count in preferences.items:
+            table.add_row(item, _wins(count), _preference_interval(count))
+        console.print(table)
+    show_notes([_verdict(pair) for pair in preferences.pairs], console)
+
+
+def _verdict(pair: PreferenceCount) -> str:
+    if not pair.decided:
+        return f"{' and '.join(pair.systems)}: no answer prefers one" + _ties(pair)
+    verdict = f"{pair.preferred} is preferred" if pair.preferred else "no preference can be told"
+    return f"{_wins(pair)}; {_preference_interval(pair)}, sign test p = {pair.p_value:.3g}: {verdict}"
+
+
+def _wins(count: PreferenceCount) -> str:
+    return ", ".join(f"{name} {wins}" for name, wins in zip(count.systems, count.wins, strict=True)) + _ties(count)
+
+
+def _ties(count: PreferenceCount) -> str:
+    return f", no difference {count.ties}" if count.ties else ""
+
+
+def _preference_interval(count: PreferenceCount) -> str:
+    low, high = count.interval
+    share = f"{count.share:.0%}" if count.share is not None else "nothing"
+    return f"{count.systems[0]} {share} [{100 * low:.0f}, {100 * high:.0f}]"

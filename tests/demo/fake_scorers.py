@@ -1,0 +1,58 @@
+"""Fake scorers: deterministic, and without weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from myna.audio.files import Samples
+from myna.errors import ConfigError, ModelError
+from myna.evaluate.asr import ASR, Transcript, is_loop
+from myna.evaluate.mos import DNSMOS, DistillMOS
+from myna.evaluate.speaker_encoders import ResemblyzerEncoder
+from myna.evaluate.speaker_encoders import SpeakerEmbedding
+
+
+class SpectrumEncoder(ResemblyzerEncoder):
+    """A voice is the level of eight frequency bands."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:  # noqa: ARG002
+        spectrum = np.abs(np.fft.rfft(samples, 4096))[:2048].reshape(8, 256).sum(axis=1)
+        return np.asarray(spectrum / (np.linalg.norm(spectrum) or 1), np.float32)
+
+
+class ConstantASR(ASR):
+    """The same transcript for every clip."""
+
+    name = "constant"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:  # noqa: ARG002
+        return Transcript(self._text, is_loop(self._text))
+
+
+def unavailable(error: ConfigError | ModelError) -> staticmethod[..., object]:
+    def raise_error(*_: object, **__: object) -> object:
+        raise error
+
+    return staticmethod(raise_error)
+
+
+def install_scorers(monkeypatch: pytest.MonkeyPatch, transcript: str) -> None:
+    """No MOS predictor, a speaker encoder, and an ASR that always gives this transcript."""
+    remove_scorers(monkeypatch)
+    monkeypatch.setattr(ResemblyzerEncoder, "open", staticmethod(SpectrumEncoder))
+    monkeypatch.setattr(ASR, "open", staticmethod(lambda *_, **__: ConstantASR(transcript)))
+
+
+def remove_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_encoder = ConfigError("resemblyzer cannot be imported", hint="pip install --no-deps resemblyzer==0.1.4")
+    monkeypatch.setattr(ResemblyzerEncoder, "open", unavailable(no_encoder))
+    monkeypatch.setattr(ASR, "open", unavailable(ModelError("no ASR model constant here", hint="name a folder")))
+    for predictor in (DistillMOS, DNSMOS):
+        monkeypatch.setattr(predictor, "open", unavailable(ConfigError("no MOS here", hint="pip install it")))

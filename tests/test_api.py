@@ -1,0 +1,115 @@
+"""The Python API on a tiny real model: what the commands do, as functions that print nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import myna
+from myna.audio.files import read_audio
+from tests.birds import LINES, REFERENCE, recipe, write_recordings
+
+Calls = list[tuple[str, int, int | None]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings of two birds and a tiny model."""
+    folder = tmp_path_factory.mktemp("api")
+    write_recordings(folder / "recordings")
+    myna.make_tiny(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> myna.DataFolder:
+    return myna.prepare(folder / "recordings", folder / "prepared", model=str(folder / "model"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, data: myna.DataFolder) -> myna.Run:
+    tree = recipe(folder)
+    tree["data"] |= {"train": str(data.folder)}
+    return myna.train(tree, steps=2, out=folder / "run")
+
+
+def test_everything_public_is_there_and_documented() -> None:
+    for name in set(myna.__all__) - {"ProgressCallback"}:
+        assert getattr(myna, name).__doc__, name
+    assert set(myna.__all__) <= set(dir(myna))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        myna.nothing  # noqa: B018
+
+
+def test_functions_keep_their_names_when_packages_of_that_name_are_imported() -> None:
+    import myna.compare.runner
+    import myna.doctor.runner
+    import myna.evaluate.runner
+    import myna.train.loop
+
+    assert all(callable(one) for one in (myna.compare, myna.doctor, myna.evaluate, myna.train))
+
+
+def test_prepare_reports_and_is_silent(
+    folder: Path, data: myna.DataFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls: Calls = []
+    again = myna.prepare(
+        folder / "recordings",
+        tmp_path / "prepared",
+        model=str(folder / "model"),
+        device="cpu",
+        progress=lambda *call: calls.append(call),
+    )
+    assert again.utterances == data.utterances > 0 and again.encoded > 0 and again.rejected == 0
+    assert {stage for stage, _, _ in calls} == {"importing", "encoding"}
+    assert calls[-1][1] == calls[-1][2]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_training_takes_a_tree_a_recipe_or_a_file_and_shortcuts(folder: Path, data: myna.DataFolder) -> None:
+    tree = recipe(folder)
+    given = {"data": data, "steps": 1, "settings": {"train.evaluate_every": 1, "adapt.rank": 2}}
+    path = folder / "recipe.yaml"
+    path.write_text(__import__("yaml").safe_dump(tree))
+    runs = [
+        myna.train(start, out=folder / f"run-{number}", **given)  # type: ignore[arg-type]
+        for number, start in enumerate((tree, myna.load_recipe(path), path))
+    ]
+    assert len({str(run.recipe) for run in runs}) == 1 and all(run.is_finished for run in runs)
+    assert runs[0].recipe.adapt.rank == 2 and runs[0].recipe.data.train == data.folder.absolute()
+    with pytest.raises(myna.MynaError, match="data.train"):
+        myna.train(model=str(folder / "model"), steps=1, out=folder / "nowhere")
+
+
+def test_progress_of_training_is_told_step_by_step(folder: Path, data: myna.DataFolder) -> None:
+    calls: Calls = []
+    myna.train(recipe(folder), data=data, steps=2, out=folder / "told", progress=lambda *call: calls.append(call))
+    assert calls == [("training", 0, 2), ("training", 1, 2), ("training", 2, 2)]
+
+
+def test_a_run_speaks_and_the_speech_is_saved(folder: Path, run: myna.Run, tmp_path: Path) -> None:
+    voice = myna.load(run, device="cpu")
+    reference = folder / "recordings" / "robin" / "robin-0.wav"
+    speech = voice.speak(LINES[0], reference=reference, reference_text=REFERENCE, max_seconds=0.4, temperature=0)
+    speech.save(tmp_path / "out.wav")
+    saved = read_audio(tmp_path / "out.wav", sample_rate=voice.sample_rate)
+    assert len(saved) == len(speech.samples) and speech.seconds == pytest.approx(len(saved) / voice.sample_rate)
+    assert np.array_equal(speech.codes, myna.load(run.folder, device="cpu").speak(
+        LINES[0], reference=[reference], reference_text=[REFERENCE], max_seconds=0.4, temperature=0
+    ).codes)
+    untuned = myna.load(folder / "model", device="cpu").speak("hi", max_seconds=0.2)
+    assert untuned.sample_rate == voice.sample_rate
+    with pytest.raises(myna.MynaError, match="1 references but 0 reference texts"):
+        voice.speak("hi", reference=reference)
+
+
+def test_importing_it_brings_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "numpy", "pydantic", "rich", "typer")
+    probe = f"import sys, myna; sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

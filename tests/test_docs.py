@@ -1,0 +1,30 @@
+"""Documentation that names files: every file it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "ARCHITECTURE.md", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*/*.md"))]
+FAMILY_FILE = re.compile(r"`(\w+\.py)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    broken = [link for link in links if not (page.parent / link).exists()]
+    assert not broken
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    package = ROOT / "src" / "myna"
+    named = {path for path in re.findall(r"\b(?:[a-z_0-9]+/)+[a-z_0-9]*(?:\.py|/)", text) if path != "data/marta/"}
+    modules = {path for path in named if path.split("/")[0] in {entry.name for entry in package.iterdir()}}
+    assert len(modules) > 40
+    assert not sorted(path for path in modules if not (package / path).exists())
+    for name in FAMILY_FILE.findall(text):
+        assert list(package.rglob(name)), name

@@ -1,0 +1,114 @@
+"""Evaluation of codecs, as far as it goes without optional metrics."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import save_file
+
+import evaluate_codec
+from codec_evaluation import metrics
+from corpus_making.held_out import is_held_out
+from myna.audio.files import Samples
+from myna.data.manifest import write_manifest
+from myna.data.utterance import Utterance
+from myna.errors import CheckpointError, ConfigError
+from myna.evaluate.ecapa import EcapaNetwork
+from myna.models.mel_codec.codec import save_mel_codec
+from myna.models.mel_codec.network import MelCodecNetwork
+from tests.models.test_mel_codec import SMALL, listening
+
+STRANGERS = [name for name in (f"bert{n}" for n in range(99)) if is_held_out(name)][:2]
+QUIET = ["--no-stoi", "--no-pesq"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, utterances = tmp_path_factory.mktemp("sounds"), []
+    for number, speaker in enumerate([*STRANGERS, "anna"]):
+        path = made / f"{speaker}.wav"
+        wave = 0.3 * np.sin(2 * np.pi * 200 * (number + 1) * np.arange(24_500) / 24_000)
+        soundfile.write(path, wave, 24_000)
+        utterances.append(Utterance(f"{speaker}-0", path, "Two words.", speaker))
+    write_manifest(made / "manifest.jsonl", utterances)
+    return made
+
+
+def test_the_identity_adds_no_errors(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(text: str, original: Samples, copy: Samples) -> dict[str, float]:
+        assert text == "Two words." and np.array_equal(original, copy)
+        assert len(original) == pytest.approx(24_500 * 2 / 3, abs=1)
+        return {"words": 2, "errors in original": 1, "errors in copy": 1}
+
+    monkeypatch.setattr(metrics, "word_error_metric", lambda *_: measure)
+    out = tmp_path / "evaluation.json"
+    evaluate_codec.main(["--codec", "identity", "--source", str(folder), "--whisper", "x", "--out", str(out), *QUIET])
+    found = json.loads(out.read_text())["sources"][folder.stem]
+    assert found["clips"] == found["speakers"] == 2, "those held out, and nobody else"
+    errors = {"word errors before": 0.5, "word errors after": 0.5, "word errors added": 0.0}
+    assert found["scores"] == errors | {"+/-": 0.0}
+    assert "<= 0.01" in capsys.readouterr().out
+
+
+def test_the_confidence_interval_shrinks_with_more_clips() -> None:
+    few, many = (
+        evaluate_codec._confidence_half_width([0, 2] * clips, [1, 1] * clips, [10, 10] * clips) for clips in (10, 1000)
+    )
+    assert 0.03 < few < 0.06, "two standard errors of a mean of 20 that are 0.1 off"
+    assert many == pytest.approx(few / 10, rel=0.3)
+
+
+def test_a_codec_is_scored_and_its_codes_are_counted(folder: Path, tmp_path: Path) -> None:
+    save_mel_codec(listening(SMALL), tmp_path / "codec")
+    options = ["--codec", str(tmp_path / "codec"), "--source", str(folder), "--samples", str(tmp_path / "samples")]
+    report = evaluate_codec.evaluate(evaluate_codec.parser().parse_args([*options, *QUIET, "--all-speakers"]))
+    found = report["sources"][folder.stem]
+    assert found["speakers"] == 3 and len(report["revision"]) == 32
+    assert len(found["perplexity"]) == 8 and max(found["codes used"]) <= 64 and min(found["codes used"]) >= 1
+    files = [tmp_path / "samples" / f"{folder.stem}-0-{which}.wav" for which in ("original", "copy")]
+    assert [len(soundfile.read(path)[0]) for path in files] == [25 * 960] * 2
+
+
+def test_a_missing_metric_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pystoi", None)
+    with pytest.raises(ConfigError) as caught:
+        metrics.stoi()
+    assert caught.value.hint == "pip install pystoi"
+
+
+def test_short_clips_are_left_out(folder: Path, tmp_path: Path) -> None:
+    wave = 0.3 * np.sin(2 * np.pi * 200 * np.arange(12_000) / 24_000)
+    soundfile.write(tmp_path / "short.wav", wave, 24_000)
+    utterances = [
+        Utterance("short", tmp_path / "short.wav", "", STRANGERS[0]),
+        Utterance("long", folder / f"{STRANGERS[1]}.wav", "", STRANGERS[1]),
+    ]
+    write_manifest(tmp_path / "manifest.jsonl", utterances)
+    options = ["--codec", "identity", "--source", str(tmp_path), *QUIET]
+    report = evaluate_codec.evaluate(evaluate_codec.parser().parse_args(options))
+    assert report["sources"][tmp_path.stem]["clips"] == 1
+
+
+def test_a_corpus_without_held_out_speakers_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_manifest(tmp_path / "manifest.jsonl", [Utterance("x", folder / "anna.wav", "", "anna")])
+    with pytest.raises(SystemExit, match="has no held-out speaker"):
+        evaluate_codec.main(["--codec", "identity", "--source", str(tmp_path), *QUIET])
+
+
+def test_ecapa_takes_its_own_weights_and_no_others(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(EcapaNetwork().state_dict(), tmp_path / "ecapa.safetensors")
+    metric = metrics.ecapa_similarity(tmp_path / "ecapa.safetensors")
+    wave = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
+    assert metric("", wave, wave)["ecapa"] == pytest.approx(1.0, abs=1e-5)
+    save_file(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"other\.safetensors does not hold"):
+        metrics.ecapa_similarity(tmp_path / "other.safetensors")

@@ -1,0 +1,73 @@
+"""The summary of demos over seeds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evaluate_demo
+
+
+def score(
+    seed: int, before: float, after: float, wrong_before: float = 0.1, wrong_after: float = 0.1
+) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "systems": {
+            "real": {"similarity": 0.9, "word_error_rate": 0.01},
+            "before": {"similarity": before, "word_error_rate": wrong_before},
+            "after": {"similarity": after, "word_error_rate": wrong_after},
+        },
+        "ended_by_itself": {"before": 10, "after": 10},
+        "seconds": {"train": 100.0, "listen": 20.0},
+        "missing": {},
+    }
+
+
+def test_the_gain_is_the_mean_over_seeds() -> None:
+    table = evaluate_demo.summarise([score(0, 0.7, 0.72), score(1, 0.7, 0.76)])
+    assert table["similarity_gain"] == pytest.approx(0.04)
+    assert table["passed"] is True
+    assert [row["seed"] for row in table["seeds"]] == [0, 1] and table["seeds"][0]["seconds"] == 120.0
+
+
+@pytest.mark.parametrize("scores", [[score(0, 0.7, 0.72)], [score(0, 0.7, 0.8, 0.1, 0.2)]])
+def test_too_little_gain_or_more_word_errors_do_not_pass(scores: list[dict[str, Any]]) -> None:
+    assert evaluate_demo.summarise(scores)["passed"] is False
+
+
+def test_without_metrics_nothing_is_concluded() -> None:
+    unscored = score(1, 0.7, 0.8)
+    unscored["systems"] = {name: {} for name in unscored["systems"]}
+    table = evaluate_demo.summarise([score(0, 0.7, 0.8), unscored | {"missing": {"similarity": "no encoder"}}])
+    assert table["passed"] is None and table["similarity_gain"] is None
+    assert table["missing"] == [{"similarity": "no encoder"}]
+
+
+def test_every_seed_is_a_demo_that_is_not_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def pretend(command: list[str], check: bool) -> None:
+        assert check
+        ran.append(command)
+        folder = Path(command[command.index("--out") + 1])
+        folder.mkdir()
+        (folder / "scores.json").write_text(json.dumps(score(0, 0.7, 0.8)))
+
+    monkeypatch.setattr(subprocess, "run", pretend)
+    argv = ["evaluate_demo.py", "--out", str(tmp_path), "--seeds", "0", "1", "--set", "train.steps=2"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--asr", "base"])
+    evaluate_demo.main()
+    evaluate_demo.main()
+    assert len(ran) == 2
+    assert ran[1][1:] == [
+        *("-m", "myna", "demo", "--out", str(tmp_path / "seed-1"), "--seed", "1", "--model", "fledgling"),
+        *("--set", "train.steps=2", "--asr", "base"),
+    ]
+    table = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [row["seed"] for row in table["seeds"]] == [0, 1]

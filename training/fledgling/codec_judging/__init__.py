@@ -1,1 +1,0 @@
-"""Ears of others, to judge the codec of fledgling by."""

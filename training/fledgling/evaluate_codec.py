@@ -1,0 +1,185 @@
+"""Evaluate a codec by round trips of held-out speakers.
+
+    python training/fledgling/evaluate_codec.py --codec runs/codec/codec --source CORPUS/natural \\
+        --source CORPUS/espeak --whisper WHISPER_FOLDER --ecapa ecapa.safetensors --out runs/codec/evaluation.json
+
+Word errors by faster-whisper before and after, speaker similarity by ECAPA and Resemblyzer, STOI, PESQ, and codebook
+perplexity. Word errors and similarity are measured if their models are args. `--codec identity` returns its input, to
+evaluate the metrics themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from rich.progress import track
+
+from codec_evaluation import metrics
+from codec_evaluation.metrics import RoundTripMetric
+from codec_training.evaluation import perplexity
+from codec_training.recordings import Recording, clip_summary, decode, recordings, round_robin_by_speaker
+from myna.audio.files import Samples, write_audio
+from myna.data.codec import Codec
+from myna.errors import DataError, MynaError
+from myna.evaluate.dependencies import as_mono_16khz
+from myna.models.codecs import open_codec
+
+RATE = 24_000
+TARGETS = {"word errors added": ("<=", 0.01), "ecapa": (">=", 0.80), "stoi": (">=", 0.93)}
+"""Targets of the fledgling codec."""
+MIN_SECONDS = 1.0
+"""Of a clip: neither STOI nor PESQ says anything about a shorter recording."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    try:
+        report = evaluate(options)
+    except MynaError as error:
+        sys.exit(f"{error}")
+    print(table(report))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--codec", required=True, help="a codec's folder, or `identity`")
+    add("--source", type=Path, action="append", required=True, help="corpus, as for train_codec.py; may be repeated")
+    add("--clips", type=int, default=40, help="of each source, spread over all held-out speakers")
+    add("--all-speakers", action="store_true", help="not only held-out speakers")
+    add("--whisper", metavar="FOLDER", help="a CTranslate2 Whisper model, or a name to download: count word errors")
+    add("--language", default="en", help="of the word errors")
+    add("--ecapa", type=Path, metavar="FILE", help="SpeechBrain's ECAPA as safetensors: speaker similarity")
+    add("--resemblyzer", action="store_true", help="speaker similarity by Resemblyzer")
+    add("--no-stoi", action="store_true")
+    add("--no-pesq", action="store_true")
+    add(
+        "--samples", type=Path, metavar="FOLDER", help="write the first three originals and copies of each source there"
+    )
+    add("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    return made
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    metrics_used = _metrics(options)
+    codec = None if options.codec == "identity" else open_codec(options.codec)
+    report: dict[str, Any] = {"codec": options.codec, "revision": codec.revision if codec else None, "sources": {}}
+    for source in options.source:
+        found = [
+            recording
+            for recording in recordings(source)
+            if (options.all_speakers or recording.is_held_out) and _seconds(recording) >= MIN_SECONDS
+        ]
+        chosen = round_robin_by_speaker(found, options.clips)
+        if not chosen:
+            raise DataError(
+                f"{source} has no held-out speaker with a clip of a second or more",
+                hint="add --all-speakers, or use a corpus with more speakers",
+            )
+        print(f"{source}: {clip_summary(chosen)}", flush=True)
+        report["sources"][source.stem] = _evaluate_source(codec, chosen, metrics_used, options, source.stem)
+    return report
+
+
+def _seconds(recording: Recording) -> float:
+    info = soundfile.info(io.BytesIO(recording.data))
+    return float(info.frames / info.samplerate)
+
+
+def _metrics(options: argparse.Namespace) -> list[RoundTripMetric]:
+    made: list[RoundTripMetric] = []
+    if options.whisper:
+        made.append(metrics.word_error_metric(options.whisper, options.language))
+    if options.ecapa:
+        made.append(metrics.ecapa_similarity(options.ecapa))
+    if options.resemblyzer:
+        made.append(metrics.resemblyzer_similarity())
+    if not options.no_stoi:
+        made.append(metrics.stoi())
+    if not options.no_pesq:
+        made.append(metrics.pesq())
+    return made
+
+
+def _evaluate_source(
+    codec: Codec | None,
+    chosen: list[Recording],
+    metrics_used: list[RoundTripMetric],
+    options: argparse.Namespace,
+    name: str,
+) -> dict[str, Any]:
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    counts = np.zeros((codec.codebooks, codec.codebook_size)) if codec else np.zeros((0, 0))
+    for number, recording in enumerate(track(chosen, "evaluating", transient=True)):
+        original, copy = _round_trip(codec, decode(recording.data, codec.sample_rate if codec else RATE), counts)
+        rate = codec.sample_rate if codec else RATE
+        if options.samples and number < 3:
+            write_audio(options.samples / f"{name}-{number}-original.wav", original, rate)
+            write_audio(options.samples / f"{name}-{number}-copy.wav", copy, rate)
+        for metric in metrics_used:
+            for measure, value in metric(
+                recording.text, as_mono_16khz(original, rate), as_mono_16khz(copy, rate)
+            ).items():
+                found[measure].append(value)
+    scores = {measure: float(np.mean(values)) for measure, values in found.items()}
+    if "words" in found:
+        before, after = (sum(found[f"errors in {which}"]) / sum(found["words"]) for which in ("original", "copy"))
+        scores = {name: value for name, value in scores.items() if name != "words" and not name.startswith("errors")}
+        scores |= {"word errors before": before, "word errors after": after, "word errors added": after - before}
+        scores["+/-"] = _confidence_half_width(found["errors in original"], found["errors in copy"], found["words"])
+    used: dict[str, Any] = {}
+    if codec:
+        used = {"perplexity": perplexity(torch.from_numpy(counts)), "codes used": (counts > 0).sum(1).tolist()}
+    return {"clips": len(chosen), "speakers": len({recording.speaker for recording in chosen}), "scores": scores} | used
+
+
+def _confidence_half_width(before: list[float], after: list[float], words: list[float]) -> float:
+    """Half width of the 95 % bootstrap interval, over clips, of the added word error rate.
+
+    Words of synthetic voices are so hard to recognise that a few clips more or less change the rate by points.
+    """
+    added, due = np.subtract(after, before), np.array(words)
+    drawn = np.random.default_rng(0).integers(0, len(due), (1000, len(due)))
+    low, high = np.percentile(added[drawn].sum(1) / np.maximum(1, due[drawn].sum(1)), [2.5, 97.5])
+    return float(high - low) / 2
+
+
+def _round_trip(codec: Codec | None, wave: Samples, counts: np.ndarray[Any, Any]) -> tuple[Samples, Samples]:
+    if codec is None:
+        return wave, wave
+    wave = wave[: len(wave) // codec.hop * codec.hop]
+    codes = codec.encode(wave[None])[0]
+    for book, column in enumerate(codes.T):
+        np.add.at(counts[book], column, 1)
+    return wave, codec.decode(codes)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Text table: sources as columns, measures as rows, and the targets beside them."""
+    sources = report["sources"]
+    measures = list(dict.fromkeys(measure for source in sources.values() for measure in source["scores"]))
+    lines = [f"{'':<20}" + "".join(f"{name:>16}" for name in sources) + f"{'target':>14}"]
+    for measure in measures:
+        row = "".join(f"{source['scores'][measure]:>16.4f}" for source in sources.values())
+        sign, bound = TARGETS.get(measure, ("", None))
+        lines.append(f"{measure:<20}{row}" + (f"{sign:>9} {bound:.2f}" if bound is not None else ""))
+    lines += [
+        f"perplexity, {name}: {source['perplexity']}" for name, source in sources.items() if "perplexity" in source
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

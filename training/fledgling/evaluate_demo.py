@@ -1,0 +1,91 @@
+"""Evaluate `myna demo` over several seeds.
+
+python training/fledgling/evaluate_demo.py --out data/fledgling/demo_evaluation --asr .cache/metrics/whisper-base
+
+Each seed is a demo of its own in `OUT/seed-N`; one that is there is not run again. `OUT/evaluation.json` has the table.
+The demo passes if fine-tuning raises the speaker similarity to the real recordings by 0.03 on average over the seeds,
+and does not raise the word error rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from myna.io import atomic_write
+
+MIN_SIMILARITY_GAIN = 0.03
+"""Gain in speaker similarity by fine-tuning, as a mean over seeds."""
+
+
+def summarise(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row per seed, their means, and whether the demo passes; None where a metric is missing."""
+    rows = []
+    for score in scores:
+        before, after, real = (score["systems"][name] for name in ("before", "after", "real"))
+        row = {
+            "seed": score["seed"],
+            "similarity": {"real": real.get("similarity"), "before": before.get("similarity")},
+            "word_error_rate": {"real": real.get("word_error_rate"), "before": before.get("word_error_rate")},
+            "ended_by_itself": score["ended_by_itself"],
+            "seconds": sum(score["seconds"].values()),
+        }
+        for key in ("similarity", "word_error_rate"):
+            row[key] |= {"after": after.get(key), "change": _difference(after.get(key), before.get(key))}
+        rows.append(row)
+    gain, wer_change = (_mean([row[key]["change"] for row in rows]) for key in ("similarity", "word_error_rate"))
+    return {
+        "seeds": rows,
+        "similarity_gain": gain,
+        "min_similarity_gain": MIN_SIMILARITY_GAIN,
+        "word_error_rate_change": wer_change,
+        "passed": None if gain is None or wer_change is None else gain >= MIN_SIMILARITY_GAIN and wer_change <= 0,
+        "missing": [score["missing"] for score in scores if score["missing"]],
+    }
+
+
+def run_demo(seed: int, out: Path, options: Sequence[str]) -> dict[str, Any]:
+    """The scores of one demo, in a process of its own as a user would run it."""
+    folder = out / f"seed-{seed}"
+    if not (folder / "scores.json").is_file():
+        command = [sys.executable, "-m", "myna", "demo", "--out", str(folder), "--seed", str(seed), *options]
+        subprocess.run(command, check=True)
+    scores: dict[str, Any] = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    return scores | {"seed": seed}
+
+
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else after - before
+
+
+def _mean(numbers: Sequence[float | None]) -> float | None:
+    found = [number for number in numbers if number is not None]
+    return sum(found) / len(found) if found and len(found) == len(numbers) else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the demos and the table")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--model", default="fledgling")
+    parser.add_argument("--asr", help="folder or name of a Whisper")
+    parser.add_argument("--voice", help="recordings, instead of the voice that comes with Myna")
+    parser.add_argument("--set", action="append", default=[], help="a setting of the recipe, as `myna demo` takes it")
+    args = parser.parse_args()
+    options = ["--model", args.model, *(word for setting in args.set for word in ("--set", setting))]
+    options += ["--asr", args.asr] if args.asr else []
+    options += ["--voice", args.voice] if args.voice else []
+    table = summarise([run_demo(seed, args.out, options) for seed in args.seeds])
+    written = json.dumps(table, indent=2) + "\n"
+    with atomic_write(args.out / "evaluation.json") as temporary:
+        temporary.write_text(written, encoding="utf-8")
+    print(written)
+
+
+if __name__ == "__main__":
+    main()

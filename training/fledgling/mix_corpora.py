@@ -1,0 +1,83 @@
+"""Mix of natural and eSpeak corpora in one manifest, with repeated natural lines.
+
+python training/fledgling/mix_corpora.py --natural data/fledgling/natural_augmented \\
+    --espeak data/fledgling/espeak --repeat 4 --out data/fledgling/mixed
+
+Writes OUT/train and OUT/held_out with a manifest each, for `myna prepare`. A line that is repeated has an id of its own
+and the codes of the first one; it is never its own reference. Held-out eSpeak is cut
+to a few speakers: natural speech is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from augment_natural import SEED
+from corpus_making.channel import CLEAN_SHARE, has_clean_channel
+from corpus_making.corpus_folder import ManifestLine, manifest_lines, write_manifest_lines
+from myna.data.hash_rng import string_hash
+from myna.errors import MynaError
+
+ESPEAK_HELD_OUT_CLIPS = 200
+"""Held-out clips of espeak in the evaluation."""
+NO_REFERENCES = b', "extras": {"references": []}'
+
+
+def training_lines(natural: Path, espeak: Path | None, repeat: int, no_reference_share: float) -> Iterator[bytes]:
+    """Training lines. A share of the natural ones has no reference, for synthesis without one; such lines are of
+    speakers without a channel."""
+    for line in manifest_lines(natural / "train"):
+        share = no_reference_share / CLEAN_SHARE if _is_clean(line.id.rpartition(b"-")[0]) else 0.0
+        for number in range(repeat):
+            id = b"%s~%d" % (line.id, number) if number else line.id
+            no_reference = string_hash(f"alone {id.decode()}") < share * 2**64
+            yield bytes(ManifestLine(id, line.audio, line.rest + NO_REFERENCES if no_reference else line.rest))
+    if espeak is not None:
+        yield from map(bytes, manifest_lines(espeak / "train"))
+
+
+@cache
+def _is_clean(speaker: bytes) -> bool:
+    return has_clean_channel(speaker.decode(), SEED)
+
+
+def held_out_lines(natural: Path, espeak: Path | None) -> Iterator[bytes]:
+    yield from map(bytes, manifest_lines(natural / "held_out"))
+    if espeak is not None:
+        yield from map(bytes, islice(manifest_lines(espeak / "held_out"), ESPEAK_HELD_OUT_CLIPS))
+
+
+def write_mix(natural: Path, espeak: Path | None, repeat: int, no_reference_share: float, out: Path) -> dict[str, int]:
+    """How many lines there are in each part."""
+    mix = {
+        "train": list(training_lines(natural, espeak, repeat, no_reference_share)),
+        "held_out": list(held_out_lines(natural, espeak)),
+    }
+    for part, lines in mix.items():
+        write_manifest_lines(out / part / "manifest.jsonl", lines)
+    return {part: len(lines) for part, lines in mix.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--natural", type=Path, required=True, help="folder made by augment_natural.py")
+    parser.add_argument("--espeak", type=Path, help="folder made by espeak_corpus.py; natural speech alone without")
+    parser.add_argument("--repeat", type=int, default=1, help="how often a natural line comes in one epoch")
+    parser.add_argument(
+        "--no-reference-share", type=float, default=0.1, help="share of natural lines without a reference, 1/3 at most"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        for part, count in write_mix(args.natural, args.espeak, args.repeat, args.no_reference_share, args.out).items():
+            print(f"{args.out / part}: {count} lines")
+    except MynaError as error:
+        parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Bundle for a machine without network, in parts of a limited size: wheels, texts, Kokoro, natural speech.
+
+python training/fledgling/pack_offline.py --texts data/fledgling/texts --kokoro data/fledgling/kokoro \\
+    --natural PARQUET_FOLDER --out data/fledgling/bundle
+
+espeak-ng is packed without the dictionaries of other languages. The first part holds the wheels and the texts; files of
+Kokoro and natural speech go where they fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from corpus_making.espeak import DICTIONARIES
+from myna.errors import DataError, MynaError
+
+WHEELS = (
+    *("espeakng-loader==0.2.4", "soundfile==0.14.0", "cffi==2.1.1", "pycparser==3.12", "soxr==1.1.0", "peft==0.21.2"),
+    *("pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types==0.8.0", "typing-inspection==0.4.5"),
+)
+"""Imports that the GPU machine lacks; torch, transformers, accelerate, pyarrow and typer are there."""
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
+
+
+def pack(
+    texts: Path, natural: Sequence[Path], out: Path, python: str, limit: int, kokoro: Path | None = None
+) -> list[int]:
+    """Write the parts; their sizes in bytes."""
+    if out.exists():
+        raise DataError(f"{out} exists", hint=f"rm -r {out}, or choose another folder with --out")
+    first = out / "0"
+    shutil.copytree(texts, first / "texts")
+    _wheels(first / "wheels", python)
+    sizes = [_size(first)]
+    for file, name in (*_kokoro(kokoro), *_natural(natural)):
+        size = file.stat().st_size
+        if size > limit:
+            raise DataError(f"{file} is larger than a part", hint=f"--limit {size / 2**20 + 1:.0f}")
+        part = next((number for number, full in enumerate(sizes) if full + size <= limit), len(sizes))
+        sizes[part:] = [sum(sizes[part : part + 1]) + size, *sizes[part + 1 :]]
+        home = out / str(part) / name
+        home.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, home)
+    return sizes
+
+
+def _kokoro(folder: Path | None) -> Iterator[tuple[Path, str]]:
+    for file in sorted(folder.glob("*.safetensors")) if folder else ():
+        yield file, f"kokoro/{file.name}"
+
+
+def _natural(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    for file in sorted(file for folder in folders for file in folder.glob("*.parquet")):
+        yield file, f"natural/{file.parent.name}-{file.name}"
+
+
+def _wheels(out: Path, python: str) -> None:
+    options = [f"--platform={platform}" for platform in PLATFORMS]
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += [f"--python-version={python}", *options, f"--dest={scratch}", *WHEELS]
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError as error:
+            raise DataError(f"pip did not give the wheels: {error}", hint="see what it says above") from None
+        out.mkdir(parents=True)
+        for wheel in sorted(Path(scratch).glob("*.whl")):
+            if wheel.name.startswith("espeakng_loader"):
+                _strip_languages(wheel, out / wheel.name)
+            else:
+                shutil.copy(wheel, out)
+
+
+def _strip_languages(wheel: Path, out: Path) -> None:
+    """The same wheel with a tenth of its size; links to the library, which a zip holds as copies, are left out too."""
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as part:
+        for name in whole.namelist():
+            spoken = not name.endswith("_dict") or name.endswith(DICTIONARIES)
+            if spoken and not Path(name).name.startswith("libespeak-ng.so."):
+                part.writestr(name, whole.read(name))
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True, help="folder made by extract_texts.py")
+    parser.add_argument("--natural", type=Path, nargs="*", default=[], help="folders of parquet files")
+    parser.add_argument("--kokoro", type=Path, help="folder made by export_kokoro.py")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--python", default="3.12", help="version of Python over there")
+    parser.add_argument("--limit", type=float, default=56, help="MiB of a part; the checkout is copied beside it")
+    args = parser.parse_args()
+    try:
+        sizes = pack(args.texts, args.natural, args.out, args.python, int(args.limit * 2**20), args.kokoro)
+    except MynaError as error:
+        parser.exit(1, f"{error}\n")
+    for number, size in enumerate(sizes):
+        print(f"{args.out / str(number)}: {size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

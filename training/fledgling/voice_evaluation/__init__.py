@@ -1,0 +1,1 @@
+"""Evaluation of voice cloning on held-out speakers and sentences."""

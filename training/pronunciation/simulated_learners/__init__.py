@@ -1,0 +1,1 @@
+"""Simulated language learners: their sentences, mispronunciations and scores."""
