@@ -34,7 +34,8 @@ from benchmarks.synthetic import (
 )
 
 from myna.data.packing import first_fit_decreasing
-from myna.models.higgs_v2.packing import PackedAttention, attend_within
+from myna.models.attention import packed_causal_attention
+from myna.models.higgs_v2.packing import PackedAttention
 from myna.models.higgs_v2.render import FRAME_RATE
 
 QUERIES, KEYS, SIZE = 24, 8, 128
@@ -48,12 +49,12 @@ COMPARED = 4
 
 def lengths(tokens: int) -> list[int]:
     """A row from the middle of a window, in random order."""
-    dice, pool = random.Random(0), []
+    rng, pool = random.Random(0), []
     for _ in range(PACKING_WINDOW):
         target = min(
-            MAX_SECONDS, max(MIN_SECONDS, dice.lognormvariate(torch.tensor(MEDIAN_SECONDS).log().item(), LOG_STD))
+            MAX_SECONDS, max(MIN_SECONDS, rng.lognormvariate(torch.tensor(MEDIAN_SECONDS).log().item(), LOG_STD))
         )
-        spoken = [dice.uniform(*REFERENCE_SECONDS), target]
+        spoken = [rng.uniform(*REFERENCE_SECONDS), target]
         pool.append(
             PROMPT_TOKENS
             + TURN_TOKENS
@@ -61,50 +62,49 @@ def lengths(tokens: int) -> list[int]:
         )
     rows = first_fit_decreasing(pool, tokens)
     row = [pool[place] for place in rows[len(rows) // 2]]
-    dice.shuffle(row)
+    rng.shuffle(row)
     return row
 
 
 def measure(tokens: int) -> dict[str, Any]:
     row = lengths(tokens)
-    bounds = torch.tensor([0, *row], device="cuda").cumsum(0).int()
+    cu_seqlens = torch.tensor([0, *row], device="cuda").cumsum(0).int()
     torch.manual_seed(0)
     qkv = torch.randn(sum(row), QUERIES + 2 * KEYS, SIZE, device="cuda", dtype=torch.bfloat16)
     q, k, v = (part.detach().requires_grad_() for part in qkv.split([QUERIES, KEYS, KEYS], dim=1))
-    slope = torch.randn(sum(row), QUERIES, SIZE, device="cuda", dtype=torch.bfloat16)
+    d_out = torch.randn(sum(row), QUERIES, SIZE, device="cuda", dtype=torch.bfloat16)
     from myna.models.higgs_v2.fused.attention_kernels import AttentionTileTables
 
-    longest = -(-max(row) // 1024) * 1024
-    route = PackedAttention(
-        bounds, bounds, bounds, bounds, bounds, (), longest, AttentionTileTables.of(bounds, sum(row))
-    )
-    exact = _exact(q, k, v, slope, bounds.tolist())
+    max_seqlen = -(-max(row) // 1024) * 1024
+    tiles = AttentionTileTables.from_cu_seqlens(cu_seqlens, sum(row))
+    attention = PackedAttention(*[cu_seqlens] * 5, (), max_seqlen, tiles)
+    exact = _exact(q, k, v, d_out, cu_seqlens.tolist())
     useful = sum(n * (n + 1) / 2 for n in row) * 4 * SIZE * QUERIES
-    found = [
-        {"name": name, **_timed(look, (q, k, v), slope, exact, useful)}
-        for name, look in (("torch", route.attend), ("ours", route.attend_tiled))
+    results = [
+        {"name": name, **_timed(attend, (q, k, v), d_out, exact, useful)}
+        for name, attend in (("torch", attention.attend), ("ours", attention.attend_tiled))
     ]
     return {
         "machine": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "tokens": sum(row),
         "sequences": len(row),
-        "rows": found,
+        "rows": results,
     }
 
 
 def _timed(
-    look: Callable[..., torch.Tensor],
+    attend: Callable[..., torch.Tensor],
     inputs: tuple[torch.Tensor, ...],
-    slope: torch.Tensor,
+    d_out: torch.Tensor,
     exact: Sequence[tuple[slice, list[torch.Tensor]]],
     useful: float,
 ) -> dict[str, Any]:
-    out = look(*inputs)
+    out = attend(*inputs)
 
     def back() -> list[torch.Tensor]:
         # What follows wants them in memory of their own, and copies them where they are not.
-        return [x.contiguous() for x in torch.autograd.grad(out, inputs, slope, retain_graph=True)]
+        return [x.contiguous() for x in torch.autograd.grad(out, inputs, d_out, retain_graph=True)]
 
     got = [out.detach(), *back()]
     errors = [
@@ -112,7 +112,7 @@ def _timed(
         for at, mine in enumerate(got)
     ]
     with torch.no_grad():
-        forward = _median(lambda: look(*inputs))
+        forward = _median(lambda: attend(*inputs))
     backward = _median(back)
     return {
         "forward_ms": forward,
@@ -124,15 +124,15 @@ def _timed(
 
 
 def _exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, ends: list[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, ends: list[int]
 ) -> list[tuple[slice, list[torch.Tensor]]]:
-    found = []
+    results = []
     for number in (*range(COMPARED), len(ends) - 2):
         part = slice(ends[number], ends[number + 1])
         own = [x[part].detach().double().requires_grad_() for x in (q, k, v)]
-        out = attend_within(*own, (len(own[0]),))
-        found.append((part, [out.detach(), *torch.autograd.grad(out, own, slope[part].double())]))
-    return found
+        out = packed_causal_attention(*own, (len(own[0]),))
+        results.append((part, [out.detach(), *torch.autograd.grad(out, own, d_out[part].double())]))
+    return results
 
 
 def _median(work: Callable[[], Any]) -> float:
@@ -157,10 +157,10 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a CUDA card\n")
-    found = measure(given.tokens)
+    results = measure(given.tokens)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "attention.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for row in found["rows"]:
+    (given.out / "attention.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for row in results["rows"]:
         print(
             f"{row['name']:6} forward {row['forward_ms']:.3f} ms, backward {row['backward_ms']:.3f} ms", row["errors"]
         )

@@ -98,7 +98,7 @@ def draw_clips(count: int, codec: HiggsCodec, pace: float) -> list[Samples]:
     drawn = np.exp(SPREAD * np.random.default_rng(0).standard_normal(count))
     seconds = pace * np.clip(MEDIAN_SECONDS * drawn, SHORTEST, LONGEST)
     frames = np.maximum(1, seconds * codec.sample_rate // codec.hop).astype(int)
-    return synthetic_voices([int(one) * codec.hop for one in frames], codec.sample_rate)
+    return synthetic_voices([int(count) * codec.hop for count in frames], codec.sample_rate)
 
 
 class Bench:
@@ -180,15 +180,15 @@ def measure(bench: Bench, some: int, batch_seconds: Sequence[float]) -> None:
         coarse = CoarseCodec(codec._model, name, codec._device)
         coarse.half = half
         bench.row(name, lambda clips, coarse=coarse: encode_equal_lengths(coarse, clips, BATCH_SECONDS), some)  # type: ignore[misc]
-    many = BatchedCodec(codec._model, codec._device, sinc_resample)
+    batched = BatchedCodec(codec._model, codec._device, sinc_resample)
     for size in batch_seconds:
-        bench.row(f"ours, mixed lengths, {size:g} s", lambda clips, size=size: many.encode(clips, size))  # type: ignore[misc]
+        bench.row(f"ours, mixed lengths, {size:g} s", lambda clips, size=size: batched.encode(clips, size))  # type: ignore[misc]
 
     def prepare(clips: Sequence[Samples]) -> Iterator[EncodedBatch]:
         return codec.encode_batches(clips, BATCH_SECONDS, lambda said: print(f"  {said}", flush=True))
 
     bench.row("as `myna prepare` encodes", prepare)
-    bench.rows[-1]["fast"] = codec._batched is not None
+    bench.rows[-1]["batched"] = codec._batched is not None
 
 
 HEAD = (

@@ -5,8 +5,8 @@ python benchmarks/pronunciation.py --tiny --device cpu --out FOLDER
 
 Myna's Trainer trains Phi-4-multimodal in fp16 with a gradient scaler, 64 utterances a step in micro-batches of eight,
 with the memory of a 24 GB GPU. The first row recomputes every layer, the second as many as the memory plan says.
-Weights are generated on the device. Writes full_size.json after each row, and fails if steps keep being skipped or an adapter
-gets no gradient.
+Weights are generated on the device. Writes full_size.json after each row, and fails if steps keep being skipped
+or an adapter gets no gradient.
 """
 
 from __future__ import annotations

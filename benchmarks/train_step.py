@@ -330,19 +330,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=ROW_SECONDS, help="seconds for one row")
     parser.add_argument("--only", choices=list(BY_NAME), help=argparse.SUPPRESS)
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
-    told = parser.parse_args(arguments)
-    options = RowOptions(told.device, told.tiny)
-    if told.only:
-        measure_in_process(told.only, options, told.row)
+    args = parser.parse_args(arguments)
+    options = RowOptions(args.device, args.tiny)
+    if args.only:
+        measure_in_process(args.only, options, args.row)
         return 0
-    some = bool(told.rows) or told.parity or told.report
-    results = Results(told.out, keep=some)
-    if not told.report:
+    some = bool(args.rows) or args.parity or args.report
+    results = Results(args.out, keep=some)
+    if not args.report:
         results.begin(f"python {' '.join(sys.argv)}")
-        chosen = [BY_NAME[name] for name in told.rows] if told.rows else [] if told.parity else list(VARIANTS)
-        chosen += PARITY if told.parity else ()
-        run(chosen, options, results, budget=told.budget, patience=told.patience)
-    report(told.out, results.facts)
+        chosen = [BY_NAME[name] for name in args.rows] if args.rows else [] if args.parity else list(VARIANTS)
+        chosen += PARITY if args.parity else ()
+        run(chosen, options, results, budget=args.budget, patience=args.patience)
+    report(args.out, results.facts)
     return 0 if all_passed(results.facts) else 1
 
 

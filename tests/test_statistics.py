@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.statistics import Estimate, RatioPart, paired_difference, estimate
+from myna.statistics import Estimate, RatioPart, estimate, paired_difference
 
 values = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
 

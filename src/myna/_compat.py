@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,9 +105,12 @@ class _StandIn(ModuleType):
     """A private module of torch whose import is put off: decorators that mark functions for the compiler leave them as
     they are, and anything else imports the module after all."""
 
-    __path__: ClassVar[list[str]] = []
     decorators = ("allow_in_graph", "assume_constant_result", "disable")
     callables = ("TransformGetItemToIndex",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -95,26 +95,30 @@ def main() -> None:
 
 
 @contextmanager
-def _fast_start(*, adapter: bool) -> Iterator[None]:
+def _fast_start(*, adapter: bool) -> Iterator[int]:
     """Imports of a process that only speaks, with the garbage collector paused: nothing imported is garbage. PEFT, for
-    an adapter, counts on all that transformers imports."""
+    an adapter, counts on all that transformers imports. Loads with one thread, and yields how many there were."""
     gc.disable()
     try:
+        import torch
+
         from myna._compat import trimmed_imports
 
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         with trimmed_imports() if _owns_process and not adapter else nullcontext():
-            yield
+            yield threads
     finally:
         gc.freeze()
         gc.enable()
 
 
-def _limit_threads(voice: Voice) -> None:
-    """One thread for a small model: a second one gains nothing, and waits in a busy loop for its share of the cores."""
+def _restore_threads(voice: Voice, threads: int) -> None:
+    """A small model keeps one thread: a second one gains nothing, and waits in a busy loop for its share of the cores."""
     import torch
 
-    if sum(parameter.numel() for parameter in voice.engine.model.parameters()) < SINGLE_THREAD_PARAMETERS:
-        torch.set_num_threads(1)
+    if sum(parameter.numel() for parameter in voice.engine.model.parameters()) > SINGLE_THREAD_PARAMETERS:
+        torch.set_num_threads(threads)
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -319,9 +323,9 @@ def speak(
     from myna import api
     from myna.terminal import progress_bars
 
-    with _fast_start(adapter=run is not None):
+    with _fast_start(adapter=run is not None) as threads:
         voice = api.Voice.open(run=run, model=model, codec=codec, device=device, strength=strength)
-    _limit_threads(voice)
+    _restore_threads(voice, threads)
     with progress_bars() as progress:
         speech = voice.speak(
             text,

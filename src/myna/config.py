@@ -1,7 +1,7 @@
 """Recipe settings: a typed tree with the meaning and the default of every key.
 
 A recipe is a YAML file with only what differs. Unknown keys are refused with the nearest valid ones.
-`python -m myna.config` prints the reference page, docs/reference/recipe.md.
+tools/recipe_reference.py prints the reference page, docs/reference/recipe.md.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -263,12 +262,12 @@ class Recipe(Settings):
         return self.loss.text_weight > 0 or any(stage.text_weight > 0 for stage in self.train.stages)
 
 
-def _branch(annotation: Any) -> type[Settings] | None:
-    """The group behind a field, or None where a value stands."""
+def settings_group(annotation: Any) -> type[Settings] | None:
+    """The group of settings behind a field; None for a value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Settings) else None
 
 
-_GROUPS = tuple(name for name, field in Recipe.model_fields.items() if _branch(field.annotation))
+_GROUPS = tuple(name for name, field in Recipe.model_fields.items() if settings_group(field.annotation))
 
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
@@ -315,58 +314,9 @@ def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> list[str]
     """Every dotted key the tree knows."""
     keys = []
     for name, field in settings.model_fields.items():
-        branch = _branch(field.annotation)
+        branch = settings_group(field.annotation)
         keys += valid_keys(branch, f"{prefix}{name}.") if branch else [prefix + name]
     return keys
-
-
-def describe() -> str:
-    """The reference page: every key, its default and its meaning, as Markdown."""
-    return "\n".join(
-        [
-            "# Recipe reference",
-            "",
-            "A recipe is a YAML file with only what differs from these defaults. Any key can be overridden on the",
-            "command line: `--set train.steps=100`. Made by `python -m myna.config > docs/reference/recipe.md`.",
-            "",
-            *_table(Recipe, ""),
-        ]
-    )
-
-
-def _table(settings: type[Settings], prefix: str) -> list[str]:
-    lines, branches = ["| key | default | meaning |", "|---|---|---|"], []
-    for name, field in settings.model_fields.items():
-        branch = _branch(field.annotation)
-        if branch:
-            title = " ".join((branch.__doc__ or "").split())
-            branches += [f"## {prefix}{name}", "", title, "", *_table(branch, f"{prefix}{name}.")]
-            continue
-        meaning = " ".join((field.description or "").split())
-        choices = _choices(field.annotation)
-        if choices:
-            meaning += " Choices: " + ", ".join(f"`{choice}`" for choice in choices) + "."
-        default = "*required*" if field.is_required() else f"`{_shown(field.default)}`"
-        lines.append(f"| `{prefix}{name}` | {default} | {meaning.replace('|', chr(92) + '|')} |")
-    return [*lines, "", *branches]
-
-
-def _shown(value: object) -> str:
-    """A value as one would type it into YAML."""
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_shown(part) for part in value) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value) if value != "" else "''"
-
-
-def _choices(annotation: Any) -> list[Any]:
-    """The words a `Literal` allows, also inside a union."""
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    if get_origin(annotation) in (Union, UnionType):
-        return [choice for part in get_args(annotation) for choice in _choices(part)]
-    return []
 
 
 class _Loader(yaml.SafeLoader):
@@ -526,7 +476,3 @@ def _check_speech_eval(recipe: Recipe, refuse: Callable[[str, str], None]) -> No
             "`train.early_stopping_patience` goes by the loss, and `speech_eval.asr` has the run go by its speech",
             "--set train.early_stopping_patience=null --set speech_eval.patience=3",
         )
-
-
-if __name__ == "__main__":
-    print(describe(), end="")

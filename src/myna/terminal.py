@@ -105,16 +105,25 @@ class TrainingDisplay:
 
 
 class DemoDisplay(TrainingDisplay):
-    """The same for a demo, with a bar for each stage beside training."""
+    """The same for a demo: one bar at a time, of the stage that is running."""
 
     def __init__(self) -> None:
         super().__init__()
         self._stages: dict[str, TaskID] = {}
 
+    def on_start(self, steps: int, done: int) -> None:
+        self._hide_finished()
+        super().on_start(steps, done)
+
     def progress(self, stage: str, done: int, total: int | None) -> None:
         if stage not in self._stages:
+            self._hide_finished()
             self._stages[stage] = self._bars.add_task(stage, total=total, state="")
         self._bars.update(self._stages[stage], completed=done, total=total)
+
+    def _hide_finished(self) -> None:
+        for task in self._bars.task_ids:
+            self._bars.update(task, visible=False)
 
 
 def _speech_scores(scores: dict[str, Any]) -> str:

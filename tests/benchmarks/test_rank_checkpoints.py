@@ -17,7 +17,7 @@ from myna.evaluate.scorers import Scorers
 from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.models import save_tiny_model
 from myna.train.run import Run
-from tests.birds import SPEAKER_PITCHES, SAMPLE_RATE, tone_speech
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 
 class FakeMetrics:

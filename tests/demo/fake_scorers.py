@@ -9,8 +9,7 @@ from myna.audio.files import Samples
 from myna.errors import ConfigError, ModelError
 from myna.evaluate.asr import ASR, Transcript, is_loop
 from myna.evaluate.mos import DNSMOS, DistillMOS
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder
-from myna.evaluate.speaker_encoders import SpeakerEmbedding
+from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
 
 
 class SpectrumEncoder(ResemblyzerEncoder):

@@ -24,7 +24,7 @@ from myna.models.base import Batch, Family
 from myna.models.higgs_v2.family import HiggsV2
 from myna.train.loop import make_loader
 from myna.train.trainer import Trainer
-from tests.birds import SPEAKER_PITCHES, SAMPLE_RATE, tone_speech
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 from .conftest import TrainWith
 from .tiny_setup import LINES, VOICE, make_recipe, record, train_run

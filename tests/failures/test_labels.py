@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from myna.errors import DataError, ModelError, TrainingError
 from myna.models import convert_checkpoint, open_family
+from myna.models.attention import packed_causal_attention
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2 import forward, packing
 from myna.models.higgs_v2.batch import HiggsBatch
@@ -323,8 +323,8 @@ def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
 def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
-    within: Callable[..., torch.Tensor] = packing.attend_within
-    monkeypatch.setattr(packing, "attend_within", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
+    within = packed_causal_attention
+    monkeypatch.setattr(packing, "packed_causal_attention", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
     with pytest.raises(TrainingError, match="packed sequences see one another"):
         train_with()
 

@@ -162,7 +162,7 @@ def test_row_22_epochs_become_optimizer_steps(workspace: Path, tmp_path: Path) -
 
 
 def test_row_22_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, train_with: TrainWith) -> None:
-    monkeypatch.setattr(loop, "Share", lambda *_: Shard(rank=0, world_size=2))
+    monkeypatch.setattr(loop, "Shard", lambda *_: Shard(rank=0, world_size=2))
     with pytest.raises(
         TrainingError, match="3 rows a step cannot be shared by 2 processes of 1 rows a micro-batch"
     ) as caught:

@@ -24,7 +24,7 @@ from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
 from myna.train.loop import make_loader
 from myna.train.run import Run
-from tests.birds import SPEAKER_PITCHES, SAMPLE_RATE, code_accuracy, tone_speech
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
 
 from .conftest import TrainWith
 from .test_data import speak as put
@@ -170,7 +170,7 @@ def test_strength_is_refused_where_nothing_could_follow_it(workspace: Path, tmp_
     run, _ = train_run(recipe, tmp_path / "run")
     with pytest.raises(SpeakError, match="was trained in full"):
         load_engine(run=run.folder, model=None, codec=None, device="cpu", strength=0.5)
-    with pytest.raises(SpeakError, match="of what a run has learned"):
+    with pytest.raises(SpeakError, match="scales the LoRA of a run"):
         load_engine(run=None, model=str(workspace / "model"), codec=None, device="cpu", strength=0.5)
 
 

@@ -19,7 +19,7 @@ from myna.data.conversation import AudioClip, Conversation, Reference, speech_co
 from myna.models.base import IGNORE_INDEX, Batch, Family, RenderedSequence
 from myna.train.loop import make_loader, run_training
 from myna.train.run import Run
-from tests.birds import SPEAKER_PITCHES, SAMPLE_RATE, tone_speech
+from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 VOICE = "who"
 """What each bird says in the recording that sets its voice."""

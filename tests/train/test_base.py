@@ -260,7 +260,7 @@ def test_it_goes_on_bit_by_bit(runs: Path) -> None:
 
 def test_it_does_not_go_on_with_another_base(runs: Path) -> None:
     for base in ("none", "int8"):
-        with pytest.raises(TrainingError, match=r"another model\.base"):
+        with pytest.raises(TrainingError, match=r"another model\.quantization"):
             Run.open(runs / "whole", [f"model.quantization={base}"])
 
 

@@ -88,9 +88,7 @@ MOMENTS = [("fsync", 1), ("fsync", 5), ("fsync", 8), ("rename", 1), ("rename", 2
 FULL = {"mode": "full", "freeze": ["text_ffn"]}
 
 
-@pytest.mark.parametrize(
-    "adapt", [pytest.param({"dora": True}, marks=pytest.mark.slow), FULL], ids=["dora", "full"]
-)
+@pytest.mark.parametrize("adapt", [pytest.param({"dora": True}, marks=pytest.mark.slow), FULL], ids=["dora", "full"])
 def test_killed_within_a_save(birds: Path, nursery: Nursery, tmp_path: Path, adapt: dict[str, Any]) -> None:
     recipe = recipe_for(
         birds,

@@ -21,8 +21,7 @@ from myna.data.utterance import Utterance
 from myna.errors import ConfigError, DataError
 from myna.evaluate.asr import ASR, Transcript
 from myna.evaluate.mos import DistillMOS
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder
-from myna.evaluate.speaker_encoders import SpeakerEmbedding
+from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
 from myna.models.base import Sampling
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork

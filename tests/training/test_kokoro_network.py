@@ -280,7 +280,7 @@ def broken(_: Generator) -> kokoro_torch.Generate:
     ("fast", "said"),
     [(wrong, "dB below the sound"), (broken, "RuntimeError: no such instruction)"), (FastGenerator, "")],
 )
-def test_a_fast_way_that_does_not_say_the_same_is_not_gone(
+def test_a_fast_generator_that_differs_is_not_used(
     fast: object, said: str, folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kokoro_torch, "supports_triton", lambda _: True)
@@ -293,7 +293,7 @@ def test_a_fast_way_that_does_not_say_the_same_is_not_gone(
     assert exact._generate is exact._network.decoder.generator
 
 
-def test_what_half_precision_cannot_hold_is_said_again(
+def test_a_line_that_overflows_fp16_is_synthesized_again(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = TorchKokoro(folders, "cpu")
@@ -309,6 +309,6 @@ def test_what_half_precision_cannot_hold_is_said_again(
 
     monkeypatch.setattr(model, "_generate", overflowing)
     found = model.say(requests)
-    assert capsys.readouterr().out.count("said again") == 1
+    assert capsys.readouterr().out.count("synthesized again") == 1
     for one, other in zip(due, found, strict=True):
         assert one.shape == other.shape and np.corrcoef(one, other)[0, 1] > 0.99

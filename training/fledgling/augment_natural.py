@@ -119,7 +119,7 @@ def _read_clips(wanted: Mapping[Path, set[int]]) -> dict[str, list[EncodedClip]]
 def augmented_clips(
     speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool
 ) -> Iterator[tuple[str, Samples]]:
-    """Texts and samples of one speaker, in the order in which they were said."""
+    """Augmented clips of one speaker, with their texts, in the given order."""
     rng, level = random.Random(f"{SEED}/shape/{speaker}"), speaker_level(speaker, SEED)
     channel, size = (Channel.draw(speaker, SEED), speaker_tract_factor(speaker, SEED)) if channels else (Channel(), 1.0)
     for text, samples in clips:

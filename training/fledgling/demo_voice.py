@@ -137,6 +137,7 @@ def trim_and_level(samples: Samples) -> Samples:
 
 def _lines(name: str) -> Iterator[tuple[str, str, bool]]:
     """Id, text, and whether it is held out."""
+    # The kinds are in the ids of the recordings that ship.
     for kind, texts in (("learn", TRAIN_SENTENCES), ("judge", HELD_OUT_SENTENCES)):
         for number, text in enumerate(texts, start=1):
             yield f"{name}-{kind}-{number:02d}", text, kind == "judge"

@@ -19,7 +19,7 @@ from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneratio
 
 from myna.errors import ModelError, MynaError
 from myna.models.codecs import open_codec
-from myna.models.higgs_v2.checkpoint import check_tokenizer, save_transformers
+from myna.models.higgs_v2.checkpoint import check_tokenizer, save_checkpoint
 from myna.models.higgs_v2.tiny import tiny_config, tiny_tokenizer
 
 QUOTES = (("‘", "'"), ("’", "'"), ("“", '"'), ("”", '"'), ("–", "-"), ("—", "-"), ("…", "..."))
@@ -79,7 +79,7 @@ def make(out: Path, codec: Path, *, size: Size = SIZE, seed: int = 0) -> int:
     check_tokenizer(config, tokenizer)
     torch.manual_seed(seed)
     model = HiggsAudioV2ForConditionalGeneration(config)
-    save_transformers(model, out, tokenizer)
+    save_checkpoint(model, out, tokenizer)
     shutil.copytree(codec, out / "codec")
     return sum(parameter.numel() for parameter in model.parameters())
 

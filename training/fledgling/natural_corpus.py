@@ -125,7 +125,7 @@ def make_parquet_file(
 def make_augmented(
     config: CorpusConfig, synthesis: SynthesisConfig, until: float, out: Path, names: list[str]
 ) -> float:
-    """Some speakers, augment; how many seconds they said. None is begun after the moment `until`."""
+    """Synthesize and augment some speakers; seconds of speech. None is begun after the moment `until`."""
     if time.time() >= until:
         return 0.0
     lines, kokoro = _open_tools(synthesis)
@@ -223,7 +223,7 @@ class SpeakerSession:
 def record_sessions(
     config: CorpusConfig, lines: TextPool, kokoro: Kokoro, names: Sequence[str]
 ) -> list[SpeakerSession]:
-    """All clips of these speakers, who take turns so that many lines are said at once."""
+    """All clips of these speakers, synthesized in batches over speakers."""
     sessions = [
         SpeakerSession(
             KokoroSpeaker.draw(name, kokoro.voices, config.seed),

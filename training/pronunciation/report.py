@@ -71,10 +71,10 @@ def training(run: Path) -> Tree:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "speed" in row]
     model = open_family(str(_newest(run))).load_model(dtype=torch.float32, device="meta", text_head=True)
-    said = (run / "log.txt").read_text(encoding="utf-8").splitlines()
+    log = (run / "log.txt").read_text(encoding="utf-8").splitlines()
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "corpus": next((line.partition(" from ")[0] for line in said if " targets, " in line), ""),
+        "corpus": next((line.partition(" from ")[0] for line in log if " targets, " in line), ""),
         "steps": steps[-1]["step"],
         "epochs": steps[-1]["epoch"],
         "seconds": sum(row["speed"]["seconds"] for row in steps),
@@ -229,9 +229,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="run folder of the small model")
     parser.add_argument("--answers", type=Path, help="output of `myna answer`")
     parser.add_argument("--data", type=Path, help="prepared folder of the held-out learners")
-    parser.add_argument(
-        "--pretraining", type=Path, help="pretraining.json of train_audio_encoder.py, if the ear was taught first"
-    )
+    parser.add_argument("--pretraining", type=Path, help="pretraining.json of train_audio_encoder.py")
     parser.add_argument("--json", type=Path, help="results of an earlier run, instead of these three")
     parser.add_argument("--full-size", type=Path, help="full_size.json, if it is there")
     parser.add_argument("--out", type=Path, required=True)

@@ -28,7 +28,7 @@ from myna.compare.preferences import (
 from myna.errors import ConfigError, DataError
 from myna.evaluate.items import EvalSet
 from myna.evaluate.metrics import METRICS
-from myna.evaluate.pipeline import audio_key, score_systems
+from myna.evaluate.pipeline import generation_key, score_systems
 from myna.evaluate.results import ITEMS_FILE, ITEMS_FOLDER, ItemScoresFile, audio_path, read_item_scores, safe_file_name
 from myna.evaluate.runner import find_run, resolve_eval_set, resolve_system, split_subject
 from myna.evaluate.scorers import Scorers
@@ -183,7 +183,7 @@ def _evaluation_folders(sources: Sequence[str]) -> list[Path]:
 def reuse_scores(system: System, eval_set: EvalSet, folders: Sequence[Path], out: Path) -> None:
     """Copy what evaluations have of a system, under whatever name: equal keys are equal audio."""
     results = ItemScoresFile(out, system.name)
-    keys = {item.id: audio_key(system, item) for item in eval_set.items if system.supports(item)}
+    keys = {item.id: generation_key(system, item) for item in eval_set.items if system.supports(item)}
     keys = {id: key for id, key in keys.items() if id not in results.rows or results.rows[id].key != key}
     needed = len(keys)
     for folder in folders if keys else ():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from myna.doctor.check import Check
 from myna.errors import ModelError
+
+if TYPE_CHECKING:
+    from myna.models.base import Family
 
 FETCH_AGAIN = "hf download OWNER/NAME --force-download, and give --model that name"
 SENTENCES = ("صباح الخير، كيف حالك اليوم؟", "Chào buổi sáng, hôm nay bạn có khỏe không?")
@@ -21,7 +24,7 @@ class CheckedModel:
         self.source = source
 
     @cached_property
-    def family(self) -> Any:
+    def family(self) -> Family:
         from myna.models import open_family
 
         with _offline():
@@ -63,12 +66,12 @@ def check_model_weights(model: CheckedModel) -> Iterator[Check]:
 
 
 def check_model_codec(model: CheckedModel) -> Iterator[Check]:
-    """A second of noise there and, of a model that speaks, back."""
+    """A second of noise, encoded and, with a codec, decoded."""
     import numpy as np
 
     try:
         with _offline():
-            encoder: Any = model.family.load_enencoder()
+            encoder: Any = model.family.load_encoder()
     except ModelError as error:
         if not _not_cached(error):
             raise
@@ -84,11 +87,8 @@ def check_model_codec(model: CheckedModel) -> Iterator[Check]:
         return
     decoded = encoder.decode(codes)
     detail = f"a second of noise is {len(codes)} frames of {encoder.codebooks} codes and {len(decoded)} samples again"
-    if (
-        codes.shape != (frames, encoder.codebooks)
-        or len(decoded) != frames * encoder.hop
-        or not np.isfinite(decoded).all()
-    ):
+    is_whole = codes.shape == (frames, encoder.codebooks) and len(decoded) == frames * encoder.hop
+    if not is_whole or not np.isfinite(decoded).all():
         yield Check("codec", "failed", detail, FETCH_AGAIN)
     else:
         yield Check("codec", "ok", detail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from myna.evaluate.metrics import METRICS_BY_KEY
@@ -33,9 +33,6 @@ class Diagnosis:
     """Key of the metric that shows it."""
     text: str
     items: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "items": list(self.items)}
 
 
 RATE_DIAGNOSES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class Evaluation:
                 kind: {group: estimates_to_json(systems) for group, systems in groups.items()}
                 for kind, groups in self.groups.items()
             },
-            "diagnoses": [diagnosis.to_json() for diagnosis in self.diagnoses],
+            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
             "missing": self.missing,
             "scorers": dict(self.scorers.names),
             "metadata": {name: dict(metadata) for name, metadata in self.metadata.items()},

@@ -57,7 +57,7 @@ class EvalItem:
     @property
     def key(self) -> str:
         """Changes whenever other audio could be asked for: text, scene, references or maximum length."""
-        clips = [(audio_key(clip), clip.text) for clip in self.references]
+        clips = [(recording_key(clip), clip.text) for clip in self.references]
         return bytes_hash(repr((self.text, self.scene, self.max_seconds, clips)).encode())
 
 
@@ -91,7 +91,7 @@ def clip_seconds(utterance: Utterance) -> float:
 _file_key = functools.lru_cache(maxsize=65_536)(file_hash)
 
 
-def audio_key(utterance: Utterance) -> str:
+def recording_key(utterance: Utterance) -> str:
     """A recording by its content, wherever the file is."""
     span = utterance.span
     return f"{_file_key(utterance.audio)}@{span.start}-{span.end}" if span else _file_key(utterance.audio)

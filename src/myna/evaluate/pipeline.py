@@ -78,7 +78,7 @@ def _generate(
 
     def is_done(item: EvalItem) -> bool:
         row = results.rows.get(item.id)
-        if row is None or row.key != audio_key(system, item) or (row.audio and not (out / row.audio).is_file()):
+        if row is None or row.key != generation_key(system, item) or (row.audio and not (out / row.audio).is_file()):
             return False
         row.item_key = item.key  # rows of older evaluations do not have it
         return True
@@ -94,7 +94,7 @@ def _generate(
             results.rows[item.id] = ItemScores(
                 system=system.name,
                 id=item.id,
-                key=audio_key(system, item),
+                key=generation_key(system, item),
                 text=item.text,
                 speaker=item.speaker,
                 language=item.language,
@@ -166,7 +166,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def audio_key(system: System, item: EvalItem) -> str:
+def generation_key(system: System, item: EvalItem) -> str:
     """Of an item's audio by a system, and of the clips that it is compared with."""
     return bytes_hash(repr((system.key(item), item.key, item.speaker, item.language)).encode())
 

@@ -17,7 +17,7 @@ from myna.data.utterance import Span, Utterance
 from myna.evaluate.acoustics import ACOUSTICS_REVISION, HOP, active_frames, copy_similarity, measure_acoustics
 from myna.evaluate.asr import Transcript
 from myna.evaluate.dependencies import SAMPLE_RATE
-from myna.evaluate.items import EvalItem, EvalSet, audio_key, load_clip
+from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.speaker_encoders import SpeakerEmbedding, SpeakerEncoder, cosine_similarity, speaker_rank
 from myna.evaluate.wer import character_errors, word_errors
@@ -107,7 +107,7 @@ class SpeakerEmbeddings:
     _embeddings: dict[str, SpeakerEmbedding] = field(default_factory=dict)
 
     def of_clip(self, clip: Utterance) -> SpeakerEmbedding:
-        key = audio_key(clip)
+        key = recording_key(clip)
         if key not in self._embeddings:
             self._embeddings[key] = self.encoder.embed(load_clip(clip, SAMPLE_RATE), SAMPLE_RATE)
         return self._embeddings[key]
@@ -122,14 +122,16 @@ class SpeakerEmbeddings:
 
     def of_speaker(self, speaker: str, excluded: Sequence[Utterance] = ()) -> SpeakerEmbedding | None:
         """Mean over a speaker's clips without the excluded ones. None where none is left."""
-        keys = {audio_key(clip) for clip in excluded}
-        clips = [clip for clip in self.eval_set.speaker_clips.get(speaker, ()) if audio_key(clip) not in keys]
+        keys = {recording_key(clip) for clip in excluded}
+        clips = [clip for clip in self.eval_set.speaker_clips.get(speaker, ()) if recording_key(clip) not in keys]
         return np.mean([self.of_clip(clip) for clip in clips], axis=0) if clips else None
 
     @property
     def revision(self) -> str:
         """Changes whenever the same audio could be compared with other clips."""
-        return str(sorted((speaker, *map(audio_key, clips)) for speaker, clips in self.eval_set.speaker_clips.items()))
+        return str(
+            sorted((speaker, *map(recording_key, clips)) for speaker, clips in self.eval_set.speaker_clips.items())
+        )
 
 
 @functools.lru_cache(maxsize=65_536)

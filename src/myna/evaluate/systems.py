@@ -12,7 +12,7 @@ import torch
 from myna.audio.files import Samples
 from myna.data.conversation import AudioClip, Reference
 from myna.data.utterance import Utterance, normalise_text
-from myna.evaluate.items import EvalItem, audio_key, load_clip
+from myna.evaluate.items import EvalItem, load_clip, recording_key
 from myna.models.base import Sampling
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
 
@@ -60,7 +60,9 @@ class Recordings:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, item: EvalItem) -> str:
-        return f"{audio_key(item.recording)}/{self.sample_rate}/{self.revision}" if item.recording is not None else ""
+        return (
+            f"{recording_key(item.recording)}/{self.sample_rate}/{self.revision}" if item.recording is not None else ""
+        )
 
     def supports(self, item: EvalItem) -> bool:
         return item.recording is not None
@@ -146,7 +148,7 @@ class SpeechSystem:
         self._engine = None
 
     def _encode_reference(self, clip: Utterance) -> Reference:
-        key = audio_key(clip)
+        key = recording_key(clip)
         if key not in self.references:
             codec = self.engine.codec
             codes = encode_clip(codec, load_clip(clip, codec.sample_rate))

@@ -64,7 +64,7 @@ def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]
     """Hash of a codec's settings and weights, tensor by tensor: saved in other shards it is the same codec."""
     lines = []
     for name, tensor in tensors:
-        content = hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        content = hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}")
     whole = "\n".join([json.dumps(settings, sort_keys=True), *sorted(lines)])
     return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()

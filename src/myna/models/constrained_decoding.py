@@ -120,7 +120,8 @@ class _Answer:
                     id = self.grammar.eos_ids[0]
             self.bytes = after
         self.ended = id in self.grammar.eos_ids
-        _consume(self.tokens, [id])
+        if not self.ended:
+            _consume(self.tokens, [id])
         return id
 
     def _bytes_after(self, id: int) -> Any:
@@ -131,7 +132,7 @@ class _Answer:
 
 def _consume(matcher: Any, ids: list[int]) -> None:
     if not matcher.consume_tokens(ids):
-        raise AssertionError(f"a token was chosen that may not come: {matcher.get_error()}")
+        raise AssertionError(f"a token was chosen that may not come: {matcher.get_error().partition('<')[0]}")
 
 
 def _closing_bytes(matcher: Any) -> bytes:

@@ -65,8 +65,8 @@ def extract_adapter(
         raise ModelError(f"{out} exists and is not empty", hint="choose another folder")
     family = open_family(base_source)
     base, tuned = (
-        each.load_model(dtype=torch.float32, device=device, text_head=text_head)
-        for each in (family, open_family(tuned_source))
+        opened.load_model(dtype=torch.float32, device=device, text_head=text_head)
+        for opened in (family, open_family(tuned_source))
     )
     chosen = {"mode": mode, "targets": tuple(targets), "rank": rank, "alpha": alpha or float(rank)}
     settings = AdaptSettings.model_validate(chosen)

@@ -44,8 +44,11 @@ class AnswerEngine:
     def dataset_questions(self, dataset: PreparedDataset) -> list[AudioQuestion]:
         """The clips of a prepared folder that have an answer."""
         table = dataset.table
-        rows = [row for row in range(len(table)) if table.answer[row].as_py()]
-        return [AudioQuestion(table.id[row].as_py(), dataset.codes_at(row), table.question.value_at(row)) for row in rows]
+        return [
+            AudioQuestion(table.id[row].as_py(), dataset.codes_at(row), table.question.value_at(row))
+            for row in range(len(table))
+            if table.answer[row].as_py()
+        ]
 
     def answer(
         self, questions: Sequence[AudioQuestion], max_tokens: int, on_answer: Callable[[int], None] | None = None

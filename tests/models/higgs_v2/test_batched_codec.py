@@ -220,7 +220,7 @@ def small_config() -> Any:
 def test_on_a_card_many_clips_get_the_codes_of_a_cpu() -> None:
     torch.manual_seed(0)
     model = codec_classes()[1](small_config()).eval()
-    tiny._listen(model)
+    tiny._calibrate(model)
     here = HiggsCodec(model, "small", torch.device("cpu"))
     given = clips(260, 25, 130, 7, 1, 90, 200, 26, 260, 13)
     due = [here.encode(clip[None])[0] for clip in given]

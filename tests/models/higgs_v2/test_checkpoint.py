@@ -27,8 +27,7 @@ from myna.models.higgs_v2.checkpoint import (
     meta_model,
     read_config,
     read_sampling,
-    save_original,
-    save_transformers,
+    save_checkpoint,
 )
 from myna.models.higgs_v2.tiny import tiny_config, tiny_tokenizer
 
@@ -370,8 +369,8 @@ class TestTokenizer:
 class TestSave:
     def test_round_trip(self, checkpoint: Path, tmp_path: Path) -> None:
         model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
-        save_original(model, tmp_path / "original", tokenizer)
-        save_transformers(load(tmp_path / "original"), tmp_path / "ours", load_tokenizer(tmp_path / "original"))
+        save_checkpoint(model, tmp_path / "original", tokenizer, layout="original")
+        save_checkpoint(load(tmp_path / "original"), tmp_path / "ours", load_tokenizer(tmp_path / "original"))
         before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "ours"))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -385,7 +384,7 @@ class TestSave:
 
     @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 20, 0.9, 5, 3), Sampling(0.0)])
     def test_how_it_asks_to_be_sampled_is_kept(self, checkpoint: Path, tmp_path: Path, sampling: Sampling) -> None:
-        save_transformers(load(checkpoint), tmp_path / "saved", load_tokenizer(checkpoint), sampling)
+        save_checkpoint(load(checkpoint), tmp_path / "saved", load_tokenizer(checkpoint), sampling)
         convert_layout(tmp_path / "saved", tmp_path / "again", "transformers")
         for folder in ("saved", "again"):
             assert require_speaking(open_family(str(tmp_path / folder))).sampling == sampling
@@ -397,14 +396,14 @@ class TestSave:
         assert read_sampling(checkpoint) == Sampling()
 
     @pytest.mark.parametrize("value", ['"warm"', "true", "-1", "[1]"])
-    def test_a_setting_of_sampling_that_cannot_be_is_named(self, checkpoint: Path, value: str) -> None:
-        (checkpoint / "generation_config.json").write_text(f'{{"temperature": {value}}}')
+    def test_a_setting_of_sampling_that_cannot_be_is_named(self, tiny: Path, value: str) -> None:
+        (tiny / "generation_config.json").write_text(f'{{"temperature": {value}}}')
         with pytest.raises(ModelError, match=r"generation_config.json: temperature is"):
-            read_sampling(checkpoint)
+            read_sampling(tiny)
 
     def test_convert_keeps_type_head_and_codec(self, checkpoint: Path, tmp_path: Path) -> None:
         model = load(checkpoint, dtype=torch.bfloat16, text_head=False)
-        save_transformers(model, tmp_path / "half", load_tokenizer(checkpoint))
+        save_checkpoint(model, tmp_path / "half", load_tokenizer(checkpoint))
         (tmp_path / "half" / "codec").mkdir()
         (tmp_path / "half" / "codec" / "config.json").write_text("{}")
         convert_layout(tmp_path / "half", tmp_path / "out", "transformers")
@@ -416,24 +415,26 @@ class TestSave:
         with pytest.raises(ModelError, match="always has a text head"):
             convert_layout(tmp_path / "half", tmp_path / "original", "original")
         assert not (tmp_path / "original").exists()
-        save_original(load(checkpoint, dtype=torch.bfloat16), tmp_path / "original", load_tokenizer(checkpoint))
+        model = load(checkpoint, dtype=torch.bfloat16)
+        save_checkpoint(model, tmp_path / "original", load_tokenizer(checkpoint), layout="original")
         convert_layout(tmp_path / "original", tmp_path / "again", "original")
         assert json.loads((tmp_path / "again" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
     def test_refuses_to_overwrite(self, checkpoint: Path, tiny: Path, tmp_path: Path) -> None:
         model, tokenizer = load(checkpoint), load_tokenizer(checkpoint)
         (tmp_path / "empty").mkdir()
-        save_transformers(model, tmp_path / "empty", tokenizer)
-        for save in (save_transformers, save_original):
+        save_checkpoint(model, tmp_path / "empty", tokenizer)
+        layouts: tuple[Layout, ...] = ("transformers", "original")
+        for layout in layouts:
             with pytest.raises(ModelError, match="exists and is not empty"):
-                save(model, tiny, tokenizer)
+                save_checkpoint(model, tiny, tokenizer, layout=layout)
         with pytest.raises(ModelError, match="exists and is not empty"):
             convert_layout(checkpoint, tiny, "original")
 
     def test_refuses_a_model_with_an_adapter(self, checkpoint: Path, tmp_path: Path) -> None:
         model = get_peft_model(load(checkpoint), LoraConfig(target_modules=["q_proj"])).base_model.model
         with pytest.raises(ModelError, match="carries an adapter"):
-            save_transformers(model, tmp_path / "out", load_tokenizer(checkpoint))
+            save_checkpoint(model, tmp_path / "out", load_tokenizer(checkpoint))
 
     def test_unknown_layout(self, checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="there is no layout boson"):

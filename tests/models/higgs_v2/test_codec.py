@@ -129,7 +129,10 @@ def test_the_mask_of_hubert_may_be_left_over(copied: Path) -> None:
     [
         (lambda tensors: tensors.pop("fc.weight"), r"1 missing: fc.weight"),
         (lambda tensors: tensors.pop(G), "missing: .*pos_conv_embed.conv"),
-        (lambda tensors: tensors.pop("quantizer.quantizers.3.codebook.embed"), "missing: .*quantizers.3.codebook.embed"),
+        (
+            lambda tensors: tensors.pop("quantizer.quantizers.3.codebook.embed"),
+            "missing: .*quantizers.3.codebook.embed",
+        ),
         (lambda tensors: tensors.update(extra=torch.zeros(1)), r"1 unexpected: extra"),
         (lambda tensors: tensors.update({"fc.bias": torch.zeros(5)}), r"1 of another shape: fc.bias \(5,\) .* \(32,\)"),
     ],

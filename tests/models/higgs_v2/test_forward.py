@@ -22,7 +22,7 @@ def conversations(family: HiggsV2) -> list[RenderedSequence]:
     shapes: list[dict[str, Any]] = [
         {"text": "one", "reference": 5, "target": 7},
         {"text": "two, a good deal longer", "reference": 3, "target": 12, "scene": "A room."},
-        {"text": "three", "reference": 9, "target": 4, "place": "system"},
+        {"text": "three", "reference": 9, "target": 4, "reference_placement": "system"},
         {"text": "four", "reference": 0, "target": 6},
     ]
     return [family.render(cloning(**shape, seed=n), supervise_text=True) for n, shape in enumerate(shapes)]

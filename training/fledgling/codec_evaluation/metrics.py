@@ -10,8 +10,7 @@ from myna.audio.files import Samples
 from myna.evaluate.asr import ASR
 from myna.evaluate.dependencies import SAMPLE_RATE, import_optional
 from myna.evaluate.ecapa import EcapaEncoder
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder
-from myna.evaluate.speaker_encoders import cosine_similarity
+from myna.evaluate.speaker_encoders import ResemblyzerEncoder, cosine_similarity
 from myna.evaluate.wer import word_errors
 
 

@@ -94,7 +94,7 @@ class KokoroSpeaker:
 
 @dataclass(frozen=True, slots=True)
 class SynthesisRequest:
-    """A line to be said."""
+    """A line to synthesize."""
 
     text: str
     speaker: KokoroSpeaker

@@ -1,7 +1,7 @@
 """Kokoro-82M as a PyTorch module that says many lines at once.
 
 Its parameters have the names that the ONNX file keeps, with weight norm folded. What stands in a batch beside a longer
-line is padded, and padding must not be heard: it is zero before every convolution, the statistics of a norm do not
+line is padded, and padding must not matter: it is zero before every convolution, the statistics of a norm do not
 count it, and recurrent layers skip it. So a line says the same alone and in company.
 """
 
@@ -105,8 +105,8 @@ class Attention(nn.Module):
         query, key, value = (
             each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
-        heard = F.scaled_dot_product_attention(query, key, value, visible).transpose(1, 2).flatten(2)
-        return self.LayerNorm(x + self.dense(heard))  # type: ignore[no-any-return]
+        attended = F.scaled_dot_product_attention(query, key, value, visible).transpose(1, 2).flatten(2)
+        return self.LayerNorm(x + self.dense(attended))  # type: ignore[no-any-return]
 
 
 class AlbertLayer(nn.Module):
@@ -437,7 +437,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """Lines that were read and not yet said."""
+    """Encoded lines, before synthesis."""
 
     manner: Tensor
     """(batch, phonemes, channels), for pitch and energy."""

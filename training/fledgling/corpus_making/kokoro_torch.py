@@ -76,18 +76,18 @@ class TorchKokoro(Kokoro):
                     if good:
                         own = samples[: self._samples(read.frames[row])].astype(np.float32) / FULL_SCALE
                     else:  # halves end at 65,504
-                        print("a line was beyond half precision, and is said again in fp32", flush=True)
+                        print("a line overflowed fp16, and is synthesized again in fp32", flush=True)
                         own = self._network.say(read.rows([row]))[0].clamp(-1, 1).cpu().numpy()
                     outputs[places[row]] = own
         return outputs
 
     def _read(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[tuple[list[int], EncodedText]]:
-        """Places of lines, and what was read of them together. The host must fetch how long lines are before they can
-        be said, and waits for the card to do so: all are read first, so that it has nothing else to do by then."""
+        """Encoded batches of lines with their indices. The host needs the lengths of lines before synthesis, which is a
+        synchronisation: all texts are encoded first."""
         found = []
         for places in _batches([len(line) for line in lines], MAX_BATCH_PHONEMES):
-            asked = (torch.from_numpy(each[places]).to(self._device) for each in (styles, speeds))
-            found.append((places, self._network.read([lines[place] for place in places], *asked)))
+            inputs = (torch.from_numpy(each[places]).to(self._device) for each in (styles, speeds))
+            found.append((places, self._network.read([lines[place] for place in places], *inputs)))
         return found
 
     def _synthesize(self, read: EncodedText) -> Iterator[tuple[list[int], Tensor, Tensor]]:

@@ -2,7 +2,7 @@
 
 `write` wants the package `onnx`, once, where there is network; `read` wants nothing but safetensors. The exporter kept
 the names of most parameters. Weights of matrices and recurrent layers it turned round and gave numbers for names:
-theirs are told from the names of the nodes that use them.
+theirs are derived from the names of the nodes that use them.
 """
 
 from __future__ import annotations

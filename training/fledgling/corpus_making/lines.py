@@ -31,7 +31,7 @@ KINDS = (*SENTENCE_SHARES, "phrases", "words")
 DECLARATIONS = {"ar": "arb", "vi": "vie"}
 """Languages, and what their declaration is called in the package."""
 HELD_OUT = "held_out"
-"""The file of English examples that no corpus reads. Every model is judged by these, so that they stay as they are."""
+"""The file of English examples that no corpus reads. Every model is evaluated on these, so they must not change."""
 HELD_OUT_PROSE = "held_out_prose"
 """The same of prose."""
 MIN_CHARACTERS, MAX_CHARACTERS = 12, 130

@@ -16,14 +16,14 @@ MAX_VERSE_CHARACTERS = 50
 
 REMARK = re.compile(r"\[[^\]]{0,500}\]|\((?:Applause|Laughter)\.?\)", re.IGNORECASE)
 TITLE = re.compile(r"\b(Mr|Mrs|Messrs|Dr)\.")
-"""Readable without the dot, which would be heard as the end of a sentence."""
+"""Readable without the dot, which would be read as the end of a sentence."""
 ABBREVIATION = re.compile(
     r"\b(St|Nos?|Col|Gen|Capt|Lieut|Maj|Hon|Rev|Prof|Gov|Sen|Rep|Jr|Sr|Esq|vs|viz|etc|Art|Secs?|Inc|Co|Vol|Fig|Ft|Mt|"
     r"pp?|[Cc]h|Jan|Feb|Aug|Sept|Oct|Nov|Dec|[A-HJ-Z]|[a-z](?=\.[a-z]))\."
 )
 """Neither the end of a sentence nor readable in one way: a line with one is left out."""
 SPEECH = re.compile(r"[\"“”`]|(?<![A-Za-z])'(?!(?:tis|twas|em)\b)|'(?![A-Za-z])", re.IGNORECASE)
-"""The marks around what is said, and no apostrophe within a word."""
+"""Quotation marks, but no apostrophe within a word."""
 END = re.compile(r"(?<=[.!?])[\"“”'`)]*\s+|(?<=[.!?])[\"”]")
 DASH = re.compile(r"\s*(?:--+|[—–])\s*")
 DASH_AFTER_END = re.compile(r"(?<=[.!?])" + DASH.pattern)

@@ -16,8 +16,7 @@ from myna.audio.files import read_audio
 from myna.evaluate.asr import ASR
 from myna.evaluate.dependencies import SAMPLE_RATE
 from myna.evaluate.mos import DistillMOS
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder
-from myna.evaluate.speaker_encoders import SpeakerEmbedding, cosine_similarity, speaker_rank
+from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding, cosine_similarity, speaker_rank
 from myna.evaluate.wer import ErrorCount, word_errors
 from voice_evaluation.plan import EvaluationPlan
 from voice_evaluation.synthesis import OnProgress, write_json

@@ -249,29 +249,49 @@ def check_weights(folder: Path, config: HiggsAudioV2Config) -> str:
     return f"all {len(stored)} tensors have their place, {'with' if text_head else 'without'} a text head"
 
 
-def save_transformers(
+def save_checkpoint(
     model: HiggsAudioV2ForConditionalGeneration,
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     sampling: Sampling = DEFAULT_SAMPLING,
+    layout: Layout = "transformers",
+    codec: Path | None = None,
 ) -> None:
-    """Write a checkpoint in the transformers layout, ready for `from_pretrained` and `generate`."""
+    """Write a checkpoint, in the transformers layout ready for `from_pretrained` and `generate`. The original layout
+    always has a text head. A `codec` folder is copied beside it."""
+    state: dict[str, torch.Tensor] = model.state_dict()
+    text_head = TEXT_HEAD_WEIGHT in state
+    check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
+    if layout == "original" and not text_head:
+        raise ModelError(
+            f"the original layout always has a text head, and this model has no {TEXT_HEAD_WEIGHT}",
+            hint="load the checkpoint with its text head, or save in the transformers layout",
+        )
     with atomic_folder(folder) as written:
-        _write(model, written, tokenizer, "transformers", sampling)
-
-
-def save_original(
-    model: HiggsAudioV2ForConditionalGeneration, folder: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Write a checkpoint in the layout of the original implementation, which always has a text head."""
-    with atomic_folder(folder) as written:
-        _write(model, written, tokenizer, "original")
+        tokenizer.save_pretrained(written)
+        if layout == "transformers":
+            model.save_pretrained(written, max_shard_size=MAX_SHARD_SIZE)
+            GenerationConfig(
+                bos_token_id=_token_id(tokenizer, "<|begin_of_text|>"),
+                eos_token_id=model.config.eos_token_id,
+                pad_token_id=model.config.pad_token_id,
+                **_generation_settings(sampling),
+            ).save_pretrained(written)
+        else:
+            state = {_rename(name, "original"): tensor for name, tensor in state.items()}
+            save_torch_state_dict(state, written, max_shard_size=MAX_SHARD_SIZE)
+            write_json(written / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
+            # transformers 4.46, which the original needs, has the tokenizer's class under its old name.
+            settings = read_json(written / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_json(written / "tokenizer_config.json", settings)
+        if codec is not None:
+            shutil.copytree(codec, written / "codec")
 
 
 def convert_layout(source: Path, out: Path, layout: Layout) -> None:
     """Rewrite a checkpoint or a LoRA adapter, of either layout, in the given one."""
     if layout not in get_args(Layout):
-        raise ModelError(f"there is no layout {layout}", hint=f"say one of: {', '.join(get_args(Layout))}")
+        raise ModelError(f"there is no layout {layout}", hint=f"choose one of: {', '.join(get_args(Layout))}")
     if (source / "adapter_config.json").is_file():
         with atomic_folder(out) as written:
             _convert_adapter(source, written, layout)
@@ -280,10 +300,8 @@ def convert_layout(source: Path, out: Path, layout: Layout) -> None:
     check_tokenizer(config, tokenizer)
     text_head = TEXT_HEAD_WEIGHT in _stored_tensors(source)
     model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
-    with atomic_folder(out) as written:
-        _write(model, written, tokenizer, layout, read_sampling(source))
-        if (source / "codec").is_dir():
-            shutil.copytree(source / "codec", written / "codec")
+    codec = source / "codec" if (source / "codec").is_dir() else None
+    save_checkpoint(model, out, tokenizer, read_sampling(source), layout, codec)
 
 
 def _rename(name: str, layout: Layout) -> str:
@@ -442,37 +460,3 @@ def _is_split(parts: Iterable[_StoredTensor]) -> bool:
 def _shape(parts: list[_StoredTensor]) -> tuple[int, ...]:
     shape = parts[0].shape
     return (sum(part.shape[0] for part in parts), *shape[1:]) if _is_split(parts) else shape
-
-
-def _write(
-    model: HiggsAudioV2ForConditionalGeneration,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    layout: Layout,
-    sampling: Sampling = DEFAULT_SAMPLING,
-) -> None:
-    state: dict[str, torch.Tensor] = model.state_dict()
-    text_head = TEXT_HEAD_WEIGHT in state
-    check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
-    tokenizer.save_pretrained(folder)
-    if layout == "transformers":
-        model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-        GenerationConfig(
-            bos_token_id=_token_id(tokenizer, "<|begin_of_text|>"),
-            eos_token_id=model.config.eos_token_id,
-            pad_token_id=model.config.pad_token_id,
-            **_generation_settings(sampling),
-        ).save_pretrained(folder)
-        return
-    if not text_head:
-        raise ModelError(
-            f"the original layout always has a text head, and this model has no {TEXT_HEAD_WEIGHT}",
-            hint="load the checkpoint with its text head, or save in the transformers layout",
-        )
-    save_torch_state_dict(
-        {_rename(name, "original"): tensor for name, tensor in state.items()}, folder, max_shard_size=MAX_SHARD_SIZE
-    )
-    write_json(folder / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
-    # transformers 4.46, which the original needs, has the tokenizer's class under its old name.
-    named = read_json(folder / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    write_json(folder / "tokenizer_config.json", named)

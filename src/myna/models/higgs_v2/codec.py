@@ -130,7 +130,7 @@ class HiggsCodec:
                 reason = batched.mismatch_reason(self)
                 self._batched = batched if reason is None else None
         else:
-            reason = "it needs Triton and a card of compute capability 8.0" if weight.is_cuda else None
+            reason = "it needs Triton and a GPU of compute capability 8.0" if weight.is_cuda else None
         if reason is not None:
             notify(f"clips are encoded in plain fp32, without the batched encoder: {reason}")
         self._batched_checked = True

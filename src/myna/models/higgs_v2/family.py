@@ -39,7 +39,7 @@ DEFAULT_CODEC = "eustlb/higgs-audio-v2-tokenizer"
 class HiggsV2(HFFamily, SpeakingFamily):
     name = "higgs_v2"
     model_types = ("higgs_audio_v2", "higgs_audio")
-    checkpoint = checkpoint
+    checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
 
     @classmethod
@@ -136,7 +136,7 @@ class HiggsV2(HFFamily, SpeakingFamily):
         return generate(core, batch, self.delay, sampling, seeds, on_frame)
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        checkpoint.save_transformers(get_base_model(model), folder, self.tokenizer, self.sampling)
+        checkpoint.save_checkpoint(get_base_model(model), folder, self.tokenizer, self.sampling)
 
 
 def _codebook_size(config: Any) -> int:

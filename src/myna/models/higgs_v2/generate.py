@@ -28,7 +28,7 @@ def generate(
     seeds: Sequence[int],
     on_frame: Callable[[int], None] | None = None,
 ) -> list[GeneratedCodes]:
-    """Generate codes for every prompt, each with its own rng stream, so that the batch does not matter."""
+    """Generate codes for every prompt, each with its own random stream, so that the batch does not matter."""
     config, device = core.config, batch.text_ids.device
     cache = KVCache(len(core.model.layers), batch.lengths)
     sampler = _Sampler(delay, sampling, seeds)

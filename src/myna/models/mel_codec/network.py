@@ -38,7 +38,7 @@ class MelCodecConfig:
     """Mel frames, and spectra of the decoder, per frame of codes."""
     mel_bins: int = 100
     mel_window: int = 1024
-    """Samples that one mel frame looks at."""
+    """Samples per mel frame."""
     kernel: int = 7
     expansion: int = 3
     encoder_width: int = 192

@@ -36,7 +36,7 @@ FRAME_RATE = 100.0
 class Phi4(HFFamily, AnsweringFamily):
     name = "phi4"
     model_types = ("phi4_multimodal",)
-    checkpoint = checkpoint
+    checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
     _grammar: TokenGrammar | None = None
 
