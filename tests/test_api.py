@@ -82,7 +82,7 @@ def test_training_takes_a_tree_a_recipe_or_a_file_and_shortcuts(folder: Path, da
     ]
     assert len({str(run.recipe) for run in runs}) == 1 and all(run.is_finished for run in runs)
     assert runs[0].recipe.adapt.rank == 2 and runs[0].recipe.data.train == data.folder.absolute()
-    with pytest.raises(myna.MynaError, match="data.train"):
+    with pytest.raises(myna.MynaError, match=r"data\.train"):
         myna.train(model=str(folder / "model"), steps=1, out=folder / "nowhere")
 
 
@@ -99,9 +99,12 @@ def test_a_run_speaks_and_the_speech_is_saved(folder: Path, run: myna.Run, tmp_p
     speech.save(tmp_path / "out.wav")
     saved = read_audio(tmp_path / "out.wav", sample_rate=voice.sample_rate)
     assert len(saved) == len(speech.samples) and speech.seconds == pytest.approx(len(saved) / voice.sample_rate)
-    assert np.array_equal(speech.codes, myna.load(run.folder, device="cpu").speak(
-        LINES[0], reference=[reference], reference_text=[REFERENCE], max_seconds=0.4, temperature=0
-    ).codes)
+    assert np.array_equal(
+        speech.codes,
+        myna.load(run.folder, device="cpu")
+        .speak(LINES[0], reference=[reference], reference_text=[REFERENCE], max_seconds=0.4, temperature=0)
+        .codes,
+    )
     untuned = myna.load(folder / "model", device="cpu").speak("hi", max_seconds=0.2)
     assert untuned.sample_rate == voice.sample_rate
     with pytest.raises(myna.MynaError, match="1 references but 0 reference texts"):

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.recipe_reference import describe
 
 from myna.config import (
     AdaptSettings,
@@ -23,7 +24,6 @@ from myna.config import (
     valid_keys,
 )
 from myna.errors import ConfigError
-from tools.recipe_reference import describe
 
 ROOT = Path(__file__).parents[1]
 LEAST: dict[str, Any] = {"model": {"source": "somewhere"}, "data": {"train": "data/x"}, "train": {"steps": 10}}

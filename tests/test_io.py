@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from myna.audio.files import AUDIO_FORMATS, write_audio
-from myna.io import bytes_hash, file_hash, atomic_write, sniff_suffix
+from myna.io import atomic_write, bytes_hash, file_hash, sniff_suffix
 
 
 def test_the_hash_is_blake2b_of_the_bytes(tmp_path: Path) -> None:

@@ -32,7 +32,5 @@ def test_no_two_public_classes_or_functions_share_a_name() -> None:
             for name in public_names(path):
                 places[name].add(role(path))
     importers = {"read", "matches"}
-    homonyms = {
-        name: sorted(where) for name, where in places.items() if len(where) > 1 and name not in importers
-    }
+    homonyms = {name: sorted(where) for name, where in places.items() if len(where) > 1 and name not in importers}
     assert not homonyms, "\n".join(f"{name}: {', '.join(where)}" for name, where in homonyms.items())

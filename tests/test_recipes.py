@@ -54,7 +54,9 @@ def test_it_is_named_after_its_file(path: Path) -> None:
 
 def test_a_repeated_default_would_be_found(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("model: {source: x}\ndata: {train: y, pack: true}\nadapt: {rank: 16}\ntrain: {steps: 1, max_grad_norm: 1}")
+    path.write_text(
+        "model: {source: x}\ndata: {train: y, pack: true}\nadapt: {rank: 16}\ntrain: {steps: 1, max_grad_norm: 1}"
+    )
     found = repeated(yaml.safe_load(path.read_text()), load_recipe(path))
     assert found == ["data.pack", "adapt.rank", "train.max_grad_norm"]
 

@@ -18,7 +18,7 @@ from myna.data.codec import Codes
 from myna.data.dataset import PreparedDataset
 from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny_codec
-from tests.birds import SPEAKER_PITCHES, LINES, REFERENCE, code_accuracy, recipe, write_recordings
+from tests.birds import LINES, REFERENCE, SPEAKER_PITCHES, code_accuracy, recipe, write_recordings
 
 
 def myna(*words: object) -> str:

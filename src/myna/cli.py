@@ -114,7 +114,7 @@ def _fast_start(*, adapter: bool) -> Iterator[int]:
 
 
 def _restore_threads(voice: Voice, threads: int) -> None:
-    """A small model keeps one thread: a second one gains nothing, and waits in a busy loop for its share of the cores."""
+    """A small model keeps one thread: a second gains nothing, and waits in a busy loop for its share of the cores."""
     import torch
 
     if sum(parameter.numel() for parameter in voice.engine.model.parameters()) > SINGLE_THREAD_PARAMETERS:

@@ -70,7 +70,7 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lora", {"rank": 4, "alpha": 8, "train_modules": ["audio_head"]}, "none"),
         ("full", {"mode": "full", "freeze": ["text_embedding", "norms"]}, "full"),
     ):
-        tree["train"]["checkpointing"] = recomputed
+        tree["train"]["gradient_checkpointing"] = recomputed
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree | {"adapt": adapt}))
     return folder
 
