@@ -27,7 +27,7 @@ from myna import api
 from myna.config import parse_recipe
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
-from myna.evaluate.eval_set import eval_set_from_file
+from myna.evaluate.eval_set import load_eval_set
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.ranking import (
     CheckpointScore,
@@ -113,8 +113,8 @@ def score_all_checkpoints(args: argparse.Namespace, runs: Mapping[int, Run]) -> 
     """Scores of the base model and of every checkpoint of every run on all sentences, by system."""
     first = next(iter(runs.values())).recipe
     data, speech_eval = first.data, first.speech_eval
-    plan = eval_set_from_file(
-        args.out / "sentences.txt", data.evaluation, data, speech_eval.seed, None, speech_eval.language
+    plan = load_eval_set(
+        data.evaluation, args.out / "sentences.txt", data, speech_eval.seed, None, speech_eval.language
     )
 
     def system_of(name: str, run: Path | None) -> System:

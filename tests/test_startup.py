@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import myna
+from myna.models import save_tiny_model
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "typer", "pydantic", "pyarrow", "peft", "accelerate", "datasets")
 CLI = "import sys; sys.argv[0] = 'myna'; from myna.cli import main; main()"
@@ -23,10 +24,10 @@ NEEDS_TRITON = (
 
 
 def imported_by(code: str, *arguments: str, cwd: Path | None = None) -> tuple[set[str], str]:
-    """Top-level packages that a program has imported when it ends, and what it wrote."""
+    """Packages that a program has imported when it ends (of torch, its parts too), and what it wrote."""
     at_exit = (
         "import atexit, json, sys;"
-        "packages = lambda: json.dumps(sorted({name.partition('.')[0] for name in sys.modules}));"
+        "packages = lambda: json.dumps([name for name in sys.modules if '.' not in name or name.startswith('torch.')]);"
         "atexit.register(lambda: print(packages(), file=sys.__stdout__));"
     )
     result = subprocess.run(
@@ -74,6 +75,30 @@ def test_speaking_imports_no_training_packages(tmp_path: Path) -> None:
     modules, output = imported_by(CLI, *words, cwd=tmp_path)
     assert (tmp_path / "hi.wav").is_file(), output
     assert not modules & {"peft", "scipy", "datasets", "pandas"}
+
+
+@pytest.mark.slow
+def test_trimmed_imports_change_no_code(tmp_path: Path) -> None:
+    """A command that was typed imports less than one called from Python, and speaks the same."""
+    save_tiny_model(tmp_path / "model")
+    uncut = "import sys; sys.argv[0] = 'myna'; from myna.cli import app; app()"
+    for name, code in (("trimmed", CLI), ("uncut", uncut)):
+        words = (
+            "speak",
+            "Hi.",
+            "--model",
+            "model",
+            "--max-seconds",
+            "0.5",
+            "--out",
+            "hi.wav",
+            "--codes",
+            f"{name}.npy",
+        )
+        modules, output = imported_by(code, *words, cwd=tmp_path)
+        assert (tmp_path / f"{name}.npy").is_file(), output
+        assert ("torch._dynamo" in modules) is (name == "uncut")
+    assert (tmp_path / "trimmed.npy").read_bytes() == (tmp_path / "uncut.npy").read_bytes()
 
 
 def test_every_module_imports_where_there_is_no_unix() -> None:

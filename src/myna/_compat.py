@@ -144,6 +144,10 @@ def trimmed_imports() -> Iterator[None]:
     for check in ("is_torch_distributed_available", "is_scipy_available"):
         setattr(transformers.utils, check, lambda: False)
         setattr(import_utils, check, lambda: False)
+    if "transformers.models" not in sys.modules:
+        # Its `__init__` reads 1,600 files for names of classes, which `import transformers` has read before.
+        package = sys.modules["transformers.models"] = ModuleType("transformers.models")
+        package.__path__ = [f"{folder}/models" for folder in transformers.__path__]
     if "torch._dynamo" not in sys.modules:
         names = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
         sys.modules.update({name: _StandIn(name) for name in names})

@@ -89,7 +89,7 @@ class PlantedEvaluation(SpeechEvaluation):
         self.planted.step = step
         return super().run(step, model, numbers)
 
-    def _score(self, eval_set: EvalSet, system: System, folder: Path) -> list[ItemScores]:
+    def _score(self, eval_set: EvalSet | None, system: System, folder: Path) -> list[ItemScores]:
         self.planted.is_forgetting_set = eval_set is self.forgetting_set
         return super()._score(eval_set, system, folder)
 

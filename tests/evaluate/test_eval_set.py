@@ -10,7 +10,7 @@ import pytest
 
 from myna.config import DataSettings
 from myna.errors import DataError
-from myna.evaluate.eval_set import eval_set_from_data, eval_set_from_file
+from myna.evaluate.eval_set import load_eval_set
 from tests.data.corpora import prepared, said
 
 
@@ -27,7 +27,7 @@ def settings(data: Path, **changes: object) -> DataSettings:
 
 
 def test_every_target_is_a_line_with_another_clip_of_its_speaker(data: Path) -> None:
-    eval_set = eval_set_from_data(data, settings(data), seed=0, language="en")
+    eval_set = load_eval_set(data, None, settings(data), seed=0, language="en")
     assert [item.id for item in eval_set.items][:2] == ["anna-0", "anna-1"] and len(eval_set.items) == 9
     for item in eval_set.items[:-1]:
         assert item.recording is not None and item.text == item.recording.text and item.language == "en"
@@ -39,50 +39,50 @@ def test_every_target_is_a_line_with_another_clip_of_its_speaker(data: Path) -> 
         "bela": 4,
         "clara": 1,
     }
-    assert eval_set == eval_set_from_data(data, settings(data), seed=0, language="en")
+    assert eval_set == load_eval_set(data, None, settings(data), seed=0, language="en")
 
 
 def test_with_a_limit_speakers_take_turns(data: Path) -> None:
-    eval_set = eval_set_from_data(data, settings(data), seed=0, limit=5)
+    eval_set = load_eval_set(data, None, settings(data), seed=0, limit=5)
     assert sorted(item.speaker for item in eval_set.items) == ["anna", "anna", "bela", "bela", "clara"]
     assert any("name no language" in note for note in eval_set.notes)
-    others = [eval_set_from_data(data, settings(data), seed=seed, limit=5) for seed in range(1, 6)]
+    others = [load_eval_set(data, None, settings(data), seed=seed, limit=5) for seed in range(1, 6)]
     assert any({item.id for item in eval_set.items} != {item.id for item in other.items} for other in others)
 
 
 def test_lines_of_a_file_are_dealt_to_the_speakers(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "lines.txt.gz"
     file.write_bytes(gzip.compress(b"Good morning.\n\n  What a   day! \nYes.\nNo.\n"))
-    eval_set = eval_set_from_file(file, data, settings(data), seed=0, language="en")
+    eval_set = load_eval_set(data, file, settings(data), seed=0, language="en")
     assert [item.text for item in eval_set.items] == ["Good morning.", "What a day!", "Yes.", "No."]
     assert [item.speaker for item in eval_set.items] == ["anna", "bela", "clara", "anna"]
     assert all(item.recording is None and item.references[0].speaker == item.speaker for item in eval_set.items)
     assert eval_set.items[0].references != eval_set.items[3].references, "another clip of the same speaker"
-    alone = eval_set_from_file(file, None, None, seed=0, limit=2)
+    alone = load_eval_set(None, file, None, seed=0, limit=2)
     assert [item.references for item in alone.items] == [(), ()] and len(alone.notes) == 2
     with pytest.raises(DataError, match="no clip of 20 to 30 s"):
-        eval_set_from_file(file, data, settings(data).model_copy(update={"reference_seconds": (20.0, 30.0)}), seed=0)
+        load_eval_set(data, file, settings(data).model_copy(update={"reference_seconds": (20.0, 30.0)}), seed=0)
 
 
 def test_a_list_names_its_references(tmp_path: Path) -> None:
     sound = said(tmp_path, "one").audio.relative_to(tmp_path)
     file = tmp_path / "meta.lst"
     file.write_text(f"a|what is said|{sound}|What to say.\nb|what is said|{sound}|And this.|{sound}\n")
-    one, two = eval_set_from_file(file, None, None, seed=0, language="en").items
+    one, two = load_eval_set(None, file, None, seed=0, language="en").items
     assert (one.id, one.text, one.references[0].text, one.recording) == ("a", "What to say.", "what is said", None)
     assert one.references[0].audio == tmp_path / sound and two.recording is not None
     for wrong in ("a|b|c", "a|b|nowhere.wav|text", f"|b|{sound}|text"):
         file.write_text(wrong + "\n")
         with pytest.raises(DataError, match=r"meta\.lst:1"):
-            eval_set_from_file(file, None, None, seed=0)
+            load_eval_set(None, file, None, seed=0)
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        eval_set_from_file(tmp_path / "nothing.txt", None, None, seed=0)
+        load_eval_set(None, tmp_path / "nothing.txt", None, seed=0)
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="has no lines"):
-        eval_set_from_file(tmp_path / "empty.txt", None, None, seed=0)
+        load_eval_set(None, tmp_path / "empty.txt", None, seed=0)
 
 
 def test_many_speakers_are_known_by_fewer_clips(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_many_speakers_are_known_by_fewer_clips(tmp_path: Path) -> None:
         said(tmp_path, f"s{who:02d}-{number}", f"s{who:02d}", seconds=0.3) for who in range(30) for number in range(5)
     ]
     prepared(tmp_path, clips)
-    few = eval_set_from_data(
-        tmp_path, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0, limit=3
+    few = load_eval_set(
+        tmp_path, None, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0, limit=3
     )
     speakers = {item.speaker for item in few.items}
     assert len(speakers) == 3 and speakers <= few.speaker_clips.keys() and len(few.speaker_clips) == 20
-    every = eval_set_from_data(tmp_path, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0)
+    every = load_eval_set(tmp_path, None, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0)
     assert len(every.speaker_clips) == 30 and {len(theirs) for theirs in every.speaker_clips.values()} == {5}

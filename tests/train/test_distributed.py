@@ -449,7 +449,7 @@ def test_other_launchers_will_do(two: Path, launcher: list[str]) -> None:
     with started(*launcher, "-m", "myna", "train", two / "lora.yaml", "-o", run) as process:
         said = process.communicate(timeout=120)[0]
     assert process.returncode == 0, said
-    assert said.count("parameters learn") == 1 and said.count("Hear it") == 1
+    assert said.count("parameters learn") == 1 and said.count("Try it") == 1
     same_course(two / "lora-1", run)
 
 

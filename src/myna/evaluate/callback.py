@@ -122,11 +122,10 @@ class SpeechEvaluation:
             number = int(folder.name.removeprefix("step-"))
             if number > step or not (folder / ITEMS_FILE).is_file():
                 continue
-            rows = self._restore_rows(folder, self.eval_set)
-            forgetting: list[ItemScores] = []
-            if self.forgetting_set is not None:
-                forgetting = self._restore_rows(folder / "forgetting", self.forgetting_set)
-            self.steps[number] = StepScores(number, rows, forgetting)
+            rows = self._restore_rows(self.eval_set, folder)
+            self.steps[number] = StepScores(
+                number, rows, self._restore_rows(self.forgetting_set, folder / "forgetting")
+            )
         if self.steps and (self.folder / "real" / ITEMS_FILE).is_file():
             self.recordings = read_item_scores(self.folder / "real" / ITEMS_FILE)
 
@@ -135,9 +134,7 @@ class SpeechEvaluation:
         engine = Engine(self.family, model, codec, self.recipe.data.reference_placement, autocast)
         folder = self.folder / step_folder(step)
         rows = self._score(self.eval_set, self._system(engine), folder)
-        forgetting: list[ItemScores] = []
-        if self.forgetting_set is not None:
-            forgetting = self._score(self.forgetting_set, self._system(engine), folder / "forgetting")
+        forgetting = self._score(self.forgetting_set, self._system(engine), folder / "forgetting")
         self.steps[step] = StepScores(step, rows, forgetting)
         if step == 0:
             self.recordings = self._score(self.eval_set, Recordings(REAL, codec.sample_rate), self.folder / "real")
@@ -155,13 +152,17 @@ class SpeechEvaluation:
         seed = self.recipe.speech_eval.seed
         return SpeechSystem(SPOKEN, lambda: engine, seed, {}, trainable_fingerprint, self._references)
 
-    def _score(self, eval_set: EvalSet, system: System, folder: Path) -> list[ItemScores]:
+    def _score(self, eval_set: EvalSet | None, system: System, folder: Path) -> list[ItemScores]:
+        if eval_set is None:
+            return []
         size = self.recipe.speech_eval.batch_size
         scores = score_systems(eval_set, [system], self.scorers, folder, batch_size=size, progress=self.progress)
         return scores.rows[system.name]
 
-    def _restore_rows(self, folder: Path, eval_set: EvalSet) -> list[ItemScores]:
+    def _restore_rows(self, eval_set: EvalSet | None, folder: Path) -> list[ItemScores]:
         """Scores of two models cannot be compared, so a run continues with the scorers and items it began with."""
+        if eval_set is None:
+            return []
         rows = read_item_scores(folder / ITEMS_FILE) if (folder / ITEMS_FILE).is_file() else []
         for scorer in REQUIRED_SCORERS:
             name = self.scorers.names[scorer]

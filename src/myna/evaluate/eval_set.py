@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gzip
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from myna.config import DataSettings
@@ -32,23 +32,36 @@ def load_eval_set(
     limit: int | None = None,
     language: str = "",
 ) -> EvalSet:
-    """Items of a file of sentences, spoken by the speakers of `data`; without one, the targets of `data`."""
-    if sentences is not None:
-        return eval_set_from_file(sentences, data, settings, seed, limit, language)
-    assert data is not None and settings is not None, "there is nothing to say"
-    return eval_set_from_data(data, settings, seed, limit, language)
+    """Sentences of a text file, given to the speakers of `data` in turn, or without a reference where there is none. A
+    list as of seed-tts-eval names a reference for each sentence. Without a file, the targets of `data`.
 
-
-def eval_set_from_data(
-    folder: Path, settings: DataSettings, seed: int, limit: int | None = None, language: str = ""
-) -> EvalSet:
-    """Every target of a prepared folder as an item, with the reference that training would give it.
-
-    `settings` say what may be a reference. With a `limit`, speakers take turns.
+    `settings` say what may be a reference. With a `limit`, speakers of targets take turns.
     """
-    dataset = PreparedDataset.open(folder)
-    sampler = ReferenceSampler(dataset, settings.model_copy(update={"train": folder, "require_reference": False}), seed)
-    items = [
+    clips: dict[str, tuple[Utterance, ...]] = {}
+    lines = _read_lines(sentences) if sentences is not None else []
+    texts = {f"line-{number:04d}": normalise_text(line) for number, line in enumerate(lines[:limit], start=1)}
+    if sentences is not None and (sentences.suffix == ".lst" or all(line.count("|") >= 3 for line in lines)):
+        items = list(_parse_list(sentences, lines, language))[:limit]
+    elif data is None or settings is None:
+        assert sentences is not None, "there is nothing to say"
+        items = [EvalItem(id, text, language=language) for id, text in texts.items()]
+    else:
+        dataset = PreparedDataset.open(data)
+        if sentences is not None:
+            items = _sentence_items(texts, _references(dataset, settings, seed), language)
+        else:
+            items = _target_items(dataset, settings, seed, limit, language)
+        clips = _speaker_clips(dataset, items, seed)
+    return EvalSet(tuple(items), clips, _notes(items))
+
+
+def _target_items(
+    dataset: PreparedDataset, settings: DataSettings, seed: int, limit: int | None, language: str
+) -> list[EvalItem]:
+    """Every target of a prepared folder as an item, with the reference that training would give it."""
+    update = {"train": dataset.folder, "require_reference": False}
+    sampler = ReferenceSampler(dataset, settings.model_copy(update=update), seed)
+    return [
         EvalItem(
             target.id,
             target.text,
@@ -60,39 +73,18 @@ def eval_set_from_data(
         )
         for target in _select(list(sampler.targets), seed, limit)
     ]
-    return EvalSet(tuple(items), _speaker_clips(dataset, items, seed), _notes(items))
 
 
-def eval_set_from_file(
-    file: Path,
-    data: Path | None,
-    settings: DataSettings | None,
-    seed: int,
-    limit: int | None = None,
-    language: str = "",
-) -> EvalSet:
-    """Sentences of a text file, given to the speakers of `data` in turn, or without a reference where there is none.
-
-    A list as of seed-tts-eval names a reference for each sentence.
-    """
-    lines = _read_lines(file)
-    if not lines:
-        raise DataError(f"{file} has no lines", hint="write one sentence a line")
-    if file.suffix == ".lst" or all(line.count("|") >= 3 for line in lines):
-        items = list(_parse_list(file, lines, language))[:limit]
-        return EvalSet(tuple(items), {}, _notes(items))
-    sentences = {f"line-{number:04d}": normalise_text(line) for number, line in enumerate(lines[:limit], start=1)}
-    if data is None or settings is None:
-        items = [EvalItem(id, text, language=language) for id, text in sentences.items()]
-        return EvalSet(tuple(items), {}, _notes(items))
-    dataset = PreparedDataset.open(data)
-    references = _references(dataset, settings, seed)
-    items = []
-    for index, (id, text) in enumerate(sentences.items()):
-        speaker = sorted(references)[index % len(references)]
-        clip = references[speaker][index // len(references) % len(references[speaker])]
+def _sentence_items(
+    texts: Mapping[str, str], references: Mapping[str, Sequence[Utterance]], language: str
+) -> list[EvalItem]:
+    """Sentences by id; every speaker speaks in turn, and with each of its references in turn."""
+    items, speakers = [], sorted(references)
+    for index, (id, text) in enumerate(texts.items()):
+        speaker = speakers[index % len(speakers)]
+        clip = references[speaker][index // len(speakers) % len(references[speaker])]
         items.append(EvalItem(id, text, speaker, clip.language or language, (clip,)))
-    return EvalSet(tuple(items), _speaker_clips(dataset, items, seed), _notes(items))
+    return items
 
 
 def _notes(items: Sequence[EvalItem]) -> tuple[str, ...]:
@@ -126,9 +118,12 @@ def _parse_list(file: Path, lines: Sequence[str], language: str) -> Iterator[Eva
 def _read_lines(file: Path) -> list[str]:
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        return [line.strip() for line in content.decode("utf-8-sig").splitlines() if line.strip()]
+        lines = [line.strip() for line in content.decode("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="give a UTF-8 text file, one sentence a line") from None
+    if not lines:
+        raise DataError(f"{file} has no lines", hint="write one sentence a line")
+    return lines
 
 
 def _speaker_clips(dataset: PreparedDataset, items: Sequence[EvalItem], seed: int) -> dict[str, tuple[Utterance, ...]]:

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from myna.evaluate.diagnostics import Diagnosis, diagnose
-from myna.evaluate.metrics import METRICS, Metric
+from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
 from myna.evaluate.pipeline import SystemScores
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
-from myna.statistics import Estimate, estimate, paired_difference
+from myna.statistics import Estimate, RatioPart, estimate, paired_difference
 
 GROUPED_METRICS = tuple(
-    metric
-    for metric in METRICS
-    if metric.key in ("wer", "cer", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
+    METRICS_BY_KEY[key]
+    for key in ("wer", "cer", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
 )
 """Metrics of groups of items."""
 GROUPS: Mapping[str, Callable[[ItemScores], str]] = {
@@ -121,12 +120,14 @@ def estimate_metric(metric: Metric, rows: Sequence[ItemScores]) -> Estimate:
 
 def estimate_differences(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> MetricEstimates:
     """Of all metrics, on the items that both have spoken."""
-    return {metric.key: estimate_difference(metric, rows, base) for metric in METRICS}
+    return {metric.key: estimate_difference(metric.ratio, rows, base) for metric in METRICS}
 
 
-def estimate_difference(metric: Metric, rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Estimate:
-    known = {row.id: metric.ratio(row) for row in base}
-    pairs = [(ours, theirs) for row in rows if (ours := metric.ratio(row)) and (theirs := known.get(row.id))]
+def estimate_difference(
+    ratio: Callable[[ItemScores], RatioPart | None], rows: Sequence[ItemScores], base: Sequence[ItemScores]
+) -> Estimate:
+    known = {row.id: ratio(row) for row in base}
+    pairs = [(ours, theirs) for row in rows if (ours := ratio(row)) and (theirs := known.get(row.id))]
     return paired_difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
 
 

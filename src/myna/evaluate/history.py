@@ -24,8 +24,7 @@ from myna.evaluate.ranking import (
 from myna.evaluate.report import item_section
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL
-from myna.report.document import html_document
-from myna.report.markup import element, html_table
+from myna.report.document import html_document, render_template
 from myna.report.plot import Curve, line_plot
 from myna.statistics import Estimate, estimate
 
@@ -81,21 +80,27 @@ def training_conclusion(history: TrainingHistory) -> list[str]:
 
 def training_page(history: TrainingHistory, folder: Path) -> str:
     """`folder` holds a folder for each step, and `real`."""
-    best, latest = history.best, history.steps[-1]
     title = f"{history.name}, speech evaluations during training"
-    return html_document(
-        title,
-        element("h1", title),
-        *(element("p", f"{text[0].upper()}{text[1:]}.", class_="lead") for text in training_conclusion(history)),
-        element("h2", "Step by step"),
-        element("p", RULE),
-        element("p", _constraints(history), class_="note"),
-        _table(history.checkpoints, best),
-        _plot(history),
-        element("h2", "Listen"),
-        *_items(history, best.step if best is not None else latest.step, folder),
-        element("footer", element("p", "Every item of every step lies beside this page, with its spectrogram.")),
+    best = history.best.step if history.best is not None else None
+    points = [(float(one.step), one.score.mean) for one in history.checkpoints if one.score.mean is not None]
+    curve = Curve("score", points, "dots")
+    body = render_template(
+        "evaluate/history.html",
+        title=title,
+        conclusion=training_conclusion(history),
+        rule=RULE,
+        constraints=history.constraints,
+        min_mos=required_mos(history.steps[0].rows, history.constraints),
+        metrics=SHOWN_METRICS,
+        has_forgetting_set=any(one.forgetting_change.n for one in history.checkpoints),
+        checkpoints=history.checkpoints,
+        best=best,
+        step_name=_step_name,
+        format_estimate=_format,
+        plot=line_plot([curve], title="The score over the steps", x_label="steps", y_label="score"),
+        sections=_items(history, best if best is not None else history.steps[-1].step, folder),
     )
+    return html_document(title, body)
 
 
 def step_folder(step: int) -> str:
@@ -161,35 +166,6 @@ def _reasons(history: TrainingHistory, best: CheckpointScore) -> list[str]:
     if len(tuned) > 1 and best.step == tuned[-1].step:
         reasons.append("it was still becoming better at the end: train for longer")
     return reasons or ["the run is too short, train.learning_rate is too low, or the data does not suit the model"]
-
-
-def _constraints(history: TrainingHistory) -> str:
-    min_mos = required_mos(history.steps[0].rows, history.constraints)
-    quality = f", and a DistillMOS of {min_mos:.2f}" if min_mos is not None else ""
-    return f"Required of the best: the end of {history.constraints.min_stop_rate:.0%} of the items{quality}."
-
-
-def _table(checkpoints: Sequence[CheckpointScore], best: CheckpointScore | None) -> Markup:
-    has_forgetting_set = any(one.forgetting_change.n for one in checkpoints)
-    rows = []
-    for one in checkpoints:
-        cells: list[object] = [_format(one.score), _format(one.gain, signed=True) if one.step else ""]
-        cells += [metric.format(one.metrics[metric.key]) for metric in SHOWN_METRICS]
-        if has_forgetting_set:
-            cells.append(_format(one.forgetting_change, signed=True) if one.step else "")
-        is_best = best is not None and one.step == best.step
-        verdict = "the best" if is_best else "; ".join(one.violations)
-        cells.append(element("span", verdict, class_="good" if is_best else "bad") if one.step else "")
-        rows.append([_step_name(one.step), *cells])
-    titles = [metric.title for metric in SHOWN_METRICS] + (["forgetting set"] if has_forgetting_set else [])
-    return html_table(["", "score", "over the base", *titles, ""], rows, caption="Scores at each step")
-
-
-def _plot(history: TrainingHistory) -> Markup:
-    points = [(float(one.step), one.score.mean) for one in history.checkpoints if one.score.mean is not None]
-    return line_plot(
-        [Curve("score", points, "dots")], title="The score over the steps", x_label="steps", y_label="score"
-    )
 
 
 def _items(history: TrainingHistory, shown: int, folder: Path) -> list[Markup]:

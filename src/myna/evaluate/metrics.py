@@ -47,18 +47,6 @@ class Metric:
         return None if self.better == "near real" else (difference > 0) == (self.better == "higher")
 
 
-def _is_nearest(row: ItemScores) -> bool | None:
-    return None if row.speaker_rank is None else row.speaker_rank == 1
-
-
-def _is_copy(row: ItemScores) -> bool | None:
-    return None if row.copy_similarity is None else row.copy_similarity >= COPY_THRESHOLD
-
-
-def _runs_away(row: ItemScores) -> bool | None:
-    return None if row.stopped is None else not row.stopped
-
-
 _defect = partial(Metric, better="lower", is_share=True)
 _errors = partial(_defect, scorer="asr")
 _speaker = partial(Metric, scorer="speaker_encoder")
@@ -85,18 +73,24 @@ METRICS = (
     _speaker("similarity_to_others", "similarity to others", "to the other speakers, for contrast", "near real"),
     _speaker(
         *("similarity_rank1", "own speaker is nearest", "items nearer to their speaker than to any other", "higher"),
-        value=_is_nearest,
+        value=lambda row: None if row.speaker_rank is None else row.speaker_rank == 1,
         is_share=True,
     ),
     _mos("distillmos", "DistillMOS", "quality from 1 to 5", scorer="distillmos"),
     _mos("dnsmos", "DNSMOS", "quality from 1 to 5, as for calls", scorer="dnsmos"),
     Metric("stop_rate", "stops by itself", "items that found their end", "higher", "stopped", is_share=True),
-    _defect("runaway_rate", "runs away", "items cut at the maximum length", value=_runs_away),
+    _defect(
+        *("runaway_rate", "runs away", "items cut at the maximum length"),
+        value=lambda row: None if row.stopped is None else not row.stopped,
+    ),
     _defect("early_rate", "ends early", "items that end long before they could be spoken", value="ended_early"),
     _defect("silent_rate", "silent", "items in which nothing can be heard", value="silent"),
     _errors("repetition_rate", "repeats itself", "items with words again that the text has once", value="repeats"),
     _errors("prompt_rate", "speaks the prompt", "items with the reference's words instead", value="speaks_prompt"),
-    _defect("copy_rate", "copies the reference", "items that are the reference's own audio", value=_is_copy),
+    _defect(
+        *("copy_rate", "copies the reference", "items that are the reference's own audio"),
+        value=lambda row: None if row.copy_similarity is None else row.copy_similarity >= COPY_THRESHOLD,
+    ),
     _errors("loop_rate", "ASR loops", "items whose transcript loops; they have no word errors", value="looped"),
     _acoustic("leading_silence", "silence before", "seconds"),
     _acoustic("trailing_silence", "silence after", "seconds"),

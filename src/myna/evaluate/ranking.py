@@ -14,7 +14,7 @@ from typing import Any
 from myna.evaluate.evaluation import estimate_difference, estimate_metric
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.scoring import ItemScores
-from myna.statistics import Estimate, RatioPart, estimate, paired_difference
+from myna.statistics import Estimate, RatioPart, estimate
 
 RULE = (
     "The score of an item is its speaker similarity less its character error rate; a checkpoint has the mean over its "
@@ -99,12 +99,12 @@ def item_score(row: ItemScores) -> RatioPart:
 def score_checkpoint(scores: StepScores, base: StepScores, constraints: Constraints) -> CheckpointScore:
     """A checkpoint against the base model, which can be scored against itself too."""
     metrics = {key: estimate_metric(METRICS_BY_KEY[key], scores.rows).mean for key in REPORTED_METRICS}
-    change = _gain(scores.forgetting, base.forgetting)
+    change = estimate_difference(item_score, scores.forgetting, base.forgetting)
     is_base = scores.step == base.step
     return CheckpointScore(
         step=scores.step,
         score=estimate([item_score(row) for row in scores.rows]),
-        gain=Estimate() if is_base else _gain(scores.rows, base.rows),
+        gain=Estimate() if is_base else estimate_difference(item_score, scores.rows, base.rows),
         forgetting_change=Estimate() if is_base else change,
         violations=(*_violations(metrics, base, constraints), *_forgetting(scores, base, change)),
         item_scores={row.id: item_score(row).numerator for row in scores.rows},
@@ -149,14 +149,8 @@ def _forgetting(scores: StepScores, base: StepScores, change: Estimate) -> list[
     mean, low, high = change.mean or 0.0, change.low or 0.0, change.high or 0.0
     if high < 0 and -mean >= MIN_AUDIBLE_DIFFERENCE:
         violations.append(f"it has become worse at the forgetting set, by {-mean:.3f} [{-high:.3f}, {-low:.3f}]")
-    stops = estimate_difference(METRICS_BY_KEY["stop_rate"], scores.forgetting, base.forgetting)
+    stops = estimate_difference(METRICS_BY_KEY["stop_rate"].ratio, scores.forgetting, base.forgetting)
     if stops.high is not None and stops.high < 0:
         fewer = f"{-(stops.mean or 0):.0%} fewer items of the forgetting set"
         violations.append(f"it finds the end of {fewer} than the base model")
     return violations
-
-
-def _gain(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Estimate:
-    known = {row.id: item_score(row) for row in base}
-    both = [row for row in rows if row.id in known]
-    return paired_difference([item_score(row) for row in both], [known[row.id] for row in both])

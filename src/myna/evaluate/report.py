@@ -13,8 +13,8 @@ from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
 from myna.evaluate.pipeline import load_audio
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
-from myna.report.document import html_document
-from myna.report.markup import element, html_table, join_html
+from myna.report.document import html_document, render_template
+from myna.report.markup import element, join_html
 from myna.report.player import audio_figure
 from myna.report.plot import Curve, line_plot
 from myna.statistics import CONFIDENCE_LEVEL, Estimate
@@ -30,23 +30,37 @@ SYSTEM_TITLES = {REAL: "real recording", ROUND_TRIP: "real, through the codec", 
 
 
 def evaluation_page(evaluation: Evaluation) -> str:
-    return html_document(
-        f"Evaluation of {evaluation.system}",
-        element("h1", f"{evaluation.system}, speech evaluation"),
-        element("p", _lead(evaluation), class_="lead"),
-        _diagnoses(evaluation),
-        element("h2", "Scores"),
-        _scores(evaluation),
-        *_deltas(evaluation),
-        *_groups(evaluation),
-        element("h2", "Distribution over the items"),
-        *(_histogram(evaluation, METRICS_BY_KEY[key]) for key in HISTOGRAMS if _is_measured(evaluation, key)),
-        element("h2", "Listen, the worst items first"),
-        *_worst_items(evaluation),
-        element("h2", "All items"),
-        _all_items(evaluation),
-        element("footer", element("p", _footer(evaluation))),
+    rows = worst_first(evaluation.scores.rows[evaluation.system])
+    by_id = {system: {row.id: row for row in of} for system, of in evaluation.scores.rows.items()}
+    items = evaluation.scores.eval_set.items
+    speakers = len({item.speaker for item in items if item.speaker})
+    body = render_template(
+        "evaluate/report.html",
+        evaluation=evaluation,
+        items=items,
+        speakers=speakers if speakers > 1 else "one",
+        has_base=BASE in evaluation.estimates,
+        confidence=CONFIDENCE_LEVEL,
+        metrics=METRICS_BY_KEY,
+        scores=metrics_table(evaluation.estimates, "Scores by system", keep_empty=True),
+        missing=missing_notes(evaluation.missing, "measured"),
+        deltas=metrics_table(evaluation.deltas, "Differences from the base", differences=True),
+        group_metrics=[metric for metric in GROUPED_METRICS if _is_measured(evaluation, metric.key)],
+        format_estimate=format_estimate,
+        histograms=[
+            (METRICS_BY_KEY[key].title, _histogram(evaluation, METRICS_BY_KEY[key]))
+            for key in HISTOGRAMS
+            if _is_measured(evaluation, key)
+        ],
+        sections=[
+            item_section(row, {system: of[row.id] for system, of in by_id.items() if row.id in of}, evaluation.folder)
+            for row in rows[:SHOWN_ITEMS]
+        ],
+        rows=rows,
+        system_title=system_title,
+        defects=_defects,
     )
+    return html_document(f"Evaluation of {evaluation.system}", body)
 
 
 def system_title(system: str) -> str:
@@ -79,43 +93,6 @@ def worst_first(rows: Sequence[ItemScores]) -> list[ItemScores]:
     return sorted(rows, key=badness)
 
 
-def _lead(evaluation: Evaluation) -> str:
-    items = evaluation.scores.eval_set.items
-    count = len({item.speaker for item in items if item.speaker})
-    speakers = f"{count} speakers" if count > 1 else "one speaker"
-    base = ", by its base" if BASE in evaluation.estimates else ""
-    return (
-        f"{len(items)} items of {speakers}, spoken by the model{base} and by the people themselves where there are "
-        f"recordings. Every mean has an interval that holds {CONFIDENCE_LEVEL:.0%} of what other draws "
-        "of such items would give. It is over items: other speakers may differ by more."
-    )
-
-
-def _diagnoses(evaluation: Evaluation) -> Markup:
-    notes = [element("p", note, class_="note") for note in evaluation.notes]
-    if not evaluation.diagnoses:
-        return join_html((element("p", "None of the defects that are looked for was found."), *notes))
-    cards = []
-    for diagnosis in evaluation.diagnoses:
-        first = f" First: {', '.join(diagnosis.items[:5])}." if diagnosis.items else ""
-        metric = METRICS_BY_KEY.get(diagnosis.metric)
-        cards.append(
-            element(
-                "section",
-                element("h3", f"{system_title(diagnosis.system)}: {diagnosis.name}", class_="bad"),
-                element("p", f"{diagnosis.text}.{first}"),
-                element("p", f"Seen in: {metric.title if metric else 'differences from the base'}", class_="note"),
-                class_="card",
-            )
-        )
-    return join_html((element("h2", "What is wrong"), *cards, *notes))
-
-
-def _scores(evaluation: Evaluation) -> Markup:
-    table = metrics_table(evaluation.estimates, "Scores by system", keep_empty=True)
-    return join_html((table, *missing_notes(evaluation.missing, "measured")))
-
-
 def metrics_table(
     systems: Mapping[str, MetricEstimates],
     caption: str,
@@ -125,18 +102,17 @@ def metrics_table(
     keep_empty: bool = False,
 ) -> Markup:
     """Metrics by system, or their differences from a base; rows without any value only with `keep_empty`."""
-    rows: list[list[object]] = []
-    for metric in metrics:
-        estimates = [of.get(metric.key, Estimate()) for of in systems.values()]
-        if not keep_empty and not any(estimate.n for estimate in estimates):
-            continue
-        if differences:
-            title: object = metric.title + (" (points)" if metric.is_share else "")
-            rows.append([title, *(format_difference(metric, estimate) for estimate in estimates)])
-        else:
-            title = join_html((metric.title, element("div", metric.description, class_="note")))
-            rows.append([title, *(format_estimate(metric, estimate) for estimate in estimates)])
-    return html_table(["", *map(system_title, systems)], rows, caption=caption) if rows else Markup()
+    rows = [(metric, [of.get(metric.key, Estimate()) for of in systems.values()]) for metric in metrics]
+    rows = [row for row in rows if keep_empty or any(estimate.n for estimate in row[1])]
+    body = render_template(
+        "evaluate/metrics_table.html",
+        rows=rows,
+        titles=[system_title(system) for system in systems],
+        caption=caption,
+        differences=differences,
+        format=format_difference if differences else format_estimate,
+    )
+    return body if rows else Markup()
 
 
 def missing_notes(missing: Mapping[str, str], verb: str) -> list[Markup]:
@@ -149,32 +125,6 @@ def missing_notes(missing: Mapping[str, str], verb: str) -> list[Markup]:
         element("p", f"{', '.join(titles)}: not {verb}. {reason}", class_="missing")
         for reason, titles in by_reason.items()
     ]
-
-
-def _deltas(evaluation: Evaluation) -> list[Markup]:
-    if not evaluation.deltas:
-        return []
-    return [
-        element("h2", "Against the untuned base, on the same items"),
-        metrics_table(evaluation.deltas, "Differences from the base", differences=True),
-        element("p", "In colour: what differs beyond its interval.", class_="note"),
-    ]
-
-
-def _groups(evaluation: Evaluation) -> list[Markup]:
-    metrics = [metric for metric in GROUPED_METRICS if _is_measured(evaluation, metric.key)]
-    tables = []
-    for kind, groups in evaluation.groups.items():
-        rows = []
-        for group, systems in groups.items():
-            estimates = systems[evaluation.system]
-            count = max(estimate.n for estimate in estimates.values())
-            rows.append([group, str(count), *(format_estimate(metric, estimates[metric.key]) for metric in metrics)])
-        if rows:
-            header = [kind, "items", *(metric.title for metric in metrics)]
-            caption = f"Scores of {evaluation.system} by {kind}"
-            tables += [element("h2", f"By {kind}"), html_table(header, rows, caption=caption)]
-    return tables
 
 
 def _is_measured(evaluation: Evaluation, key: str) -> bool:
@@ -199,16 +149,7 @@ def _histogram(evaluation: Evaluation, metric: Metric) -> Markup:
         outline = zip(np.repeat(edges, 2).tolist(), [0.0, *np.repeat(counts, 2).tolist(), 0.0], strict=True)
         style = "faint" if name == REAL else "line"
         curves.append(Curve(system_title(name), list(outline), style, colors[name]))  # type: ignore[arg-type]
-    plot = line_plot(curves, title=metric.title, x_label=metric.description, y_label="items")
-    return join_html((element("h3", metric.title), plot))
-
-
-def _worst_items(evaluation: Evaluation) -> list[Markup]:
-    by_id = {system: {row.id: row for row in rows} for system, rows in evaluation.scores.rows.items()}
-    return [
-        item_section(row, {system: rows[row.id] for system, rows in by_id.items() if row.id in rows}, evaluation.folder)
-        for row in worst_first(evaluation.scores.rows[evaluation.system])[:SHOWN_ITEMS]
-    ]
+    return line_plot(curves, title=metric.title, x_label=metric.description, y_label="items")
 
 
 def item_section(
@@ -230,14 +171,7 @@ def item_section(
         )
         for system, output in outputs.items()
     ]
-    about = " · ".join(part for part in (row.id, row.speaker, row.language) if part)
-    return element(
-        "section",
-        element("h3", row.text),
-        element("p", about, class_="note"),
-        element("div", *figures, class_="trio", style="grid-template-columns:repeat(auto-fit, minmax(14rem, 1fr))"),
-        class_="card",
-    )
+    return render_template("evaluate/item.html", row=row, figures=figures)
 
 
 def _note(row: ItemScores) -> Markup:
@@ -262,21 +196,3 @@ def _defects(row: ItemScores) -> list[str]:
         (row.repeats, "says something twice"),
     )
     return [text for is_present, text in defects if is_present]
-
-
-def _all_items(evaluation: Evaluation) -> Markup:
-    rows = []
-    for row in worst_first(evaluation.scores.rows[evaluation.system]):
-        is_counted = row.word_errors is not None and not row.looped
-        wrong = f"{row.word_errors} of {row.words}" if is_counted else "not measured"
-        similarity = f"{row.similarity:.3f}" if row.similarity is not None else "not measured"
-        name = element("a", row.id, href=row.audio) if row.audio else row.id
-        rows.append([name, row.text, wrong, similarity, ", ".join(_defects(row))])
-    header = ["item", "text", "word errors", "similarity", "defects"]
-    table = html_table(header, rows, caption=f"All items of {evaluation.system}, the worst first")
-    return element("details", element("summary", f"{len(rows)} items, the worst first"), table)
-
-
-def _footer(evaluation: Evaluation) -> str:
-    scorers = ", ".join(evaluation.scorers.names.values()) or "acoustic measures alone"
-    return f"Scored by {scorers}. Every figure is in evaluation.json, every item in items.parquet."

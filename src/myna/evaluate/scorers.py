@@ -40,9 +40,8 @@ class Scorers:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        present = {
-            name for name in ("asr", "speaker_encoder", "distillmos", "dnsmos") if getattr(self, name) is not None
-        }
+        kinds = ("asr", "speaker_encoder", "distillmos", "dnsmos")
+        present = {kind for kind in kinds if getattr(self, kind) is not None}
         assert present == set(self.names), "every scorer has a name"
 
     @classmethod

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -129,9 +129,8 @@ class SpeakerEmbeddings:
     @property
     def revision(self) -> str:
         """Changes whenever the same audio could be compared with other clips."""
-        return str(
-            sorted((speaker, *map(recording_key, clips)) for speaker, clips in self.eval_set.speaker_clips.items())
-        )
+        clips = self.eval_set.speaker_clips
+        return str(sorted((speaker, *map(recording_key, clips[speaker])) for speaker in clips))
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -144,18 +143,15 @@ def _speech_seconds(audio: Path, span: Span | None) -> float:
 def score_acoustics(row: ItemScores, item: EvalItem, samples: Samples) -> None:
     """Fill in what needs no model, from audio at 16 kHz."""
     measures = measure_acoustics(samples, SAMPLE_RATE)
-    for name in ("seconds", "leading_silence", "trailing_silence", "speech_seconds", "pause_share", "voiced_share"):
-        setattr(row, name, getattr(measures, name))
-    row.pitch = None if math.isnan(measures.pitch) else measures.pitch
-    row.pitch_range = None if math.isnan(measures.pitch_range) else measures.pitch_range
+    for name, value in asdict(measures).items():
+        setattr(row, name, None if math.isnan(value) else value)
     characters = len(letters(item.text, item.language))
     row.speaking_rate = characters / measures.speech_seconds if measures.speech_seconds and characters else None
     recording = item.recording
     expected = _speech_seconds(recording.audio, recording.span) if recording is not None else item.expected_seconds
     # Without speech the item either ended at once or was silent for as long as the text takes: one or the other.
-    row.ended_early = (
-        row.stopped is not False and (measures.speech_seconds or measures.seconds) < EARLY_SHARE * expected
-    )
+    seconds = measures.speech_seconds or measures.seconds
+    row.ended_early = row.stopped is not False and seconds < EARLY_SHARE * expected
     row.silent = measures.is_silent and not row.ended_early
     row.copy_similarity = None
     if len(item.references) == 1:
@@ -214,12 +210,12 @@ def _score_speaker(row: ItemScores, item: EvalItem, embedding: SpeakerEmbedding,
         return
     # Neither with itself, nor with the clip it was cloned from, which a mere copy would be most similar to.
     excluded = [*item.references, *([item.recording] if item.recording else [])]
-    own, row.compared_with = speakers.of_speaker(item.speaker, excluded), "clips"
+    own, compared_with = speakers.of_speaker(item.speaker, excluded), "clips"
     if own is None and item.references:
-        own, row.compared_with = speakers.of_clip(item.references[0]), "reference"
+        own, compared_with = speakers.of_clip(item.references[0]), "reference"
     if own is None:
-        row.compared_with = ""
         return
+    row.compared_with = compared_with
     row.similarity = cosine_similarity(embedding, own)
     names = [name for name in speakers.eval_set.speaker_clips if item.speaker and name not in ("", item.speaker)]
     others = [other for name in names if (other := speakers.of_speaker(name)) is not None]

@@ -60,9 +60,8 @@ class Recordings:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, item: EvalItem) -> str:
-        return (
-            f"{recording_key(item.recording)}/{self.sample_rate}/{self.revision}" if item.recording is not None else ""
-        )
+        recording = item.recording
+        return f"{recording_key(recording)}/{self.sample_rate}/{self.revision}" if recording is not None else ""
 
     def supports(self, item: EvalItem) -> bool:
         return item.recording is not None

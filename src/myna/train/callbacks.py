@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from myna.errors import MynaError, TrainingError
-from myna.train.checkpoint import get_rng_states, set_rng_state
+from myna.train.checkpoint import get_rng_states, set_rng_states
 from myna.train.trainer import Trainer
 
 AutocastContext = Callable[[], AbstractContextManager[Any]]
@@ -99,5 +99,4 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        for kind, state in tensors.items():
-            set_rng_state(kind, device, state)
+        set_rng_states(tensors)

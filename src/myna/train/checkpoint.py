@@ -30,6 +30,7 @@ from torch import nn
 from myna.config import parse_recipe
 from myna.data.loader import Loader
 from myna.errors import MynaError, TrainingError
+from myna.io import atomic_folder
 from myna.models.base import Batch, RenderedSequence
 from myna.models.lora import adapter_state_dict, save_adapter
 from myna.models.quantized import quantized_linears
@@ -84,7 +85,7 @@ class CheckpointManager:
         tensors = self._gather_rng_states() | self._gather_tensors()
 
         def write(model: nn.Module) -> None:
-            with _atomic_folder(checkpoint_folder(self.run, progress.step)) as folder:
+            with _durable_folder(checkpoint_folder(self.run, progress.step)) as folder:
                 self._save_weights(model, folder / self.run.result.name)
                 self._save_state(tensors, progress, folder)
                 if self.run.metrics.exists():
@@ -101,7 +102,7 @@ class CheckpointManager:
         best = progress.best_step if recipe.train.early_stopping_patience or recipe.evaluates_speech else None
 
         def write(model: nn.Module) -> None:
-            with _atomic_folder(self.run.result) as folder:
+            with _durable_folder(self.run.result) as folder:
                 if best is None:
                     self._save_weights(model, folder)
                 else:
@@ -114,8 +115,8 @@ class CheckpointManager:
     def restore(self) -> TrainingProgress:
         """Load the newest checkpoint into the trainer; without one, the run is at its beginning."""
         if self.trainer.accelerator.is_main_process:
-            _remove_partial(self.run.folder)
-            _remove_partial(self.run.folder / "checkpoints")
+            _remove_leftovers(self.run.folder)
+            _remove_leftovers(self.run.folder / "checkpoints")
         steps = checkpoint_steps(self.run)
         if not steps:
             return TrainingProgress(step=0)
@@ -211,11 +212,10 @@ class CheckpointManager:
             accelerator.scaler.load_state_dict(metadata["scaler"])
 
         self.loader.restore_row_counts({(epoch, window): rows for epoch, window, rows in metadata["row_counts"]})
-        for kind in get_rng_states(accelerator.device):
-            # Another number of processes, or another device, has no saved state, and keeps the seed's.
-            entry = f"rng/{kind}/{accelerator.process_index}"
-            if entry in metadata["tensors"]:
-                set_rng_state(kind, accelerator.device, file.get_tensor(entry).clone())
+        # Another number of processes, or another device, has no saved state, and keeps the seed's.
+        entries = {kind: f"rng/{kind}/{accelerator.process_index}" for kind in get_rng_states(accelerator.device)}
+        saved = {kind: entry for kind, entry in entries.items() if entry in metadata["tensors"]}
+        set_rng_states({kind: file.get_tensor(entry).clone() for kind, entry in saved.items()})
 
     def _gather_rng_states(self) -> dict[str, torch.Tensor]:
         """Random states of all processes, whose dropout differs."""
@@ -252,7 +252,7 @@ class CheckpointManager:
         if best.is_dir() and read_checkpoint_metadata(best)["progress"]["step"] == progress.best_step:
             return
         checkpoint = checkpoint_folder(self.run, progress.best_step)
-        with _atomic_folder(best) as folder:
+        with _durable_folder(best) as folder:
             shutil.copytree(checkpoint / result, folder / result, copy_function=_link)
             _link(checkpoint / METADATA_FILE, folder / METADATA_FILE)
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
@@ -260,7 +260,9 @@ class CheckpointManager:
     def _drop_old(self, best: int | None) -> None:
         for step in checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
             if step != best:
-                _remove(checkpoint_folder(self.run, step))
+                # Renamed first, so that a kill leaves nothing that looks complete.
+                folder = checkpoint_folder(self.run, step)
+                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
 
     def _write_on_main(self, name: str, write: Callable[[nn.Module], None]) -> None:
         """Rank 0 writes the weights for inference while the others wait; if it fails, all of them stop."""
@@ -324,32 +326,13 @@ def _base_model_hash(trainer: Trainer) -> str:
 
 
 @contextmanager
-def _atomic_folder(folder: Path) -> Iterator[Path]:
+def _durable_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill under a temporary name. It gets its own once all its files are on the disk."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    _remove(partial)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in (*partial.rglob("*"), partial):
+    with atomic_folder(folder, replace=True) as temporary:
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
             fsync(path)
-        if folder.exists():
-            _remove(folder)
-        partial.rename(folder)
-        fsync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder. It is renamed first, so that a kill leaves nothing that looks complete."""
-    if not folder.exists():
-        return
-    doomed = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.old.partial")
-    if doomed != folder:
-        _remove(doomed)
-        folder.rename(doomed)
-    shutil.rmtree(doomed)
+    fsync(folder.parent)
 
 
 def _link(source: Path | str, target: Path | str) -> None:
@@ -360,10 +343,11 @@ def _link(source: Path | str, target: Path | str) -> None:
         shutil.copy(source, target)
 
 
-def _remove_partial(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove what a killed run left half-written or half-removed."""
-    for leftover in folder.glob(".*.partial"):
-        _remove(leftover)
+    for name in (".step-*", ".adapter.*", ".model.*", ".best.*"):
+        for leftover in folder.glob(name):
+            shutil.rmtree(leftover)
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink()
 
@@ -393,20 +377,14 @@ def _scalars(group: Mapping[str, Any]) -> dict[str, float]:
     return {k: value for k, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
+_RNG_MODULES: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda, "mps": torch.mps}
+
+
 def get_rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Random states of torch's generators, of the CPU and of the device."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["mps"] = torch.mps.get_rng_state()
-    return states
+    """Random states of the CPU and of the current device of this kind."""
+    return {kind: _RNG_MODULES[kind].get_rng_state() for kind in dict.fromkeys(("cpu", device.type))}
 
 
-def set_rng_state(kind: str, device: torch.device, state: torch.Tensor) -> None:
-    if kind == "cpu":
-        torch.set_rng_state(state)
-    elif kind == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.mps.set_rng_state(state)
+def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
+    for kind, state in states.items():
+        _RNG_MODULES[kind].set_rng_state(state)
