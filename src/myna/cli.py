@@ -137,13 +137,12 @@ def import_(
     speaker: SpeakerOption = "",
 ) -> None:
     """Read recordings and texts in any layout into one manifest; bad items go to rejected.jsonl with their reason."""
+    options = dict(locals())
     from myna import api
     from myna.terminal import progress_bars, show_notes
 
     with progress_bars() as progress:
-        report = api.import_dataset(
-            source, out, format=format, max_bad=max_bad, language=language, speaker=speaker, progress=progress
-        )
+        report = api.import_dataset(**options, progress=progress)
     show_notes(report.notes, _console())
 
 
@@ -160,22 +159,12 @@ def prepare(
     device: DeviceOption = "auto",
 ) -> None:
     """Import a source and encode its clips, once. Run it again after a stop: only what is new is encoded."""
+    options = dict(locals())
     from myna import api
     from myna.terminal import progress_bars, show_notes
 
     with progress_bars() as progress:
-        report = api.prepare(
-            source,
-            out,
-            model=model,
-            codec=codec,
-            format=format,
-            max_bad=max_bad,
-            language=language,
-            speaker=speaker,
-            device=device,
-            progress=progress,
-        )
+        report = api.prepare(**options, progress=progress)
     summary = f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now"
     show_notes([*report.notes, summary], _console())
 
@@ -423,26 +412,13 @@ def evaluate(
     """Evaluate speech: words, speaker similarity, quality and stopping, beside real recordings and the untuned base.
 
     Run again after a stop, or with another --asr: only what is missing is done."""
+    options = dict(locals()) | {"against": against or ()}
+    del options["as_json"]
     from myna import api
     from myna.terminal import progress_bars, show_evaluation, show_notes
 
     with progress_bars() as progress:
-        evaluation = api.evaluate(
-            subject,
-            data=data,
-            sentences=sentences,
-            against=against or (),
-            out=out,
-            asr=asr,
-            speaker_encoder=speaker_encoder,
-            language=language,
-            strength=strength,
-            limit=limit,
-            seed=seed,
-            batch_size=batch_size,
-            device=device,
-            progress=progress,
-        )
+        evaluation = api.evaluate(**options, progress=progress)
     show_notes(evaluation.notes, _console(stderr=True))
     if as_json:
         print(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
@@ -486,6 +462,7 @@ def compare(
 
     What `myna evaluate` has generated and scored of a run is reused. A folder of an evaluation is taken as it is, with
     no weights opened: `runs/marta/evaluation`, and `runs/marta/evaluation:base` for the untuned model beside it."""
+    options = {key: value for key, value in locals().items() if key not in ("preferences", "serve", "port", "as_json")}
     from myna import api
     from myna.compare import runner
     from myna.errors import ConfigError
@@ -500,21 +477,7 @@ def compare(
                 hint="myna compare FOLDER --preferences FILE, where FOLDER holds compare.json",
             )
         with progress_bars() as progress:
-            comparison = api.compare(
-                subjects,
-                data=data,
-                sentences=sentences,
-                out=out,
-                asr=asr,
-                speaker_encoder=speaker_encoder,
-                language=language,
-                limit=limit,
-                trials=trials,
-                seed=seed,
-                batch_size=batch_size,
-                device=device,
-                progress=progress,
-            )
+            comparison = api.compare(**options, progress=progress)
         folder = comparison.folder
         if not as_json:
             show_comparison(comparison, console)
@@ -545,23 +508,12 @@ def demo(
     ] = None,
 ) -> None:
     """A voice before and after fine-tuning: recordings, codes, a LoRA, evaluation, and a page to compare by ear."""
+    options = dict(locals()) | {"settings": settings or ()}
     from myna.demo.run import run_demo
     from myna.terminal import DemoDisplay, show_demo
 
     with DemoDisplay() as display:
-        result = run_demo(
-            out,
-            voice=voice,
-            format=format,
-            language=language,
-            model=model,
-            asr=asr,
-            seed=seed,
-            settings=settings or (),
-            strength=strength,
-            progress=display.progress,
-            observer=display,
-        )
+        result = run_demo(**options, progress=display.progress, observer=display)
     show_demo(result, _console())
 
 
