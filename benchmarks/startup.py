@@ -69,22 +69,22 @@ import myna; mark("import myna")
 import myna.cli; mark("import the command line")
 myna.cli._owns_process = True
 with myna.cli._fast_start(adapter=False):
-    import torch; mark("import torch")
+    mark("import torch and transformers")
     import myna.speak.loading
-    from myna.models.higgs_v2.family import HiggsV2; mark("import transformers and the model's code")
+    from myna.models.higgs_v2.family import HiggsV2; mark("import the model's code")
     import myna.models.mel_codec.codec, myna.terminal; mark("import the rest")
-from myna.speak.engine import Engine, Speech
-timed(HiggsV2, "load_model", "load the model")
-timed(HiggsV2, "load_codec", "load the codec")
-timed(Engine, "reference", "encode the reference")
-timed(HiggsV2, "generate", "generate codes")
-timed(myna.models.mel_codec.codec.MelCodec, "decode", "decode to samples")
-timed(Speech, "save", "write the file")
-sys.argv[1:] = arguments
-try:
-    myna.cli.main()
-except SystemExit as end:
-    assert not end.code, end
+    from myna.speak.engine import Engine, Speech
+    timed(HiggsV2, "load_model", "load the model")
+    timed(HiggsV2, "load_codec", "load the codec")
+    timed(Engine, "reference", "encode the reference")
+    timed(HiggsV2, "generate", "generate codes")
+    timed(myna.models.mel_codec.codec.MelCodec, "decode", "decode to samples")
+    timed(Speech, "save", "write the file")
+    sys.argv[1:] = arguments
+    try:
+        myna.cli.main()
+    except SystemExit as end:
+        assert not end.code, end
 mark("command")
 total = marks.pop()[1]
 marks += [*inside.items(), ("parse, render, show, end", total - sum(inside.values()))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -40,6 +41,15 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         if folder.exists():
             folder.rename(Path(scratch, "old")) if replace else folder.rmdir()
         written.rename(folder)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or folder to the disk: a file's name is safe from a power cut once its folder is flushed."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def bytes_hash(data: bytes) -> str:

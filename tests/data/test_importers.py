@@ -295,3 +295,12 @@ def test_progress_counts_to_the_end(tmp_path: Path, clips: list[Path]) -> None:
     write_lines(tmp_path / "m.jsonl", [line(clips[0], id=str(number)) for number in range(3)] + [line("gone.wav")])
     import_source(str(tmp_path / "m.jsonl"), media=tmp_path, progress=lambda *call: calls.append(call))
     assert calls == [("importing", done, 4) for done in (1, 2, 3, 4)]
+
+
+def test_a_prepared_folder_is_read_by_its_manifest(tmp_path: Path) -> None:
+    """Its codes are Arrow files, as those of a dataset of Hugging Face are."""
+    line = {"id": "a", "audio": "a.wav", "text": "a", "speaker": "", "language": ""}
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "codes").mkdir()
+    (tmp_path / "codes" / "00000.arrow").write_bytes(b"")
+    assert detect_format(str(tmp_path)) == "myna"

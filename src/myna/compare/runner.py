@@ -30,7 +30,7 @@ from myna.evaluate.items import EvalSet
 from myna.evaluate.metrics import METRICS
 from myna.evaluate.pipeline import generation_key, score_systems
 from myna.evaluate.results import ITEMS_FILE, ITEMS_FOLDER, ItemScoresFile, audio_path, read_item_scores, safe_file_name
-from myna.evaluate.runner import find_run, resolve_eval_set, resolve_system, split_subject
+from myna.evaluate.runner import resolve_eval_set, resolve_system, split_subject
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import REAL, Recordings, System
@@ -38,6 +38,7 @@ from myna.io import atomic_write
 from myna.progress import ProgressCallback, silent
 from myna.report.document import save_text
 from myna.report.local_server import local_page_server
+from myna.train.run import Run
 
 COMPARISON_FILE, PAGE_FILE, EVALUATION_FILE = "compare.json", "compare.html", "evaluation.json"
 
@@ -176,7 +177,7 @@ def _check_seeds(evaluated: Sequence[EvaluatedSystem], seed: int | None) -> None
 
 def _evaluation_folders(sources: Sequence[str]) -> list[Path]:
     """Evaluations that `myna evaluate` has left in the run folders among the sources."""
-    runs = [run for source in sources if (run := find_run(split_subject(source)[1])) is not None]
+    runs = [run for source in sources if (run := Run.find(Path(split_subject(source)[1]))) is not None]
     return [run.folder / "evaluation" for run in runs if (run.folder / "evaluation" / EVALUATION_FILE).is_file()]
 
 

@@ -34,7 +34,7 @@ from myna.audio.files import probe, read_audio
 from myna.data.codec import Codes, Encoder, NotifyCallback, Samples
 from myna.data.utterance import Span, Utterance
 from myna.errors import AudioError, DataError
-from myna.io import atomic_write, bytes_hash, file_hash
+from myna.io import atomic_write, bytes_hash, file_hash, fsync
 from myna.progress import ProgressCallback, silent
 
 FORMAT = "1"
@@ -42,6 +42,8 @@ INDEX_FILE = "index.arrow"
 READER_THREADS = min(8, os.cpu_count() or 1)
 MAX_MAPPED_SHARDS = 1024
 """A process may have only so many memory maps, and the pages it reads in them count as its own memory."""
+ClipKeys = Mapping[tuple[Path, Span | None], str]
+"""Keys by audio file and span."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -98,23 +100,22 @@ def encode_dataset(
     """
     utterances = list(utterances)
     _check_unique_ids(utterances)
-    codes_folder = _codes_folder(folder, codec.revision)
-    with _write_lock(folder), ThreadPoolExecutor(READER_THREADS) as pool:
-        _remove_partial_files(codes_folder)
+    with _write_lock(folder, codec.revision) as codes_folder, ThreadPoolExecutor(READER_THREADS) as pool:
         frames = _stored_frames(codes_folder, codec.revision)
         by_audio = {utterance.audio: utterance for utterance in utterances}
         recordings = dict(zip(by_audio, _prefetch(pool, _probe_recording, by_audio.values()), strict=True))
         keys = [codes_key(recordings[u.audio].hash, u.span, codec.revision) for u in utterances]
         new = {key: u for key, u in zip(keys, utterances, strict=True) if key not in frames}
-        seconds_of = {key: _span_seconds(u.span, recordings[u.audio].seconds) for key, u in new.items()}
+
+        def seconds(item: tuple[str, Utterance]) -> float:
+            start, end = span_bounds(item[1].span)
+            return (recordings[item[1].audio].seconds if end is None else end) - start
 
         began, done, encoded, encoded_frames = time.monotonic(), 0, 0, 0
         existing = _shard_paths(codes_folder)
         free_numbers = (number for number in count() if number not in existing)
         # The next shard is read while one is encoded.
-        clips = _prefetch(
-            pool, partial(_load_clip, codec), new.items(), lambda item: seconds_of[item[0]], shard_seconds
-        )
+        clips = _prefetch(pool, partial(_load_clip, codec), new.items(), seconds, shard_seconds)
         for group in group_into_shards(clips, shard_seconds * codec.frame_rate):
             shard = [clip for clip in group if clip.frames]
             done += len(group) - len(shard)
@@ -128,8 +129,7 @@ def encode_dataset(
                 write_arrow(folder, codes_folder / f"{next(free_numbers):05d}.arrow", table)
                 frames |= {clip.key: clip.frames for clip in shard}
                 encoded += len(shard)
-        index = _index_table(utterances, keys, frames, folder, _metadata(codec.revision, codec.sample_rate))
-        write_arrow(folder, codes_folder / INDEX_FILE, index)
+        _write_index(folder, utterances, keys, frames, codec.revision, codec.sample_rate)
 
     has_codes = [key in frames for key in keys]
     return EncodeReport(
@@ -142,23 +142,14 @@ def encode_dataset(
 
 
 def write_index(
-    utterances: Iterable[Utterance],
-    keys: Mapping[tuple[Path, Span | None], str],
-    folder: Path,
-    *,
-    revision: str,
-    sample_rate: int,
+    utterances: Iterable[Utterance], keys: ClipKeys, folder: Path, *, revision: str, sample_rate: int
 ) -> None:
     """Write the index of `utterances` whose codes are stored already, under the given keys: no recording is opened."""
     utterances = list(utterances)
     _check_unique_ids(utterances)
-    codes_folder = _codes_folder(folder, revision)
-    with _write_lock(folder):
-        _remove_partial_files(codes_folder)
-        frames = _stored_frames(codes_folder, revision)
+    with _write_lock(folder, revision) as codes_folder:
         chosen = [keys[utterance.audio, utterance.span] for utterance in utterances]
-        index = _index_table(utterances, chosen, frames, folder, _metadata(revision, sample_rate))
-        write_arrow(folder, codes_folder / INDEX_FILE, index)
+        _write_index(folder, utterances, chosen, _stored_frames(codes_folder, revision), revision, sample_rate)
 
 
 def group_into_shards(clips: Iterable[PendingClip], limit: float) -> Iterator[list[PendingClip]]:
@@ -192,6 +183,7 @@ class CodeStore:
 
     def __init__(self, folder: Path, revision: str, shards: dict[int, Path]) -> None:
         self.folder, self.revision, self._shards = folder, revision, shards
+        self.codes_folder = _codes_folder(folder, revision)
         # The least recently used maps are dropped.
         self._map = lru_cache(MAX_MAPPED_SHARDS)(lambda number: _map(shards[number]))
 
@@ -206,10 +198,6 @@ class CodeStore:
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker maps the files itself, rather than being sent what they hold.
         return CodeStore.open, (self.folder, self.revision)
-
-    @property
-    def codes_folder(self) -> Path:
-        return _codes_folder(self.folder, self.revision)
 
     def codes(self, shard: int, offset: int, shape: tuple[int, int]) -> Codes:
         """(frames, codebooks), a read-only view of the file."""
@@ -279,16 +267,12 @@ def _shard_table(shard: Sequence[PendingClip], codes: Sequence[Codes], codec: En
         "seconds": pa.array([clip.frames / codec.frame_rate for clip in shard], pa.float64()),
         "text": pa.array([clip.text for clip in shard], pa.string()),
     }
-    return pa.record_batch(columns).replace_schema_metadata(_metadata(codec.revision, codec.sample_rate))
+    return arrow_batch(columns, codec.revision, sample_rate=str(codec.sample_rate))
 
 
-def _index_table(
-    utterances: Sequence[Utterance],
-    keys: Sequence[str],
-    frames: dict[str, int],
-    folder: Path,
-    metadata: dict[str, str],
-) -> Any:
+def _write_index(
+    folder: Path, utterances: list[Utterance], keys: list[str], frames: dict[str, int], revision: str, sample_rate: int
+) -> None:
     spans = [span_bounds(utterance.span) for utterance in utterances]
     columns = {
         "id": pa.array([utterance.id for utterance in utterances], pa.string()),
@@ -298,11 +282,13 @@ def _index_table(
         "key": pa.array(keys, pa.string()),
         "frames": pa.array([frames.get(key, 0) for key in keys], pa.int32()),
     }
-    return pa.record_batch(columns).replace_schema_metadata(metadata)
+    index = arrow_batch(columns, revision, sample_rate=str(sample_rate))
+    write_arrow(folder, _codes_folder(folder, revision) / INDEX_FILE, index)
 
 
-def _metadata(revision: str, sample_rate: int) -> dict[str, str]:
-    return {"format": FORMAT, "codec": revision, "sample_rate": str(sample_rate)}
+def arrow_batch(columns: dict[str, Any], revision: str, **metadata: str) -> Any:
+    """A record batch with the metadata that `read_arrow` checks, and more."""
+    return pa.record_batch(columns).replace_schema_metadata({"format": FORMAT, "codec": revision} | metadata)
 
 
 def write_arrow(folder: Path, path: Path, table: Any) -> None:
@@ -313,7 +299,7 @@ def write_arrow(folder: Path, path: Path, table: Any) -> None:
                 writer.write_batch(table)
             with temporary.open("r+b") as file:
                 os.fsync(file.fileno())
-        _sync(path.parent)
+        fsync(path.parent)
 
 
 def _shard_paths(codes_folder: Path) -> dict[int, Path]:
@@ -392,10 +378,8 @@ def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path} cannot be used: {error}",
-            hint=f"rm {path}; then run `myna prepare` again, which makes it anew",
-        ) from error
+        hint = f"rm {path}; then run `myna prepare` again, which makes it anew"
+        raise DataError(f"{path} cannot be used: {error}", hint=hint) from error
 
 
 @contextmanager
@@ -410,36 +394,26 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _write_lock(folder: Path) -> Iterator[None]:
-    """One writer at a time. The operating system releases the lock with its process, however that ends."""
+def _write_lock(folder: Path, revision: str) -> Iterator[Path]:
+    """The folder for codes, without what a killed run left half-written, for one writer at a time.
+
+    The operating system releases the lock with its process, however that ends.
+    """
+    codes_folder = _codes_folder(folder, revision)
     with _write_errors(folder):
-        (folder / "codes").mkdir(parents=True, exist_ok=True)
+        codes_folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock = FileLock(folder / "codes" / ".lock").acquire(blocking=False)
+            lock = FileLock(codes_folder.parent / ".lock").acquire(blocking=False)
         except Timeout:
-            raise DataError(
-                f"another `myna prepare` is writing into {folder}", hint="wait until it is done, or stop it"
-            ) from None
+            problem = f"another `myna prepare` is writing into {folder}"
+            raise DataError(problem, hint="wait until it is done, or stop it") from None
     with lock:
-        yield
-
-
-def _remove_partial_files(codes_folder: Path) -> None:
-    """Make the folder, and remove what a killed run left half-written."""
-    with _write_errors(codes_folder.parent.parent):
-        codes_folder.mkdir(exist_ok=True)
-        for leftover in codes_folder.glob(".*.tmp"):
-            leftover.unlink()
-        _sync(codes_folder.parent)
-
-
-def _sync(folder: Path) -> None:
-    """A rename is on disk once its directory is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with _write_errors(folder):
+            codes_folder.mkdir(exist_ok=True)
+            for leftover in codes_folder.glob(".*.tmp"):
+                leftover.unlink()
+            fsync(codes_folder.parent)
+        yield codes_folder
 
 
 def _prefetch(
@@ -470,10 +444,8 @@ def _audio_errors(utterance: Utterance) -> Iterator[None]:
     except AudioError as error:
         raise AudioError(f"{utterance.id}: {error.what}", hint=error.hint) from error
     except OSError as error:
-        raise AudioError(
-            f"{utterance.id}: {utterance.audio} cannot be read: {error.strerror or error}",
-            hint="put the file back, or import the source again",
-        ) from error
+        problem = f"{utterance.id}: {utterance.audio} cannot be read: {error.strerror or error}"
+        raise AudioError(problem, hint="put the file back, or import the source again") from error
 
 
 def _check_unique_ids(utterances: Sequence[Utterance]) -> None:
@@ -496,11 +468,6 @@ def span_bounds(span: Span | None) -> tuple[float, float | None]:
     if span is None:
         return 0.0, None
     return float(span.start), None if span.end is None else float(span.end)
-
-
-def _span_seconds(span: Span | None, recording_seconds: float) -> float:
-    start, end = span_bounds(span)
-    return (recording_seconds if end is None else end) - start
 
 
 def prepare_command(folder: Path) -> str:

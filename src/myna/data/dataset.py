@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from myna.data.code_store import CodeStore
+from myna.data.code_store import CodeStore, prepare_command
 from myna.data.codec import Codes, Encoder
 from myna.data.hash_rng import IdHashes, string_hash
 from myna.data.manifest_table import Indices, ManifestTable, open_manifest_table
@@ -46,10 +46,8 @@ class DatasetInfo:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
-            raise DataError(
-                f"{folder} is not a prepared folder: it has no {DATASET_INFO_FILE}",
-                hint=f"myna prepare SOURCE --out {folder} --model MODEL",
-            ) from None
+            problem = f"{folder} is not a prepared folder: it has no {DATASET_INFO_FILE}"
+            raise DataError(problem, hint=prepare_command(folder)) from None
         except (ValueError, TypeError) as error:
             raise DataError(f"{path} is damaged: {error}", hint="run `myna prepare` again") from None
 
@@ -93,7 +91,6 @@ class PreparedDataset:
         return self.table.utterance(index)
 
     def find(self, id: str) -> int | None:
-        """The index of the utterance with this id."""
         hashes, indices = self._by_hash
         wanted = np.uint64(string_hash(id))
         same_hash = indices[np.searchsorted(hashes, wanted, "left") : np.searchsorted(hashes, wanted, "right")]

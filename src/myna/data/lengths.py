@@ -9,6 +9,7 @@ one sequence of each form is measured by the family, and all others are sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from myna.config import DataSettings
-from myna.data.code_store import FORMAT, read_cached_arrow, write_arrow
+from myna.data.code_store import arrow_batch, read_cached_arrow, write_arrow
 from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest_table import Indices
@@ -56,10 +57,8 @@ def count_text_tokens(dataset: PreparedDataset, estimator: LengthEstimator) -> n
         part = slice(start, start + TEXTS_PER_BATCH)
         texts = zip(dataset.table.id[part].to_pylist(), dataset.table.learned_texts(part), strict=True)
         tokens[part] = estimator.count_tokens(dict(texts))
-    metadata |= {"format": FORMAT, "codec": dataset.store.revision}
-    batch = pa.record_batch({"tokens": pa.array(tokens)}).replace_schema_metadata(metadata)
     try:
-        write_arrow(dataset.folder, path, batch)
+        write_arrow(dataset.folder, path, arrow_batch({"tokens": pa.array(tokens)}, dataset.store.revision, **metadata))
     except DataError as error:
         dataset.notes += (f"the tokens of all texts have to be counted every time: {error.what}",)
     return tokens
@@ -76,14 +75,14 @@ class SequenceLengths:
         conversation: Callable[[int, Sequence[int]], Conversation],
     ) -> None:
         """`conversation` builds the conversation of a target and its references, given by index."""
-        self._table, self._settings = dataset.table, settings
-        self._estimator, self._conversation = estimator, conversation
+        self._table, self._settings, self._estimator = dataset.table, settings, estimator
         self._in_turns = settings.reference_placement == "turn"
         self._frame = np.zeros((1, dataset.info.codebooks), np.uint16)
         self._frame_positions = int(estimator.positions(np.ones(1, np.int32))[0])
-        self._answer_overheads: dict[int, int] = {}
-        self._speech_overheads: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        self._dialogue_lengths: dict[tuple[int, tuple[int, ...]], int] = {}
+        # Measured on first use.
+        self._answer_overhead = cache(self._measure_answer_overhead)
+        self._speech_overhead = cache(self._measure_speech_overhead)
+        self._dialogue_length = cache(lambda target, references: estimator.length(conversation(target, references)))
         tokens, frames = count_text_tokens(dataset, estimator), estimator.positions(dataset.table.frames)
         self.as_target = (tokens + frames).astype(np.int64)
         self.as_reference = self.as_target if self._in_turns else frames.astype(np.int64)
@@ -124,38 +123,29 @@ class SequenceLengths:
             scene, tags = int(self._table.scene.indices[target]), int(self._table.speaker_tags.indices[target])
             return length + self._speech_overhead(scene, tags, tuple(self.kinds[list(references)].tolist()))
         # Tags of a dialogue are put before the texts of its references, which then come to other tokens.
-        if (target, references) not in self._dialogue_lengths:
-            conversation = self._conversation(target, references)
-            self._dialogue_lengths[target, references] = self._estimator.length(conversation)
-        return self._dialogue_lengths[target, references]
+        return self._dialogue_length(target, references)
 
-    def _answer_overhead(self, question: int) -> int:
-        """Positions of an answer form beside the answer and the frames, measured on first use."""
-        if question not in self._answer_overheads:
-            text = str(self._table.question.dictionary[question].as_py())
-            bare = answer_conversation(text, AudioClip("", self._frame), id=f"the question {text!r}", answer="")
-            self._answer_overheads[question] = self._estimator.length(bare) - self._frame_positions
-        return self._answer_overheads[question]
+    def _measure_answer_overhead(self, question: int) -> int:
+        """Positions of an answer form beside the answer and the frames."""
+        text = str(self._table.question.dictionary[question].as_py())
+        bare = answer_conversation(text, AudioClip("", self._frame), id=f"the question {text!r}", answer="")
+        return self._estimator.length(bare) - self._frame_positions
 
-    def _speech_overhead(self, scene: int, tags: int, reference_kinds: tuple[int, ...]) -> int:
-        """Positions of a speech form beside texts and frames, measured on first use with texts that are only tags."""
-        form = (scene, tags, reference_kinds)
-        if form not in self._speech_overheads:
-            target_text, *reference_texts = (self._tags_only(kind) for kind in (tags, *reference_kinds))
-            description = str(self._table.scene.dictionary[scene].as_py()) or self._settings.scene
-            bare = speech_conversation(
-                target_text,
-                id=f"the scene {description!r}",
-                references=tuple(Reference(text, AudioClip("", self._frame)) for text in reference_texts),
-                target=AudioClip("", self._frame, target=True),
-                scene=description,
-                reference_placement=self._settings.reference_placement,
-            )
-            texts = [target_text, *reference_texts] if self._in_turns else [target_text]
-            tokens = sum(self._estimator.count_tokens({"": text})[0] for text in texts if text)
-            frames = (1 + len(reference_kinds)) * self._frame_positions
-            self._speech_overheads[form] = self._estimator.length(bare) - tokens - frames
-        return self._speech_overheads[form]
+    def _measure_speech_overhead(self, scene: int, tags: int, reference_kinds: tuple[int, ...]) -> int:
+        """Positions of a speech form beside texts and frames, measured with texts that are only tags."""
+        target_text, *reference_texts = (self._tags_only(kind) for kind in (tags, *reference_kinds))
+        description = str(self._table.scene.dictionary[scene].as_py()) or self._settings.scene
+        bare = speech_conversation(
+            target_text,
+            id=f"the scene {description!r}",
+            references=tuple(Reference(text, AudioClip("", self._frame)) for text in reference_texts),
+            target=AudioClip("", self._frame, target=True),
+            scene=description,
+            reference_placement=self._settings.reference_placement,
+        )
+        texts = [target_text, *reference_texts] if self._in_turns else [target_text]
+        tokens = sum(self._estimator.count_tokens({"": text})[0] for text in texts if text)
+        return self._estimator.length(bare) - tokens - (1 + len(reference_kinds)) * self._frame_positions
 
     def _tags_only(self, kind: int) -> str:
         return " ".join(f"[SPEAKER{tag}]" for tag in str(self._table.speaker_tags.dictionary[kind].as_py()).split())

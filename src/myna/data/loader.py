@@ -52,6 +52,7 @@ class Shard:
 
 _Row: TypeAlias = list[PlannedSequence]
 _MicroBatch: TypeAlias = list[PlannedSequence]
+_StepPlans: TypeAlias = Generator[list[_MicroBatch], None, None]
 
 
 class _PackedWindow(NamedTuple):
@@ -104,7 +105,10 @@ class Loader(Generic[SequenceT, BatchT]):
 
     def evaluation_batches(self, micro_batch_size: int, shard: Shard) -> Generator[BatchT, None, None]:
         """One rank's share of all targets, each once."""
-        plans = ([micro_batch] for micro_batch in self._plan_evaluation(micro_batch_size, shard))
+        targets = self.reference_sampler.targets.indices[shard.rank :: shard.world_size]
+        size = self.settings.packing_window
+        windows = (self._pack(targets[start : start + size], epoch=0) for start in range(0, len(targets), size))
+        plans = ([batch] for window in windows for batch in _micro_batches(window.planned_rows(), micro_batch_size))
         with closing(self._prefetch(plans, per_step=1)) as steps:
             for [batch] in steps:
                 yield batch
@@ -159,21 +163,11 @@ class Loader(Generic[SequenceT, BatchT]):
 
     # Planning
 
-    def _plan_steps(
-        self, batch_size: int, micro_batch_size: int, shard: Shard, start: int
-    ) -> Generator[list[_MicroBatch], None, None]:
+    def _plan_steps(self, batch_size: int, micro_batch_size: int, shard: Shard, start: int) -> _StepPlans:
         rows = self._rows(skip=start * batch_size)
         while True:
             step = list(islice(rows, batch_size))
             yield list(_micro_batches(step[shard.rank :: shard.world_size], micro_batch_size))
-
-    def _plan_evaluation(self, micro_batch_size: int, shard: Shard) -> Iterator[_MicroBatch]:
-        targets = self.reference_sampler.targets.indices[shard.rank :: shard.world_size]
-        window = self.settings.packing_window
-        for start in range(0, len(targets), window):
-            yield from _micro_batches(
-                self._pack(targets[start : start + window], epoch=0).planned_rows(), micro_batch_size
-            )
 
     def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[_Row]:
         """The stream of rows without its first `skip`, endless unless `epochs` are given."""
@@ -209,9 +203,7 @@ class Loader(Generic[SequenceT, BatchT]):
         batch = self._build(planned)
         return batch if self._finish is None else self._finish(batch)
 
-    def _prefetch(
-        self, plans: Generator[list[_MicroBatch], None, None], per_step: int
-    ) -> Generator[list[BatchT], None, None]:
+    def _prefetch(self, plans: _StepPlans, per_step: int) -> Generator[list[BatchT], None, None]:
         """The batches of every planned step, in order, built ahead; a step has `per_step` micro-batches."""
         workers = self.settings.workers
         if not workers:

@@ -23,15 +23,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from myna.data.code_store import FORMAT as CODES_FORMAT
-from myna.data.code_store import (
-    CodeStore,
-    prepare_command,
-    read_cached_arrow,
-    relative_audio_path,
-    span_bounds,
-    write_arrow,
-)
+from myna.data import code_store
+from myna.data.code_store import CodeStore, prepare_command, read_cached_arrow, write_arrow
 from myna.data.hash_rng import IdHashes, string_hash
 from myna.data.manifest import iterate_manifest, missing_manifest_error
 from myna.data.utterance import Span, Utterance
@@ -167,24 +160,17 @@ def _reopen(folder: Path, path: Path, revision: str, fingerprint: str) -> Manife
 
 
 DICTIONARY_COLUMNS = ("audio", "speaker", "language", "scene", "question", "speaker_tags", "key")
-NUMERIC_COLUMNS = ("id_hash", "start", "end", "has_span", "is_target", "has_references", "shard", "offset", "frames")
 
 
 def _from_arrow(folder: Path, path: Path | None, batch: Any) -> ManifestTable:
-    columns: dict[str, Any] = {name: batch[name] for name in ("id", "text", "answer", "extras")}
-    for name in NUMERIC_COLUMNS:
-        columns[name] = batch[name].to_numpy(zero_copy_only=True)
+    columns: dict[str, Any] = dict(zip(batch.schema.names, batch.columns, strict=True))
+    references = columns.pop("references")
+    arrays = {"reference_bounds": references.offsets, "reference_indices": references.values}
+    arrays |= {name: column for name, column in columns.items() if pa.types.is_primitive(column.type)}
+    columns |= {name: array.to_numpy(zero_copy_only=True) for name, array in arrays.items()}
     for name in DICTIONARY_COLUMNS:
         columns[name] = DictionaryColumn(batch[name].indices.to_numpy(zero_copy_only=True), batch[name].dictionary)
-    return ManifestTable(
-        folder=folder,
-        path=path,
-        columns=batch,
-        fingerprint=batch.schema.metadata[b"content"].decode(),
-        reference_bounds=batch["references"].offsets.to_numpy(zero_copy_only=True),
-        reference_indices=batch["references"].values.to_numpy(zero_copy_only=True),
-        **columns,
-    )
+    return ManifestTable(folder, path, batch, batch.schema.metadata[b"content"].decode(), **columns)
 
 
 def _positions(values: Any, value_set: Any) -> Int32Array:
@@ -207,12 +193,7 @@ def _build(folder: Path, store: CodeStore, fingerprint: str) -> Any:
         raise DataError(f"{folder} holds no codes of {missing}", hint=prepare_command(folder))
     columns = {name: lines[name].combine_chunks() for name in lines.column_names}
     del lines, index  # a million of them are hundreds of megabytes
-    metadata = {
-        "format": CODES_FORMAT,
-        "codec": store.revision,
-        "fingerprint": fingerprint,
-        "content": _content_hash(columns),
-    }
+    content = _content_hash(columns)
     references = columns["references"]
     columns["has_references"] = pc.is_valid(references).cast(pa.uint8())
     counts = pc.fill_null(pc.list_value_length(references), 0).to_numpy(zero_copy_only=False)
@@ -222,7 +203,7 @@ def _build(folder: Path, store: CodeStore, fingerprint: str) -> Any:
     )
     columns |= {name: columns[name].dictionary_encode() for name in DICTIONARY_COLUMNS}
     columns |= {"shard": pa.array(location.shard), "offset": pa.array(location.offset)}
-    return pa.record_batch(columns).replace_schema_metadata(metadata)
+    return code_store.arrow_batch(columns, store.revision, fingerprint=fingerprint, content=content)
 
 
 SCHEMA = pa.schema(
@@ -244,26 +225,19 @@ def _read_lines(folder: Path) -> Iterator[Any]:
 
 
 def _line(utterance: Utterance, folder: Path) -> dict[str, Any]:
-    start, end = span_bounds(utterance.span)
+    start, end = code_store.span_bounds(utterance.span)
     extras, references, answer = utterance.extras, utterance.references, utterance.answer
-    texts = {
-        "id": utterance.id,
-        "text": utterance.text,
-        "answer": answer,
-        "speaker": utterance.speaker,
-        "language": utterance.language,
-        "scene": "" if answer else str(extras.get("scene") or ""),
-        "question": str(extras.get("question") or "") if answer else "",
-    }
+    texts: dict[str, str] = {name: getattr(utterance, name) for name in ("id", "text", "answer", "speaker", "language")}
+    texts["scene"] = "" if answer else str(extras.get("scene") or "")
+    texts["question"] = str(extras.get("question") or "") if answer else ""
     try:
         "".join(texts.values()).encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{utterance.id!r} holds half a character: {error}", hint="mend its line in the manifest"
-        ) from None
+        problem = f"{utterance.id!r} holds half a character: {error}"
+        raise DataError(problem, hint="mend its line in the manifest") from None
     return texts | {
         "id_hash": string_hash(utterance.id),
-        "audio": relative_audio_path(utterance.audio, folder),
+        "audio": code_store.relative_audio_path(utterance.audio, folder),
         "start": start,
         "end": math.inf if end is None else end,
         "has_span": int(utterance.span is not None),
@@ -278,10 +252,8 @@ def _check_unique_ids(folder: Path, ids: Any) -> None:
     if pc.count_distinct(ids).as_py() == len(ids):
         return
     duplicate = next(entry["values"] for entry in pc.value_counts(ids).to_pylist() if entry["counts"] > 1)
-    raise DataError(
-        f"{folder / MANIFEST_FILE} has several utterances with the id {duplicate}",
-        hint="give each a name of its own, and run `myna prepare` again",
-    )
+    problem = f"{folder / MANIFEST_FILE} has several utterances with the id {duplicate}"
+    raise DataError(problem, hint="give each a name of its own, and run `myna prepare` again")
 
 
 def _match_index(folder: Path, store: CodeStore, lines: Any) -> Any:
@@ -293,15 +265,13 @@ def _match_index(folder: Path, store: CodeStore, lines: Any) -> Any:
     index = pa.Table.from_batches([index]).take(pc.fill_null(positions, 0)) if len(index["id"]) else index
     is_same = is_indexed.copy()
     if is_indexed.any():
-        is_same &= pc.equal(index["audio"], lines["audio"]).to_numpy()
-        is_same &= pc.equal(index["start"], lines["start"]).to_numpy()
-        is_same &= pc.equal(pc.fill_null(index["end"], math.inf), lines["end"]).to_numpy()
+        for name, default in (("audio", ""), ("start", 0.0), ("end", math.inf)):
+            is_same &= pc.equal(pc.fill_null(index[name], default), lines[name]).to_numpy()
     if not is_same.all():
         first = int(np.argmin(is_same))
         change = "has other audio" if is_indexed[first] else "is new"
-        raise DataError(
-            f"the utterance {ids[first].as_py()} {change} since {folder} was encoded", hint=prepare_command(folder)
-        )
+        problem = f"the utterance {ids[first].as_py()} {change} since {folder} was encoded"
+        raise DataError(problem, hint=prepare_command(folder))
     return index
 
 

@@ -54,10 +54,8 @@ class ReferenceSampler:
         is_target, fits = table.is_target.astype(bool), (shortest <= seconds) & (seconds <= longest)
         self.targets = Utterances(table, np.flatnonzero(is_target & fits))
         if not self.targets:
-            raise DataError(
-                f"{dataset.folder} has no target between {shortest} and {longest} seconds",
-                hint="check `data.seconds` and the folder's manifest.jsonl",
-            )
+            problem = f"{dataset.folder} has no target between {shortest} and {longest} seconds"
+            raise DataError(problem, hint="check `data.seconds` and the folder's manifest.jsonl")
         self._check_given()
         unpaired = self.sample(self.targets.indices, epoch=0).counts == 0
         self.without_reference = Utterances(table, self.targets.indices[unpaired])
@@ -66,10 +64,8 @@ class ReferenceSampler:
         """Utterances left out as too short or too long."""
         if settings.require_reference and unpaired.any():
             remedy = "give those speakers a name and a second clip" if self._is_random else "name their `references`"
-            raise DataError(
-                f"{len(self.without_reference)} targets find no reference, {self.without_reference[0].id} first",
-                hint=f"{remedy}, or set data.require_reference=false",
-            )
+            problem = f"{len(self.without_reference)} targets find no reference, {self.without_reference[0].id} first"
+            raise DataError(problem, hint=f"{remedy}, or set data.require_reference=false")
 
     @property
     def hours(self) -> float:
@@ -167,10 +163,8 @@ class ReferenceSampler:
         is_shared = _share_audio(table, owners, given.indices)
         if is_shared.any():
             target = table.utterance(int(owners[np.argmax(is_shared)]))
-            raise DataError(
-                f"{target.id} has itself for a reference: it would learn to copy",
-                hint="name another clip of the speaker in the manifest's `references`",
-            )
+            problem = f"{target.id} has itself for a reference: it would learn to copy"
+            raise DataError(problem, hint="name another clip of the speaker in the manifest's `references`")
 
 
 class _ReferencePool(NamedTuple):

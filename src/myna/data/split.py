@@ -12,6 +12,7 @@ subset of their speaker or text, and nothing that was held out is ever trained o
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections import defaultdict
@@ -22,7 +23,7 @@ from typing import Literal, cast, get_args
 
 from networkx.utils import UnionFind  # type: ignore[import-untyped]
 
-from myna.data.code_store import CodeStore, write_index
+from myna.data.code_store import CodeStore, span_bounds, write_index
 from myna.data.dataset import PreparedDataset
 from myna.data.hash_rng import string_hash
 from myna.data.manifest import write_manifest
@@ -33,6 +34,8 @@ from myna.io import atomic_write
 
 Subset = Literal["train", "held_out_texts", "held_out_speakers"]
 TRAIN, TEXTS, SPEAKERS = SUBSETS = cast(tuple[Subset, Subset, Subset], get_args(Subset))
+Groups = dict[str, Hashable]
+"""The group of each id; a group stays in one subset."""
 SPLIT_FILE = "split.json"
 MIN_HELD_OUT_CLIPS = 2
 """Clips that a held-out speaker must have, so that each can be the other's reference."""
@@ -52,6 +55,9 @@ class DatasetSplit:
 
     def ids(self, subset: Subset) -> list[str]:
         return [id for id, assigned in self.subset_of.items() if assigned == subset]
+
+    def held_out(self, subset: Subset, groups: Groups) -> set[Hashable]:
+        return {groups[id] for id in self.ids(subset) if id in groups}
 
     def write(self, folder: Path) -> None:
         with atomic_write(folder / SPLIT_FILE) as temporary:
@@ -102,17 +108,16 @@ def assign_subsets(
 ) -> DatasetSplit:
     """Hold out whole speakers first, then whole texts of the others. `key` is equal for equal audio."""
     groups = _group_speakers(utterances, key)
-    held_out_groups = _hold_out_speakers(utterances, groups, speakers, seed, previous)
-    others = [utterance for utterance in utterances if groups[utterance.id] not in held_out_groups]
-    held_out_texts = _hold_out_texts(others, key, texts, seed, previous)
+    held_out = previous.held_out(SPEAKERS, groups) if previous else _draw_speakers(utterances, groups, speakers, seed)
+    others = [utterance for utterance in utterances if groups[utterance.id] not in held_out]
+    groups = _group_texts(others, key)
+    held_out = previous.held_out(TEXTS, groups) if previous else _draw_texts(others, groups, texts, seed)
     subset_of: dict[str, Subset] = {utterance.id: SPEAKERS for utterance in utterances}
-    subset_of |= {utterance.id: TEXTS if utterance.id in held_out_texts else TRAIN for utterance in others}
+    subset_of |= {utterance.id: TEXTS if groups[utterance.id] in held_out else TRAIN for utterance in others}
     for id in previous.ids(TRAIN) if previous is not None else ():
         if subset_of.get(id, TRAIN) != TRAIN:
-            raise DataError(
-                f"{id} was learned from and would now be held out: what came later is the same voice or the same words",
-                hint=f"take the new clips out, or delete {SPLIT_FILE} and train anew",
-            )
+            problem = "was learned from and would now be held out: what came later is the same voice or the same words"
+            raise DataError(f"{id} {problem}", hint=f"take the new clips out, or delete {SPLIT_FILE} and train anew")
     if TRAIN not in subset_of.values():
         raise DataError("nothing would be left to learn from", hint="hold out fewer speakers or texts")
     return DatasetSplit(seed, speakers, texts, subset_of)
@@ -144,7 +149,7 @@ def _leak(problem: str) -> DataError:
     return DataError(f"the split leaks: {problem}", hint=f"delete {SPLIT_FILE} and split again")
 
 
-def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> dict[str, Hashable]:
+def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
     """A group for each id: speakers that share audio are one, since one voice may have several names."""
 
     def speaker(utterance: Utterance) -> Hashable:
@@ -159,16 +164,8 @@ def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], 
     return {utterance.id: joined[speaker(utterance)] for utterance in utterances}
 
 
-def _hold_out_speakers(
-    utterances: Sequence[Utterance],
-    groups: Mapping[str, Hashable],
-    count: int,
-    seed: int,
-    previous: DatasetSplit | None,
-) -> set[Hashable]:
-    """The groups of speakers that are held out."""
-    if previous is not None:
-        return {groups[id] for id in previous.ids(SPEAKERS) if id in groups}
+def _draw_speakers(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:
+    """The groups of speakers to hold out."""
     members: defaultdict[Hashable, list[Utterance]] = defaultdict(list)
     for utterance in utterances:
         members[groups[utterance.id]].append(utterance)
@@ -187,44 +184,35 @@ def _hold_out_speakers(
     return set(sorted(names, key=lambda group: string_hash(f"{seed}/speaker/{names[group]}"))[:count])
 
 
-def _hold_out_texts(
-    utterances: Sequence[Utterance],
-    key: Callable[[Utterance], str],
-    count: int,
-    seed: int,
-    previous: DatasetSplit | None,
-) -> set[str]:
-    """The ids whose texts are held out: equal texts and equal audio stay together."""
+def _group_texts(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
+    """A group for each id: equal texts and equal audio stay together."""
     joined = UnionFind()
     for utterance in utterances:
         joined.union(("id", utterance.id), ("text", alphanumeric(utterance.text)), ("key", key(utterance)))
     for first, second in _overlapping(utterances):
         joined.union(("id", first.id), ("id", second.id))
-    groups = {utterance.id: joined["id", utterance.id] for utterance in utterances}
-    if previous is not None:
-        held_out = {groups[id] for id in previous.ids(TEXTS) if id in groups}
-    else:
-        names: dict[Hashable, str] = {}
-        for utterance in utterances:
-            if (text := alphanumeric(utterance.text)) and utterance.is_target:
-                group = groups[utterance.id]
-                names[group] = min(names.get(group, text), text)
-        if count >= len(names) and count:
-            raise DataError(
-                f"{count} texts cannot be held out of {len(names)}",
-                hint=f"hold out at most {len(names) - 1} with --texts",
-            )
-        held_out = set(sorted(names, key=lambda group: string_hash(f"{seed}/text/{names[group]}"))[:count])
-    return {id for id, group in groups.items() if group in held_out}
+    return {utterance.id: joined["id", utterance.id] for utterance in utterances}
+
+
+def _draw_texts(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:
+    """The groups of texts to hold out."""
+    names: dict[Hashable, str] = {}
+    for utterance in utterances:
+        if (text := alphanumeric(utterance.text)) and utterance.is_target:
+            group = groups[utterance.id]
+            names[group] = min(names.get(group, text), text)
+    if count >= len(names) and count:
+        problem = f"{count} texts cannot be held out of {len(names)}"
+        raise DataError(problem, hint=f"hold out at most {len(names) - 1} with --texts")
+    return set(sorted(names, key=lambda group: string_hash(f"{seed}/text/{names[group]}"))[:count])
 
 
 def _overlapping(utterances: Iterable[Utterance]) -> Iterable[tuple[Utterance, Utterance]]:
     """Pairs of utterances whose spans of one recording overlap, enough of them to join all that do."""
     spans: defaultdict[Path, list[tuple[float, float, Utterance]]] = defaultdict(list)
     for utterance in utterances:
-        span = utterance.span
-        end = float("inf") if span is None or span.end is None else span.end
-        spans[utterance.audio].append((span.start if span else 0.0, end, utterance))
+        start, end = span_bounds(utterance.span)
+        spans[utterance.audio].append((start, math.inf if end is None else end, utterance))
     for recording in spans.values():
         recording.sort(key=lambda span: span[:2])
         last_end, owner = recording[0][1], recording[0][2]

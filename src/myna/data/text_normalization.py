@@ -19,22 +19,18 @@ ARABIC_LETTERS = str.maketrans(
     {"أ": "ا", "إ": "ا", "آ": "ا", "ٱ": "ا", "ى": "ي", "ئ": "ي", "ؤ": "و", "ة": "ه", "ی": "ي", "ک": "ك"}
 )
 """Letters that writers put for one another: forms of alif, ya without dots, hamza on its seats, ta marbuta."""
+ARABIC_ENDINGS = {"": 1, "ه": 1, "ون": 10, "ين": 10, "ميه": 100, "مايه": 100}
 ARABIC_NUMBERS = {
-    **{"صفر": 0, "واحد": 1, "اثنان": 2, "ثلاثه": 3, "اربعه": 4, "خمسه": 5},
-    **{"سته": 6, "سبعه": 7, "ثمانيه": 8, "تسعه": 9, "عشره": 10},
-    **{"واحده": 1, "احد": 1, "احدي": 1, "اثنين": 2, "اثنتان": 2, "اثنتين": 2, "اثنا": 2, "اثني": 2, "اثنتا": 2},
-    **{"ثلاث": 3, "اربع": 4, "خمس": 5, "ست": 6, "سبع": 7, "ثمان": 8, "ثماني": 8, "تسع": 9, "عشر": 10},
+    **{"صفر": 0, "واحد": 1, "واحده": 1, "احد": 1, "احدي": 1, "ثماني": 8, "ثمانيه": 8},
+    **{"اثنان": 2, "اثنين": 2, "اثنتان": 2, "اثنتين": 2, "اثنا": 2, "اثني": 2, "اثنتا": 2},
+    **{"عشر": 10, "عشره": 10, "عشرون": 20, "عشرين": 20},
     **{
-        f"{stem}{end}": 10 * place
-        for place, stem in enumerate(["عشر", "ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"], start=2)
-        for end in ("ون", "ين")
+        f"{stem}{ending}": digit * unit
+        for digit, stem in enumerate(["ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"], start=3)
+        for ending, unit in ARABIC_ENDINGS.items()
+        if (digit, ending) != (8, "ه")  # which is irregular
     },
     **{"ميه": 100, "مايه": 100, "ميتان": 200, "ميتين": 200, "مايتان": 200, "مايتين": 200},
-    **{
-        f"{stem}{hundred}": 100 * place
-        for place, stem in enumerate(["ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"], start=3)
-        for hundred in ("ميه", "مايه")
-    },
     **{"الف": 1000, "الفا": 1000, "الاف": 1000, "الفان": 2000, "الفين": 2000},
 }
 """Number words after the letters above are made equal, in both genders and cases."""
@@ -42,15 +38,14 @@ ARABIC_NUMBERS = {
 VIETNAMESE_DIGITS = ("không", "một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín")
 AFTER_TENS = {"mốt": "một", "tư": "bốn", "lăm": "năm", "nhăm": "năm"}
 """Forms of a last digit after tens."""
-TONE_AT_THE_END = re.compile(r"\b((?:[^\W\d_](?<!q))*)(oà|oá|oả|oã|oạ|oè|oé|oẻ|oẽ|oẹ|uỳ|uý|uỷ|uỹ|uỵ)\b")
-TONE_BEFORE = dict(
-    zip(
-        ["oà", "oá", "oả", "oã", "oạ", "oè", "oé", "oẻ", "oẽ", "oẹ", "uỳ", "uý", "uỷ", "uỹ", "uỵ"],
-        ["òa", "óa", "ỏa", "õa", "ọa", "òe", "óe", "ỏe", "õe", "ọe", "ùy", "úy", "ủy", "ũy", "ụy"],
-        strict=True,
-    )
-)
+VIETNAMESE_SPELLINGS = {"ngàn": "nghìn", "bẩy": "bảy"}
+TONE_BEFORE = {
+    unicodedata.normalize("NFC", first + second + tone): unicodedata.normalize("NFC", first + tone + second)
+    for first, second in ("oa", "oe", "uy")
+    for tone in "\u0300\u0301\u0309\u0303\u0323"
+}
 """Two schools put the tone on different letters of the same syllable: hoà and hòa are one word."""
+TONE_AT_THE_END = re.compile(rf"\b((?:[^\W\d_](?<!q))*)({'|'.join(TONE_BEFORE)})\b")
 
 
 def base_language(language: str) -> str:
@@ -70,11 +65,13 @@ def words(text: str, language: str = "en") -> list[str]:
         # Whisper's normalizer drops bracketed text as a remark, but a speaker reads it.
         normalized = _english()("".join(" " if symbol in "()[]{}<>" else symbol for symbol in normalized))
         return [word for part in normalized.split() if (word := part.strip("'.")) and any(map(str.isalnum, word))]
-    normalized = _ascii_digits(normalized.casefold())
+    folded = normalized.casefold()
+    normalized = "".join(str(unicodedata.decimal(symbol)) if symbol.isdecimal() else symbol for symbol in folded)
     if base in ("ar", "vi"):
         normalized = re.sub(r"(?<=\d)[.,٬](?=\d{3}(?!\d))", "", normalized)  # separators of thousands
     if base == "ar":
-        normalized = _arabic(normalized)
+        bare = (symbol for symbol in normalized if symbol != TATWEEL and not _is_mark(symbol))
+        normalized = "".join(bare).translate(ARABIC_LETTERS)
     kept = (symbol if symbol.isalnum() or symbol == "'" or _is_mark(symbol) else " " for symbol in normalized)
     tokens = [word for part in "".join(kept).split() if (word := part.strip("'"))]
     if base in UNSPACED:
@@ -107,10 +104,6 @@ def _english() -> Callable[[str], str]:
     return normalizer
 
 
-def _ascii_digits(text: str) -> str:
-    return "".join(str(unicodedata.decimal(symbol)) if symbol.isdecimal() else symbol for symbol in text)
-
-
 def _is_mark(symbol: str) -> bool:
     """Part of the letter before it: a tone, a vowel sign."""
     return unicodedata.category(symbol).startswith("M")
@@ -125,12 +118,6 @@ def _clusters(word: str) -> list[str]:
         else:
             clusters.append(symbol)
     return clusters
-
-
-def _arabic(text: str) -> str:
-    """Without vowel signs and stretching, and with letters made equal."""
-    bare = "".join(symbol for symbol in text if symbol != TATWEEL and not _is_mark(symbol))
-    return bare.translate(ARABIC_LETTERS)
 
 
 def _arabic_numbers(tokens: list[str]) -> list[str]:
@@ -183,10 +170,7 @@ def _vietnamese(tokens: list[str]) -> list[str]:
             word = AFTER_TENS[word]
         elif word == "lẻ" and previous in ("trăm", "nghìn"):
             word = "linh"
-        elif word == "ngàn":
-            word = "nghìn"
-        elif word == "bẩy":
-            word = "bảy"
+        word = VIETNAMESE_SPELLINGS.get(word, word)
         converted.append(TONE_AT_THE_END.sub(lambda match: match[1] + TONE_BEFORE[match[2]], word))
     return converted
 

@@ -56,7 +56,7 @@ def evaluate_system(
     system = resolve_system(subject, seed=seed, device=device, strength=strength)
     others = [resolve_system(other, seed=seed, device=device) for other in against]
     name, source = split_subject(subject)
-    run = find_run(source)
+    run = Run.find(Path(source))
     # A run is compared with what it was tuned from, and a model with the first of the others.
     bases: list[SpeechSystem] = []
     if run is not None:
@@ -90,19 +90,12 @@ def split_subject(subject: str) -> tuple[str, str]:
     return name, source
 
 
-def find_run(source: str) -> Run | None:
-    """The run of a run folder, of its `best/` or of one of its checkpoints; None for a model."""
-    folder = Path(source)
-    is_checkpoint = folder.absolute().parent.name == "checkpoints" and folder.is_dir()
-    return Run.open_for_inference(folder) if is_checkpoint or (folder / "config.yaml").is_file() else None
-
-
 def resolve_system(
     subject: str, *, seed: int, device: str, name: str | None = None, strength: float = 1.0
 ) -> SpeechSystem:
     """The system of a subject; its weights are loaded when it speaks."""
     name, source = split_subject(subject) if name is None else (name, subject)
-    run = find_run(source)
+    run = Run.find(Path(source))
     metadata = run_metadata(run) if run is not None else {"model": source}
     metadata |= {"strength": strength} if strength != 1.0 else {}
     folder, model = (run.folder, None) if run is not None else (None, source)
@@ -132,7 +125,7 @@ def resolve_eval_set(
     subject: str, data: Path | None, sentences: Path | None, *, seed: int, limit: int | None, language: str
 ) -> EvalSet:
     """Items of `sentences` or of `data`; a run's own held-out data by default."""
-    run = find_run(split_subject(subject)[1])
+    run = Run.find(Path(split_subject(subject)[1]))
     if data is None and run is not None:
         data = run.recipe.data.evaluation or (run.recipe.data.train if sentences is not None else None)
     if data is None and sentences is None:

@@ -27,7 +27,20 @@ def find_checkpoint(source: str, revision: str | None = None) -> Path | None:
 
     if source in (*HIGGS_V2_NAMES, *PHI4_NAMES):
         return None
-    return _shipped(source, revision) if source in SHIPPED else resolve_checkpoint(source, revision)
+    if source not in SHIPPED:
+        return resolve_checkpoint(source, revision)
+    folder = SHIPPED[source]
+    if revision is not None:
+        raise ModelError(
+            f"{source} comes with Myna and has no revision {revision}",
+            hint="leave the revision out, or install another Myna",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"the weights of {source} are not in this copy of Myna: {folder} is missing or empty",
+            hint=f"install a released Myna, or make them anew: training/{source}/README.md says how",
+        )
+    return folder
 
 
 def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
@@ -74,21 +87,6 @@ def save_tiny_model(out: Path, *, seed: int = 0, answers: bool = False) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not empty", hint="choose another folder with --out")
     return phi4.save_tiny(out, seed=seed) if answers else higgs_v2.save_tiny(out, seed=seed)
-
-
-def _shipped(name: str, revision: str | None) -> Path:
-    folder = SHIPPED[name]
-    if revision is not None:
-        raise ModelError(
-            f"{name} comes with Myna and has no revision {revision}",
-            hint="leave the revision out, or install another Myna",
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"the weights of {name} are not in this copy of Myna: {folder} is missing or empty",
-            hint=f"install a released Myna, or make them anew: training/{name}/README.md says how",
-        )
-    return folder
 
 
 def _model_type(folder: Path) -> str:

@@ -83,11 +83,6 @@ class KVCache:
     @staticmethod
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """One query per prompt, (prompts, heads, head size), over what `append` returned."""
-        attended = F.scaled_dot_product_attention(
-            q.unsqueeze(2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask[:, None, None],
-            enable_gqa=q.shape[1] != keys.shape[2],
-        )
+        q, k, v, mask = q.unsqueeze(2), keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None]
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return attended.squeeze(2)

@@ -26,6 +26,8 @@ from myna.errors import ModelError
 
 IGNORE_INDEX = -100
 """The label of a position that is not supervised, torch's default."""
+FrameCallback = Callable[[int], None] | None
+"""Called with the number of frames generated so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +300,7 @@ class SpeakingFamily(Family):
 
     @abstractmethod
     def generate(
-        self,
-        model: nn.Module,
-        prompts: Sequence[RenderedSequence],
-        sampling: Sampling,
-        on_frame: Callable[[int], None] | None = None,
+        self, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling, on_frame: FrameCallback = None
     ) -> list[GeneratedCodes]:
         """Speech for conversations whose last turn is open."""
 

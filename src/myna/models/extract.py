@@ -20,6 +20,7 @@ from torch import nn
 from myna.config import AdaptSettings
 from myna.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
+from myna.models.files import shapes_of
 from myna.models.lora import SupportsLora, make_trainable, resolve_module_names, save_adapter
 
 MAX_EXACT_SVD_SIZE = 1024
@@ -85,8 +86,7 @@ def fit_lora(
     if settings.mode == "full" or settings.dora:
         setting = "adapt.mode: full" if settings.mode == "full" else "adapt.dora"
         raise ConfigError(f"`{setting}` is no plain LoRA, which is what can be extracted", hint="drop it")
-    before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
-    _check_same_shapes(before, after)
+    before, after = _matching_parameters(base, tuned)
     trained = resolve_module_names(family, base, settings.train_modules, "adapt.train_modules")
     model = make_trainable(base, family, settings)
 
@@ -113,8 +113,7 @@ def fit_lora(
 
     left = {}
     for name in before.keys() - covered:
-        size = _squared_norm(change(name))
-        if size:
+        if size := _squared_norm(change(name)):
             left[name] = math.sqrt(size / max(_squared_norm(before[name].float()), 1e-30))
             lost, total = lost + size, total + size
     error = math.sqrt(lost / total) if total else 0.0
@@ -149,8 +148,7 @@ def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
 
 def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
     """Short names of the parts that changed and get no LoRA."""
-    before, after = dict(base.named_parameters()), dict(tuned.named_parameters())
-    _check_same_shapes(before, after)
+    before, after = _matching_parameters(base, tuned)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     adapted = family.lora_targets(base, settings.mode, settings.targets).adapted
 
@@ -161,15 +159,17 @@ def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, sett
     return [short for short, modules in parts if inside(changed, modules) and not inside(adapted, modules)]
 
 
-def _check_same_shapes(before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
-    shapes = [{name: tuple(p.shape) for name, p in parameters.items()} for parameters in (before, after)]
-    odd = sorted(name for name in before.keys() | after.keys() if shapes[0].get(name) != shapes[1].get(name))
-    if odd:
-        was, now = (side.get(odd[0], "missing") for side in shapes)
+def _matching_parameters(base: nn.Module, tuned: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Parameters of both models by name, of equal names and shapes."""
+    parameters = [dict(model.named_parameters()) for model in (base, tuned)]
+    before, after = map(shapes_of, parameters)
+    if odd := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+        was, now = before.get(odd[0], "missing"), after.get(odd[0], "missing")
         raise CheckpointError(
             f"the two models are not of one shape: {odd[0]} is {was} and {now}, and {len(odd) - 1} more differ",
             hint="name the model that the tuned one was trained from",
         )
+    return parameters
 
 
 def _squared_norm(tensor: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -38,15 +38,9 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
         )
     from huggingface_hub import snapshot_download
 
+    wanted, unwanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"], ["*.bin", "*.pt", "*.pth"]
     try:
-        return Path(
-            snapshot_download(
-                source,
-                revision=revision,
-                allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer*"],
-                ignore_patterns=["*.bin", "*.pt", "*.pth"],
-            )
-        )
+        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:
         at = f" at revision {revision}" if revision else ""
         raise ModelError(
@@ -80,13 +74,11 @@ def check_token_ids(
     size. `other_ids` describes ids on which they differ otherwise."""
     vocabulary = tokenizer.get_vocab()
     wrong = [
-        *(
-            f"the tokenizer has no single token {token}"
-            for token in single
-            if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]
-        ),
-        *other_ids,
+        f"the tokenizer has no single token {token}"
+        for token in single
+        if tokenizer.encode(token, add_special_tokens=False) != [vocabulary.get(token)]
     ]
+    wrong += other_ids
     if len(tokenizer) > vocab_size:
         wrong.append(f"the tokenizer has {len(tokenizer)} tokens, but vocab_size is {vocab_size}")
     if wrong:
@@ -124,7 +116,6 @@ def weight_files(
 
 
 def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a state dict."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
@@ -142,11 +133,10 @@ def state_dict_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[
     return [f"{len(names)} {kind}: {format_names(names)}" for kind, names in problems.items() if names]
 
 
-def check_state_dict(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
-    """Refuse the weights of a folder unless every name and shape is as its configuration says."""
-    if problems := state_dict_problems(expected, found):
+def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Refuse the weights of a folder unless every name and shape is as in the state dict that its configuration asks
+    for."""
+    if problems := state_dict_problems(shapes_of(expected), found):
         raise CheckpointError(
             "\n  ".join([f"the weights in {folder} do not fit its config.json", *problems]),
             hint="the configuration and the weights must come from one checkpoint; download it again if in doubt",
@@ -164,7 +154,6 @@ def check_unwrapped(state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """A safetensors file for reading."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -172,6 +161,22 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{file} cannot be read: {error_summary(error)}", hint="it is damaged or cut short: download it again"
         ) from error
+
+
+class StoredTensor(NamedTuple):
+    """File, name and shape of a tensor in a checkpoint."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """The tensors of a folder, from the headers."""
+    for file in weight_files(folder):
+        with open_safetensors(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
+                yield StoredTensor(file, name, tuple(tensors.get_slice(name).get_shape()))
 
 
 @contextmanager

@@ -5,21 +5,38 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
-from myna.data.conversation import Conversation
+from myna.data.conversation import AudioClip, Conversation
 from myna.errors import DataError, ModelError
-from myna.models.base import Family, LoraTargets, get_base_model
+from myna.models.base import Family, LoraTargets, RenderedSequence, get_base_model
 from myna.models.files import load_tokenizer
 from myna.models.module_patterns import ModulePatterns
+
+TOKEN_CACHE_SIZE = 4096
+"""Texts whose token ids are cached."""
+
+Ids = npt.NDArray[np.int64]
+
+
+class PromptSegment(NamedTuple):
+    """A piece of a prompt: text, a control token, or a clip between its control tokens."""
+
+    kind: Literal["text", "special", "audio"]
+    text: str
+    supervised: bool = False
+    clip: AudioClip | None = None
+    cached: bool = False
+    """Text that many conversations share: headers, and system prompts with their few scenes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +55,22 @@ class PromptRenderer(ABC):
         """Hash over the ids of conversations that use every rule of the prompt."""
 
     @abstractmethod
-    def length(self, conversation: Conversation) -> int: ...
+    def render(
+        self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
+    ) -> RenderedSequence: ...
+
+    @abstractmethod
+    def _segments(self, conversation: Conversation) -> Iterator[PromptSegment]:
+        """The prompt of a conversation, in order."""
+
+    @abstractmethod
+    def _clip_positions(self, clip: AudioClip) -> int: ...
+
+    def length(self, conversation: Conversation) -> int:
+        return sum(
+            len(self._ids(segment)) if segment.clip is None else self._clip_positions(segment.clip)
+            for segment in self._segments(conversation)
+        )
 
     @property
     def text_revision(self) -> str:
@@ -49,7 +81,20 @@ class PromptRenderer(ABC):
         checked = [self._check_text(text, id) for id, text in texts.items()]
         return [len(tokens) for tokens in self._backend.encode_batch_fast(checked, add_special_tokens=False)]
 
-    def _encode(self, text: str) -> npt.NDArray[np.int64]:
+    def _ids(self, segment: PromptSegment) -> Ids:
+        if segment.kind == "special":
+            return self._special_ids(segment.text)
+        return self._cached_ids(segment.text) if segment.cached else self._encode(segment.text)
+
+    @cached_property
+    def _cached_ids(self) -> Callable[[str], Ids]:
+        return lru_cache(TOKEN_CACHE_SIZE)(self._encode)
+
+    @cached_property
+    def _special_ids(self) -> Callable[[str], Ids]:
+        return lru_cache(None)(lambda token: np.array([self.tokenizer.convert_tokens_to_ids(token)], np.int64))
+
+    def _encode(self, text: str) -> Ids:
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int64)
 
     def _check_text(self, text: str, id: str) -> str:
@@ -79,6 +124,9 @@ class HFFamily(Family):
     checkpoint: ClassVar[Any]
     """The family's `checkpoint` module."""
     modules: ClassVar[ModulePatterns]
+    builtin_config: ClassVar[Any]
+    objective_type: ClassVar[Any]
+    """Class of the training objective, which takes the settings of `objective`."""
 
     def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
         self.source = source
@@ -91,6 +139,11 @@ class HFFamily(Family):
         family = cls(source, cls.checkpoint.read_config(folder), folder, codec)
         cls.checkpoint.check_tokenizer(family.config, family.tokenizer)
         return family
+
+    @classmethod
+    def builtin(cls, name: str) -> Self:
+        """A true-size configuration without weights or tokenizer."""
+        return cls(name, cls.builtin_config(name), None)
 
     @property
     @abstractmethod
@@ -116,11 +169,22 @@ class HFFamily(Family):
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
         return self.renderer.count_tokens(texts)
 
+    def render(self, conversation: Conversation, **supervise: bool) -> RenderedSequence:
+        return self.renderer.render(conversation, **supervise)
+
     def length(self, conversation: Conversation) -> int:
         return self.renderer.length(conversation)
 
     def check_weights(self) -> str:
         return str(self.checkpoint.check_weights(self._require_folder(), self.config))
+
+    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
+        folder = Path() if torch.device(device).type == "meta" else self._require_folder()
+        load: Callable[..., nn.Module] = self.checkpoint.load_weights
+        return load(folder, self.config, dtype=dtype, device=device, text_head=text_head)
+
+    def objective(self, model: nn.Module, **settings: Any) -> nn.Module:
+        return self.objective_type(model, **settings)  # type: ignore[no-any-return]
 
     def layers(self, objective: Any) -> Sequence[nn.Module]:
         return list(objective.layers)

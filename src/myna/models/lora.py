@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -76,8 +76,7 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
     if not targets.adapted:
         raise ModelError(f"adapt.mode {settings.mode} meets no layer of {family.source}", hint="try another mode")
     for name in trained:
-        inner = [target for target in targets.adapted if f"{target}.".startswith(f"{name}.")]
-        if inner:
+        if inner := [target for target in targets.adapted if f"{target}.".startswith(f"{name}.")]:
             raise ConfigError(
                 f"`adapt.train_modules` covers `{name}`, where adapt.mode {settings.mode} puts a LoRA on `{inner[0]}`",
                 hint="train it in full or with a LoRA: drop it from train_modules, or choose another mode",
@@ -98,8 +97,9 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
         wrapped: nn.Module = get_peft_model(model, config)
     config.base_model_name_or_path = family.source
     # PEFT shortens long lists of names to common ends and matches modules by their ends.
-    assert set(_replaced_modules(wrapped, LoraLayer)) == set(targets.adapted)
-    assert set(_replaced_modules(wrapped, ModulesToSaveWrapper)) == set(trained)
+    for kind, expected in ((LoraLayer, targets.adapted), (ModulesToSaveWrapper, trained)):
+        replaced = {name for name, module in wrapped.named_modules() if isinstance(module, kind)}
+        assert replaced == {f"base_model.model.{name}" for name in expected}
     return wrapped
 
 
@@ -196,7 +196,7 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     set_peft_model_state_dict(wrapped, tensors)
     if trainable:
         return wrapped
-    if _has_no_effect(wrapped):
+    if not any(map(_has_effect, wrapped.modules())):
         raise ModelError(
             f"the adapter in {folder} changes nothing: it is as it was before training",
             hint="train it for longer, or open a later checkpoint",
@@ -211,9 +211,8 @@ def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
         raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            for copy, original in zip(
-                module.modules_to_save[_ADAPTER].parameters(), module.original_module.parameters(), strict=True
-            ):
+            trained = module.modules_to_save[_ADAPTER]
+            for copy, original in zip(trained.parameters(), module.original_module.parameters(), strict=True):
                 copy.data = torch.lerp(original.float(), copy.float(), strength).to(original.dtype)
         elif isinstance(module, LoraLayer) and strength != 1.0:
             if _ADAPTER in module.lora_magnitude_vector:
@@ -226,13 +225,6 @@ def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
     except ValueError as error:
         raise ModelError(f"the adapter cannot be merged: {error}", hint="open another checkpoint of the run") from None
     return merged.requires_grad_(False)
-
-
-def _replaced_modules(model: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
-    """Full names, as in the unwrapped model, of the modules PEFT has replaced."""
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            yield name.removeprefix("base_model.model.")
 
 
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -250,8 +242,7 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         raise CheckpointError(f"{folder} is damaged: {error}", hint="open another checkpoint of the run") from None
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is a {config.peft_type} adapter", hint="only LoRA adapters can be opened")
-    broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    if broken:
+    if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise CheckpointError(
             f"{folder}: {format_names(broken)} not finite", hint="open an earlier checkpoint of the run"
         )
@@ -263,16 +254,13 @@ def _wrong_model(config: Any) -> str:
     return f"open it on the model it was trained on: {config.base_model_name_or_path}{heads}"
 
 
-def _has_no_effect(model: nn.Module) -> bool:
-    """True when the adapter has no effect."""
-    return not any(
-        _lora_has_effect(module) if isinstance(module, LoraLayer) else _copy_differs(module)
-        for module in model.modules()
-        if isinstance(module, LoraLayer | ModulesToSaveWrapper)
-    )
-
-
-def _lora_has_effect(layer: Any) -> bool:
+def _has_effect(layer: Any) -> bool:
+    """Whether a module has a LoRA that changes its output, or a trained copy that differs from the original."""
+    if isinstance(layer, ModulesToSaveWrapper):
+        copy = layer.modules_to_save[_ADAPTER].state_dict()
+        return any(not torch.equal(copy[name], value) for name, value in layer.original_module.state_dict().items())
+    if not isinstance(layer, LoraLayer):
+        return False
     if layer.lora_A[_ADAPTER].weight.any() and layer.lora_B[_ADAPTER].weight.any():
         return True
     if _ADAPTER not in layer.lora_magnitude_vector:
@@ -281,8 +269,3 @@ def _lora_has_effect(layer: Any) -> bool:
     norm = torch.linalg.vector_norm(weight.float(), dim=1)
     magnitude = layer.lora_magnitude_vector[_ADAPTER].weight.float()
     return not torch.allclose(magnitude, norm, rtol=2 * torch.finfo(weight.dtype).eps)
-
-
-def _copy_differs(module: Any) -> bool:
-    copy = module.modules_to_save[_ADAPTER].state_dict()
-    return any(not torch.equal(copy[name], value) for name, value in module.original_module.state_dict().items())

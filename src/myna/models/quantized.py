@@ -101,7 +101,6 @@ class QuantizedLinear(nn.Linear):
         """The weight in the compute type, with this in place of `self.scale`."""
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in the compute type."""
         return self._unpack(self.scale)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,13 +163,8 @@ class Fp8Linear(QuantizedLinear):
         """x times the transpose of the coded weight."""
         x8, x_scale = _quantize_rows(x.reshape(-1, codes.shape[1]))
         if self.native_fp8 and len(x8):
-            y = scaled_mm(
-                x8,
-                codes.t(),
-                scale_a=x_scale,
-                scale_b=scale.t(),
-                out_dtype=torch.bfloat16,  # the only output type with row scales
-            )
+            # bf16 is the only output type with row scales.
+            y = scaled_mm(x8, codes.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
         else:
             y = (x8.float() @ codes.float().t()) * x_scale * scale.t()
         return y.to(self.dtype).view(*x.shape[:-1], len(codes))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,8 +33,7 @@ class LinearBytes(NamedTuple):
         return self.fixed + tokens * self.per_token
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationMemory:
+class ActivationMemory(NamedTuple):
     """Memory of a forward and backward pass, beside the weights and their gradients.
 
     There are two peaks. One is between forward and backward: everything that is saved is there, the logits and their
@@ -56,19 +54,15 @@ class ActivationMemory:
     recomputing: LinearBytes
     """A layer that is being recomputed, and the gradients inside it."""
 
-    @property
-    def parts(self) -> tuple[LinearBytes, ...]:
-        return (self.outside, self.layer, self.last, self.layer_input, self.recomputing)
-
     def total(self, tokens: int, recomputed: int) -> int:
-        outside, layer, last, layer_input, recomputing = (part.at(tokens) for part in self.parts)
+        outside, layer, last, layer_input, recomputing = (part.at(tokens) for part in self[1:])
         saved = self.layers - recomputed
         first_peak = outside + (last + (saved - 1) * layer if saved else 0) + recomputed * layer_input
         return int(max(first_peak, recomputing + recomputed * layer_input) if recomputed else first_peak)
 
     def without_fixed(self) -> ActivationMemory:
         """Only what grows with the tokens."""
-        return ActivationMemory(self.layers, *(LinearBytes(0.0, part.per_token) for part in self.parts))
+        return ActivationMemory(self.layers, *(LinearBytes(0.0, part.per_token) for part in self[1:]))
 
 
 def measure_activations(
@@ -100,11 +94,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _run(
-    family: Family,
-    objective: Any,
-    autocast: _MetaAutocast,
-    sequences: Sequence[RenderedSequence],
-    fused_kernels: bool,
+    family: Family, objective: Any, autocast: _MetaAutocast, sequences: Sequence[RenderedSequence], fused_kernels: bool
 ) -> tuple[float, ...]:
     """A forward and backward pass in which half of the layers are recomputed, as the parts of `ActivationMemory`."""
     trainable = [parameter for parameter in objective.parameters() if parameter.requires_grad]
@@ -160,9 +150,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fused_kernels = fused_kernels
         self._storages: dict[int, Any] = {storage_id(tensor.untyped_storage()): tensor for tensor in existing}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if torch.is_tensor(tensor):
@@ -193,9 +181,7 @@ class _MetaAutocast(TorchFunctionMode):
         self.dtype, self.attention = dtype, attention
         self._cast: dict[torch.Tensor, torch.Tensor] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.linear, F.conv1d, F.conv2d) and self.dtype != torch.float32:
             args = tuple(self._in_dtype(arg) if torch.is_tensor(arg) else arg for arg in args)
         if func is F.scaled_dot_product_attention:

@@ -30,12 +30,12 @@ from torch import nn
 from myna.config import parse_recipe
 from myna.data.loader import Loader
 from myna.errors import MynaError, TrainingError
-from myna.io import atomic_folder
+from myna.io import atomic_folder, fsync
 from myna.models.base import Batch, RenderedSequence
 from myna.models.lora import adapter_state_dict, save_adapter
 from myna.models.quantized import quantized_linears
 from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
-from myna.train.run import Run, changed_settings, fsync
+from myna.train.run import Run, changed_settings
 from myna.train.trainer import Trainer
 
 STATE_FILE, METADATA_FILE = "state.safetensors", "state.json"
@@ -317,9 +317,7 @@ def describe_inputs(
 
 def _base_model_hash(trainer: Trainer) -> str:
     """Hash over the beginning of every frozen tensor: cheap, and enough to tell one base model from another."""
-    frozen = [
-        full_tensor(parameter.detach()) for parameter in trainer.model.parameters() if not parameter.requires_grad
-    ]
+    frozen = [full_tensor(weight.detach()) for weight in trainer.model.parameters() if not weight.requires_grad]
     frozen += [layer.weight_sample() for layer in quantized_linears(trainer.model)]
     sample = torch.cat([torch.zeros(1), *(tensor.flatten()[:16].float().cpu() for tensor in frozen)])
     return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()

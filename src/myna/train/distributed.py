@@ -15,7 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import chain, repeat
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, patch_environment
 from torch import nn
 from torch.distributed import DistError
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from myna.train.trainer import Trainer
 
 Item = TypeVar("Item")
-
 
 RANK_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others. Rank 0 may write and verify a checkpoint of 90 GB: a quarter of an hour on a
@@ -156,8 +155,12 @@ def init_accelerator(recipe: Recipe, precision: Precision, device: torch.device,
         raise ConfigError(
             f"`train.trackers`: {' and '.join(absent)} is not installed", hint=f"pip install {' '.join(absent)}"
         )
+    # -1 is unset, to Accelerate too.
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), "-1")
+    if process.world_size > 1:
+        variables = _slurm_variables() | {name.upper(): str(number) for name, number in asdict(process).items()}
     reset_accelerator_state()
-    with _environment(_accelerate_variables(process, device)):
+    with patch_environment(ACCELERATE_TORCH_DEVICE=device, **variables):
         accelerator = Accelerator(
             mixed_precision=precision.mixed_precision,
             cpu=device.type == "cpu",
@@ -169,32 +172,6 @@ def init_accelerator(recipe: Recipe, precision: Precision, device: torch.device,
     if trackers:
         accelerator.init_trackers(recipe.name)
     return accelerator
-
-
-def _accelerate_variables(process: ProcessInfo, device: torch.device) -> dict[str, str | None]:
-    """Variables that make Accelerate use this process and device; None unsets one."""
-    variables: dict[str, str | None] = {"ACCELERATE_TORCH_DEVICE": str(device)}
-    if process.world_size == 1:
-        return variables | dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    ranks = {"RANK": process.rank, "LOCAL_RANK": process.local_rank, "WORLD_SIZE": process.world_size}
-    return variables | _slurm_variables() | {name: str(number) for name, number in ranks.items()}
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables in the block, and unset those that are None."""
-
-    def update(values: Mapping[str, str | None]) -> None:
-        os.environ.update({name: value for name, value in values.items() if value is not None})
-        for name in [name for name, value in values.items() if value is None]:
-            os.environ.pop(name, None)
-
-    before = {name: os.environ.get(name) for name in changes}
-    update(changes)
-    try:
-        yield
-    finally:
-        update(before)
 
 
 # Sharded weights
@@ -305,7 +282,7 @@ def launch(count: int, arguments: Sequence[object], device: str) -> bool:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     logging.disable()  # our error says more than what the launcher logs of a failure
     try:
-        with tempfile.TemporaryDirectory(prefix="myna-") as folder, _environment(variables):
+        with tempfile.TemporaryDirectory(prefix="myna-") as folder, patch_environment(**variables):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -340,13 +317,14 @@ def _check_devices(count: int, device: str) -> None:
             f"this is one of {world_size} processes already",
             hint="drop --gpus: it starts processes on a single machine",
         )
+    if device not in ("cpu", "auto", "cuda"):
+        raise ConfigError(
+            f"`train.device: {device}` is one device, for {count} processes", hint="--set train.device=cuda"
+        )
     gpus = torch.cuda.device_count()
-    if device == "cpu" or (device in ("auto", "cuda") and count <= gpus):
-        return
-    if device in ("auto", "cuda"):
-        message, hint = f"{count} GPUs were asked for, there are {gpus} here", f"--gpus {gpus}"
-        raise ConfigError(message, hint=hint if gpus else "--set train.device=cpu, for processes without a GPU")
-    raise ConfigError(f"`train.device: {device}` is one device, for {count} processes", hint="--set train.device=cuda")
+    if device != "cpu" and count > gpus:
+        hint = f"--gpus {gpus}" if gpus else "--set train.device=cpu, for processes without a GPU"
+        raise ConfigError(f"{count} GPUs were asked for, there are {gpus} here", hint=hint)
 
 
 def _first_failure(error: ChildFailedError) -> TrainingError:
@@ -359,13 +337,10 @@ def _first_failure(error: ChildFailedError) -> TrainingError:
         return TrainingError(f"rank {rank} stopped: {message.partition(': ')[2]}", hint=hint)
     if message:
         return TrainingError(f"rank {rank} stopped: {message}", hint="its traceback stands above")
-    killed = failure.exitcode == -signal.SIGKILL
-    return TrainingError(
-        f"rank {rank} died (exit code {failure.exitcode})",
-        hint="the system kills what takes too much memory: lower train.micro_batch_size or data.row_tokens"
-        if killed
-        else "its last output stands above",
-    )
+    hint = "its last output stands above"
+    if failure.exitcode == -signal.SIGKILL:
+        hint = "the system kills what takes too much memory: lower train.micro_batch_size or data.row_tokens"
+    return TrainingError(f"rank {rank} died (exit code {failure.exitcode})", hint=hint)
 
 
 def _recorded_failures(folder: Path) -> dict[int, ProcessFailure]:

@@ -10,10 +10,11 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -140,9 +141,8 @@ def run_training(
             resources.callback(start_workers(loaders, recipe.data.workers).close)
 
         # Memory plan.
-        memory = plan_memory(
-            family, recipe, precision, accelerator.device, largest_batch(loader, recipe, shard), shard.world_size
-        )
+        largest = largest_batch(loader, recipe, shard)
+        memory = plan_memory(family, recipe, precision, accelerator.device, largest, shard.world_size)
         # Sharded ranks come to each layer together, so all recompute what the fullest of them must.
         memory = replace(memory, recomputed=max(gather_object([memory.recomputed])))
         for line in memory.table().splitlines():
@@ -211,9 +211,8 @@ def run_training(
                 stopping = trainer.reduce(torch.tensor([float(stop.requested)])).item() > 0
                 if evaluation is not None and (step % evaluate_every == 0 or step == steps):
                     check_same_weights(trainer)
-                    losses = trainer.evaluate(
-                        evaluation.evaluation_batches(settings.micro_batch_size, shard), final_weights
-                    )
+                    held_out = evaluation.evaluation_batches(settings.micro_batch_size, shard)
+                    losses = trainer.evaluate(held_out, final_weights)
                     losses["against_base"] = losses["loss"] - (progress.base_loss or 0.0)
                     logger.metrics({"step": step, "evaluation": losses})
                     if speech_every is None:
@@ -310,11 +309,9 @@ def _log_data(loader: Loader[RenderedSequence, Batch], log: Callable[[str], None
     log(f"{len(pairing.targets)} targets, {pairing.hours:.2f} h, {pairing.speakers} speakers from {corpus.folder}")
     for note in corpus.notes:
         log(note)
-    if loader.settings.reference != "none" and pairing.without_reference:
-        names = pairing.without_reference
+    if loader.settings.reference != "none" and (names := pairing.without_reference):
         log(f"{len(names)} of them have no reference and are learned without ({names[0].id} first)")
-    if pairing.outside_seconds:
-        names = pairing.outside_seconds
+    if names := pairing.outside_seconds:
         log(f"{len(names)} targets lie outside data.seconds and are left out ({names[0].id} first)")
 
 
@@ -329,26 +326,19 @@ def _speed(batches: list[Batch], seconds: float, accelerator: Accelerator) -> di
     }
 
 
-class _StopFlag:
-    requested = False
-
-
 @contextmanager
-def _stop_on_signal() -> Iterator[_StopFlag]:
+def _stop_on_signal() -> Iterator[SimpleNamespace]:
     """SIGINT and SIGTERM request a stop at the end of the step; a second SIGINT interrupts at once."""
-    stop = _StopFlag()
+    stop = SimpleNamespace(requested=False)
 
     def request(number: int, _: Any) -> None:
         if stop.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.requested = True
 
-    try:
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not in the main thread, where signals belong to the caller
         before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:
-        # Not in the main thread, where signals belong to the caller.
-        yield stop
-        return
     try:
         yield stop
     finally:

@@ -27,13 +27,9 @@ def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tens
     if len(streams) == 1:
         return torch.ones(1, dtype=torch.float64)
     codebooks = sum(name.startswith("code") for name in streams)
+    named = {"uniform": [1.0] * codebooks, "1/k": [1.0 / (k + 1) for k in range(codebooks)]}
     setting = settings.codebook_weights
-    if setting == "uniform":
-        audio = [1.0] * codebooks
-    elif setting == "1/k":
-        audio = [1.0 / (k + 1) for k in range(codebooks)]
-    else:
-        audio = [float(weight) for weight in setting]
+    audio = named[setting] if isinstance(setting, str) else [float(weight) for weight in setting]
     if len(audio) != codebooks or (codebooks and sum(audio) <= 0):
         raise ConfigError(
             f"`loss.codebook_weights` has {len(audio)} weights summing to {sum(audio):g}, for {codebooks} codebooks",

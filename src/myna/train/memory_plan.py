@@ -55,11 +55,10 @@ def largest_batch(loader: Loader[RenderedSequence, Batch], recipe: Recipe, shard
     longest = [targets[int(index)] for index in by_length[: LONGEST_CANDIDATES // 2]]
     candidates = {target.id: target for target in (*longest, *evenly_spaced(targets, LONGEST_CANDIDATES // 2))}
     sequences = [loader.sequence(target, 0) for target in candidates.values()]
+    rows = [[sequence] for sequence in sequences]
     if recipe.data.pack:
-        packed = first_fit_decreasing([len(sequence) for sequence in sequences], recipe.data.row_tokens)
+        packed = first_fit_decreasing(list(map(len, sequences)), recipe.data.row_tokens)
         rows = [[sequences[index] for index in row] for row in packed]
-    else:
-        rows = [[sequence] for sequence in sequences]
     rows.sort(key=lambda row: -sum(map(len, row)))
     # The stream of rows has no end: where there are few, they come again in the same micro-batch.
     fullest = islice(cycle(rows), recipe.train.micro_batch_size)
@@ -112,9 +111,7 @@ class MemoryPlan:
 
     def with_least_recomputation(self) -> MemoryPlan:
         """With as few layers recomputed as fit, or, if none fits, with as many as save most."""
-        plans = [
-            replace(self, recomputed=number, automatic=True) for number in range(self.activation_memory.layers + 1)
-        ]
+        plans = [replace(self, recomputed=n, automatic=True) for n in range(self.activation_memory.layers + 1)]
         return next((plan for plan in plans if plan.fits), min(plans, key=lambda plan: plan.total))
 
     @property
@@ -208,9 +205,8 @@ def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device
         half = choose_precision("auto", device)
         if plan.precision != "fp32" or half.name == "fp32":
             return None
-        return plan_memory(
-            family, recipe, half, device, LargestBatch(plan.sequences, plan.longest_sequence), plan.world_size
-        )
+        batch = LargestBatch(plan.sequences, plan.longest_sequence)
+        return plan_memory(family, recipe, half, device, batch, plan.world_size)
 
     # A plan that failed was too low: the next one must be well below it.
     budget = USABLE_MEMORY_SHARE * min(plan.available, plan.total)
@@ -233,8 +229,7 @@ class _Saving(NamedTuple):
     """Layers that are recomputed with them, if they are not already."""
 
     def apply(self, plan: MemoryPlan) -> MemoryPlan:
-        recomputed = max(self.recomputed, plan.recomputed)
-        return replace(plan, tokens=plan.tokens // self.token_divisor, recomputed=recomputed)
+        return replace(plan, tokens=plan.tokens // self.token_divisor, recomputed=max(self.recomputed, plan.recomputed))
 
 
 def lighter_plans(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
 from myna.config import TrainSettings
 from myna.train.precision import Precision
@@ -21,22 +23,16 @@ COMPENSATION_UNIT = 2.0**-11
 share of it, so that in this unit the error is as large as the weight, and as well represented."""
 
 
-def make_optimizer(
-    parameters: Sequence[nn.Parameter], settings: TrainSettings, precision: Precision
-) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Sequence[nn.Parameter], settings: TrainSettings, precision: Precision) -> Optimizer:
     """The optimizer of a training: fused AdamW on CUDA, which like the others is bit-exact from run to run."""
-    options: dict[str, Any] = {
-        "lr": settings.learning_rate,
-        "betas": settings.betas,
-        "weight_decay": settings.weight_decay,
-    }
-    if precision.trainable_dtype == torch.float16:
-        return KahanAdamW(parameters, **options)
-    fused = all(parameter.is_cuda for parameter in parameters)
-    return torch.optim.AdamW(parameters, fused=fused, foreach=not fused, **options)
+    optimizer: Callable[..., Optimizer] = KahanAdamW
+    if precision.trainable_dtype != torch.float16:
+        fused = all(parameter.is_cuda for parameter in parameters)
+        optimizer = partial(AdamW, fused=fused, foreach=not fused)
+    return optimizer(parameters, settings.learning_rate, settings.betas, weight_decay=settings.weight_decay)
 
 
-class KahanAdamW(torch.optim.Optimizer):
+class KahanAdamW(Optimizer):
     """AdamW for fp16 weights with fp16 gradients: fp32 moments, and a compensation for each weight's rounding error.
 
     fp16 numbers near 0.1 are 6e-5 apart, so that most updates would round to nothing; the compensation collects them

@@ -99,19 +99,16 @@ def choose_precision(
     if device.type == "cuda":
         return _on_cuda(setting, capability or torch.cuda.get_device_capability(device))
     where = "Apple MPS" if device.type == "mps" else "the CPU"
+    hint = "--set train.precision=fp32"
     if setting in ("fp16", "pure-fp16"):
-        raise ConfigError(
-            f"`train.precision: {setting}` needs a CUDA card, this is {where}", hint="--set train.precision=fp32"
-        )
+        raise ConfigError(f"`train.precision: {setting}` needs a CUDA card, this is {where}", hint=hint)
     if setting == "fp32":
         return Precision("fp32", f"asked for, on {where}")
     if device.type == "mps":
         if probe(device):
             return Precision("bf16", f"{where} multiplies bf16")
         if setting == "bf16":
-            raise ConfigError(
-                f"`train.precision: bf16`: {where} does not multiply bf16 here", hint="--set train.precision=fp32"
-            )
+            raise ConfigError(f"`train.precision: bf16`: {where} does not multiply bf16 here", hint=hint)
         return Precision("fp32", f"{where} does not multiply bf16 here")
     if setting == "bf16":
         how = "has bf16 instructions" if cpu_has_bf16() else "has no bf16 instructions and will be slow"

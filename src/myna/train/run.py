@@ -12,7 +12,6 @@ best/            the checkpoint with the best speech, itself a run to synthesize
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -23,26 +22,24 @@ from myna.config import Recipe, dump_recipe, load_recipe
 from myna.errors import TrainingError
 from myna.io import atomic_write
 
-CHANGEABLE_ON_RESUME = frozenset(
-    {
-        "name",
-        "model.check_pretrained",
-        # Checked by their content.
-        "data.train",
-        "data.evaluation",
-        "data.workers",
-        "train.device",
-        "train.micro_batch_size",
-        "train.gradient_checkpointing",
-        "train.compile",
-        "train.fused_lora",
-        "train.save_every",
-        "train.keep_checkpoints",
-        "train.trackers",
-        # Checked by its content, wherever it lies.
-        "speech_eval.asr",
-        "speech_eval.batch_size",
-    }
+CHANGEABLE_ON_RESUME = (
+    "name",
+    "model.check_pretrained",
+    # Checked by their content.
+    "data.train",
+    "data.evaluation",
+    "data.workers",
+    "train.device",
+    "train.micro_batch_size",
+    "train.gradient_checkpointing",
+    "train.compile",
+    "train.fused_lora",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.trackers",
+    # Checked by its content, wherever it lies.
+    "speech_eval.asr",
+    "speech_eval.batch_size",
 )
 """Settings that say how, and not what, a run learns: they may change on resume."""
 
@@ -156,15 +153,6 @@ def changed_settings(before: Recipe, now: Recipe) -> list[str]:
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in CHANGEABLE_ON_RESUME]
     # The ASR model may have moved, but not come or gone: the base model can only be evaluated at the beginning.
     return changed + ["speech_eval.asr"] * (before.evaluates_speech != now.evaluates_speech)
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or folder to the disk: a file's name is safe from a power cut once its folder is flushed."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -118,21 +118,20 @@ class Trainer:
 
     def full_model(self) -> nn.Module | None:
         """The model with all its weights, on rank 0, for saving. Every rank must call it."""
-        if not self.sharded:
-            return self.model if self.accelerator.is_main_process else None
-        return self._load_gathered(self.precision.trainable_dtype, "meta", assign=True)
+        return self._gathered_model(self.precision.trainable_dtype, "meta", assign=True)
 
     def inference_model(self) -> nn.Module | None:
         """The model with all its weights, on the device of rank 0, for inference. Every rank must call it."""
-        if not self.sharded:
-            return self.full_model()
         # Loaded anew on its device: buffers that no checkpoint holds are needed as well.
-        return self._load_gathered(self.precision.compute_dtype, self.accelerator.device, assign=False)
+        return self._gathered_model(self.precision.compute_dtype, self.accelerator.device, assign=False)
 
-    def _load_gathered(self, dtype: torch.dtype, device: torch.device | str, *, assign: bool) -> nn.Module | None:
-        """A model with the gathered weights, on rank 0."""
-        weights = gather_full_tensors(self.model.state_dict(), keep=self.accelerator.is_main_process)
-        if not weights:
+    def _gathered_model(self, dtype: torch.dtype, device: torch.device | str, *, assign: bool) -> nn.Module | None:
+        """The model itself, or where it is sharded another one with the gathered weights."""
+        is_main = self.accelerator.is_main_process
+        if not self.sharded:
+            return self.model if is_main else None
+        weights = gather_full_tensors(self.model.state_dict(), keep=is_main)
+        if not is_main:
             return None
         model = self.family.load_model(dtype=dtype, device=device, text_head=self.recipe.needs_text_head)
         model.load_state_dict(weights, assign=assign)

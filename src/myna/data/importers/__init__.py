@@ -62,7 +62,7 @@ def detect_format(source: str) -> str:
     """The layout of a source, by its names and first bytes."""
     path = Path(source)
     matching = [name for name, importer in FORMATS.items() if importer.matches(path)]
-    if len(matching) == 1:
+    if len(matching) == 1 or matching[:1] == ["myna"]:  # the codes of a prepared folder look like a dataset
         return matching[0]
     formats = "\n".join(f"  {name:14}{importer.DESCRIPTION}" for name, importer in FORMATS.items())
     problem = f"could be any of {', '.join(matching)}" if matching else "is in no layout we know"
@@ -89,9 +89,8 @@ def import_source(
         raise DataError(f"there is no {source}", hint="check the path")
     try:
         format = format or detect_format(source)
-        utterances, rejected = validate_utterances(
-            FORMATS[format].read(path, ImportContext(media, language, speaker)), progress
-        )
+        items = FORMATS[format].read(path, ImportContext(media, language, speaker))
+        utterances, rejected = validate_utterances(items, progress)
     except OSError as error:
         raise DataError(f"{source} cannot be imported: {error}", hint="check permissions and free space") from None
     return ImportResult(utterances, rejected, format)

@@ -7,25 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from myna.audio.files import AudioDefect
 from myna.data.utterance import Span, Utterance, normalise_text
 from myna.io import atomic_write, bytes_hash, sniff_suffix
 
-RejectionReason = Literal[
-    "missing file",
-    "unreadable audio",
-    "empty text",
-    "zero length",
-    "placeholder without clip",
-    "reference equals target",
-    "not UTF-8",
-    "NaN samples",
-    "duplicate id",
-    "bad span",
-    "malformed",
-    "missing reference",
-    "bad score",
-]
-AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
+RecordDefect = Literal["malformed", "not UTF-8", "empty text", "duplicate id", "placeholder without clip", "bad score"]
+ReferenceDefect = Literal["missing reference", "reference equals target"]
+RejectionReason = Literal[AudioDefect, RecordDefect, ReferenceDefect]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +52,11 @@ ImportItem = ImportedUtterance | RejectedRecord
 
 
 class RecordError(Exception):
-    """One record cannot be used. Raised and caught within the importers."""
+    """One record cannot be used. Raised and caught within the importers; `line` is for a file that is one record."""
 
-    def __init__(self, reason: RejectionReason, detail: str = "") -> None:
+    def __init__(self, reason: RejectionReason, detail: str = "", line: int | None = None) -> None:
         super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.line = reason, detail, line
 
 
 @dataclass(slots=True)
@@ -78,10 +66,11 @@ class SourceRecord:
     source: Path
     line: int | None
     data: Any
+    """A `RecordError` where the item cannot be read."""
     id: str | None = None
 
     def rejected(self, error: RecordError) -> RejectedRecord:
-        return RejectedRecord(str(self.source), self.line, self.id, error.reason, error.detail)
+        return RejectedRecord(str(self.source), self.line or error.line, self.id, error.reason, error.detail)
 
 
 @dataclass(slots=True)
@@ -102,13 +91,15 @@ class ImportContext:
                 temporary.write_bytes(data)
         return path
 
-    def register_reference(self, reference: Utterance) -> tuple[str, list[Utterance]]:
-        """The id under which targets name this reference, and the utterance itself where it is new."""
-        key = (reference.audio, reference.span, normalise_text(reference.text))
+    def register_reference(
+        self, id: str, audio: Path, text: str, speaker: str, language: str, span: Span | None = None
+    ) -> tuple[str, list[Utterance]]:
+        """The id under which targets name this reference, and its utterance where it is new."""
+        key = (audio, span, normalise_text(text))
         if key in self._reference_ids:
             return self._reference_ids[key], []
-        self._reference_ids[key] = reference.id
-        return reference.id, [reference]
+        self._reference_ids[key] = id
+        return id, [Utterance(id, audio, text, speaker, language, span, {"reference_only": True})]
 
 
 class Importer(Protocol):
@@ -124,21 +115,14 @@ class Importer(Protocol):
 
 
 def build_utterances(
-    records: Iterable[SourceRecord | RejectedRecord], make: Callable[[SourceRecord], Iterable[Utterance]]
+    records: Iterable[SourceRecord], make: Callable[[SourceRecord], Iterable[Utterance]]
 ) -> Iterator[ImportItem]:
     """The utterances of each record; a `RecordError` rejects that record alone."""
     for record in records:
-        if isinstance(record, RejectedRecord):
-            yield record
-            continue
         try:
+            if isinstance(record.data, RecordError):
+                raise record.data
             for utterance in make(record):
                 yield ImportedUtterance(utterance, str(record.source), record.line)
         except RecordError as error:
             yield record.rejected(error)
-
-
-def reference_utterance(
-    id: str, audio: Path, text: str, speaker: str, language: str, span: Span | None = None
-) -> Utterance:
-    return Utterance(id, audio, text, speaker, language, span, {"reference_only": True})

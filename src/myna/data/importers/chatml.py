@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers import ms_swift
+from myna.data.importers import conversations
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord
-from myna.data.importers.conversations import ImportedClip, ImportedConversation, ImportedTurn, read_conversations
-from myna.data.importers.fields import collect_extras, parse_span, require_field, require_type
+from myna.data.importers.conversations import ImportedClip, ImportedConversation, ImportedTurn
+from myna.data.importers.fields import collect_extras, parse_span, require_type
 from myna.data.importers.reading import find_file, read_head
 
 DESCRIPTION = "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}"
@@ -22,9 +22,8 @@ SCENE = re.compile(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", re.DOTALL
 
 
 def matches(source: Path) -> bool:
-    if source.suffix not in (".json", ".jsonl") or not source.is_file():
-        return False
-    return '"messages"' in read_head(source) and not ms_swift.matches(source)
+    head = read_head(source, ".json", ".jsonl")
+    return '"messages"' in head and '"audios"' not in head
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
@@ -32,7 +31,8 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         sample = record.data
         misc = require_type(sample.get("misc") or {}, dict, "misc")
         record.id = str(misc.get("sample_id") or sample.get("id") or f"{source.stem}-{record.line}")
-        turns = [_turn(message, context, source.parent) for message in require_field(sample, "messages", list)]
+        messages = conversations.read_messages(sample, object)
+        turns = [ImportedTurn(role, list(_parts(content, context, source.parent))) for role, content in messages]
         extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
         extras |= collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
         return ImportedConversation(
@@ -46,13 +46,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             extras=extras | _system_extras(turns),
         )
 
-    return read_conversations(source, context, parse)
-
-
-def _turn(message: Any, context: ImportContext, folder: Path) -> ImportedTurn:
-    message = require_type(message, dict, "messages")
-    role = require_field(message, "role", str)
-    return ImportedTurn(role, list(_parts(require_field(message, "content", object), context, folder)))
+    return conversations.read_conversations(source, context, parse)
 
 
 def _parts(content: Any, context: ImportContext, folder: Path) -> Iterator[str | ImportedClip]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from myna.data.importers.base import (
-    ImportContext,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-    reference_utterance,
-)
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.fields import require_field, require_type
 from myna.data.importers.reading import json_records
 from myna.data.utterance import Span, Utterance, normalise_text
 
+T = TypeVar("T")
 INSTRUCTION = "Please generate speech for given text in reference audio's voice:"
 """A prefix of the target's text in the user's turn, in the Arabic data."""
 
@@ -48,13 +43,6 @@ class ImportedConversation:
     extras: dict[str, Any] = field(default_factory=dict)
 
 
-class _TranscribedClip(NamedTuple):
-    audio: Path
-    span: Span | None
-    text: str
-    is_target: bool
-
-
 def read_conversations(
     source: Path, context: ImportContext, parse: Callable[[SourceRecord], ImportedConversation]
 ) -> Iterator[ImportItem]:
@@ -62,32 +50,38 @@ def read_conversations(
     return build_utterances(json_records(source), lambda record: _utterances(parse(record), context))
 
 
+def read_messages(sample: Mapping[str, Any], content_type: type[T]) -> Iterator[tuple[str, T]]:
+    """Role and content of each message of a sample."""
+    for message in require_field(sample, "messages", list):
+        message = require_type(message, dict, "messages")
+        yield require_field(message, "role", str), require_field(message, "content", content_type)
+
+
 def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterator[Utterance]:
     """The assistant's clips from `start` on are targets; all clips before a target are its references."""
     clips = list(_transcribed_clips(sample))
-    target_count = sum(clip.is_target for clip in clips)
+    target_count = sum(is_target for _, _, is_target in clips)
     if not target_count:
         raise RecordError("malformed", "no clip in an assistant's turn to learn")
     previous_ids: list[str] = []
     targets_done = 0
-    for clip in clips:
-        if clip.is_target:
+    for clip, text, is_target in clips:
+        if is_target:
             id = sample.id if target_count == 1 else f"{sample.id}/{targets_done}"
-            text = clip.text or (sample.target_text if target_count == 1 else "")
+            text = text or (sample.target_text if target_count == 1 else "")
             extras = sample.extras | ({"references": list(dict.fromkeys(previous_ids))} if previous_ids else {})
             yield Utterance(id, clip.audio, text, sample.speaker, sample.language, clip.span, extras)
             targets_done += 1
         else:
-            text = clip.text or (sample.reference_text if len(clips) == target_count + 1 else "")
+            text = text or (sample.reference_text if len(clips) == target_count + 1 else "")
             name = f"{sample.id}/ref{len(previous_ids) - targets_done}"
-            reference = reference_utterance(name, clip.audio, text, sample.speaker, sample.language, clip.span)
-            id, new = context.register_reference(reference)
+            id, new = context.register_reference(name, clip.audio, text, sample.speaker, sample.language, clip.span)
             yield from new
         previous_ids.append(id)
 
 
-def _transcribed_clips(sample: ImportedConversation) -> Iterator[_TranscribedClip]:
-    """Each clip with its transcript: its own turn's text, or for the assistant's clip the user's last text."""
+def _transcribed_clips(sample: ImportedConversation) -> Iterator[tuple[ImportedClip, str, bool]]:
+    """Each clip, its transcript (its own turn's, or for the assistant's clip the user's last), if it is a target."""
     user_texts: list[str] = []
     for number, turn in enumerate(sample.turns):
         turn_texts: list[str] = []
@@ -101,8 +95,7 @@ def _transcribed_clips(sample: ImportedConversation) -> Iterator[_TranscribedCli
                 text = _join(turn_texts) or _join(after) or _join(user_texts).removeprefix(INSTRUCTION).strip()
             else:
                 text = _join(user_texts + turn_texts) if turn.role == "user" else ""
-            is_target = turn.role == "assistant" and number >= sample.start
-            yield _TranscribedClip(part.audio, part.span, text, is_target)
+            yield part, text, turn.role == "assistant" and number >= sample.start
             user_texts, turn_texts = [], []
         if turn.role == "user":
             user_texts = user_texts + turn_texts

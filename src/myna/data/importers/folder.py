@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from myna.data.importers.base import (
-    AUDIO_SUFFIXES,
-    ImportContext,
-    ImportItem,
-    RecordError,
-    RejectedRecord,
-    SourceRecord,
-    build_utterances,
-)
-from myna.data.importers.reading import list_files, read_transcript
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.reading import AUDIO_SUFFIXES, list_files, read_transcript
 from myna.data.utterance import Utterance
 
 DESCRIPTION = "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers"
@@ -44,11 +36,14 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         yield Utterance(record.id, audio, read_transcript(text), speaker, context.language)
 
     recordings = list_files(source, *AUDIO_SUFFIXES)
-    yield from build_utterances((SourceRecord(audio, None, audio) for audio in recordings), make)
     names = {audio.with_suffix("") for audio in recordings}
-    for text in list_files(source, *TEXT_SUFFIXES):
-        if text.with_suffix("") not in names and text.stem.lower() not in DOCUMENT_NAMES:
-            yield RejectedRecord(str(text), None, None, "missing file", "no recording beside it")
+    no_recording = RecordError("missing file", "no recording beside it")
+    records = [SourceRecord(audio, None, audio) for audio in recordings] + [
+        SourceRecord(text, None, no_recording)
+        for text in list_files(source, *TEXT_SUFFIXES)
+        if text.with_suffix("") not in names and text.stem.lower() not in DOCUMENT_NAMES
+    ]
+    return build_utterances(records, make)
 
 
 def _transcript_file(audio: Path) -> Path | None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from myna.data.importers import tabular
-from myna.data.importers.base import ImportContext, ImportItem, RejectedRecord, SourceRecord, build_utterances
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.reading import list_files
 from myna.data.utterance import Utterance
 from myna.errors import DataError
@@ -43,7 +43,7 @@ def _files(source: Path) -> list[Path]:
     return [file for file in files if file.suffix in SUFFIXES and not file.name.startswith("cache-")]
 
 
-def _local(file: Path) -> Iterator[SourceRecord | RejectedRecord]:
+def _local(file: Path) -> Iterator[SourceRecord]:
     number = 0
     try:
         for batch in _batches(file):
@@ -52,9 +52,9 @@ def _local(file: Path) -> Iterator[SourceRecord | RejectedRecord]:
                 try:
                     yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
                 except UnicodeDecodeError as error:
-                    yield RejectedRecord(str(file), number, None, "not UTF-8", str(error))
+                    yield SourceRecord(file, number, RecordError("not UTF-8", str(error)))
     except (pa.ArrowException, OSError) as error:
-        yield RejectedRecord(str(file), number + 1, None, "malformed", str(error))
+        yield SourceRecord(file, number + 1, RecordError("malformed", str(error)))
 
 
 def _batches(file: Path) -> Iterator[pa.RecordBatch]:
@@ -62,20 +62,15 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
         yield from pq.ParquetFile(file).iter_batches(BATCH)
         return
     with pa.memory_map(str(file)) as mapped:
-        for batch in _arrow(mapped):
+        try:
+            reader = pa.ipc.open_file(mapped)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        except pa.ArrowInvalid:  # an Arrow stream, the format of `datasets`
+            mapped.seek(0)
+            batches = pa.ipc.open_stream(mapped)
+        for batch in batches:
             for start in range(0, batch.num_rows, BATCH):
                 yield batch.slice(start, BATCH)
-
-
-def _arrow(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
-    """Batches of an Arrow file, or of an Arrow stream, the format of `datasets`."""
-    try:
-        reader = pa.ipc.open_file(mapped)
-    except pa.ArrowInvalid:
-        mapped.seek(0)
-        yield from pa.ipc.open_stream(mapped)
-    else:
-        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
 def _hub(source: Path) -> Iterator[SourceRecord]:

@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from myna.data.importers import table
-from myna.data.importers.base import (
-    AUDIO_SUFFIXES,
-    ImportContext,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-)
-from myna.data.importers.reading import nonblank_lines, read_head
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.reading import AUDIO_SUFFIXES, index_file, nonblank_lines, read_head
 from myna.data.utterance import Utterance
 from myna.io import is_file
 
@@ -22,14 +15,13 @@ DESCRIPTION = "LJSpeech: metadata.csv of id|text|normalised text, without a head
 
 
 def matches(source: Path) -> bool:
-    file = _index(source)
-    if file.name != "metadata.csv" or not file.is_file() or table.matches(file):
-        return False
-    return "|" in read_head(file).partition("\n")[0] and (file.parent / "wavs").is_dir()
+    file = index_file(source, "metadata.csv")
+    has_bars = file.name == "metadata.csv" and "|" in read_head(file).partition("\n")[0]
+    return has_bars and (file.parent / "wavs").is_dir() and not table.matches(file)
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    index = _index(source)
+    index = index_file(source, "metadata.csv")
     speaker = context.speaker or index.parent.resolve().name
 
     def make(record: SourceRecord) -> Iterator[Utterance]:
@@ -49,7 +41,3 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
 
     return build_utterances((SourceRecord(index, number, line) for number, line in nonblank_lines(index)), make)
-
-
-def _index(source: Path) -> Path:
-    return source / "metadata.csv" if source.is_dir() else source

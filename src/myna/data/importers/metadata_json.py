@@ -7,42 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.base import (
-    ImportContext,
-    ImportItem,
-    RejectedRecord,
-    SourceRecord,
-    build_utterances,
-    reference_utterance,
-)
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.fields import collect_extras, require_field, require_type
-from myna.data.importers.reading import find_file, json_objects, parse_json_file, read_head, read_transcript
+from myna.data.importers.reading import find_file, index_file, json_samples, parse_json, read_head, read_transcript
 from myna.data.utterance import TASKS, Utterance
 
 DESCRIPTION = "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}"
 
-MAPPED_FIELDS = (
-    "id",
-    "audio_file",
-    "transcript_file",
-    "speaker_id",
-    "language",
-    "task_type",
-    "ref_audio_file",
-    "ref_transcript",
-    "ref_speakers",
-)
+REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
+MAPPED_FIELDS = ("id", "audio_file", "transcript_file", "speaker_id", "language", "task_type", *REFERENCE_FIELDS)
 """Fields of a sample that become fields or references of an utterance; the others become extras."""
 
 
 def matches(source: Path) -> bool:
-    file = _index(source)
-    is_index = file.name == "metadata.json" and file.is_file()
-    return is_index and re.search(r'"(dataset_info|samples)"\s*:', read_head(file)) is not None
+    file = index_file(source, "metadata.json")
+    return file.name == "metadata.json" and bool(re.search(r'"(dataset_info|samples)"\s*:', read_head(file)))
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    index = _index(source)
+    index = index_file(source, "metadata.json")
     folders = (index.parent, Path())
 
     def make(record: SourceRecord) -> Iterator[Utterance]:
@@ -58,8 +41,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             audio = find_file(require_field(fields, "ref_audio_file", str), *folders)
             text = require_type(fields.get("ref_transcript") or "", str, "ref_transcript")
             owner = str(fields.get("speaker_id") or speaker)
-            reference = reference_utterance(f"{record.id}/ref{number}", audio, text, owner, language)
-            id, new = context.register_reference(reference)
+            id, new = context.register_reference(f"{record.id}/ref{number}", audio, text, owner, language)
             ids.append(id)
             yield from new
         if ids or str(task).endswith("smart_voice"):  # a "smart voice" has no reference
@@ -70,7 +52,11 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         text = read_transcript(find_file(require_field(sample, "transcript_file", str), *folders))
         yield Utterance(record.id, audio, text, speaker, language, extras=extras)
 
-    return build_utterances(_samples(index), make)
+    tree = parse_json(index.read_bytes())
+    samples = tree.get("samples") if isinstance(tree, dict) else tree if isinstance(tree, RecordError) else None
+    if not isinstance(samples, list | RecordError):
+        samples = RecordError("malformed", "there is no list `samples`")
+    return build_utterances(json_samples(index, samples), make)
 
 
 def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,25 +66,9 @@ def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
     if sample.get("ref_speakers"):
         speakers = require_type(sample["ref_speakers"], list, "ref_speakers")
         references = [require_type(speaker, dict, "ref_speakers") for speaker in speakers]
-        return sorted(
-            references, key=lambda fields: [int(n) for n in re.findall(r"\d+", str(fields.get("speaker_tag")))]
-        )
+        return sorted(references, key=_tag_numbers)
     return [sample] if sample.get("ref_audio_file") else []
 
 
 def _tag_numbers(reference: dict[str, Any]) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", str(reference.get("speaker_tag")))]
-
-
-def _samples(index: Path) -> Iterator[SourceRecord | RejectedRecord]:
-    tree = parse_json_file(index)
-    if isinstance(tree, RejectedRecord):
-        yield tree
-    elif isinstance(tree, dict) and isinstance(tree.get("samples"), list):
-        yield from json_objects(index, tree["samples"])
-    else:
-        yield RejectedRecord(str(index), None, None, "malformed", "there is no list `samples`")
-
-
-def _index(source: Path) -> Path:
-    return source / "metadata.json" if source.is_dir() else source

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from myna.data.importers import conversations
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord
-from myna.data.importers.conversations import ImportedClip, ImportedConversation, ImportedTurn, read_conversations
-from myna.data.importers.fields import collect_extras, require_field, require_type
+from myna.data.importers.conversations import ImportedClip, ImportedConversation, ImportedTurn
+from myna.data.importers.fields import collect_extras, require_type
 from myna.data.importers.reading import find_file, read_head
 
 DESCRIPTION = "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}"
@@ -18,17 +18,15 @@ PLACEHOLDER = "<audio>"
 
 
 def matches(source: Path) -> bool:
-    if source.suffix not in (".json", ".jsonl") or not source.is_file():
-        return False
-    start = read_head(source)
-    return '"messages"' in start and '"audios"' in start
+    head = read_head(source, ".json", ".jsonl")
+    return '"messages"' in head and '"audios"' in head
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def parse(record: SourceRecord) -> ImportedConversation:
         sample = record.data
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
-        messages = [_message(message) for message in require_field(sample, "messages", list)]
+        messages = list(conversations.read_messages(sample, str))
         names = [require_type(name, str, "audios") for name in require_type(sample.get("audios") or [], list, "audios")]
         clips = [ImportedClip(find_file(name, source.parent, Path())) for name in names]
         system = " ".join(text for role, text in messages if role == "system").strip()
@@ -40,12 +38,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             extras=collect_extras({k: v for k, v in sample.items() if k not in MAPPED_FIELDS} | {"system": system}),
         )
 
-    return read_conversations(source, context, parse)
-
-
-def _message(message: Any) -> tuple[str, str]:
-    message = require_type(message, dict, "messages")
-    return require_field(message, "role", str), require_field(message, "content", str)
+    return conversations.read_conversations(source, context, parse)
 
 
 def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.reading import json_records, read_head
+from myna.data.importers.reading import index_file, json_records, read_head
 from myna.data.manifest import SpanError, parse_manifest_line
 from myna.data.pronunciation import scored_jsonl
 from myna.data.utterance import Utterance
@@ -15,13 +15,10 @@ DESCRIPTION = "Myna's own manifest.jsonl"
 
 
 def matches(source: Path) -> bool:
-    file = _manifest(source)
-    if not file.is_file() or file.suffix != ".jsonl":
-        return False
-    first = read_head(file).partition("\n")[0]
-    if '"messages"' in first or scored_jsonl.matches(file):
-        return False
-    return all(f'"{key}"' in first for key in ("id", "audio", "text"))
+    file = index_file(source, "manifest.jsonl")
+    first = read_head(file, ".jsonl").partition("\n")[0]
+    is_manifest = all(f'"{key}"' in first for key in ("id", "audio", "text"))
+    return is_manifest and '"messages"' not in first and not scored_jsonl.matches(file)
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
@@ -35,8 +32,4 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         except ValueError as error:
             raise RecordError("malformed", str(error)) from None
 
-    return build_utterances(json_records(_manifest(source)), make)
-
-
-def _manifest(source: Path) -> Path:
-    return source / "manifest.jsonl" if source.is_dir() else source
+    return build_utterances(json_records(index_file(source, "manifest.jsonl")), make)

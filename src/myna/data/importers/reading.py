@@ -7,52 +7,44 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.base import RecordError, RejectedRecord, SourceRecord
-from myna.data.importers.fields import require_type
+from myna.data.importers.base import RecordError, SourceRecord
 from myna.io import is_file
 
+AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 
-def json_records(path: Path) -> Iterator[SourceRecord | RejectedRecord]:
+
+def json_records(path: Path) -> Iterator[SourceRecord]:
     """The objects of a JSONL file by line, or of a JSON file as its list of samples or its only one."""
-    tree = None if path.suffix == ".jsonl" else parse_json_file(path)
-    if tree is None or (isinstance(tree, RejectedRecord) and tree.detail.startswith("Extra data")):
-        yield from _json_lines(path)
-    elif isinstance(tree, RejectedRecord):
-        yield tree
+    tree = None if path.suffix == ".jsonl" else parse_json(path.read_bytes())
+    if tree is None or (isinstance(tree, RecordError) and tree.detail.startswith("Extra data")):
+        lines = ((number, parse_json(line)) for number, line in nonblank_lines(path))
+        yield from _objects(path, lines, problem="`line` is {}, not dict")
     else:
-        yield from json_objects(path, tree if isinstance(tree, list) else [tree])
+        yield from json_samples(path, tree if isinstance(tree, list | RecordError) else [tree])
 
 
-def parse_json_file(path: Path) -> Any:
-    """A JSON file's content, or a `RejectedRecord` if it cannot be parsed."""
+def json_samples(path: Path, samples: list[Any] | RecordError) -> Iterator[SourceRecord]:
+    """The list of samples that a JSON file holds, or the error with which it was read."""
+    return _objects(path, [(None, samples)] if isinstance(samples, RecordError) else enumerate(samples, start=1))
+
+
+def _objects(
+    path: Path, samples: Iterable[tuple[int | None, Any]], problem: str = "{}, not an object"
+) -> Iterator[SourceRecord]:
+    for number, sample in samples:
+        if not isinstance(sample, dict | RecordError):
+            sample = RecordError("malformed", problem.format(type(sample).__name__))
+        yield SourceRecord(path, number, sample)
+
+
+def parse_json(content: bytes) -> Any:
+    """A JSON tree, or a `RecordError` that says why it is none."""
     try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return RejectedRecord(str(path), None, None, "not UTF-8", str(error))
+        return RecordError("not UTF-8", str(error))
     except json.JSONDecodeError as error:
-        return RejectedRecord(str(path), error.lineno, None, "malformed", str(error))
-
-
-def json_objects(path: Path, samples: Iterable[Any]) -> Iterator[SourceRecord | RejectedRecord]:
-    for number, sample in enumerate(samples, start=1):
-        if isinstance(sample, dict):
-            yield SourceRecord(path, number, sample)
-        else:
-            yield RejectedRecord(str(path), number, None, "malformed", f"{type(sample).__name__}, not an object")
-
-
-def _json_lines(path: Path) -> Iterator[SourceRecord | RejectedRecord]:
-    for number, line in nonblank_lines(path):
-        record = SourceRecord(path, number, None)
-        try:
-            record.data = require_type(json.loads(line.decode("utf-8")), dict, "line")
-            yield record
-        except UnicodeDecodeError as error:
-            yield record.rejected(RecordError("not UTF-8", str(error)))
-        except json.JSONDecodeError as error:
-            yield record.rejected(RecordError("malformed", str(error)))
-        except RecordError as error:
-            yield record.rejected(error)
+        return RecordError("malformed", str(error), error.lineno)
 
 
 def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -67,16 +59,23 @@ def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read_transcript(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise RecordError("not UTF-8", f"{path}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise RecordError("not UTF-8", f"{path}: {error}") from None
+    except (OSError, ValueError):
         raise RecordError("missing file", str(path)) from None
 
 
-def read_head(path: Path) -> str:
-    """The first 64 KiB of a file, to detect its format."""
+def read_head(path: Path, *suffixes: str) -> str:
+    """The first 64 KiB of a file, to detect its format; empty if it is none, or has none of the suffixes."""
+    if (suffixes and path.suffix not in suffixes) or not path.is_file():
+        return ""
     with path.open("rb") as file:
         return file.read(1 << 16).decode("utf-8", errors="replace")
+
+
+def index_file(source: Path, name: str) -> Path:
+    """The file that lists the items of a source: the source itself, or the file of this name in its folder."""
+    return source / name if source.is_dir() else source
 
 
 def list_files(folder: Path, *suffixes: str) -> list[Path]:

@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from myna.data.importers import tabular
-from myna.data.importers.base import (
-    ImportContext,
-    ImportItem,
-    RecordError,
-    RejectedRecord,
-    SourceRecord,
-    build_utterances,
-)
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.reading import read_head
-from myna.data.utterance import Utterance
 
 DESCRIPTION = "a CSV or TSV file whose header names at least an audio and a text column"
 
@@ -28,17 +20,13 @@ CLIPS = "clips"
 
 def matches(source: Path) -> bool:
     file = _table(source)
-    return file is not None and tabular.has_required_columns(_header(file)[1])
+    return file is not None and {"audio", "text"} <= tabular.map_columns(_header(file)[1]).keys()
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     file = _table(source) or source
     folders = (file.parent, file.parent / CLIPS, Path())
-
-    def make(record: SourceRecord) -> Iterator[Utterance]:
-        yield tabular.utterance_from_row(record, context, folders)
-
-    return build_utterances(_rows(file), make)
+    return build_utterances(_rows(file), lambda record: [tabular.utterance_from_row(record, context, folders)])
 
 
 def _table(source: Path) -> Path | None:
@@ -51,13 +39,11 @@ def _table(source: Path) -> Path | None:
 def _header(file: Path) -> tuple[str, list[str]]:
     """The delimiter under which the first line has most known columns, and the columns."""
     first = read_head(file).removeprefix("\ufeff").splitlines()[:1]
-    splits: list[tuple[str, list[str]]] = [
-        (delimiter, next(_parse(iter(first), delimiter), [])) for delimiter in ",\t;|"
-    ]
+    splits = [(delimiter, next(_parse(iter(first), delimiter), list[str]())) for delimiter in ",\t;|"]
     return max(splits, key=lambda split: (len(tabular.map_columns(split[1])), len(split[1])))
 
 
-def _rows(file: Path) -> Iterator[SourceRecord | RejectedRecord]:
+def _rows(file: Path) -> Iterator[SourceRecord]:
     delimiter, header = _header(file)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
         reader = _parse(lines, delimiter)
@@ -69,13 +55,11 @@ def _rows(file: Path) -> Iterator[SourceRecord | RejectedRecord]:
                 if not any(cells):
                     continue
                 record.data = _row(header, cells, unquote=reader.dialect.quoting == csv.QUOTE_NONE)
-                yield record
             except StopIteration:
                 return
             except csv.Error as error:
-                yield record.rejected(RecordError("malformed", str(error)))
-            except RecordError as error:
-                yield record.rejected(error)
+                record.data = RecordError("malformed", str(error))
+            yield record
 
 
 def _parse(lines: Iterator[str], delimiter: str) -> Any:
@@ -83,11 +67,11 @@ def _parse(lines: Iterator[str], delimiter: str) -> Any:
     return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL)
 
 
-def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str]:
+def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str] | RecordError:
     if any("\udc80" <= letter <= "\udcff" for cell in cells for letter in cell):
-        raise RecordError("not UTF-8")
+        return RecordError("not UTF-8")
     if len(cells) != len(header):
-        raise RecordError("malformed", f"{len(cells)} cells under {len(header)} columns")
+        return RecordError("malformed", f"{len(cells)} cells under {len(header)} columns")
     return dict(zip(header, [_unquoted(cell) for cell in cells] if unquote else cells, strict=True))
 
 

@@ -30,10 +30,6 @@ def map_columns(columns: Iterable[str]) -> dict[str, str]:
     return {field: present[name] for field, names in COLUMNS.items() for name in names[::-1] if name in present}
 
 
-def has_required_columns(columns: Iterable[str]) -> bool:
-    return {"audio", "text"} <= set(map_columns(columns))
-
-
 def utterance_from_row(record: SourceRecord, context: ImportContext, folders: Iterable[Path]) -> Utterance:
     """A record with columns as an utterance; columns without a field become extras."""
     row: Mapping[str, Any] = record.data
@@ -48,15 +44,10 @@ def utterance_from_row(record: SourceRecord, context: ImportContext, folders: It
     span = parse_span(value.get("start"), value.get("end"), value.get("duration"))
     audio, name = _audio(value.get("audio"), context, folders)
     record.id = record.id or name + (f"@{span.start:g}" if span else "")
-    return Utterance(
-        id=record.id,
-        audio=audio,
-        text=str(value.get("text", "")),
-        speaker=str(value.get("speaker", context.speaker)),
-        language=str(value.get("language", context.language)),
-        span=span,
-        extras=collect_extras({key: item for key, item in row.items() if key not in columns.values()}),
-    )
+    defaults = {"text": "", "speaker": context.speaker, "language": context.language}
+    text, speaker, language = (str(value.get(field, default)) for field, default in defaults.items())
+    extras = collect_extras({key: item for key, item in row.items() if key not in columns.values()})
+    return Utterance(record.id, audio, text, speaker, language, span, extras)
 
 
 def _audio(value: Any, context: ImportContext, folders: Iterable[Path]) -> tuple[Path, str]:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,20 +33,17 @@ def validate_utterances(
 
 
 def _check_each(items: list[ImportItem], progress: ProgressCallback) -> Iterator[ImportItem]:
-    paths = list(dict.fromkeys(item.utterance.audio for item in items if isinstance(item, ImportedUtterance)))
-    recordings: dict[Path, AudioInfo | AudioFileError] = {}
+    paths = dict.fromkeys(item.utterance.audio for item in items if isinstance(item, ImportedUtterance))
     ids: set[str] = set()
-    # Decoding releases the GIL. Results come in the order in which the items first need them.
+    # Decoding releases the GIL. Recordings are checked in the order in which the items first need them.
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        results = pool.map(_check_recording, paths)
+        recordings = {path: pool.submit(check_audio, path) for path in paths}
         for number, item in enumerate(items, start=1):
             if isinstance(item, ImportedUtterance):
-                audio = item.utterance.audio
-                if audio not in recordings:
-                    recordings[audio] = next(results)
                 try:
-                    item = replace(item, utterance=_check_utterance(item.utterance, recordings[audio], ids))
+                    recording = recordings[item.utterance.audio]
+                    item = replace(item, utterance=_check_utterance(item.utterance, recording, ids))
                 except RecordError as error:
                     item = item.rejected(error)
             yield item
@@ -55,14 +52,7 @@ def _check_each(items: list[ImportItem], progress: ProgressCallback) -> Iterator
         pool.shutdown(cancel_futures=True)
 
 
-def _check_recording(path: Path) -> AudioInfo | AudioFileError:
-    try:
-        return check_audio(path)
-    except AudioFileError as error:
-        return error
-
-
-def _check_utterance(utterance: Utterance, recording: AudioInfo | AudioFileError, ids: set[str]) -> Utterance:
+def _check_utterance(utterance: Utterance, recording: Future[AudioInfo], ids: set[str]) -> Utterance:
     """The utterance, normalised. A reference may come without its text; a target may not."""
     if not utterance.id:
         raise RecordError("malformed", "the id is empty")
@@ -73,9 +63,9 @@ def _check_utterance(utterance: Utterance, recording: AudioInfo | AudioFileError
         raise RecordError("not UTF-8", str(error)) from None
     if not text and utterance.is_target:
         raise RecordError("empty text")
-    if isinstance(recording, AudioFileError):
-        raise RecordError(recording.defect, f"{utterance.audio}{recording.detail and ': ' + recording.detail}")
-    span = _fit_span(utterance.span, recording)
+    if isinstance(defect := recording.exception(), AudioFileError):
+        raise RecordError(defect.defect, f"{utterance.audio}{defect.detail and ': ' + defect.detail}")
+    span = _fit_span(utterance.span, recording.result())
     if utterance.id in ids:
         raise RecordError("duplicate id")
     ids.add(utterance.id)

@@ -59,7 +59,6 @@ class AssessedWord(_StrictModel):
     stress: Score | None = None
     total: Score | None = None
     phones: Phones = ()
-    """Canonical."""
     phone_scores: PhoneScores = ()
     """One for each of `phones`: 2 right, 1 with an accent, 0 wrong or missing."""
     pronounced: Phones = ()

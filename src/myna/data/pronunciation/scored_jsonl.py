@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from myna.data.importers import tabular
-from myna.data.importers.base import (
-    ImportContext,
-    ImportedUtterance,
-    RecordError,
-    RejectedRecord,
-    SourceRecord,
-    build_utterances,
-)
-from myna.data.importers.reading import json_records
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.reading import json_records, parse_json
 from myna.data.pronunciation.assessment import DEFAULT_QUESTION, read_assessment
 from myna.data.utterance import Utterance
 
@@ -27,21 +19,14 @@ def matches(source: Path) -> bool:
     if source.suffix != ".jsonl" or not source.is_file():
         return False
     with source.open("rb") as file:
-        try:
-            first = json.loads(file.readline().decode("utf-8-sig"))
-        except ValueError:
-            return False
+        first = parse_json(file.readline())
     return isinstance(first, dict) and {"audio", "text", "scores"} <= first.keys()
 
 
-def read(source: Path, context: ImportContext) -> Iterator[ImportedUtterance | RejectedRecord]:
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def build(record: SourceRecord) -> Iterator[Utterance]:
-        fields: dict[str, Any] = dict(record.data)
-        scores: dict[str, Any] = {key: fields.pop(key) for key in ("scores", "words") if key in fields}
-        row = SourceRecord(record.source, record.line, fields)
-        utterance = tabular.utterance_from_row(row, context, (source.parent, Path()))
-        record.id = utterance.id
-        yield add_assessment(utterance, scores)
+        scores = {key: record.data.pop(key) for key in ("scores", "words") if key in record.data}
+        yield add_assessment(tabular.utterance_from_row(record, context, (source.parent, Path())), scores)
 
     return build_utterances(json_records(source), build)
 

@@ -10,16 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.base import (
-    ImportContext,
-    ImportedUtterance,
-    RecordError,
-    RejectedRecord,
-    SourceRecord,
-    build_utterances,
-)
+from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.fields import require_field, require_type
-from myna.data.importers.reading import find_file, nonblank_lines, parse_json_file
+from myna.data.importers.reading import find_file, nonblank_lines, parse_json
 from myna.data.pronunciation.assessment import SCORES
 from myna.data.pronunciation.metrics import PUBLISHED_CORPUS
 from myna.data.pronunciation.scored_jsonl import add_assessment
@@ -35,12 +28,9 @@ def matches(source: Path) -> bool:
     return (source / "wav.scp").is_file() and _scores_file(source).is_file()
 
 
-def read(source: Path, context: ImportContext) -> Iterator[ImportedUtterance | RejectedRecord]:
+def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     path = _scores_file(source)
-    scores = parse_json_file(path)
-    if isinstance(scores, RejectedRecord):
-        yield scores
-        return
+    scores = parse_json(path.read_bytes())
     line_numbers = _line_numbers(path)
     texts, speakers = (dict(pair for _, pair in _kaldi_lines(source / name)) for name in ("text", "utt2spk"))
 
@@ -58,16 +48,16 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportedUtterance | R
         speaker = speakers.get(record.id, context.speaker)
         extras = {"corpus": PUBLISHED_CORPUS}
         utterance = Utterance(record.id, audio, texts[record.id], speaker, context.language or "en", None, extras)
-        yield add_assessment(utterance, _sentence(require_type(scores[record.id], dict, record.id)))
+        sentence = require_type(scores[record.id], dict, record.id)
+        words = [_word(require_type(word, dict, "words")) for word in require_field(sentence, "words", list)]
+        # `completeness` is left out, as in the literature: nearly all are 10.
+        given = {name: sentence[name] for name in SCORES if name in sentence}
+        yield add_assessment(utterance, {"scores": given, "words": words})
 
+    if isinstance(scores, RecordError):
+        return build_utterances([SourceRecord(path, None, scores)], build)
     records = (SourceRecord(source / "wav.scp", number, pair) for number, pair in _kaldi_lines(source / "wav.scp"))
-    yield from build_utterances(records, build)
-
-
-def _sentence(stored: dict[str, Any]) -> dict[str, Any]:
-    """Scores and words of a sentence. `completeness` is left out, as in the literature: nearly all are 10."""
-    words = [_word(require_type(word, dict, "words")) for word in require_field(stored, "words", list)]
-    return {"scores": {name: stored[name] for name in SCORES if name in stored}, "words": words}
+    return build_utterances(records, build)
 
 
 def _word(stored: dict[str, Any]) -> dict[str, Any]:
@@ -77,13 +67,11 @@ def _word(stored: dict[str, Any]) -> dict[str, Any]:
     for mistake in stored.get("mispronunciations", []):
         index, instead = require_field(mistake, "index", int), require_field(mistake, "pronounced-phone", str)
         if not 0 <= index < len(phones):
-            raise RecordError(
-                "bad score", f"`{stored.get('text')}` has {len(phones)} phones, and a mistake in number {index}"
-            )
+            problem = f"`{stored.get('text')}` has {len(phones)} phones, and a mistake in number {index}"
+            raise RecordError("bad score", problem)
         # A star marks an accent on a phone that can still be named.
         named = [phone.strip("*") or phones[index] for phone in instead.split()]
-        upper = {special.lower(): special for special in (DELETED_PHONE, UNKNOWN_PHONE)}
-        named = [upper.get(phone.lower(), phone) for phone in named]
+        named = [phone.upper() if phone.upper() in (DELETED_PHONE, UNKNOWN_PHONE) else phone for phone in named]
         pronounced[index] = [phone for phone in named if phone != DELETED_PHONE]
     word: dict[str, Any] = {key: stored[key] for key in ("text", "accuracy", "stress", "total") if key in stored}
     if "phones-accuracy" in stored:

@@ -72,10 +72,8 @@ def collate(sequences: Sequence[RenderedSequence], audio_ids: tuple[int, ...], o
     learned = (code_labels != IGNORE_INDEX).any(axis=1) & predicted[audio_positions]
     audio_targets = code_labels[learned]
     counts = [len(text_label_at), *(audio_targets != IGNORE_INDEX).sum(axis=0)]
-    audio_predictors, text_predictors = (
-        to_sequence[audio_positions[learned] - offset],
-        to_sequence[text_label_at - offset],
-    )
+    audio_predictors = to_sequence[audio_positions[learned] - offset]
+    text_predictors = to_sequence[text_label_at - offset]
     is_output = np.zeros(len(ids), bool)
     is_output[audio_predictors] = is_output[text_predictors] = True
     output_index = np.cumsum(is_output) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +23,6 @@ PROBE_SECONDS = (16.0, 12.0, 10.0, 8.0, 6.0, 4.0, 3.0, 1.0)
 PROBE_BATCH_SECONDS = 48.0
 """Gives a large and a small batch, with clips of unequal length in both."""
 MIN_EQUAL_SHARE = 0.999
-
-
-class _PendingBatch(NamedTuple):
-    """A batch that the GPU may still be computing."""
-
-    indices: list[int]
-    frames: list[int]
-    codes: torch.Tensor
-    finite: torch.Tensor
-    done: torch.cuda.Event | None
 
 
 class BatchedCodec:
@@ -55,14 +45,14 @@ class BatchedCodec:
 
         While codes are fetched, the GPU computes the next batch.
         """
-        pending: _PendingBatch | None = None
+        pending = None
         for indices in self.batches([len(clip) for clip in clips], batch_seconds):
-            launched = self._launch(indices, [clips[index] for index in indices])
+            launched = indices, self._launch([clips[index] for index in indices])
             if pending is not None:
-                yield pending.indices, _fetch(pending)
+                yield pending[0], pending[1]()
             pending = launched
         if pending is not None:
-            yield pending.indices, _fetch(pending)
+            yield pending[0], pending[1]()
 
     def batches(self, lengths: Sequence[int], batch_seconds: float) -> Iterator[list[int]]:
         """Indices of clips of similar length, longest first; a batch is padded to its longest."""
@@ -73,7 +63,8 @@ class BatchedCodec:
             yield waiting[:size]
             waiting = waiting[size:]
 
-    def _launch(self, indices: list[int], clips: Sequence[Samples]) -> _PendingBatch:
+    def _launch(self, clips: Sequence[Samples]) -> Callable[[], list[Codes] | None]:
+        """Start a batch on the GPU; the function that it returns waits for the codes."""
         on_gpu = self._device.type == "cuda"
         frames = [len(clip) // self._hop for clip in clips]
         waves = torch.zeros(len(clips), max(map(len, clips)), pin_memory=on_gpu)
@@ -90,7 +81,15 @@ class BatchedCodec:
             done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
             if done is not None:
                 done.record()
-        return _PendingBatch(indices, frames, codes, finite, done)
+
+        def fetch() -> list[Codes] | None:
+            if done is not None:
+                done.synchronize()
+            if not bool(finite):
+                return None
+            return [own[:count] for own, count in zip(codes.numpy().astype(np.uint16), frames, strict=True)]
+
+        return fetch
 
     def mismatch_reason(self, codec: Codec) -> str | None:
         """Compare with `codec.encode` on a minute of synthetic speech; the reason if the codes differ, else None."""
@@ -116,15 +115,6 @@ class BatchedCodec:
         if equal < MIN_EQUAL_SHARE * total:
             return f"{equal / total:.3%} of a probe's codes were those of fp32, where {MIN_EQUAL_SHARE:.1%} must be"
         return None
-
-
-def _fetch(launched: _PendingBatch) -> list[Codes] | None:
-    if launched.done is not None:
-        launched.done.synchronize()
-    if not bool(launched.finite):
-        return None
-    whole = launched.codes.numpy().astype(np.uint16)
-    return [own[:count] for own, count in zip(whole, launched.frames, strict=True)]
 
 
 def synthetic_voices(lengths: Sequence[int], rate: int, seed: int = 0) -> list[Samples]:

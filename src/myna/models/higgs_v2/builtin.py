@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from myna.errors import ModelError
-
-if TYPE_CHECKING:
-    from transformers import HiggsAudioV2Config
 
 BUILTIN_NAMES = ("higgs-v2",)
 
 
-def builtin_config(name: str) -> HiggsAudioV2Config:
+def builtin_config(name: str) -> Any:
     """The true-size configuration. transformers' defaults fit but for the two numbers below."""
     if name not in BUILTIN_NAMES:
         raise ModelError(f"there is no built-in model {name}", hint=f"built in: {', '.join(BUILTIN_NAMES)}")

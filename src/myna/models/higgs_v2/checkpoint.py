@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -30,19 +30,9 @@ from transformers import (
 from myna._compat import model_from_config
 from myna.errors import CheckpointError, ModelError
 from myna.io import atomic_folder
+from myna.models import files
 from myna.models.base import Sampling
-from myna.models.files import (
-    check_state_dict,
-    check_token_ids,
-    check_unwrapped,
-    format_names,
-    load_tokenizer,
-    open_safetensors,
-    read_json,
-    shapes_of,
-    weight_files,
-    write_json,
-)
+from myna.models.files import load_tokenizer
 
 Layout = Literal["transformers", "original"]
 
@@ -114,7 +104,7 @@ PROMPT_TOKENS = (
 def read_sampling(folder: Path) -> Sampling:
     """Sampling settings of `generation_config.json`, with our defaults for what it leaves out."""
     file = folder / "generation_config.json"
-    stored = read_json(file) if file.is_file() else {}
+    stored = files.read_json(file) if file.is_file() else {}
     settings = {ours: stored[theirs] for ours, theirs in SAMPLING_KEYS.items() if stored.get(theirs) is not None}
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
@@ -138,7 +128,7 @@ def _generation_settings(sampling: Sampling) -> dict[str, Any]:
 def read_config(folder: Path) -> HiggsAudioV2Config:
     """The configuration of a checkpoint of either layout, checked."""
     file = folder / "config.json"
-    stored = read_json(file)
+    stored = files.read_json(file)
     kind = stored.get("model_type")
     try:
         if kind == "higgs_audio":
@@ -168,13 +158,12 @@ def read_config(folder: Path) -> HiggsAudioV2Config:
 
 
 def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Check that tokenizer and configuration agree on ids, and that the prompt's control tokens are single tokens."""
     vocabulary, other_ids = tokenizer.get_vocab(), []
     for setting, token in SPECIAL_IDS.items():
         token = tokenizer.pad_token or token if setting == "pad_token_id" else token
         if token in vocabulary and vocabulary[token] not in _ids(config, setting):
             other_ids.append(f"{setting} is {getattr(config, setting)}, but {token} is {vocabulary[token]}")
-    check_token_ids(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
+    files.check_token_ids(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
 
 
 def meta_model(
@@ -203,7 +192,7 @@ def load_weights(
     model = meta_model(config, text_head=text_head, dtype=dtype)
     if device.type == "meta":
         return model
-    stored = _stored_tensors(folder)
+    stored = _tensor_parts(folder)
     if not text_head:
         stored.pop(TEXT_HEAD_WEIGHT, None)
     elif TEXT_HEAD_WEIGHT not in stored:
@@ -211,21 +200,22 @@ def load_weights(
             f"{folder} has no text head ({TEXT_HEAD_WEIGHT})",
             hint="train without a text loss (text weight 0), or use a checkpoint that was saved with its text head",
         )
-    check_state_dict(shapes_of(model.state_dict()), {name: _shape(parts) for name, parts in stored.items()}, folder)
+    files.check_state_dict(model.state_dict(), {name: _shape(parts) for name, parts in stored.items()}, folder)
     with ExitStack() as stack:
-        files = {part.file for parts in stored.values() for part in parts}
-        opened = {file: stack.enter_context(open_safetensors(file)) for file in files}
+        used = {part.file for parts in stored.values() for part in parts}
+        opened = {file: stack.enter_context(files.open_safetensors(file)) for file in used}
 
         def read(name: str) -> torch.Tensor:
             # Copied, since the tensor is a view of the file.
             parts: list[torch.Tensor] = [
-                opened[part.file].get_tensor(part.key).to(device, dtype, copy=True) for part in stored[name]
+                opened[part.file].get_tensor(part.name).to(device, dtype, copy=True) for part in stored[name]
             ]
             if _is_split(stored[name]):
                 return torch.cat(parts)
             if any(not torch.equal(parts[0], other) for other in parts[1:]):
+                keys = [part.name for part in stored[name]]
                 raise CheckpointError(
-                    f"{folder} holds {name} more than once, with different values: {format_names(stored[name])}",
+                    f"{folder} holds {name} more than once, with different values: {files.format_names(keys)}",
                     hint="download the checkpoint again, or save it from one source",
                 )
             return parts[0]
@@ -241,11 +231,10 @@ def load_weights(
 
 
 def check_weights(folder: Path, config: HiggsAudioV2Config) -> str:
-    """Check names and shapes of all tensors from the headers alone; a summary for the user."""
-    stored = _stored_tensors(folder)
+    stored = _tensor_parts(folder)
     text_head = TEXT_HEAD_WEIGHT in stored
     model = meta_model(config, text_head=text_head)
-    check_state_dict(shapes_of(model.state_dict()), {name: _shape(parts) for name, parts in stored.items()}, folder)
+    files.check_state_dict(model.state_dict(), {name: _shape(parts) for name, parts in stored.items()}, folder)
     return f"all {len(stored)} tensors have their place, {'with' if text_head else 'without'} a text head"
 
 
@@ -261,7 +250,7 @@ def save_checkpoint(
     always has a text head. A `codec` folder is copied beside it."""
     state: dict[str, torch.Tensor] = model.state_dict()
     text_head = TEXT_HEAD_WEIGHT in state
-    check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
+    files.check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
     if layout == "original" and not text_head:
         raise ModelError(
             f"the original layout always has a text head, and this model has no {TEXT_HEAD_WEIGHT}",
@@ -280,10 +269,10 @@ def save_checkpoint(
         else:
             state = {_rename(name, "original"): tensor for name, tensor in state.items()}
             save_torch_state_dict(state, written, max_shard_size=MAX_SHARD_SIZE)
-            write_json(written / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
+            files.write_json(written / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
             # transformers 4.46, which the original needs, has the tokenizer's class under its old name.
-            settings = read_json(written / "tokenizer_config.json") | {"tokenizer_class": "PreTrainedTokenizerFast"}
-            write_json(written / "tokenizer_config.json", settings)
+            file = written / "tokenizer_config.json"
+            files.write_json(file, files.read_json(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})
         if codec is not None:
             shutil.copytree(codec, written / "codec")
 
@@ -298,7 +287,7 @@ def convert_layout(source: Path, out: Path, layout: Layout) -> None:
         return
     config, tokenizer = read_config(source), load_tokenizer(source)
     check_tokenizer(config, tokenizer)
-    text_head = TEXT_HEAD_WEIGHT in _stored_tensors(source)
+    text_head = TEXT_HEAD_WEIGHT in _tensor_parts(source)
     model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
     codec = source / "codec" if (source / "codec").is_dir() else None
     save_checkpoint(model, out, tokenizer, read_sampling(source), layout, codec)
@@ -315,7 +304,7 @@ def _rename(name: str, layout: Layout) -> str:
 
 def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     """Rename an adapter's tensors, and list its modules by them, since patterns in its settings may not carry over."""
-    config = read_json(source / "adapter_config.json")
+    config = files.read_json(source / "adapter_config.json")
     for setting in ("trainable_token_indices", "target_parameters", "layer_replication"):
         if config.get(setting):
             raise ModelError(
@@ -330,7 +319,7 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     prefixes = tuple(f"{names[layout == 'transformers']}." for names in MODULE_RENAMES)
     tensors: dict[str, torch.Tensor] = {}
     adapted, fully_trained, unknown = set(), set(), []
-    with open_safetensors(weight_files(source, stem="adapter_model")[0]) as stored:
+    with files.open_safetensors(files.weight_files(source, stem="adapter_model")[0]) as stored:
         for key in sorted(stored.keys()):
             name = _rename(key.removeprefix(PEFT_PREFIX), layout)
             if not key.startswith(PEFT_PREFIX) or not name.startswith(prefixes):
@@ -344,7 +333,7 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
                 fully_trained.add(name.rpartition(".")[0])
     if unknown:
         raise CheckpointError(
-            f"{source}: tensors of no module of Higgs Audio v2: {format_names(unknown)}",
+            f"{source}: tensors of no module of Higgs Audio v2: {files.format_names(unknown)}",
             hint="give an adapter that was trained on Higgs Audio v2 with PEFT",
         )
     config |= dict.fromkeys(("task_type", "auto_mapping", "exclude_modules", "layers_to_transform", "layers_pattern"))
@@ -352,7 +341,7 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     for setting in ("rank_pattern", "alpha_pattern"):
         config[setting] = {_rename(name, layout): value for name, value in (config.get(setting) or {}).items()}
     save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    write_json(out / "adapter_config.json", config)
+    files.write_json(out / "adapter_config.json", config)
 
 
 def _config_from_original(
@@ -430,33 +419,20 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return number
 
 
-class _StoredTensor(NamedTuple):
-    """A tensor in a file: a whole one of the model, or the frozen or trainable rows of one."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return self.key
-
-
-def _stored_tensors(folder: Path) -> dict[str, list[_StoredTensor]]:
-    """The tensors of a folder by transformers' names, from the headers."""
-    stored: defaultdict[str, list[_StoredTensor]] = defaultdict(list)
-    for file in weight_files(folder):
-        with open_safetensors(file) as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
-                name = _rename(SPLIT_TENSOR.sub("", key), "transformers")
-                if not name.endswith(DERIVED_BUFFERS):
-                    stored[name].append(_StoredTensor(file, key, tuple(tensors.get_slice(key).get_shape())))
-    return {name: sorted(parts, key=lambda part: part.key) for name, parts in stored.items()}
+def _tensor_parts(folder: Path) -> dict[str, list[files.StoredTensor]]:
+    """The tensors of a folder by transformers' names; more than one where a tensor is stored in parts."""
+    stored: defaultdict[str, list[files.StoredTensor]] = defaultdict(list)
+    for part in files.stored_tensors(folder):
+        name = _rename(SPLIT_TENSOR.sub("", part.name), "transformers")
+        if not name.endswith(DERIVED_BUFFERS):
+            stored[name].append(part)
+    return {name: sorted(parts, key=lambda part: part.name) for name, parts in stored.items()}
 
 
-def _is_split(parts: Iterable[_StoredTensor]) -> bool:
-    return any(SPLIT_TENSOR.search(part.key) for part in parts)
+def _is_split(parts: Iterable[files.StoredTensor]) -> bool:
+    return any(SPLIT_TENSOR.search(part.name) for part in parts)
 
 
-def _shape(parts: list[_StoredTensor]) -> tuple[int, ...]:
+def _shape(parts: list[files.StoredTensor]) -> tuple[int, ...]:
     shape = parts[0].shape
     return (sum(part.shape[0] for part in parts), *shape[1:]) if _is_split(parts) else shape

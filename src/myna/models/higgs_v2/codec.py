@@ -221,12 +221,10 @@ def _read_config(folder: Path) -> Any:
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         # The original configuration, for one, has no model type.
         raise ModelError(
-            f"{path} is not a codec configuration in the transformers layout: {error!r}",
-            hint=f"use {RELEASED_CODEC}",
+            f"{path} is not a codec configuration in the transformers layout: {error!r}", hint=f"use {RELEASED_CODEC}"
         ) from None
     raise ModelError(
-        f"{folder} holds a model of type {settings['model_type']!r}, not a codec",
-        hint=f"for example {RELEASED_CODEC}",
+        f"{folder} holds a model of type {settings['model_type']!r}, not a codec", hint=f"for example {RELEASED_CODEC}"
     )
 
 

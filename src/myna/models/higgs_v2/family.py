@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,15 +13,8 @@ import torch
 from torch import nn
 
 from myna.data.codec import Codec
-from myna.data.conversation import Conversation
 from myna.errors import ModelError
-from myna.models.base import (
-    GeneratedCodes,
-    RenderedSequence,
-    Sampling,
-    SpeakingFamily,
-    get_base_model,
-)
+from myna.models.base import FrameCallback, GeneratedCodes, RenderedSequence, Sampling, SpeakingFamily, get_base_model
 from myna.models.codecs import open_codec
 from myna.models.hf_family import HFFamily
 from myna.models.higgs_v2 import checkpoint
@@ -41,11 +34,8 @@ class HiggsV2(HFFamily, SpeakingFamily):
     model_types = ("higgs_audio_v2", "higgs_audio")
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
-
-    @classmethod
-    def builtin(cls, name: str) -> HiggsV2:
-        """A true-size configuration without weights or tokenizer."""
-        return cls(name, builtin_config(name), None)
+    builtin_config = staticmethod(builtin_config)
+    objective_type: ClassVar = HiggsObjective
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -76,11 +66,6 @@ class HiggsV2(HFFamily, SpeakingFamily):
     def sampling(self) -> Sampling:
         return Sampling() if self.folder is None else checkpoint.read_sampling(self.folder)
 
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
-        folder = Path() if torch.device(device).type == "meta" else self._require_folder()
-        model: nn.Module = checkpoint.load_weights(folder, self.config, dtype=dtype, device=device, text_head=text_head)
-        return model
-
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
         config = self.config
         return (codebooks, codebook_size, frame_rate) == (config.num_codebooks, _codebook_size(config), FRAME_RATE)
@@ -101,34 +86,12 @@ class HiggsV2(HFFamily, SpeakingFamily):
             )
         return codec
 
-    def render(
-        self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
-    ) -> RenderedSequence:
-        return self.renderer.render(
-            conversation, supervise_text=supervise_text, supervise_references=supervise_references
-        )
-
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         config = self.config
         return collate(sequences, (config.audio_token_id, config.audio_delay_token_id), offset=offset)
 
-    def objective(
-        self,
-        model: nn.Module,
-        *,
-        label_smoothing: float = 0.0,
-        recompute: int = 0,
-        fused_lora: bool = False,
-        compiled: bool = False,
-    ) -> nn.Module:
-        return HiggsObjective(model, label_smoothing, recompute, fused_lora, compiled)
-
     def generate(
-        self,
-        model: nn.Module,
-        prompts: Sequence[RenderedSequence],
-        sampling: Sampling,
-        on_frame: Callable[[int], None] | None = None,
+        self, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling, on_frame: FrameCallback = None
     ) -> list[GeneratedCodes]:
         core = get_base_model(model)
         batch = self.collate(prompts).to(next(core.parameters()).device)

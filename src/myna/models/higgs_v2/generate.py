@@ -6,13 +6,13 @@ its end-of-stream at frame f, codebook k ends at frame f + k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from myna.models.attention import KVCache, packed_causal_attention
-from myna.models.base import GeneratedCodes, Sampling
+from myna.models.base import FrameCallback, GeneratedCodes, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.forward import embed_inputs, run_layer
 from myna.models.higgs_v2.packing import apply_rotary, rotary_tables
@@ -26,7 +26,7 @@ def generate(
     delay: DelayPattern,
     sampling: Sampling,
     seeds: Sequence[int],
-    on_frame: Callable[[int], None] | None = None,
+    on_frame: FrameCallback = None,
 ) -> list[GeneratedCodes]:
     """Generate codes for every prompt, each with its own random stream, so that the batch does not matter."""
     config, device = core.config, batch.text_ids.device

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache
 from itertools import zip_longest
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
-from myna.models.hf_family import PromptRenderer
+from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
 
 FRAME_RATE = 25.0
 
@@ -34,11 +33,7 @@ MULTI_SPEAKER_SYSTEM_PROMPT = (
     "text, using the specified voice.\n"
     "If no speaker tag is present, select a suitable voice on your own."
 )
-TOKEN_CACHE_SIZE = 4096
-"""Texts whose token ids are cached."""
 SPEAKER_TAG = re.compile(r"\[SPEAKER(\d+)\]")
-
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +78,6 @@ def _triangle(rows: int, columns: int) -> npt.NDArray[np.bool_]:
     return np.tri(rows, columns, dtype=bool)
 
 
-class _Segment(NamedTuple):
-    """A piece of a prompt: text, a control token, or a clip between its two control tokens."""
-
-    kind: Literal["text", "special", "audio"]
-    text: str
-    supervised: bool = False
-    clip: AudioClip | None = None
-    cached: bool = False
-    """Text that many conversations share: headers, and system prompts with their few scenes."""
-
-
 @dataclass(frozen=True, eq=False)
 class Renderer(PromptRenderer):
     """Prompt format of one checkpoint, from its tokenizer and configuration."""
@@ -105,7 +89,6 @@ class Renderer(PromptRenderer):
 
     @property
     def revision(self) -> str:
-        """A hash over the ids of a conversation that uses every rule of the prompt."""
         clip = AudioClip("probe", np.zeros((2, self.delay.codebooks), np.uint16), target=True)
         turns = (
             Turn("system", (clip, clip)),
@@ -155,31 +138,14 @@ class Renderer(PromptRenderer):
             target_seconds=target_frames / FRAME_RATE,
         )
 
-    def length(self, conversation: Conversation) -> int:
-        return sum(
-            len(self._ids(segment)) if segment.clip is None else self.delay.positions(len(segment.clip.codes))
-            for segment in self._segments(conversation)
-        )
-
-    def _ids(self, segment: _Segment) -> Ids:
-        if segment.kind == "special":
-            return self._special_ids(segment.text)
-        return self._cached_ids(segment.text) if segment.cached else self._encode(segment.text)
-
-    @cached_property
-    def _cached_ids(self) -> Callable[[str], Ids]:
-        return lru_cache(TOKEN_CACHE_SIZE)(self._encode)
-
-    @cached_property
-    def _special_ids(self) -> Callable[[str], Ids]:
-        return lru_cache(None)(lambda token: np.array([self.tokenizer.convert_tokens_to_ids(token)], np.int64))
+    def _clip_positions(self, clip: AudioClip) -> int:
+        return self.delay.positions(len(clip.codes))
 
     def _segments(
         self, conversation: Conversation, supervise_text: bool = False, supervise_references: bool = False
-    ) -> Iterator[_Segment]:
-        """The prompt of a conversation, in order."""
+    ) -> Iterator[PromptSegment]:
         turns = conversation.turns
-        yield _Segment("special", "<|begin_of_text|>")
+        yield PromptSegment("special", "<|begin_of_text|>")
         if turns[0].role != "system":
             turns = (Turn("system", ()), *turns)
         many_speakers = any(_speakers(part) > 1 for turn in turns for part in turn.parts if isinstance(part, str))
@@ -187,22 +153,23 @@ class Renderer(PromptRenderer):
             yield from _header(turn.role)
             if turn.role == "system":
                 yield from self._system(conversation, turn, many_speakers)
-                yield _Segment("special", "<|eot_id|>")
+                yield PromptSegment("special", "<|eot_id|>")
                 continue
-            trained = any(isinstance(part, AudioClip) and part.target for part in turn.parts)
-            text_label = supervise_text and turn.role == "assistant" and (trained or _is_text(turn))
+            clips = [part for part in turn.parts if isinstance(part, AudioClip)]
+            trained = not clips or any(clip.target for clip in clips)
+            text_label = supervise_text and turn.role == "assistant" and trained
             for part in turn.parts:
                 if isinstance(part, AudioClip):
                     yield from _clip(part, turn.role, part.target or supervise_references, text_label)
                 else:
-                    yield _Segment("text", self._check_text(part, conversation.id), text_label)
+                    yield PromptSegment("text", self._check_text(part, conversation.id), text_label)
             continues = turn.role == "assistant" and following is not None and following.role == "assistant"
-            yield _Segment("special", "<|eom_id|>" if continues else "<|eot_id|>", text_label)
+            yield PromptSegment("special", "<|eom_id|>" if continues else "<|eot_id|>", text_label)
         if conversation.is_open:
             yield from _header("assistant")
-            yield _Segment("special", "<|audio_out_bos|>")
+            yield PromptSegment("special", "<|audio_out_bos|>")
 
-    def _system(self, conversation: Conversation, turn: Turn, many_speakers: bool) -> Iterator[_Segment]:
+    def _system(self, conversation: Conversation, turn: Turn, many_speakers: bool) -> Iterator[PromptSegment]:
         texts = [part for part in turn.parts if isinstance(part, str)]
         clips = [part for part in turn.parts if isinstance(part, AudioClip)]
         system = texts[0] if texts else MULTI_SPEAKER_SYSTEM_PROMPT if many_speakers else SYSTEM_PROMPT
@@ -212,11 +179,11 @@ class Renderer(PromptRenderer):
         if scene:
             opening += self._check_text(scene, conversation.id) + ("\n\n" if clips else "")
         for number, clip in enumerate(clips):
-            yield _Segment("text", f"{opening}SPEAKER{number}: ", cached=True)
+            yield PromptSegment("text", f"{opening}SPEAKER{number}: ", cached=True)
             yield from _clip(clip, "system", False, False)
             opening = "\n"
         closing = ("\n" if scene and not clips else "") + ("<|scene_desc_end|>" if scene or clips else "")
-        yield _Segment("text", opening + closing, cached=True)
+        yield PromptSegment("text", opening + closing, cached=True)
 
     def _check_codes(self, clip: AudioClip) -> None:
         codes = clip.codes
@@ -232,22 +199,18 @@ class Renderer(PromptRenderer):
             )
 
 
-def _header(role: str) -> Iterator[_Segment]:
-    yield _Segment("special", "<|start_header_id|>")
-    yield _Segment("text", role, cached=True)
-    yield _Segment("special", "<|end_header_id|>")
-    yield _Segment("text", "\n\n", cached=True)
+def _header(role: str) -> Iterator[PromptSegment]:
+    yield PromptSegment("special", "<|start_header_id|>")
+    yield PromptSegment("text", role, cached=True)
+    yield PromptSegment("special", "<|end_header_id|>")
+    yield PromptSegment("text", "\n\n", cached=True)
 
 
-def _clip(clip: AudioClip, role: str, supervised: bool, text_label: bool) -> Iterator[_Segment]:
-    yield _Segment("special", "<|audio_out_bos|>" if role == "assistant" else "<|audio_bos|>", text_label)
-    yield _Segment("audio", clip.id, supervised, clip)
-    yield _Segment("special", "<|audio_eos|>", text_label)
+def _clip(clip: AudioClip, role: str, supervised: bool, text_label: bool) -> Iterator[PromptSegment]:
+    yield PromptSegment("special", "<|audio_out_bos|>" if role == "assistant" else "<|audio_bos|>", text_label)
+    yield PromptSegment("audio", clip.id, supervised, clip)
+    yield PromptSegment("special", "<|audio_eos|>", text_label)
 
 
 def _speakers(text: str) -> int:
     return len(set(SPEAKER_TAG.findall(text)))
-
-
-def _is_text(turn: Turn) -> bool:
-    return not any(isinstance(part, AudioClip) for part in turn.parts)

@@ -24,8 +24,6 @@ MAX_SHARD_BYTES = 15_900_000
 """Bytes of tensors in one file, which with its header stays under 16 MB."""
 COPY_AGAIN_HINT = "copy the codec's folder again; it came with the model"
 
-Tensors = dict[str, torch.Tensor]
-
 
 class MelCodec:
     """The codec of fledgling: 24 kHz, 25 frames a second, 8 codebooks."""
@@ -42,11 +40,16 @@ class MelCodec:
 
     @classmethod
     def open(cls, folder: str | Path, device: torch.device | str = "cpu") -> MelCodec:
-        """Open config.json and safetensors in a folder, every tensor checked."""
-        config = _read_config(Path(folder))
-        tensors = _read_tensors(Path(folder))
+        config, tensors = _read_config(Path(folder)), _read_tensors(Path(folder))
         network = MelCodecNetwork(config)
-        _load_tensors(network, tensors, Path(folder))
+        problems = state_dict_problems(shapes_of(network.state_dict()), shapes_of(tensors))
+        bad = [name for name, x in tensors.items() if not x.is_floating_point() or not x.isfinite().all()]
+        problems += [f"{len(bad)} not finite: {format_names(bad)}"] if bad else []
+        if problems:
+            raise CheckpointError(
+                f"the codec in {folder} does not fit its configuration: {'; '.join(problems)}", hint=COPY_AGAIN_HINT
+            )
+        network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return cls(network, codec_revision(asdict(config), tensors.items()), torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -62,16 +65,11 @@ class MelCodec:
         return stacked
 
     def encode_batches(
-        self,
-        clips: Sequence[Samples],
-        batch_seconds: float,
-        notify: NotifyCallback,  # noqa: ARG002
+        self, clips: Sequence[Samples], batch_seconds: float, _: NotifyCallback
     ) -> Iterator[EncodedBatch]:
-        """In batches of equal length."""
         yield from encode_equal_lengths(self, clips, batch_seconds)
 
     def decode(self, codes: Codes) -> Samples:
-        """(frames, codebooks) -> (frames * hop,), clipped to [-1, 1]."""
         check_codes(self, codes)
         if not len(codes):
             return np.zeros(0, np.float32)
@@ -111,20 +109,9 @@ def _read_config(folder: Path) -> MelCodecConfig:
         raise ModelError(f"{path}: {error}", hint=COPY_AGAIN_HINT) from None
 
 
-def _read_tensors(folder: Path) -> Tensors:
-    tensors: Tensors = {}
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, pickle_hint=COPY_AGAIN_HINT):
         with open_safetensors(file) as stored:
             tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
     return tensors
-
-
-def _load_tensors(network: MelCodecNetwork, tensors: Tensors, folder: Path) -> None:
-    problems = state_dict_problems(shapes_of(network.state_dict()), shapes_of(tensors))
-    bad = [name for name, tensor in tensors.items() if not tensor.is_floating_point() or not tensor.isfinite().all()]
-    problems += [f"{len(bad)} not finite: {format_names(bad)}"] if bad else []
-    if problems:
-        raise CheckpointError(
-            f"the codec in {folder} does not fit its configuration: {'; '.join(problems)}", hint=COPY_AGAIN_HINT
-        )
-    network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from myna.errors import ModelError
-
-if TYPE_CHECKING:
-    from transformers import Phi4MultimodalConfig
 
 BUILTIN_NAMES = ("phi-4-multimodal",)
 
 
-def builtin_config(name: str) -> Phi4MultimodalConfig:
+def builtin_config(name: str) -> Any:
     """The true-size configuration: transformers' defaults but for the numbers below, without the rotary scaling of long
     sequences, which no count depends on."""
     if name not in BUILTIN_NAMES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -20,17 +20,7 @@ from transformers import Phi4MultimodalConfig, Phi4MultimodalForCausalLM, PreTra
 from myna._compat import model_from_config
 from myna.errors import CheckpointError, ModelError
 from myna.io import atomic_folder
-from myna.models.files import (
-    check_state_dict,
-    check_token_ids,
-    check_unwrapped,
-    format_names,
-    open_safetensors,
-    read_json,
-    shapes_of,
-    weight_files,
-    write_json,
-)
+from myna.models import files
 from myna.models.phi4.codec import SETTINGS_FILES
 from myna.models.phi4.render import END, ROLES
 
@@ -46,17 +36,10 @@ SPEECH_ADAPTER = "speech-lora"
 MAX_SHARD_SIZE = "5GB"
 
 
-class StoredTensor(NamedTuple):
-    """File and shape of a tensor in a checkpoint."""
-
-    file: Path
-    shape: tuple[int, ...]
-
-
 def read_config(folder: Path) -> Phi4MultimodalConfig:
     file = folder / "config.json"
     try:
-        config = Phi4MultimodalConfig.from_dict(read_json(file))
+        config = Phi4MultimodalConfig.from_dict(files.read_json(file))
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{file}: {error}", hint="correct that setting, or download the checkpoint again") from error
     audio = config.audio_config
@@ -75,10 +58,9 @@ def read_config(folder: Path) -> Phi4MultimodalConfig:
 
 
 def check_tokenizer(config: Phi4MultimodalConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Check that tokenizer and configuration agree on ids, and that the prompt's control tokens are single tokens."""
     end = tokenizer.get_vocab().get(END)
     other_ids = [] if end in eos_ids(config) else [f"eos_token_id is {config.eos_token_id}, but {END} is {end}"]
-    check_token_ids(tokenizer, config.vocab_size, (*ROLES, END), other_ids)
+    files.check_token_ids(tokenizer, config.vocab_size, (*ROLES, END), other_ids)
 
 
 def eos_ids(config: Phi4MultimodalConfig) -> tuple[int, ...]:
@@ -101,19 +83,19 @@ def meta_model(config: Phi4MultimodalConfig, *, dtype: torch.dtype | None = None
 
 
 def load_weights(
-    folder: Path, config: Phi4MultimodalConfig, *, dtype: torch.dtype | None, device: torch.device | str
+    folder: Path, config: Phi4MultimodalConfig, *, dtype: torch.dtype | None, device: torch.device | str, **_: bool
 ) -> Any:
-    """The model with the weights of a folder, every key and shape checked before one is read. Device `meta` gives the
-    model without weights, and reads nothing."""
+    """The model with the weights of a folder, every key and shape checked before one is read, always with its text
+    head. Device `meta` gives the model without weights, and reads nothing."""
     device = torch.device(device)
     model = meta_model(config, dtype=dtype)
     if device.type == "meta":
         return model
     stored = _check_tensors(folder, config, model)
     with ExitStack() as stack:
-        files = {file: stack.enter_context(open_safetensors(file)) for file in {t.file for t in stored.values()}}
+        opened = {file: stack.enter_context(files.open_safetensors(file)) for file in {t.file for t in stored.values()}}
         # Copied, for a tensor of its own instead of a view of the file.
-        state = {name: files[t.file].get_tensor(name).to(device, dtype, copy=True) for name, t in stored.items()}
+        state = {name: opened[t.file].get_tensor(name).to(device, dtype, copy=True) for name, t in stored.items()}
     _merge_speech_adapter(state, folder)
     if config.tie_word_embeddings:
         state[HEAD] = state[EMBEDDING]
@@ -127,7 +109,6 @@ def load_weights(
 
 
 def check_weights(folder: Path, config: Phi4MultimodalConfig) -> str:
-    """Check names and shapes of all tensors from the headers alone; a summary for the user."""
     stored = _check_tensors(folder, config, meta_model(config))
     speech = "with" if (folder / SPEECH_ADAPTER).is_dir() else "without"
     return f"all {len(stored)} tensors have their place, {speech} an adapter for speech beside them"
@@ -136,11 +117,11 @@ def check_weights(folder: Path, config: Phi4MultimodalConfig) -> str:
 def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: Path) -> None:
     """Write a checkpoint that `from_pretrained` reads, with the vision encoder of `source`."""
     state: dict[str, torch.Tensor] = model.state_dict()
-    check_unwrapped(state, meta_model(model.config).state_dict())
+    files.check_unwrapped(state, meta_model(model.config).state_dict())
     if model.config.tie_word_embeddings:
         del state[HEAD]
-    for file in weight_files(source):
-        with open_safetensors(file) as tensors:
+    for file in files.weight_files(source):
+        with files.open_safetensors(file) as tensors:
             state |= {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(VISION_PREFIXES)}  # noqa: SIM118
     with atomic_folder(folder) as out:
         save_torch_state_dict(state, out, max_shard_size=MAX_SHARD_SIZE)
@@ -148,23 +129,18 @@ def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: P
         tokenizer.save_pretrained(out)
         for name in SETTINGS_FILES:
             if (source / name).is_file():
-                write_json(out / name, read_json(source / name))
+                files.write_json(out / name, files.read_json(source / name))
 
 
-def _check_tensors(folder: Path, config: Phi4MultimodalConfig, model: Any) -> dict[str, StoredTensor]:
+def _check_tensors(folder: Path, config: Phi4MultimodalConfig, model: Any) -> dict[str, files.StoredTensor]:
     """Tensors to load, by name, after a check of names and shapes from the headers."""
-    stored: dict[str, StoredTensor] = {}
-    for file in weight_files(folder):
-        with open_safetensors(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
-                if not name.startswith(VISION_PREFIXES):
-                    stored[name] = StoredTensor(file, tuple(tensors.get_slice(name).get_shape()))
-    expected = shapes_of(model.state_dict())
+    stored = {t.name: t for t in files.stored_tensors(folder) if not t.name.startswith(VISION_PREFIXES)}
+    expected = model.state_dict()
     if config.tie_word_embeddings:
         # One tensor under two names; some checkpoints hold it twice.
         stored.pop(HEAD, None)
         del expected[HEAD]
-    check_state_dict(expected, {name: tensor.shape for name, tensor in stored.items()}, folder)
+    files.check_state_dict(expected, {name: tensor.shape for name, tensor in stored.items()}, folder)
     return stored
 
 
@@ -173,7 +149,7 @@ def _merge_speech_adapter(state: dict[str, torch.Tensor], folder: Path) -> None:
     adapter = folder / SPEECH_ADAPTER
     if not adapter.is_dir():
         return
-    settings = read_json(adapter / "adapter_config.json")
+    settings = files.read_json(adapter / "adapter_config.json")
     unknown = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if settings.get(key)]
     if settings.get("peft_type") != "LORA" or unknown:
         raise CheckpointError(
@@ -182,8 +158,8 @@ def _merge_speech_adapter(state: dict[str, torch.Tensor], folder: Path) -> None:
         )
     rank = settings["r"]
     scale = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
-    [file] = weight_files(adapter, stem="adapter_model")
-    with open_safetensors(file) as tensors:
+    [file] = files.weight_files(adapter, stem="adapter_model")
+    with files.open_safetensors(file) as tensors:
         unused = set(tensors.keys())
         for name in sorted(key for key in unused if ".lora_A." in key):
             pair = name, name.replace(".lora_A.", ".lora_B.")
@@ -196,6 +172,6 @@ def _merge_speech_adapter(state: dict[str, torch.Tensor], folder: Path) -> None:
             unused -= {*pair}
     if unused:
         raise CheckpointError(
-            f"{file} holds tensors that belong to no layer of the model: {format_names(sorted(unused))}",
+            f"{file} holds tensors that belong to no layer of the model: {files.format_names(sorted(unused))}",
             hint="download the checkpoint again",
         )

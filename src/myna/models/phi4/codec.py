@@ -84,17 +84,16 @@ def valid_frames(codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The feature extractor's settings; the class's defaults where the checkpoint names none."""
-    for name in SETTINGS_FILES:
-        if not (folder / name).is_file():
-            continue
-        stored = read_json(folder / name)
-        for key in ("audio_processor", "feature_extractor"):
-            stored = stored.get(key, stored)
-        if "mel_max_frequency" in stored or "audio_compression_rate" in stored or "n_fft" in stored:
-            return {key: stored[key] for key in FEATURE_SETTINGS if key in stored}
-    if not any((folder / name).is_file() for name in SETTINGS_FILES):
+    present = [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
+    if not present:
         raise ModelError(
             f"{folder} has none of {', '.join(SETTINGS_FILES)}, the settings of its feature extractor",
             hint="copy the processor's files of the checkpoint there, or download it again",
         )
+    for file in present:
+        stored = read_json(file)
+        for key in ("audio_processor", "feature_extractor"):
+            stored = stored.get(key, stored)
+        if "mel_max_frequency" in stored or "audio_compression_rate" in stored or "n_fft" in stored:
+            return {key: stored[key] for key in FEATURE_SETTINGS if key in stored}
     return {}

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from myna.data.codec import Encoder
-from myna.data.conversation import Conversation
 from myna.errors import ModelError
 from myna.models.base import AnsweringFamily, GeneratedAnswer, RenderedSequence, get_base_model
 from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
@@ -38,15 +37,12 @@ class Phi4(HFFamily, AnsweringFamily):
     model_types = ("phi4_multimodal",)
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
+    builtin_config = staticmethod(builtin_config)
+    objective_type: ClassVar = Phi4Objective
     _grammar: TokenGrammar | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_grammar"}  # it cannot be pickled
-
-    @classmethod
-    def builtin(cls, name: str) -> Phi4:
-        """A true-size configuration without weights or tokenizer, for arithmetic."""
-        return cls(name, builtin_config(name), None)
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -68,12 +64,6 @@ class Phi4(HFFamily, AnsweringFamily):
     def chance(self) -> tuple[float, ...]:
         return (math.log(self.config.vocab_size),)
 
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:  # noqa: ARG002
-        """With the text head in any case: the model generates text."""
-        folder = Path() if torch.device(device).type == "meta" else self._require_folder()
-        model: nn.Module = checkpoint.load_weights(folder, self.config, dtype=dtype, device=device)
-        return model
-
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
         bands = self.config.audio_config.input_size
         return (codebooks, codebook_size, frame_rate) == (bands, MAX_CODE + 1, FRAME_RATE)
@@ -93,31 +83,11 @@ class Phi4(HFFamily, AnsweringFamily):
             )
         return encoder
 
-    def render(
-        self,
-        conversation: Conversation,
-        *,
-        supervise_text: bool = False,  # noqa: ARG002 - the answer is all that is supervised
-        supervise_references: bool = False,  # noqa: ARG002
-    ) -> RenderedSequence:
-        return self.renderer.render(conversation)
-
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         return self.renderer.positions(frames)
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Phi4Batch:
         return collate(sequences, self.config.audio_config.input_size, offset)
-
-    def objective(
-        self,
-        model: nn.Module,
-        *,
-        label_smoothing: float = 0.0,
-        recompute: int = 0,
-        fused_lora: bool = False,  # noqa: ARG002 - there are no fused layers yet
-        compiled: bool = False,
-    ) -> nn.Module:
-        return Phi4Objective(model, checkpoint.eos_ids(self.config), label_smoothing, recompute, compiled)
 
     def answer(
         self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None

@@ -18,6 +18,7 @@ from myna.models.base import StreamLosses, get_base_model
 from myna.models.cross_entropy import cross_entropy
 from myna.models.phi4.audio_encoder import encode_audio
 from myna.models.phi4.batch import Phi4Batch
+from myna.models.phi4.checkpoint import eos_ids
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) -> (positions, heads, head size)."""
@@ -102,15 +103,20 @@ class Phi4Objective(nn.Module):
     """There are no fused layers for this family: `train.fused_lora` changes nothing."""
 
     def __init__(
-        self, model: nn.Module, eos_ids: tuple[int, ...], label_smoothing: float, recompute: int, compiled: bool
+        self,
+        model: nn.Module,
+        label_smoothing: float = 0.0,
+        recompute: int = 0,
+        fused_lora: bool = False,  # noqa: ARG002
+        compiled: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.layers = nn.ModuleList(Phi4Layer(layer) for layer in get_base_model(model).model.layers)
+        core, self.model = get_base_model(model), model
+        self.layers = nn.ModuleList(Phi4Layer(layer) for layer in core.model.layers)
         if compiled and next(model.parameters()).device.type == "cuda":
             for layer in self.layers:
                 layer.compile(dynamic=True)
-        self.eos_ids, self.label_smoothing, self.recompute = eos_ids, label_smoothing, recompute
+        self.eos_ids, self.label_smoothing, self.recompute = eos_ids(core.config), label_smoothing, recompute
 
     def hidden(self, batch: Phi4Batch) -> torch.Tensor:
         """The residual stream after the last layer, before the final norm."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
-from myna.models.hf_family import PromptRenderer
+from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
 from myna.models.phi4.codec import WINDOW_FRAMES, valid_frames
 
 END = "<|end|>"
@@ -28,15 +27,6 @@ FILL_CODE = -1
 """Fills up the last position of a clip, which may have fewer spectra than a position holds."""
 MAX_CLIP_POSITIONS = 500
 """40 s: beyond them the encoder would cut a clip into parts that do not attend to one another."""
-
-Ids = npt.NDArray[np.int64]
-
-
-class _Segment(NamedTuple):
-    kind: Any
-    text: str
-    supervised: bool
-    clip: AudioClip | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,32 +53,20 @@ class Renderer(PromptRenderer):
         spectra = np.maximum(frames - WINDOW_FRAMES + 1, 0)
         return (spectra + self.spectra_per_position - 1) // self.spectra_per_position
 
-    def length(self, conversation: Conversation) -> int:
-        def segment_length(segment: _Segment) -> int:
-            if segment.clip is not None:
-                return self._clip_positions(segment.clip)
-            return 1 if segment.kind == "special" else len(self._encode(segment.text))
-
-        return sum(map(segment_length, self._segments(conversation)))
-
-    def render(self, conversation: Conversation) -> RenderedSequence:
-        ids: list[Ids] = []
-        codes: list[npt.NDArray[np.int64]] = []
-        spans: list[TokenSpan] = []
-        labels: list[Ids] = []
+    def render(self, conversation: Conversation, **_: bool) -> RenderedSequence:
+        """The answer is all that is supervised, in any case."""
+        ids, codes, spans, labels = [], [], [], []
         position, seconds = 0, 0.0
-        for kind, text, supervised, clip in self._segments(conversation):
-            if clip is not None:
-                codes.append(self._stack_spectra(clip))
-                part = np.full(len(codes[-1]), self.audio_id, np.int64)
-                seconds += len(clip.codes) / self.frame_rate
-            elif kind == "special":
-                part = np.array([self.tokenizer.convert_tokens_to_ids(text)], np.int64)
+        for segment in self._segments(conversation):
+            if segment.clip is None:
+                part = self._ids(segment)
             else:
-                part = self._encode(text)
+                codes.append(self._stack_spectra(segment.clip))
+                part = np.full(len(codes[-1]), self.audio_id, np.int64)
+                seconds += len(segment.clip.codes) / self.frame_rate
             ids.append(part)
-            labels.append(part if supervised else np.full_like(part, IGNORE_INDEX))
-            spans.append(TokenSpan(kind, position, position + len(part), text, supervised))
+            labels.append(part if segment.supervised else np.full_like(part, IGNORE_INDEX))
+            spans.append(TokenSpan(segment.kind, position, position + len(part), segment.text, segment.supervised))
             position += len(part)
         if position > self.max_positions:
             raise DataError(
@@ -108,13 +86,13 @@ class Renderer(PromptRenderer):
             target_seconds=seconds,
         )
 
-    def _segments(self, conversation: Conversation) -> Iterator[_Segment]:
+    def _segments(self, conversation: Conversation) -> Iterator[PromptSegment]:
         for turn in conversation.turns:
             supervised = turn.role == "assistant"
-            yield _Segment("special", f"<|{turn.role}|>", False)
+            yield PromptSegment("special", f"<|{turn.role}|>")
             for part in turn.parts:
                 if isinstance(part, str):
-                    yield _Segment("text", self._check_text(part, conversation.id), supervised)
+                    yield PromptSegment("text", self._check_text(part, conversation.id), supervised)
                     continue
                 if part.target or turn.role != "user":
                     raise DataError(
@@ -122,15 +100,15 @@ class Renderer(PromptRenderer):
                         "answer",
                         hint="import scores or answers beside the recordings: docs/decisions/0015 says how",
                     )
-                yield _Segment("audio", f"{part.id}: {len(part.codes) / self.frame_rate:.2f} s", False, part)
-            yield _Segment("special", END, supervised)
+                yield PromptSegment("audio", f"{part.id}: {len(part.codes) / self.frame_rate:.2f} s", False, part)
+            yield PromptSegment("special", END, supervised)
         if conversation.is_open:
-            yield _Segment("special", "<|assistant|>", False)
+            yield PromptSegment("special", "<|assistant|>")
 
     def _clip_positions(self, clip: AudioClip) -> int:
         return int(self.positions(np.array([len(clip.codes)], np.int32))[0])
 
-    def _stack_spectra(self, clip: AudioClip) -> npt.NDArray[np.int64]:
+    def _stack_spectra(self, clip: AudioClip) -> Ids:
         """(positions, spectra of a position x bands), the last position filled up."""
         codes: Codes = clip.codes
         if codes.ndim != 2 or codes.shape[1] != self.bands:

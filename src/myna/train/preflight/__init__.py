@@ -14,28 +14,9 @@ from pathlib import Path
 from myna.data.loader import Loader, Shard
 from myna.models.base import Batch, RenderedSequence
 from myna.train.memory_plan import MemoryPlan, format_bytes
-from myna.train.preflight.backward import check_largest_batch_fits, check_trainable_parameters
+from myna.train.preflight import backward, data, loss
 from myna.train.preflight.context import CheckContext, on_all_ranks, preserve_training_state
-from myna.train.preflight.data import check_evaluation_unseen, check_references_differ, write_samples
-from myna.train.preflight.labels import check_labels_present, check_no_leakage
-from myna.train.preflight.loss import (
-    InitialLoss,
-    check_better_than_chance,
-    check_label_alignment,
-    check_loss_finite,
-    check_not_solved,
-    check_stop_labels,
-    measure_initial_loss,
-)
 from myna.train.trainer import Trainer
-
-CHEAP_CHECKS = (
-    write_samples,
-    check_evaluation_unseen,
-    check_references_differ,
-    check_trainable_parameters,
-    check_labels_present,
-)
 
 
 def run_preflight(
@@ -54,22 +35,28 @@ def run_preflight(
     shard = Shard() if trainer.sharded else Shard(accelerator.process_index, accelerator.num_processes)
     context = CheckContext(trainer, loader, evaluation, memory, folder, log, shard)
     with preserve_training_state(trainer):
-        for check in CHEAP_CHECKS:
+        for check in (
+            data.write_samples,
+            data.check_evaluation_unseen,
+            data.check_references_differ,
+            backward.check_trainable_parameters,
+            data.check_labels_present,
+        ):
             on_all_ranks(trainer, partial(check, context))
-        loss = InitialLoss.over_ranks(on_all_ranks(trainer, partial(measure_initial_loss, context)))
-        log(loss.message)
-        loss_checks = [check_loss_finite, check_stop_labels]
-        loss_checks += [] if resumed else [check_not_solved]
-        loss_checks += (
-            [check_better_than_chance, check_label_alignment] if trainer.recipe.model.check_pretrained else []
-        )
-        for loss_check in loss_checks:
-            loss_check(loss, context)
-        if not trainer.recipe.model.check_pretrained:
+        initial = loss.InitialLoss.over_ranks(on_all_ranks(trainer, partial(loss.measure_initial_loss, context)))
+        log(initial.message)
+        loss.check_loss_finite(initial, context)
+        loss.check_stop_labels(initial, context)
+        if not resumed:
+            loss.check_not_solved(initial, context)
+        if trainer.recipe.model.check_pretrained:
+            loss.check_better_than_chance(initial, context)
+            loss.check_label_alignment(initial, context)
+        else:
             log("model.check_pretrained is false: chance and the alignment of the labels are not checked")
-        on_all_ranks(trainer, partial(check_no_leakage, context))
+        on_all_ranks(trainer, partial(data.check_no_leakage, context))
         # Sharded ranks run the model together: none can wait for another that has run out of memory.
-        fits = partial(check_largest_batch_fits, context)
+        fits = partial(backward.check_largest_batch_fits, context)
         peak = fits() if trainer.sharded else max(on_all_ranks(trainer, fits))
     where = "" if accelerator.device.type == "cuda" else ", by the whole process"
     planned, measured = format_bytes(memory.total), format_bytes(peak)

@@ -74,20 +74,17 @@ def on_all_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
 
     This is the only place where ranks wait for one another, apart from the layers of a sharded model.
     """
-    result: T | None = None
-    error: MynaError | None = None
+    outcome: tuple[T | None, MynaError | None]
     try:
-        result = check()
-    except MynaError as raised:
-        error = raised
-    if trainer.accelerator.num_processes == 1:
-        if error is not None:
-            raise error
-        return [result]  # type: ignore[list-item]
-    outcomes = gather_object([(result, error and (error.what, error.hint))])
+        outcome = check(), None
+    except MynaError as error:
+        if trainer.accelerator.num_processes == 1:
+            raise
+        outcome = None, error
+    outcomes = gather_object([outcome])
     for rank, (_, failure) in enumerate(outcomes):
-        if failure:
-            raise TrainingError(f"rank {rank}: {failure[0]}", hint=failure[1]) from error
+        if failure is not None:
+            raise TrainingError(f"rank {rank}: {failure.what}", hint=failure.hint) from outcome[1]
     return [result for result, _ in outcomes]
 
 

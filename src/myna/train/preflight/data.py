@@ -1,14 +1,23 @@
-"""Preflight checks of the data: samples, overlap with the evaluation set, references."""
+"""Preflight checks of the data: overlap with the evaluation set, references, labels, causality and packing."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from myna.data.codec import Codes
 from myna.data.utterance import normalise_text
 from myna.errors import TrainingError
+from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.files import format_names
 from myna.models.token_view import token_view
+from myna.train.loss import LossAccumulator
 from myna.train.memory_plan import evenly_spaced
 from myna.train.preflight.context import CheckContext
 
@@ -18,6 +27,10 @@ COMPARED_TARGETS = 512
 """Targets per rank that are compared with their references."""
 SAME_AUDIO_SHARE = 0.9
 """Share of codes in common from which two clips are one recording."""
+MIN_SUPERVISED_SHARE, MAX_SUPERVISED_SHARE = 0.01, 0.99
+"""Share of the positions with labels: less or more means that the mask is wrong."""
+ROUNDING_TOLERANCE = 1e-6
+"""Relative change of a loss sum that is rounding. As a rule, unchanged sums are bit-exact."""
 
 
 def write_samples(context: CheckContext) -> None:
@@ -74,6 +87,75 @@ def check_references_differ(context: CheckContext) -> None:
         )
 
 
+def check_labels_present(context: CheckContext) -> None:
+    """Every sample has labels, the collator keeps all of them, and they cover neither nothing nor everything."""
+    samples, family = context.samples, context.trainer.family
+    empty = [sample.id for sample in samples if not _label_count(sample)]
+    if empty:
+        raise TrainingError(
+            f"{len(empty)} of {len(samples)} samples have no label: all is masked in {format_names(empty)}",
+            hint=context.render_hint(empty[0]),
+        )
+    supervised = sum(len(_supervised_positions(sample)) for sample in samples) / sum(map(len, samples))
+    if not MIN_SUPERVISED_SHARE <= supervised <= MAX_SUPERVISED_SHARE:
+        extent = "hardly anything" if supervised < MIN_SUPERVISED_SHARE else "the prompt too"
+        raise TrainingError(
+            f"{supervised:.1%} of all positions are learned: {extent}. The mask of the labels is wrong",
+            hint=context.render_hint(samples[0].id),
+        )
+    for sample in samples:
+        collated = int(family.collate([sample]).counts.sum())
+        if collated != _label_count(sample):
+            raise TrainingError(
+                f"{sample.id} has {_label_count(sample)} labels, of which {collated} reach the batch",
+                hint="the family's `collate` loses them: python -m pytest tests/models",
+            )
+
+
+def check_no_leakage(context: CheckContext) -> None:
+    """Corrupt the second half of one sequence's targets: only losses after it may change."""
+    sequences, family = sorted(context.samples, key=len)[:3], context.trainer.family
+    index = (len(sequences) - 1) // 2
+    id, positions = sequences[index].id, _supervised_positions(sequences[index])
+    cut = int(positions[len(positions) // 2])
+    corrupted = [*sequences]
+    corrupted[index] = _corrupt(sequences[index], cut)
+
+    def changes(keep: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]) -> bool:
+        """Whether the corruption changes the loss of the labels kept, by sequence number and positions."""
+        sums = []
+        for version in (sequences, corrupted):
+            masked = [_mask_labels(sequence, partial(keep, number)) for number, sequence in enumerate(version)]
+            losses = LossAccumulator.zeros(len(family.streams))
+            context.forward(family.collate(masked), losses)
+            sums.append(losses.sums)
+        return not torch.allclose(sums[0], sums[1], rtol=ROUNDING_TOLERANCE, atol=0.0)
+
+    if changes(lambda number, at: (at < cut) & (number == index)):
+        raise TrainingError(
+            f"what {id} says from position {cut} on changes the loss before it: the model sees its own future",
+            hint="attention is not causal: python -m pytest tests/models",
+        )
+    if changes(lambda number, at: (at == cut) & (number == index)):
+        raise TrainingError(
+            f"the frame at position {cut} of {id} changes its own loss: it is given to read what it is to predict, and "
+            "would learn to copy",
+            hint="the labels are not shifted by one: python -m pytest tests/models",
+        )
+    if changes(lambda number, at: np.full(at.shape, number != index)):
+        others = [sequence.id for number, sequence in enumerate(sequences) if number != index]
+        raise TrainingError(
+            f"what {id} says changes the loss of {format_names(others)} in the same row: packed sequences see one "
+            "another",
+            hint="--set data.pack=false until the family's attention is mended",
+        )
+    if not changes(lambda number, at: (at > cut) & (number == index)) and cut < positions[-1]:
+        raise TrainingError(
+            f"what {id} says up to position {cut} makes no difference to what follows: codes do not reach the model",
+            hint="the family's `collate` loses them: python -m pytest tests/models",
+        )
+
+
 def _same_audio(first: Codes, second: Codes) -> bool:
     shared = min(len(first), len(second))
     return abs(len(first) - len(second)) <= 2 and float((first[:shared] == second[:shared]).mean()) >= SAME_AUDIO_SHARE
@@ -83,3 +165,46 @@ def _words(text: str) -> str:
     """A text without its case and punctuation."""
     letters = (c for c in normalise_text(text).casefold() if not unicodedata.category(c).startswith("P"))
     return " ".join("".join(letters).split())
+
+
+def _audio_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
+    """Positions of the rows of `codes`."""
+    audio = [np.arange(span.start, span.stop) for span in sequence.spans if span.kind == "audio"]
+    return np.concatenate(audio) if audio else np.empty(0, np.int64)
+
+
+def _label_count(sequence: RenderedSequence) -> int:
+    return int((sequence.labels != IGNORE_INDEX).sum() + (sequence.code_labels != IGNORE_INDEX).sum())
+
+
+def _supervised_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
+    """Positions with labels, in order."""
+    text = np.flatnonzero(sequence.labels != IGNORE_INDEX)
+    audio = _audio_positions(sequence)[(sequence.code_labels != IGNORE_INDEX).any(axis=1)]
+    return np.union1d(text, audio)
+
+
+def _mask_labels(
+    sequence: RenderedSequence, keep: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
+) -> RenderedSequence:
+    """Labels only at the positions to keep."""
+    text, audio = keep(np.arange(len(sequence))), keep(_audio_positions(sequence))
+    return replace(
+        sequence,
+        labels=np.where(text, sequence.labels, IGNORE_INDEX),
+        code_labels=np.where(audio[:, None], sequence.code_labels, IGNORE_INDEX),
+    )
+
+
+def _corrupt(sequence: RenderedSequence, cut: int) -> RenderedSequence:
+    """Other codes and other text from a position on, of the same kinds; the labels stay."""
+    positions, audio, codes = np.arange(len(sequence)), _audio_positions(sequence), sequence.codes
+    is_text = np.ones(len(sequence), bool)
+    is_text[audio] = False
+    text_ids = np.unique(sequence.ids[is_text])
+    other_ids = text_ids[(np.searchsorted(text_ids, sequence.ids) + 1) % len(text_ids)]
+    return replace(
+        sequence,
+        ids=np.where(is_text & (positions >= cut), other_ids, sequence.ids),
+        codes=np.where((audio >= cut)[:, None], (codes + 1) % (codes.max(initial=0) + 1), codes),
+    )
