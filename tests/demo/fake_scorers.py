@@ -18,6 +18,10 @@ class SpectrumEncoder(ResemblyzerEncoder):
     def __init__(self) -> None:
         super().__init__(None, None)
 
+    @property
+    def name(self) -> str:
+        return "spectrum"
+
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:  # noqa: ARG002
         spectrum = np.abs(np.fft.rfft(samples, 4096))[:2048].reshape(8, 256).sum(axis=1)
         return np.asarray(spectrum / (np.linalg.norm(spectrum) or 1), np.float32)
