@@ -59,7 +59,8 @@ class KVCache:
     BLOCK_SIZE = 256
 
     def __init__(self, layers: int, lengths: tuple[int, ...]) -> None:
-        self.lengths = torch.tensor(lengths)
+        self.lengths, self._rows = torch.tensor(lengths), torch.arange(len(lengths))
+        self._mask = torch.empty(0, dtype=torch.bool)
         self.keys: list[torch.Tensor] = [torch.empty(0)] * layers
         self.values: list[torch.Tensor] = [torch.empty(0)] * layers
 
@@ -70,15 +71,15 @@ class KVCache:
             store[layer] = torch.nn.utils.rnn.pad_sequence(list(torch.split(x, lengths)), batch_first=True)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add one position per prompt; returns keys, values and their mask."""
-        rows = torch.arange(len(self.lengths))
-        if int(self.lengths.max()) >= self.keys[layer].shape[1]:
-            for store in (self.keys, self.values):
-                store[layer] = F.pad(store[layer], (0, 0, 0, 0, 0, self.BLOCK_SIZE))
-        self.keys[layer][rows, self.lengths] = k
-        self.values[layer][rows, self.lengths] = v
-        mask = torch.arange(self.keys[layer].shape[1]) <= self.lengths[:, None]
-        return self.keys[layer], self.values[layer], mask.to(k.device)
+        """Add one position per prompt; returns keys, values and their mask. Layers come in order and share the mask."""
+        if layer == 0:
+            if int(self.lengths.max()) >= self.keys[0].shape[1]:
+                for store in (self.keys, self.values):
+                    store[:] = [F.pad(x, (0, 0, 0, 0, 0, self.BLOCK_SIZE)) for x in store]
+            self._mask = (torch.arange(self.keys[0].shape[1]) <= self.lengths[:, None]).to(k.device)
+        self.keys[layer][self._rows, self.lengths] = k
+        self.values[layer][self._rows, self.lengths] = v
+        return self.keys[layer], self.values[layer], self._mask
 
     @staticmethod
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
