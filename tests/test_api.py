@@ -68,6 +68,7 @@ def test_prepare_reports_and_is_silent(
     assert again.utterances == data.utterances > 0 and again.encoded > 0 and again.rejected == 0
     assert {stage for stage, _, _ in calls} == {"importing", "encoding"}
     assert calls[-1][1] == calls[-1][2]
+    assert "audio-hours/hour" in again.notes[-1]
     assert capfd.readouterr() == ("", "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -185,3 +186,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from myna.models import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def test_a_stage_with_brackets_in_its_name_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages carry names that people chose, of runs and of systems."""
+    from rich.console import Console
+
+    from myna import terminal
+
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    monkeypatch.setattr(terminal, "errors", console)
+    with terminal.progress_bars() as progress:
+        progress("take[/b]: speaking", 1, 2)
+    assert isinstance(console.file, io.StringIO) and "take[/b]: speaking" in console.file.getvalue()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from myna.train.run import Run
 
 PathLike = str | os.PathLike[str]
-Settings = Mapping[str, Any] | Sequence[str]
+SettingOverrides = Mapping[str, Any] | Sequence[str]
 """Recipe settings on top of a recipe: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
 
 
@@ -93,13 +93,9 @@ def prepare(
     family = open_family(model, codec=codec)
     encoder = family.load_encoder(device=pick_device(device))
     notes = list(imported.notes)
-    report = encode_dataset(
-        utterances,
-        encoder,
-        folder,
-        progress=progress,
-        notify=notes.append,
-    )
+    report = encode_dataset(utterances, encoder, folder, progress=progress, notify=notes.append)
+    if report.encoded:
+        notes.append(f"{report.seconds / 3600:.2f} hours of audio encoded, {report.pace:.1f} audio-hours/hour")
     notes += [f"left out: {id} is shorter than one frame" for id in report.too_short]
     DatasetInfo.from_codec(encoder).write(folder)
     # Counted now, so that training does not have to wait for it.
@@ -137,7 +133,7 @@ def _import(
 
 
 def split(data: PathLike, *, speakers: int = 0, texts: int = 10, seed: int = 0) -> dict[str, DataFolder]:
-    """Hold out speakers and texts of a prepared folder: a prepared folder for each part, by the part's name."""
+    """Hold out speakers and texts of a prepared folder: a prepared folder for each subset, by its name."""
     from myna.data.split import SUBSETS, split_dataset, subset_folder
 
     result = split_dataset(Path(data), speakers=speakers, texts=texts, seed=seed)
@@ -146,7 +142,7 @@ def split(data: PathLike, *, speakers: int = 0, texts: int = 10, seed: int = 0) 
 
 
 def render(
-    data: PathLike, *, model: str, id: str | None = None, count: int = 1, settings: Settings = ()
+    data: PathLike, *, model: str, id: str | None = None, count: int = 1, settings: SettingOverrides = ()
 ) -> list[RenderedSequence]:
     """Training sequences of a prepared folder: token ids, delayed codes and labels, as the model sees them."""
     from myna.config import parse_recipe
@@ -175,7 +171,7 @@ def train(
     evaluation: PathLike | None = None,
     steps: int | None = None,
     out: PathLike | None = None,
-    settings: Settings = (),
+    settings: SettingOverrides = (),
     gpus: int = 1,
     dry_run: bool = False,
     progress: ProgressCallback = silent,
@@ -203,7 +199,7 @@ def train(
 def resume(
     run: Run | PathLike,
     *,
-    settings: Settings = (),
+    settings: SettingOverrides = (),
     gpus: int = 1,
     progress: ProgressCallback = silent,
     observer: TrainingObserver | None = None,
@@ -281,7 +277,7 @@ def _launch(gpus: int, words: list[Any], run: Run) -> None:
 
 
 def _load_recipe(
-    recipe: Recipe | Mapping[str, Any] | PathLike | None, given: Mapping[str, Any], settings: Settings
+    recipe: Recipe | Mapping[str, Any] | PathLike | None, given: Mapping[str, Any], settings: SettingOverrides
 ) -> Recipe:
     from myna.config import Recipe, load_recipe, parse_recipe
 
@@ -297,7 +293,7 @@ def _load_recipe(
     return parse_recipe(_with_settings(tree, [*_overrides(given), *_overrides(settings)]), where=where).absolute()
 
 
-def _overrides(settings: Settings) -> list[str]:
+def _overrides(settings: SettingOverrides) -> list[str]:
     """Settings as `key=value` with YAML values."""
     if not isinstance(settings, Mapping):
         return list(settings)
@@ -306,7 +302,7 @@ def _overrides(settings: Settings) -> list[str]:
     return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in settings.items()]
 
 
-def _with_settings(tree: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def _with_settings(tree: Mapping[str, Any], settings: SettingOverrides) -> dict[str, Any]:
     from copy import deepcopy
 
     from myna.config import override
@@ -454,7 +450,7 @@ class AnswerModel:
         import json
 
         from myna.data.dataset import PreparedDataset
-        from myna.io import atomic_write
+        from myna.io import save_text
 
         dataset = PreparedDataset.open(Path(data))
         clips = self.engine.dataset_questions(dataset)
@@ -467,8 +463,7 @@ class AnswerModel:
             {"id": clip.id, "answer": answer.text, "expected": expected[clip.id], "stopped": answer.stopped}
             for clip, answer in zip(clips, self.engine.answer(clips, max_tokens, report), strict=True)
         ]
-        with atomic_write(Path(out)) as temporary:
-            temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        save_text(Path(out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return rows
 
     def _constrain(self, constrained: bool) -> None:

@@ -53,7 +53,7 @@ def progress_bars() -> Iterator[ProgressCallback]:
 
 def _bars(*, shown: bool = True) -> Progress:
     return Progress(
-        TextColumn("[bold]{task.description}", markup=True),
+        TextColumn("{task.description}", style="bold", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}", markup=False),

@@ -34,9 +34,8 @@ from myna.evaluate.runner import resolve_eval_set, resolve_system, split_subject
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import REAL, Recordings, System
-from myna.io import atomic_write
+from myna.io import atomic_write, save_text
 from myna.progress import ProgressCallback, silent
-from myna.report.document import save_text
 from myna.report.local_server import local_page_server
 from myna.train.run import Run
 

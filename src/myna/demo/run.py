@@ -37,9 +37,9 @@ from myna.evaluate.items import EvalItem, EvalSet, load_clip
 from myna.evaluate.pipeline import score_systems, torch_threads
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
+from myna.io import save_text
 from myna.models import open_family
 from myna.progress import ProgressCallback, silent
-from myna.report.document import save_text
 from myna.speak.loading import load_engine
 from myna.train.memory_plan import peak_memory
 

@@ -32,11 +32,10 @@ from myna.evaluate.results import ITEMS_FILE, read_item_scores, safe_file_name
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System, trainable_fingerprint
-from myna.io import atomic_write
+from myna.io import atomic_write, save_text
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
 from myna.progress import ProgressCallback, silent
-from myna.report.document import save_text
 from myna.report.spectrogram import color_palette, encode_png, mel_spectrogram_pixels
 from myna.speak.engine import Engine
 from myna.train.callbacks import AutocastContext, LoggedSample, SpeechScores

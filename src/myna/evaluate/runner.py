@@ -18,8 +18,8 @@ from myna.evaluate.report import evaluation_page
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, SpeechSystem, System
+from myna.io import save_text
 from myna.progress import ProgressCallback, silent
-from myna.report.document import save_text
 from myna.speak.engine import encode_clip
 from myna.speak.loading import load_engine
 from myna.train.run import Run

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-
-from myna.io import atomic_write
 
 CONTENT_POLICY = (
     "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -58,9 +55,3 @@ def _environment() -> Environment:
 def page_asset(name: str) -> str:
     """A style sheet or script of this package."""
     return (files("myna.report") / name).read_text(encoding="utf-8")
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
