@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from myna.audio.files import AudioFileError, AudioInfo, Samples, check_audio, probe, read_audio, write_audio
+from myna.audio.files import (
+    AudioFileError,
+    AudioInfo,
+    Samples,
+    check_audio,
+    check_not_silent,
+    probe,
+    read_audio,
+    write_audio,
+)
 from myna.errors import AudioError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
@@ -104,7 +113,8 @@ def broken(folder: Path) -> dict[str, tuple[Path, str]]:
     streamed[21] &= 0xF0  # the count of samples in the header, as an encoder leaves it that writes to a pipe
     streamed[22:26] = bytes(4)
     files["no-length.flac"].write_bytes(streamed)
-    flaws = ["unreadable audio", "zero length", "zero length", "NaN samples", "NaN samples", *["unreadable audio"] * 3]
+    flaws = ["unreadable audio", "zero length", "zero length", "NaN samples", "NaN samples"]
+    flaws += ["unreadable audio", "cut short", "unreadable audio"]
     return {path.name: (path, flaw) for path, flaw in zip(files.values(), flaws, strict=True)}
 
 
@@ -114,6 +124,76 @@ def test_each_flaw_is_named_with_the_file(tmp_path: Path) -> None:
             with pytest.raises(AudioFileError, match=f"{name}: {flaw}") as caught:
                 open_it(path)
             assert caught.value.defect == flaw and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [
+        *[("WAV", subtype) for subtype in ("PCM_16", "PCM_24", "FLOAT", "ULAW", "IMA_ADPCM")],
+        *[(kind, "PCM_16") for kind in ("WAVEX", "RF64", "W64", "AIFF", "AU", "SVX")],
+    ],
+)
+def test_a_header_that_promises_more_than_the_file_holds_is_named(tmp_path: Path, kind: str, subtype: str) -> None:
+    path = tmp_path / f"cut.{kind.lower()}"
+    soundfile.write(path, sine(2.0, 24_000), 24_000, format=kind, subtype=subtype)
+    whole = path.read_bytes()
+    assert probe(path).seconds == pytest.approx(2, abs=0.1)
+    path.write_bytes(whole[: len(whole) * 9 // 10])
+    for open_it in (probe, check_audio, read_audio):
+        with pytest.raises(AudioFileError, match=r"cut short: ends after 1\.\d+ of 2\.\d+ s") as caught:
+            open_it(path)
+        assert caught.value.defect == "cut short" and caught.value.hint
+    path.write_bytes(whole[:-2])
+    assert check_audio(path).seconds == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize("size", [0xFFFF_FFFF, 0x7FFF_FFFF, 0x7FFF_F000, 0x7FFF_EFFE])
+def test_a_wav_written_to_a_pipe_is_whole(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "streamed.wav"
+    write_audio(path, sine(1.0, 24_000), 24_000)
+    data = bytearray(path.read_bytes())
+    data[4:8], data[40:44] = (min(size + 36, 0xFFFF_FFFF).to_bytes(4, "little"), size.to_bytes(4, "little"))
+    path.write_bytes(data)
+    assert check_audio(path) == probe(path) == AudioInfo(1.0, 24_000, 1)
+
+
+def test_silence_is_told_from_quiet_speech_as_a_whole_and_in_parts(tmp_path: Path) -> None:
+    silence, quiet = np.zeros(24_000, np.float32), sine(1.0, 24_000, level=0.003)
+    hum = np.random.default_rng(0).uniform(-5e-4, 5e-4, 24_000).astype(np.float32)
+    for name, samples, is_silent in [
+        ("zeros", silence, True),
+        ("noise floor", hum, True),
+        ("constant", silence + 0.1, True),
+        ("quiet", quiet, False),
+        ("word", np.concatenate([silence, quiet[:1000]]), False),
+        ("opposite", np.stack([quiet, -quiet], axis=1), True),
+    ]:
+        path = tmp_path / f"{name}.wav"
+        write_audio(path, samples, 24_000)
+        assert check_audio(path).is_silent() is is_silent, name
+        if is_silent:
+            with pytest.raises(AudioFileError, match=rf"{name}\.wav: silence: nothing in it is louder than -60 dB"):
+                check_not_silent(path, read_audio(path))
+        else:
+            check_not_silent(path, read_audio(path))
+    write_audio(path, np.concatenate([quiet, silence, quiet]), 24_000)
+    info = check_audio(path)
+    parts = [(0.0, 1.0), (1.0, 2.0), (1.5, 1.501), (2.0, None), (0.9, 1.1), (2.9999, None)]
+    assert [info.is_silent(*part) for part in parts] == [False, True, True, False, False, False]
+
+
+def test_what_is_too_long_is_refused_undecoded(tmp_path: Path) -> None:
+    path = tmp_path / "hours.wav"
+    write_audio(path, sine(1.0, 24_000), 24_000)
+    header, size = bytearray(path.read_bytes()[:44]), 3 * 3600 * 24_000 * 2
+    header[4:8], header[40:44] = (size + 36).to_bytes(4, "little"), size.to_bytes(4, "little")
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(44 + size)  # a file with holes: half a gigabyte that takes no room
+    with pytest.raises(AudioError, match=r"hours\.wav: too long: 10800\.0 s, and at most 30 s are read") as caught:
+        read_audio(path, max_seconds=30)
+    assert "-t 30" in caught.value.hint
+    assert len(read_audio(path, span=(9_000.0, 9_030.0), max_seconds=30)) == 30 * 24_000
 
 
 @pytest.mark.parametrize("name", ["gone.wav", ".", "x" * 5_000])

@@ -148,6 +148,7 @@ def test_metadata_json_with_one_shared_voice(tmp_path: Path, clips: list[Path]) 
 
 def test_metadata_json_with_several_voices_in_the_order_of_their_tags(tmp_path: Path, clips: list[Path]) -> None:
     sample = voices(tmp_path, clips)[0] | {"task_type": "multi_speaker_voice_cloning"}
+    (tmp_path / "0.txt").write_text("[SPEAKER1] no [SPEAKER0] yes [SPEAKER2] hm")
     sample["ref_speakers"] = [
         {
             "speaker_tag": f"[SPEAKER{tag}]",
@@ -155,7 +156,7 @@ def test_metadata_json_with_several_voices_in_the_order_of_their_tags(tmp_path: 
             "ref_audio_file": f"{clip}.wav",
             "ref_transcript": "hi",
         }
-        for tag, clip in ((10, 2), (0, 3), (2, 4))
+        for tag, clip in ((2, 2), (0, 3), (1, 4))
     ]
     write_json(tmp_path / "metadata.json", {"samples": [sample]})
     result = import_source(str(tmp_path / "metadata.json"), media=tmp_path)
@@ -163,10 +164,10 @@ def test_metadata_json_with_several_voices_in_the_order_of_their_tags(tmp_path: 
     references = [by_id[id] for id in by_id["sample0"].references or ()]
     assert [(each.speaker, each.audio.name) for each in references] == [
         ("s0", "3.wav"),
-        ("s2", "4.wav"),
-        ("s10", "2.wav"),
+        ("s1", "4.wav"),
+        ("s2", "2.wav"),
     ]
-    assert by_id["sample0"].extras["speaker_tags"] == ["[SPEAKER0]", "[SPEAKER2]", "[SPEAKER10]"]
+    assert by_id["sample0"].extras["speaker_tags"] == ["[SPEAKER0]", "[SPEAKER1]", "[SPEAKER2]"]
 
 
 def test_metadata_json_tasks_and_flaws(tmp_path: Path, clips: list[Path]) -> None:
@@ -175,7 +176,8 @@ def test_metadata_json_tasks_and_flaws(tmp_path: Path, clips: list[Path]) -> Non
     samples = [
         one | cloned,
         two | cloned | {"id": "smart", "task_type": "single_speaker_smart_voice"},
-        two | {"id": "other", "task_type": "audio_generation"},
+        two | {"id": "other"},
+        two | {"id": "unknown", "task_type": "audio_generation"},
         two | {"id": "gone", "transcript_file": "gone.txt"},
         two | {"id": "voiceless"} | cloned | {"ref_audio_file": "gone.wav"},
         {"id": "empty"},
@@ -185,14 +187,15 @@ def test_metadata_json_tasks_and_flaws(tmp_path: Path, clips: list[Path]) -> Non
     result = import_source(str(tmp_path), media=tmp_path)
     smart, other = result.utterances
     assert smart.references == () and smart.extras["task"] == "single_speaker_smart_voice"
-    assert other.references is None and other.extras["task_type"] == "audio_generation"
+    assert other.references is None and "task" not in other.extras
     assert [(item.line, item.id, item.reason) for item in result.rejected] == [
         (1, "sample0", "reference equals target"),
-        (4, "gone", "missing file"),
-        (5, "voiceless/ref0", "missing file"),
-        (5, "voiceless", "missing reference"),
-        (6, "empty", "malformed"),
-        (7, None, "malformed"),
+        (4, "unknown", "malformed"),
+        (5, "gone", "missing file"),
+        (6, "voiceless/ref0", "missing file"),
+        (6, "voiceless", "missing reference"),
+        (7, "empty", "malformed"),
+        (8, None, "malformed"),
     ]
 
 

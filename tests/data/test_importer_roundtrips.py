@@ -17,7 +17,7 @@ from tests.data.sources import Write, expected, found, imported
 few = settings(max_examples=25, deadline=None)
 notes = st.fixed_dictionaries({"gender": st.sampled_from(["female", "male"])})
 facts = st.fixed_dictionaries(
-    {"duration": st.floats(0.1, 30), "emotion": sources.lines, "quality_score": st.floats(0, 1)}
+    {"duration": st.floats(0.1, 1), "emotion": sources.lines, "quality_score": st.floats(0, 1)}
 )
 Written = list[Utterance]
 

@@ -19,7 +19,7 @@ from myna.data.manifest import read_manifest
 from myna.data.utterance import Span, Utterance
 from myna.errors import DataError
 from tests.data import sources
-from tests.data.sources import write_lines
+from tests.data.sources import write_json, write_lines
 
 
 def line(audio: Path | str, **changes: Any) -> dict[str, Any]:
@@ -46,10 +46,16 @@ def provoke(reason: RejectionReason, folder: Path, clips: list[Path]) -> ImportR
     voiced = line(clips[1], extras={"references": ["voice"]})
     voice = line(clips[2], id="voice", extras={"reference_only": True})
     (folder / "garbage.wav").write_bytes(b"garbage" * 20)
+    cut = float_wav(folder / "cut.wav", [0.5, -0.5] * 4_000)
+    cut.write_bytes(cut.read_bytes()[:8_000])
     bad: dict[RejectionReason, list[dict[str, Any]]] = {
         "missing file": [line("gone.wav")],
         "unreadable audio": [line("garbage.wav")],
         "empty text": [line(clips[1], text=" \t ")],
+        "control token": [line(clips[1], extras={"scene": "a room <|eot_id|>"})],
+        "implausible pace": [line(clips[1], text="as fast as light " * 100)],
+        "silence": [line(float_wav(folder / "silent.wav", [0.0] * 800))],
+        "cut short": [line(cut)],
         "zero length": [line(float_wav(folder / "nothing.wav", []))],
         "NaN samples": [line(float_wav(folder / "nan.wav", [0.0, float("nan")]))],
         "duplicate id": [line(clips[1], id="good")],
@@ -67,6 +73,14 @@ def provoke(reason: RejectionReason, folder: Path, clips: list[Path]) -> ImportR
         fair = {"accuracy": 8, "fluency": 8, "prosodic": 8, "total": 8}
         assessed = [good | {"scores": fair}, line(clips[1]) | {"scores": fair | {"total": 11}}]
         return import_source(str(write_lines(folder / "manifest.jsonl", assessed)), media=folder / "media")
+    if reason == "wrong duration":
+        (folder / "text.txt").write_text("hello")
+        fields = {"transcript_file": "text.txt", "speaker_id": "anna"}
+        said: list[dict[str, Any]] = [
+            {"id": str(number), "audio_file": str(clips[number])} | fields for number in (0, 1)
+        ]
+        said[1]["duration"] = 25
+        return import_source(str(write_json(folder / "metadata.json", {"samples": said})), media=folder / "media")
     if reason == "placeholder without clip":
         pairs = [[{"role": "assistant", "content": text}] for text in ("hello <audio>", "hello <audio><audio>")]
         samples = [
@@ -83,7 +97,7 @@ def test_each_reason(tmp_path: Path, clips: list[Path], reason: RejectionReason)
     assert result.counts == {reason: 1}
     (rejected,) = result.rejected
     assert rejected.line == 2
-    assert Path(rejected.source).name in ("manifest.jsonl", "swift.jsonl")
+    assert Path(rejected.source).name in ("manifest.jsonl", "swift.jsonl", "metadata.json")
     assert rejected.id in ("a", "good", "1")
 
 

@@ -19,7 +19,9 @@ from myna.data.split import (
     DatasetSplit,
     assign_subsets,
     check_leaks,
+    lost_references,
     split_dataset,
+    subset_members,
 )
 from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Span, Utterance
@@ -131,11 +133,11 @@ def test_parts_are_prepared_folders_with_the_same_codes(folder: Path) -> None:
     learned = {alphanumeric(utterance.text) for utterance in parts[TRAIN].utterances}
     assert not learned & {alphanumeric(utterance.text) for utterance in parts[TEXTS].utterances}
     for part, corpus in parts.items():
-        assert [utterance.id for utterance in corpus.utterances] == made.ids(part)
+        assert [utterance.id for utterance in corpus.utterances if utterance.is_target] == made.ids(part)
         for utterance in corpus.utterances:
             assert utterance.audio.is_file()
             assert (corpus.codes(utterance) == whole.codes(whole.by_id(utterance.id, wanted_by="a test"))).all()
-            assert set(utterance.references or ()) <= set(made.ids(part))
+            assert all(corpus.find(id) is not None for id in utterance.references or ())
     shard = next(whole.store.codes_folder.glob("[0-9]*.arrow"))
     assert shard.samefile(parts[TRAIN].store.codes_folder / shard.name), "linked, not copied"
 
@@ -158,3 +160,48 @@ def test_too_much_cannot_be_held_out(folder: Path) -> None:
     with pytest.raises(DataError, match="5 texts cannot be held out of 5"):
         split_dataset(folder, speakers=0, texts=5)
     assert DatasetSplit.read(folder) is None
+
+
+def voiced(id: str, speaker: str, *references: str, **extras: object) -> Utterance:
+    return Utterance(
+        id, Path(f"{id}.wav"), f"words of {id}", speaker, extras={"references": list(references), **extras}
+    )
+
+
+def test_a_held_out_target_takes_its_references_along() -> None:
+    """A clip that is trained on is only a reference there; training is given nothing that is held out."""
+    clips = [
+        Utterance("voice", Path("voice.wav"), "follow me", "anna", extras={"reference_only": True}),
+        voiced("a", "anna", "voice"),
+        voiced("b", "anna", "a", "voice"),
+        voiced("c", "anna", "b"),
+        voiced("d", "anna", "b", "a", task="multi_speaker_voice_cloning"),
+    ]
+    made = DatasetSplit(0, 0, 1, {"voice": TRAIN, "a": TRAIN, "b": TEXTS, "c": TRAIN, "d": TRAIN})
+    held_out = {clip.id: clip for clip in subset_members(made, TEXTS, clips)}
+    assert list(held_out) == ["voice", "a", "b"] and held_out["b"] == clips[2]
+    assert [clip.id for clip in held_out.values() if clip.is_target] == ["b"] and held_out["a"].references is None
+    trained = {clip.id: clip.references for clip in subset_members(made, TRAIN, clips)}
+    assert trained == {"voice": None, "a": ("voice",), "c": None, "d": None}
+    assert lost_references(made, clips) == ["c", "d"]
+
+
+def test_the_voices_of_a_target_and_of_its_references_are_held_out_together() -> None:
+    clips = [
+        *(voiced(f"a{number}", "anna", "bela's") for number in range(3)),
+        Utterance("bela's", Path("b.wav"), "follow me", "bela", extras={"reference_only": True}),
+        *(voiced(f"c{number}", "clara") for number in range(3)),
+    ]
+    for seed in range(8):
+        made = assign_subsets(clips, key, speakers=1, texts=0, seed=seed)
+        assert made.subset_of["bela's"] == made.subset_of["a0"] != made.subset_of["c0"]
+
+
+def test_what_training_loses_is_told(tmp_path: Path) -> None:
+    clips = [said(tmp_path, str(number), text=f"Line {number}.") for number in range(4)]
+    clips += [said(tmp_path, f"of {clip.id}", text="The same.", references=[clip.id]) for clip in clips]
+    prepared(tmp_path, clips)
+    notes: list[str] = []
+    made = split_dataset(tmp_path, speakers=0, texts=1, notify=notes.append)
+    (held_out,) = made.ids(TEXTS)
+    assert notes == [f"1 training targets name a held-out clip as a reference, and do without it: of {held_out}"]

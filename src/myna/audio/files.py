@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,16 +15,21 @@ import numpy.typing as npt
 import soundfile
 import soxr  # type: ignore[import-untyped]
 
+from myna.audio.containers import ContainerError, ContainerFile
 from myna.errors import AudioError
 from myna.io import atomic_write, is_file
 
 Samples = npt.NDArray[np.float32]
-AudioDefect = Literal["missing file", "unreadable audio", "zero length", "NaN samples", "bad span"]
+AudioDefect = Literal[
+    "missing file", "unreadable audio", "cut short", "zero length", "silence", "NaN samples", "bad span"
+]
 
 DEFECT_HINTS: dict[AudioDefect, str] = {
     "missing file": "check the path, or put the file there",
     "unreadable audio": "convert it, for example: ffmpeg -i INPUT -ar 24000 OUTPUT.wav",
+    "cut short": "copy or download it again, whole",
     "zero length": "record it again, or drop the line that names it",
+    "silence": "record it again with the microphone on, or drop the line that names it",
     "NaN samples": "export it again as 16-bit PCM",
     "bad span": "keep start and end in seconds inside the recording",
 }
@@ -33,12 +40,22 @@ AUDIO_FORMATS = {
     ".ogg": ("OGG", "VORBIS"),
     ".opus": ("OGG", "OPUS"),
 }
-BLOCK_FRAMES = 1 << 20
-"""Frames decoded at a time."""
+BLOCK_SAMPLES = 1 << 20
+"""Samples of all channels decoded at a time."""
 UNKNOWN_LENGTH_FRAMES = 1 << 62
 """libsndfile's frame count, or more, where the header gives no length."""
+SAMPLE_RATES = range(500, 1_000_000)
+"""Any recording's: with another the header is damaged, and a few bytes of samples would become hours."""
 MAX_MISSING_SECONDS = 0.1
-"""By which a compressed file may end before its header says so."""
+"""By which a file may end before its header says so."""
+SILENCE_PEAK = 1e-3
+"""Peak, of a full scale of 1, below which a recording is silence: -60 dB."""
+SILENCE_WINDOW_SECONDS = 0.01
+"""Length of the parts that are judged each for itself."""
+DATA_SIZE = re.compile(r"^\s*(?:data(?: size)?|SSND|BODY)\s*:\s*(\d+)(?: \(should be (\d+)\))?", re.I | re.M)
+"""The size of the samples in libsndfile's log: as the header has it, and as it is."""
+STREAMED_SIZES = (range(0x7FFF_EF00, 0x8000_0000), range(0xFFFF_EF00, 0x1_0000_0000))
+"""Sizes in WAV headers written to a pipe, before the length was known."""
 PREROLL_SECONDS = 0.3
 """Decoded and dropped before a span: MP3 frames depend on those before them."""
 
@@ -57,6 +74,15 @@ class AudioInfo:
     seconds: float
     sample_rate: int
     channels: int
+    silences: tuple[tuple[float, float], ...] | None = field(default=None, compare=False, repr=False)
+    """Where nothing is heard, from second to second; None where nothing was decoded."""
+
+    def is_silent(self, start: float = 0.0, end: float | None = None) -> bool:
+        """Whether a part of a recording that `check_audio` has decoded is silence."""
+        assert self.silences is not None
+        stop = self.seconds if end is None else end
+        edge = min(SILENCE_WINDOW_SECONDS, (stop - start) / 4)
+        return any(first <= start + edge and stop - edge <= last for first, last in self.silences)
 
 
 def probe(path: Path) -> AudioInfo:
@@ -66,20 +92,39 @@ def probe(path: Path) -> AudioInfo:
 
 
 def check_audio(path: Path) -> AudioInfo:
-    """Decode every sample: the true length, or an `AudioFileError`."""
+    """Decode every sample: the true length, or an `AudioFileError`. Silence is for `AudioInfo.is_silent` to tell."""
     with _open(path) as file:
-        frames = 0
+        frames, window = 0, _window_frames(file.samplerate)
+        is_silent = [np.empty(0, np.bool_)]
         for block in _blocks(file):
             _check_finite(path, block)
             frames += len(block)
+            mono, starts = block.mean(axis=1), np.arange(0, len(block), window)
+            is_silent.append(np.maximum.reduceat(mono, starts) - np.minimum.reduceat(mono, starts) < 2 * SILENCE_PEAK)
         _check_length(path, file, frames, file.frames)
-        return AudioInfo(frames / file.samplerate, file.samplerate, file.channels)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], *is_silent, [False]]))) * (window / file.samplerate)
+        silences = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        return AudioInfo(frames / file.samplerate, file.samplerate, file.channels, silences)
 
 
-def read_audio(path: Path, *, sample_rate: int = 24_000, span: tuple[float, float | None] | None = None) -> Samples:
-    """Mono samples of the recording, or of `span` in seconds, at `sample_rate`. Only the span is decoded."""
+def read_audio(
+    path: Path,
+    *,
+    sample_rate: int = 24_000,
+    span: tuple[float, float | None] | None = None,
+    max_seconds: float | None = None,
+) -> Samples:
+    """Mono samples of the recording, or of `span` in seconds, at `sample_rate`. Only the span is decoded.
+
+    What is longer than `max_seconds` is refused before anything is decoded.
+    """
     with _open(path) as file:
         first, last = _frames(path, file, span or (0.0, None))
+        if max_seconds is not None and last - first > max_seconds * file.samplerate:
+            problem = (
+                f"{path}: too long: {(last - first) / file.samplerate:.1f} s, and at most {max_seconds:g} s are read"
+            )
+            raise AudioError(problem, hint=f"cut out a part: ffmpeg -i INPUT -t {max_seconds:g} OUTPUT.wav")
         lead = min(first, round(PREROLL_SECONDS * file.samplerate))
         file.seek(first - lead)
         blocks = [block.mean(axis=1) for block in _blocks(file, lead + last - first)]
@@ -88,6 +133,12 @@ def read_audio(path: Path, *, sample_rate: int = 24_000, span: tuple[float, floa
         _check_length(path, file, len(samples), last - first)
         resampled = soxr.resample(samples, file.samplerate, sample_rate, quality="VHQ")
         return np.ascontiguousarray(resampled, dtype=np.float32)
+
+
+def check_not_silent(path: Path, samples: Samples) -> None:
+    """Refuse samples in which nothing is to be heard; `path` is the recording they were read from."""
+    if samples.max() - samples.min() < 2 * SILENCE_PEAK:  # where they lie does not count: a constant is not heard
+        raise AudioFileError(path, "silence", f"nothing in it is louder than {20 * np.log10(SILENCE_PEAK):.0f} dB")
 
 
 def check_audio_suffix(path: Path) -> None:
@@ -101,28 +152,59 @@ def write_audio(path: Path, samples: Samples, sample_rate: int) -> None:
     check_audio_suffix(path)
     _check_finite(path, samples)
     kind, subtype = AUDIO_FORMATS[path.suffix.lower()]
+    content = io.BytesIO()  # on a full disk libsndfile has no reason to tell, and may not notice
+    soundfile.write(content, samples, sample_rate, format=kind, subtype=subtype)
     with atomic_write(path) as temporary:
-        soundfile.write(temporary, samples, sample_rate, format=kind, subtype=subtype)
+        temporary.write_bytes(content.getbuffer())
+
+
+class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]
+    """A file that libsndfile reads."""
+
+    def read_block(self, frames: int) -> npt.NDArray[np.float32]:
+        """Up to `frames` frames from here on, as (frames, channels)."""
+        block: npt.NDArray[np.float32] = self.read(frames, dtype="float32", always_2d=True)
+        return block
+
+
+AudioReader = _SoundFile | ContainerFile
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[soundfile.SoundFile]:
+def _open(path: Path) -> Iterator[AudioReader]:
     if not is_file(path):
         raise AudioFileError(path, "missing file")
     if path.stat().st_size == 0:
         raise AudioFileError(path, "zero length")
     try:
-        with soundfile.SoundFile(path) as file:
-            if file.frames == 0:
+        with closing(_open_reader(path)) as file:
+            if file.frames <= 0:
                 raise AudioFileError(path, "zero length")
             if file.frames >= UNKNOWN_LENGTH_FRAMES:
                 raise AudioFileError(path, "unreadable audio", "its header does not tell its length")
+            if file.samplerate not in SAMPLE_RATES:
+                raise AudioFileError(path, "unreadable audio", f"its header tells {file.samplerate} samples a second")
+            if isinstance(file, _SoundFile):
+                _check_data_size(path, file)
             yield file
-    except soundfile.SoundFileError as error:
+    except (soundfile.SoundFileError, ContainerError) as error:
         raise AudioFileError(path, "unreadable audio", str(error).strip(" :")) from None
 
 
-def _frames(path: Path, file: soundfile.SoundFile, span: tuple[float, float | None]) -> tuple[int, int]:
+def _open_reader(path: Path) -> AudioReader:
+    if path.suffix.lower() == ".raw":  # soundfile would want to be told its rate and channels
+        raise ContainerError("raw samples have no header")
+    try:
+        return _SoundFile(path)
+    except soundfile.LibsndfileError as error:
+        first = error.error_string.strip(" .:")
+    try:
+        return ContainerFile(path)
+    except ContainerError as error:
+        raise ContainerError(f"{first}; {error}" if first else str(error)) from None
+
+
+def _frames(path: Path, file: AudioReader, span: tuple[float, float | None]) -> tuple[int, int]:
     """The first frame of a span and the one after its last."""
     seconds, (start, end) = file.frames / file.samplerate, span
     stop = seconds if end is None else end
@@ -133,12 +215,18 @@ def _frames(path: Path, file: soundfile.SoundFile, span: tuple[float, float | No
     raise AudioFileError(path, "bad span", f"{start} to {end} of {seconds:.3f} s")
 
 
-def _blocks(file: soundfile.SoundFile, frames: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
-    """Up to `frames` frames from here on, as (frames, channels)."""
+def _blocks(file: AudioReader, frames: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
+    """Up to `frames` frames from here on, as (frames, channels); all but the last are whole windows."""
     left = file.frames if frames is None else frames
-    while left > 0 and len(block := file.read(min(left, BLOCK_FRAMES), dtype="float32", always_2d=True)):
+    window = _window_frames(file.samplerate)
+    size = max(1, BLOCK_SAMPLES // file.channels // window) * window
+    while left > 0 and len(block := file.read_block(min(left, size))):
         left -= len(block)
         yield block
+
+
+def _window_frames(sample_rate: int) -> int:
+    return min(BLOCK_SAMPLES, max(1, round(SILENCE_WINDOW_SECONDS * sample_rate)))
 
 
 def _check_finite(path: Path, samples: npt.NDArray[np.float32]) -> None:
@@ -146,9 +234,17 @@ def _check_finite(path: Path, samples: npt.NDArray[np.float32]) -> None:
         raise AudioFileError(path, "NaN samples")
 
 
-def _check_length(path: Path, file: soundfile.SoundFile, frames: int, expected: int) -> None:
+def _check_data_size(path: Path, file: _SoundFile) -> None:
+    """Refuse a file whose header promises more samples than there are; libsndfile only says so in its log."""
+    for promised, held in DATA_SIZE.findall(file.extra_info):
+        sizes = int(promised), int(held or path.stat().st_size)
+        if sizes[0] > sizes[1] and not any(sizes[0] in streamed for streamed in STREAMED_SIZES):
+            _check_length(path, file, file.frames, round(file.frames * sizes[0] / max(1, sizes[1])))
+
+
+def _check_length(path: Path, file: AudioReader, frames: int, expected: int) -> None:
     if frames == 0:
         raise AudioFileError(path, "zero length")
     if frames < expected - MAX_MISSING_SECONDS * file.samplerate:
         detail = f"ends after {frames / file.samplerate:.2f} of {expected / file.samplerate:.2f} s"
-        raise AudioFileError(path, "unreadable audio", detail)
+        raise AudioFileError(path, "cut short", detail)

@@ -18,6 +18,9 @@ Codes = npt.NDArray[np.uint16]
 EncodedBatch = tuple[list[int], list[Codes]]
 """Codes of some clips, and the clips' positions among all that were given."""
 
+PendingSamples = Callable[[], list[Samples]]
+"""Waits for samples that are being decoded: those of each window, in the order of the windows."""
+
 NotifyCallback = Callable[[str], None]
 """Called with a sentence for the user."""
 
@@ -66,8 +69,22 @@ class Encoder(Protocol):
 class Codec(Encoder, Protocol):
     """Audio codec: an encoder with a decoder."""
 
+    @property
+    def decode_reach(self) -> int:
+        """Frames on either side of a frame that its samples depend on."""
+
+    @property
+    def window_independent(self) -> bool:
+        """Whether a frame's samples are the same, bit for bit, in all windows that hold its reach."""
+
     def decode(self, codes: Codes) -> Samples:
         """(frames, codebooks) -> (frames * hop,)."""
+
+    def decode_windows(self, windows: Sequence[Codes], /) -> PendingSamples:
+        """Start decoding windows of any lengths, each as if it were a whole clip.
+
+        A window's samples depend on that window alone, bit for bit, whatever else is in the call.
+        """
 
 
 def encode_equal_lengths(codec: Encoder, clips: Sequence[Samples], batch_seconds: float) -> Iterator[EncodedBatch]:

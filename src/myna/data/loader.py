@@ -79,15 +79,17 @@ class Loader(Generic[SequenceT, BatchT]):
         settings: DataSettings,
         *,
         render: Callable[[Conversation], SequenceT],
-        collate: Callable[[Sequence[SequenceT]], BatchT],
+        collate: Callable[..., BatchT],
         length_estimator: LengthEstimator,
         seed: int,
         finish: Callable[[BatchT], BatchT] | None = None,
+        voices: bool = False,
     ) -> None:
-        """`finish` is applied to every batch in this process, wherever it was built."""
+        """`finish` is applied to every batch in this process, wherever it was built. With `voices`, `collate` is told
+        the row and the speaker of each sequence."""
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.reference_sampler = ReferenceSampler(dataset, settings, seed)
-        self.builder = BatchBuilder(dataset, settings, render, collate)
+        self.builder = BatchBuilder(dataset, settings, render, collate, voices)
         self._build: Callable[[_MicroBatch], BatchT] = self.builder
         self._finish, self._length_estimator = finish, length_estimator
         self._row_counts: dict[tuple[int, int], int] = {}
@@ -112,6 +114,10 @@ class Loader(Generic[SequenceT, BatchT]):
         with closing(self._prefetch(plans, per_step=1)) as steps:
             for [batch] in steps:
                 yield batch
+
+    def first_rows(self, count: int) -> list[_Row]:
+        """The first planned rows of the stream."""
+        return list(islice(self._rows(skip=0), count))
 
     def rows_in_first_epoch(self) -> int:
         assert not list(self._rows(skip=sys.maxsize, epochs=[0]))
@@ -237,4 +243,5 @@ def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> WorkerPoo
 
 def _micro_batches(rows: Sequence[_Row], micro_batch_size: int) -> Iterator[_MicroBatch]:
     for start in range(0, len(rows), micro_batch_size):
-        yield [sequence for row in rows[start : start + micro_batch_size] for sequence in row]
+        part = enumerate(rows[start : start + micro_batch_size])
+        yield [sequence._replace(row=number) for number, row in part for sequence in row]

@@ -76,8 +76,8 @@ def _check_span(span: Any) -> None:
     match span:
         case {"start": int() | float() as start, "end": int() | float() | None as end} if len(span) == 2:
             try:
-                Span(start, end)
-            except ValueError as error:
+                Span(float(start), None if end is None else float(end))
+            except (ValueError, OverflowError) as error:
                 raise SpanError(str(error)) from None
         case _:
             raise SpanError(f"`span` is {span!r}; it wants start and end in seconds")

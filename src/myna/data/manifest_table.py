@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,15 +26,14 @@ from myna.data import code_store
 from myna.data.code_store import CodeStore, prepare_command, read_cached_arrow, write_arrow
 from myna.data.hash_rng import IdHashes, string_hash
 from myna.data.manifest import iterate_manifest, missing_manifest_error
-from myna.data.utterance import Span, Utterance
+from myna.data.utterance import SPEAKER_TAG, Span, Utterance
 from myna.errors import DataError
 from myna.io import file_hash
 
-FORMAT = "3"
+FORMAT = "4"
 MANIFEST_FILE, TABLE_FILE = "manifest.jsonl", "utterances.arrow"
 LINES_PER_BATCH = 1 << 15
 """Lines of a manifest that are held as Python objects at a time."""
-SPEAKER_TAG = re.compile(r"\[SPEAKER(\d+)\]")
 
 Indices = npt.NDArray[np.int64]
 """Utterances as their positions in the manifest table."""
@@ -86,6 +84,8 @@ class ManifestTable:
     speaker_tags: DictionaryColumn
     """The speakers that a text has tags for, as their numbers in order: "0 1"."""
     is_target: npt.NDArray[np.uint8]
+    is_dialogue: npt.NDArray[np.uint8]
+    """Whether several people speak in the clip."""
     has_references: npt.NDArray[np.uint8]
     """Whether the manifest names the references, be it none."""
     reference_bounds: Int32Array
@@ -210,7 +210,7 @@ SCHEMA = pa.schema(
     {name: pa.string() for name in ("id", "audio", "speaker", "language", "scene", "question", "speaker_tags")}
     | {name: pa.large_string() for name in ("text", "answer", "extras")}
     | {name: pa.float64() for name in ("start", "end")}
-    | {name: pa.uint8() for name in ("has_span", "is_target")}
+    | {name: pa.uint8() for name in ("has_span", "is_target", "is_dialogue")}
     | {"id_hash": pa.uint64(), "references": pa.list_(pa.string())}
 )
 """Columns from a manifest line, before the index adds its own."""
@@ -244,6 +244,7 @@ def _line(utterance: Utterance, folder: Path) -> dict[str, Any]:
         "extras": json.dumps(extras, sort_keys=True) if extras else "",
         "speaker_tags": "" if answer else " ".join(sorted(set(SPEAKER_TAG.findall(utterance.text)))),
         "is_target": int(utterance.is_target),
+        "is_dialogue": int(utterance.is_dialogue),
         "references": None if references is None else list(references),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -47,9 +48,11 @@ class ReferenceSampler:
         table = dataset.table
         seconds = table.frames / dataset.info.frame_rate
         shortest, longest = settings.reference_seconds
-        # Clips without a speaker's name may be anyone's.
+        # Clips without a speaker's name may be anyone's, and a dialogue is not its speaker's alone.
         is_named = (table.speaker.indices != table.speaker.indices_of([""])) & ~table.has_answer
-        self._pool = _ReferencePool.of(table, np.flatnonzero(is_named & (shortest <= seconds) & (seconds <= longest)))
+        is_one_voice = is_named & ~table.is_dialogue.astype(bool)
+        fits = (shortest <= seconds) & (seconds <= longest)
+        self._pool = _ReferencePool.of(table, np.flatnonzero(is_one_voice & fits))
         shortest, longest = settings.seconds
         is_target, fits = table.is_target.astype(bool), (shortest <= seconds) & (seconds <= longest)
         self.targets = Utterances(table, np.flatnonzero(is_target & fits))
@@ -74,6 +77,15 @@ class ReferenceSampler:
     @property
     def speakers(self) -> int:
         return len(np.unique(self.dataset.table.speaker.indices[self.targets.indices]))
+
+    @property
+    def usual_scene(self) -> str:
+        """The scene that most targets are trained with: that of the data, or the recipe's where the data names none."""
+        scene = self.dataset.table.scene
+        scenes = Counter[str]()
+        for index, count in enumerate(np.bincount(scene.indices[self.targets.indices])):
+            scenes[str(scene.dictionary[index].as_py()) or self.settings.scene] += int(count)
+        return scenes.most_common(1)[0][0]
 
     def references(self, target: Utterance, epoch: int) -> tuple[Utterance, ...]:
         """The references of one target: those its manifest line names, or one that is drawn."""
@@ -131,8 +143,9 @@ class ReferenceSampler:
         return self.settings.reference == "same_speaker"
 
     def _random_mask(self, targets: Indices) -> Mask:
-        """Targets whose reference is drawn, since the manifest names none."""
-        return ~self.dataset.table.has_references[targets].astype(bool) & self._is_random
+        """Targets whose reference is drawn: of one speaker, where the manifest names none."""
+        table = self.dataset.table
+        return ~(table.has_references[targets] | table.is_dialogue[targets]).astype(bool) & self._is_random
 
     def _with_given(self, targets: Indices, is_random: Mask, chosen: Indices) -> ReferenceLists:
         """`chosen` for random targets (below zero: none), and what the manifest names for all others."""

@@ -24,6 +24,7 @@ from typing import Literal, cast, get_args
 from networkx.utils import UnionFind  # type: ignore[import-untyped]
 
 from myna.data.code_store import CodeStore, span_bounds, write_index
+from myna.data.codec import NotifyCallback
 from myna.data.dataset import PreparedDataset
 from myna.data.hash_rng import string_hash
 from myna.data.manifest import write_manifest
@@ -39,6 +40,8 @@ Groups = dict[str, Hashable]
 SPLIT_FILE = "split.json"
 MIN_HELD_OUT_CLIPS = 2
 """Clips that a held-out speaker must have, so that each can be the other's reference."""
+MAX_NAMED_TARGETS = 5
+"""Targets that a note names one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,9 @@ def subset_folder(folder: Path, subset: Subset) -> Path:
     return folder / "subsets" / subset
 
 
-def split_dataset(folder: Path, *, speakers: int, texts: int, seed: int = 0) -> DatasetSplit:
+def split_dataset(
+    folder: Path, *, speakers: int, texts: int, seed: int = 0, notify: NotifyCallback = lambda _message: None
+) -> DatasetSplit:
     """Split a prepared folder, or update its earlier split; check it for leaks; write the subsets' folders."""
     dataset, previous = PreparedDataset.open(folder), DatasetSplit.read(folder)
     if previous is not None and (previous.seed, previous.speakers, previous.texts) != (seed, speakers, texts):
@@ -92,9 +97,46 @@ def split_dataset(folder: Path, *, speakers: int, texts: int, seed: int = 0) -> 
     check_leaks(split, utterances, dataset.key)
     split.write(folder)
     for subset in SUBSETS:
-        members = [utterance for utterance in utterances if split.subset_of[utterance.id] == subset]
-        _write_subset(dataset, subset_folder(folder, subset), members)
+        _write_subset(dataset, subset_folder(folder, subset), subset_members(split, subset, utterances))
+    if lost := lost_references(split, utterances):
+        which = f"{', '.join(lost[:MAX_NAMED_TARGETS])}{', ...' if len(lost) > MAX_NAMED_TARGETS else ''}"
+        notify(f"{len(lost)} training targets name a held-out clip as a reference, and do without it: {which}")
     return split
+
+
+def subset_members(split: DatasetSplit, subset: Subset, utterances: Sequence[Utterance]) -> list[Utterance]:
+    """The utterances of a subset, and the clips that they name as references, in the order of the dataset.
+
+    A held-out target keeps its references wherever they are: those of another subset are only references here. Training
+    is given nothing that is held out, not even as a reference; `lost_references` lists the targets that lose one.
+    """
+    ids = set(split.ids(subset))
+    lost = set(lost_references(split, utterances)) if subset == TRAIN else set()
+    members = [_without_references(one) if one.id in lost else one for one in utterances if one.id in ids]
+    borrowed = {id for one in members for id in one.references or ()} - ids
+    only_references = {one.id: _as_reference(one) for one in utterances if one.id in borrowed}
+    by_id = {one.id: one for one in members} | only_references
+    return [by_id[one.id] for one in utterances if one.id in by_id]
+
+
+def lost_references(split: DatasetSplit, utterances: Iterable[Utterance]) -> list[str]:
+    """The ids of training targets that name a held-out clip as a reference, and are trained without it."""
+    return [
+        utterance.id
+        for utterance in utterances
+        if split.subset_of[utterance.id] == TRAIN
+        and any(split.subset_of.get(id, TRAIN) != TRAIN for id in utterance.references or ())
+    ]
+
+
+def _as_reference(utterance: Utterance) -> Utterance:
+    extras = {key: value for key, value in utterance.extras.items() if key != "references"}
+    return replace(utterance, extras=extras | {"reference_only": True})
+
+
+def _without_references(utterance: Utterance) -> Utterance:
+    """Without the references it names: the sampler then draws one, but for a dialogue."""
+    return replace(utterance, extras={key: value for key, value in utterance.extras.items() if key != "references"})
 
 
 def assign_subsets(
@@ -150,7 +192,8 @@ def _leak(problem: str) -> DataError:
 
 
 def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
-    """A group for each id: speakers that share audio are one, since one voice may have several names."""
+    """A group for each id: speakers that share audio are one, since one voice may have several names, and so are those
+    of a target and of the references that it names."""
 
     def speaker(utterance: Utterance) -> Hashable:
         # Clips without a speaker's name may be anyone's, each for itself.
@@ -161,6 +204,9 @@ def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], 
         joined.union(speaker(utterance), ("key", key(utterance)))
     for first, second in _overlapping(utterances):
         joined.union(speaker(first), speaker(second))
+    by_id = {utterance.id: utterance for utterance in utterances}
+    for utterance in utterances:
+        joined.union(speaker(utterance), *(speaker(by_id[id]) for id in utterance.references or () if id in by_id))
     return {utterance.id: joined[speaker(utterance)] for utterance in utterances}
 
 
@@ -223,11 +269,11 @@ def _overlapping(utterances: Iterable[Utterance]) -> Iterable[tuple[Utterance, U
                 last_end, owner = end, utterance
 
 
-def _write_subset(dataset: PreparedDataset, folder: Path, utterances: list[Utterance]) -> None:
+def _write_subset(dataset: PreparedDataset, folder: Path, members: list[Utterance]) -> None:
     """Write a subset as a prepared folder. Codes are hard-linked, and copied only where the disk cannot link."""
     info = dataset.info
     codes_folder = CodeStore(folder, info.codec_revision, {}).codes_folder
-    if not utterances:
+    if not members:
         shutil.rmtree(folder, ignore_errors=True)
         return
     for shard in sorted(dataset.store.codes_folder.glob("[0-9]*.arrow")):
@@ -236,16 +282,7 @@ def _write_subset(dataset: PreparedDataset, folder: Path, utterances: list[Utter
                 os.link(shard, temporary)
             except OSError:
                 shutil.copyfile(shard, temporary)
-    ids = {utterance.id for utterance in utterances}
-    members = [_without_lost_references(utterance, ids) for utterance in utterances]
     write_manifest(folder / "manifest.jsonl", members)
-    keys = {(utterance.audio, utterance.span): dataset.key(utterance) for utterance in utterances}
+    keys = {(utterance.audio, utterance.span): dataset.key(utterance) for utterance in members}
     write_index(members, keys, folder, revision=info.codec_revision, sample_rate=info.sample_rate)
     info.write(folder)
-
-
-def _without_lost_references(utterance: Utterance, ids: set[str]) -> Utterance:
-    """Without named references that are in another subset: the sampler then finds one in its own."""
-    if set(utterance.references or ()) <= ids:
-        return utterance
-    return replace(utterance, extras={key: value for key, value in utterance.extras.items() if key != "references"})

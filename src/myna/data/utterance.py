@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ TASKS = (
     "multi_speaker_smart_voice",
     "multi_speaker_voice_cloning",
 )
+SPEAKER_TAG = re.compile(r"\[SPEAKER(\d+)\]")
+"""Says who speaks from there on, in a text of several speakers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Utterance:
     `extras` holds the source's other fields. These keys are reserved:
 
     references      ids of the utterances that set the voice, one per speaker tag in order; [] for no reference;
-                    without the key another clip of the same speaker is sampled
+                    without the key another clip of the same speaker is sampled, but none for a dialogue
     reference_only  true for a clip that only ever serves as a reference
     scene           a sentence about the room or the manner
     task            one of `TASKS`
@@ -66,6 +69,12 @@ class Utterance:
     @property
     def is_target(self) -> bool:
         return not self.extras.get("reference_only", False)
+
+    @property
+    def is_dialogue(self) -> bool:
+        """Whether several people speak in the clip: by its task, or by the speaker tags of its text."""
+        is_multi_speaker = str(self.extras.get("task") or "").startswith("multi_speaker")
+        return is_multi_speaker or len(set(SPEAKER_TAG.findall(self.text))) > 1
 
     def to_json(self) -> dict[str, Any]:
         return self.to_line(self.audio.as_posix())

@@ -14,15 +14,24 @@ from pathlib import Path
 
 from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
 from myna.data.importers.base import ImportContext, Importer, RejectedRecord, RejectionReason
-from myna.data.importers.validation import validate_utterances
+from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import write_manifest
 from myna.data.pronunciation import scored_jsonl, speechocean
 from myna.data.utterance import Utterance
 from myna.errors import DataError
-from myna.io import atomic_write
+from myna.io import atomic_write, disk_error
 from myna.progress import ProgressCallback, silent
 
-__all__ = ["FORMATS", "ImportResult", "Importer", "RejectedRecord", "detect_format", "import_source", "write_import"]
+__all__ = [
+    "FORMATS",
+    "ImportResult",
+    "Importer",
+    "RejectedRecord",
+    "check_source",
+    "detect_format",
+    "import_source",
+    "write_import",
+]
 
 FORMATS: dict[str, Importer] = {
     "myna": myna,
@@ -61,12 +70,25 @@ class ImportResult:
 def detect_format(source: str) -> str:
     """The layout of a source, by its names and first bytes."""
     path = Path(source)
-    matching = [name for name, importer in FORMATS.items() if importer.matches(path)]
+    matching = _matching_formats(path)
     if len(matching) == 1 or matching[:1] == ["myna"]:  # the codes of a prepared folder look like a dataset
         return matching[0]
-    formats = "\n".join(f"  {name:14}{importer.DESCRIPTION}" for name, importer in FORMATS.items())
     problem = f"could be any of {', '.join(matching)}" if matching else "is in no layout we know"
-    raise DataError(f"{source} {problem}; {_describe_path(path)}\n{formats}", hint="name one of these with --format")
+    raise DataError(
+        f"{source} {problem}; {_describe_path(path)}\n{_list_formats()}", hint="name one of these with --format"
+    )
+
+
+def check_source(source: str, format: str | None = None) -> str:
+    """The layout of a source, given or detected. Refuses what is not there, without reading any of it."""
+    if format is not None and format not in FORMATS:
+        raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
+    if format not in (None, "hf") and not Path(source).exists():
+        raise DataError(f"there is no {source}", hint="check the path")
+    try:
+        return format or detect_format(source)
+    except OSError as error:
+        raise disk_error(error) or error from None
 
 
 def import_source(
@@ -76,24 +98,42 @@ def import_source(
     format: str | None = None,
     language: str = "",
     speaker: str = "",
+    check_text: TextCheck | None = None,
     progress: ProgressCallback = silent,
 ) -> ImportResult:
     """Read and validate a whole source. Embedded audio goes to `media`; nothing else is written.
 
-    `language` and `speaker` are defaults for records that name none.
+    `language` and `speaker` are defaults for records that name none. Texts that `check_text` refuses are rejected.
     """
-    path = Path(source)
-    if format is not None and format not in FORMATS:
-        raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
-    if format not in (None, "hf") and not path.exists():
-        raise DataError(f"there is no {source}", hint="check the path")
+    path, layout = Path(source), check_source(source, format)
     try:
-        format = format or detect_format(source)
-        items = FORMATS[format].read(path, ImportContext(media, language, speaker))
-        utterances, rejected = validate_utterances(items, progress)
+        items = FORMATS[layout].read(path, ImportContext(media, language, speaker))
+        utterances, rejected = validate_utterances(items, progress, check_text)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise _wrong_format(source, layout, str(error)) from None
     except OSError as error:
-        raise DataError(f"{source} cannot be imported: {error}", hint="check permissions and free space") from None
-    return ImportResult(utterances, rejected, format)
+        problem = DataError(f"{source} cannot be imported: {error}", hint="check permissions and free space")
+        raise disk_error(error) or problem from None
+    if not utterances and not rejected and layout not in _matching_formats(path):
+        raise _wrong_format(source, layout, "it holds not one utterance")
+    return ImportResult(utterances, rejected, layout)
+
+
+def _matching_formats(path: Path) -> list[str]:
+    return [name for name, importer in FORMATS.items() if importer.matches(path)]
+
+
+def _list_formats() -> str:
+    return "\n".join(f"  {name:14}{importer.DESCRIPTION}" for name, importer in FORMATS.items())
+
+
+def _wrong_format(source: str, format: str, reason: str) -> DataError:
+    matching = " or ".join(_matching_formats(Path(source)))
+    remedy = f"leave --format away, or give --format {matching}: that is what it looks like"
+    return DataError(
+        f"{source} cannot be read as `{format}`: {reason}\n{_list_formats()}",
+        hint=remedy if matching else "name one of these with --format",
+    )
 
 
 def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) -> None:

@@ -11,7 +11,17 @@ from myna.audio.files import AudioDefect
 from myna.data.utterance import Span, Utterance, normalise_text
 from myna.io import atomic_write, bytes_hash, sniff_suffix
 
-RecordDefect = Literal["malformed", "not UTF-8", "empty text", "duplicate id", "placeholder without clip", "bad score"]
+RecordDefect = Literal[
+    "malformed",
+    "not UTF-8",
+    "empty text",
+    "control token",
+    "implausible pace",
+    "wrong duration",
+    "duplicate id",
+    "placeholder without clip",
+    "bad score",
+]
 ReferenceDefect = Literal["missing reference", "reference equals target"]
 RejectionReason = Literal[AudioDefect, RecordDefect, ReferenceDefect]
 
@@ -126,3 +136,5 @@ def build_utterances(
                 yield ImportedUtterance(utterance, str(record.source), record.line)
         except RecordError as error:
             yield record.rejected(error)
+        except RecursionError:
+            yield record.rejected(RecordError("malformed", "its fields are nested too deeply"))

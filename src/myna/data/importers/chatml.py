@@ -27,26 +27,28 @@ def matches(source: Path) -> bool:
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    def parse(record: SourceRecord) -> ImportedConversation:
-        sample = record.data
-        misc = require_type(sample.get("misc") or {}, dict, "misc")
-        record.id = str(misc.get("sample_id") or sample.get("id") or f"{source.stem}-{record.line}")
-        messages = conversations.read_messages(sample, object)
-        turns = [ImportedTurn(role, list(_parts(content, context, source.parent))) for role, content in messages]
-        extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
-        extras |= collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
-        return ImportedConversation(
-            id=record.id,
-            turns=turns,
-            speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
-            language=str(sample.get("language") or context.language),
-            start=require_type(sample.get("start_index") or 0, int, "start_index"),
-            reference_text=str(misc.get("ref_transcript") or ""),
-            target_text=str(misc.get("target_transcript") or ""),
-            extras=extras | _system_extras(turns),
-        )
+    return conversations.read_conversations(source, context, lambda record: parse_conversation(record, context))
 
-    return conversations.read_conversations(source, context, parse)
+
+def parse_conversation(record: SourceRecord, context: ImportContext) -> ImportedConversation:
+    """One sample; its id goes into the record too."""
+    sample = record.data
+    misc = require_type(sample.get("misc") or {}, dict, "misc")
+    record.id = str(misc.get("sample_id") or sample.get("id") or f"{record.source.stem}-{record.line}")
+    messages = conversations.read_messages(sample, object)
+    turns = [ImportedTurn(role, list(_parts(content, context, record.source.parent))) for role, content in messages]
+    extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
+    extras |= collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
+    return ImportedConversation(
+        id=record.id,
+        turns=turns,
+        speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
+        language=str(sample.get("language") or context.language),
+        start=require_type(sample.get("start_index") or 0, int, "start_index"),
+        reference_text=str(misc.get("ref_transcript") or ""),
+        target_text=str(misc.get("target_transcript") or ""),
+        extras=extras | _system_extras(turns),
+    )
 
 
 def _parts(content: Any, context: ImportContext, folder: Path) -> Iterator[str | ImportedClip]:

@@ -59,7 +59,7 @@ def read_messages(sample: Mapping[str, Any], content_type: type[T]) -> Iterator[
 
 def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterator[Utterance]:
     """The assistant's clips from `start` on are targets; all clips before a target are its references."""
-    clips = list(_transcribed_clips(sample))
+    clips = list(transcribed_clips(sample))
     target_count = sum(is_target for _, _, is_target in clips)
     if not target_count:
         raise RecordError("malformed", "no clip in an assistant's turn to learn")
@@ -80,7 +80,7 @@ def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterato
         previous_ids.append(id)
 
 
-def _transcribed_clips(sample: ImportedConversation) -> Iterator[tuple[ImportedClip, str, bool]]:
+def transcribed_clips(sample: ImportedConversation) -> Iterator[tuple[ImportedClip, str, bool]]:
     """Each clip, its transcript (its own turn's, or for the assistant's clip the user's last), if it is a target."""
     user_texts: list[str] = []
     for number, turn in enumerate(sample.turns):
@@ -101,6 +101,15 @@ def _transcribed_clips(sample: ImportedConversation) -> Iterator[tuple[ImportedC
             user_texts = user_texts + turn_texts
         elif turn.role == "assistant":
             user_texts = []
+
+
+def open_text(sample: ImportedConversation) -> str:
+    """The user's words behind the last clip and the last answer: what is left to be spoken."""
+    texts: list[str] = []
+    for turn in sample.turns:
+        for part in turn.parts:
+            texts = [*texts, part] if isinstance(part, str) and turn.role == "user" else []
+    return _join(texts).removeprefix(INSTRUCTION).strip()
 
 
 def _join(texts: Sequence[str]) -> str:

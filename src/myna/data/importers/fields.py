@@ -34,7 +34,7 @@ def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None
         if last is None and duration is not None:
             last = first + float(duration)
         return Span(first, last)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RecordError("bad span", str(error)) from None
 
 

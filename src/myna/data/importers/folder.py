@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.reading import AUDIO_SUFFIXES, list_files, read_transcript
+from myna.data.importers.reading import list_files, list_recordings, read_transcript
 from myna.data.utterance import Utterance
 
 DESCRIPTION = "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers"
@@ -21,7 +21,7 @@ DOCUMENT_NAMES = ("readme", "license", "licence", "copying", "notice", "changelo
 def matches(source: Path) -> bool:
     if not source.is_dir() or any((source / index).exists() for index in INDEX_FILES):
         return False
-    return any(_transcript_file(audio) for audio in list_files(source, *AUDIO_SUFFIXES))
+    return any(_transcript_file(audio) for audio in list_recordings(source))
 
 
 def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
@@ -35,7 +35,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         speaker = audio.parent.name if is_in_subfolder else context.speaker or source.resolve().name
         yield Utterance(record.id, audio, read_transcript(text), speaker, context.language)
 
-    recordings = list_files(source, *AUDIO_SUFFIXES)
+    recordings = list_recordings(source)
     names = {audio.with_suffix("") for audio in recordings}
     no_recording = RecordError("missing file", "no recording beside it")
     records = [SourceRecord(audio, None, audio) for audio in recordings] + [

@@ -53,6 +53,8 @@ def _local(file: Path) -> Iterator[SourceRecord]:
                     yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
                 except UnicodeDecodeError as error:
                     yield SourceRecord(file, number, RecordError("not UTF-8", str(error)))
+                except (ValueError, OverflowError) as error:  # a date that Python has no number for
+                    yield SourceRecord(file, number, RecordError("malformed", str(error)))
     except (pa.ArrowException, OSError) as error:
         yield SourceRecord(file, number + 1, RecordError("malformed", str(error)))
 
@@ -69,6 +71,7 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
             mapped.seek(0)
             batches = pa.ipc.open_stream(mapped)
         for batch in batches:
+            batch.validate(full=True)  # offsets in a damaged file may point anywhere
             for start in range(0, batch.num_rows, BATCH):
                 yield batch.slice(start, BATCH)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from myna.data.importers import table
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.reading import AUDIO_SUFFIXES, index_file, nonblank_lines, read_head
+from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES, index_file, nonblank_lines, read_head
 from myna.data.utterance import Utterance
 from myna.io import is_file
 
@@ -36,7 +36,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             raise RecordError("malformed", f"{2 + len(normalised)} columns, not 2 or 3")
         transcript = "".join(normalised).strip() or text
         extras = {"original_text": text} if transcript != text else {}
-        candidates = [index.parent / "wavs" / f"{name}{suffix}" for suffix in AUDIO_SUFFIXES]
+        candidates = [index.parent / "wavs" / f"{name}{suffix}" for suffix in (*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES)]
         audio = next((path for path in candidates if is_file(path)), candidates[0])
         yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
 

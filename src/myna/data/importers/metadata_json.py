@@ -7,16 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from myna.audio.files import probe
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.fields import collect_extras, require_field, require_type
 from myna.data.importers.reading import find_file, index_file, json_samples, parse_json, read_head, read_transcript
-from myna.data.utterance import TASKS, Utterance
+from myna.data.utterance import SPEAKER_TAG, TASKS, Utterance, normalise_text
+from myna.errors import AudioError
 
 DESCRIPTION = "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}"
 
 REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
 MAPPED_FIELDS = ("id", "audio_file", "transcript_file", "speaker_id", "language", "task_type", *REFERENCE_FIELDS)
 """Fields of a sample that become fields or references of an utterance; the others become extras."""
+MAX_DURATION_ERROR_SECONDS = 1.0
+"""By which `duration` may differ from the recording's length: sources round."""
 
 
 def matches(source: Path) -> bool:
@@ -35,21 +39,25 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         language = str(sample.get("language") or context.language)
         extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
         task = sample.get("task_type")
-        extras |= {"task" if task in TASKS else "task_type": task} if task else {}
+        if task and task not in TASKS:
+            raise RecordError("malformed", f"`task_type` is {task!r}, and not one of {', '.join(TASKS)}")
+        extras |= {"task": task} if task else {}
+        audio = find_file(require_field(sample, "audio_file", str), *folders)
+        text = read_transcript(find_file(require_field(sample, "transcript_file", str), *folders))
+        _check_duration(sample.get("duration"), audio)
         ids, references = [], _references(sample)
+        _check_references(references, text)
         for number, fields in enumerate(references):
-            audio = find_file(require_field(fields, "ref_audio_file", str), *folders)
-            text = require_type(fields.get("ref_transcript") or "", str, "ref_transcript")
+            file = find_file(require_field(fields, "ref_audio_file", str), *folders)
             owner = str(fields.get("speaker_id") or speaker)
-            id, new = context.register_reference(f"{record.id}/ref{number}", audio, text, owner, language)
+            name = f"{record.id}/ref{number}"
+            id, new = context.register_reference(name, file, fields["ref_transcript"], owner, language)
             ids.append(id)
             yield from new
         if ids or str(task).endswith("smart_voice"):  # a "smart voice" has no reference
             extras["references"] = ids
         if sample.get("ref_speakers"):
             extras["speaker_tags"] = [fields.get("speaker_tag") for fields in references]
-        audio = find_file(require_field(sample, "audio_file", str), *folders)
-        text = read_transcript(find_file(require_field(sample, "transcript_file", str), *folders))
         yield Utterance(record.id, audio, text, speaker, language, extras=extras)
 
     tree = parse_json(index.read_bytes())
@@ -67,8 +75,45 @@ def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
         speakers = require_type(sample["ref_speakers"], list, "ref_speakers")
         references = [require_type(speaker, dict, "ref_speakers") for speaker in speakers]
         return sorted(references, key=_tag_numbers)
-    return [sample] if sample.get("ref_audio_file") else []
+    if sample.get("ref_audio_file"):
+        return [sample]
+    if sample.get("ref_speakers") is not None:
+        raise RecordError("missing reference", "`ref_speakers` is empty")
+    return []
 
 
-def _tag_numbers(reference: dict[str, Any]) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", str(reference.get("speaker_tag")))]
+def _tag_numbers(reference: dict[str, Any]) -> list[float]:
+    return [float(digits) for digits in re.findall(r"\d+", str(reference.get("speaker_tag")))]
+
+
+def _check_references(references: list[dict[str, Any]], text: str) -> None:
+    """Each reference has a text, and each speaker of the text a reference of their own, in order."""
+    files = [require_field(fields, "ref_audio_file", str) for fields in references]
+    for file, fields in zip(files, references, strict=True):
+        if not normalise_text(require_type(fields.get("ref_transcript") or "", str, "ref_transcript")):
+            raise RecordError("empty text", f"there is no `ref_transcript` of {file}")
+    if len(set(files)) < len(files):
+        raise RecordError("malformed", f"one reference for two speakers: {', '.join(files)}")
+    tags = [f"[SPEAKER{number}]" for number in range(len(references))]
+    given = [str(fields["speaker_tag"]) for fields in references if fields.get("speaker_tag")]
+    if given and given != tags:
+        raise RecordError("malformed", f"the references are of {', '.join(given)}, and not of {', '.join(tags)}")
+    numbers = sorted(set(SPEAKER_TAG.findall(text)), key=lambda digits: (len(digits), digits))
+    spoken = [f"[SPEAKER{digits}]" for digits in numbers]
+    if references and spoken != tags and (spoken or len(tags) > 1):
+        who = ", ".join(spoken) or "nobody by a tag"
+        raise RecordError("malformed", f"the text is spoken by {who}, the references are of {', '.join(tags)}")
+
+
+def _check_duration(duration: Any, audio: Path) -> None:
+    """Refuse a length that is not the recording's; a recording that cannot be opened is refused later."""
+    if not duration:
+        return
+    if not isinstance(duration, int | float):
+        raise RecordError("malformed", f"`duration` is {duration!r}, and no number of seconds")
+    try:
+        seconds = probe(audio).seconds
+    except AudioError:
+        return
+    if not abs(duration - seconds) <= MAX_DURATION_ERROR_SECONDS:  # so written that NaN fails too
+        raise RecordError("wrong duration", f"`duration` is {duration} s, and {audio} has {seconds:.2f} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ from myna.data.importers.base import RecordError, SourceRecord
 from myna.io import is_file
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
+OTHER_AUDIO_SUFFIXES = (
+    *(".m4a", ".m4b", ".aac", ".mp4", ".mov", ".m4v", ".mkv", ".mka", ".webm", ".avi", ".3gp", ".3g2", ".amr", ".wma"),
+    *(".aiff", ".aif", ".caf", ".au", ".oga", ".wv", ".ape"),
+)
+"""Of files that may be the film, or the original, of a recording beside them; the likeliest first."""
+OUTPUT_FILES = ("rejected.jsonl", "prepared.json")
+"""One of these is in every folder that `myna import` and `myna prepare` have written to."""
 
 
 def json_records(path: Path) -> Iterator[SourceRecord]:
@@ -45,6 +53,8 @@ def parse_json(content: bytes) -> Any:
         return RecordError("not UTF-8", str(error))
     except json.JSONDecodeError as error:
         return RecordError("malformed", str(error), error.lineno)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested lists
+        return RecordError("malformed", str(error))
 
 
 def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -57,6 +67,8 @@ def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_transcript(path: Path) -> str:
+    if not is_file(path):  # a device or a pipe may have no end
+        raise RecordError("missing file", str(path))
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,14 +91,30 @@ def index_file(source: Path, name: str) -> Path:
 
 
 def list_files(folder: Path, *suffixes: str) -> list[Path]:
-    """Files below a folder with one of the suffixes, sorted, without hidden ones (and the `._` files of macOS)."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in suffixes
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    )
+    """Files below a folder with one of the suffixes, sorted, without hidden ones (and the `._` files of macOS) and
+    without what is in a folder that an import has written."""
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent)
+        is_output = here != folder and any(name in OUTPUT_FILES for name in names)
+        folders[:] = [] if is_output else [name for name in folders if not name.startswith(".")]
+        if not is_output:
+            files += [here / name for name in names if Path(name).suffix.lower() in suffixes and name[0] != "."]
+    return sorted(path for path in files if is_file(path))
+
+
+def list_recordings(folder: Path) -> list[Path]:
+    """Recordings below a folder. One with another suffix than `AUDIO_SUFFIXES` counts if no other has its name."""
+    recordings = list_files(folder, *AUDIO_SUFFIXES)
+    others: dict[Path, Path] = {}
+    for path in sorted(list_files(folder, *OTHER_AUDIO_SUFFIXES), key=_suffix_order):
+        others.setdefault(path.with_suffix(""), path)
+    names = {path.with_suffix("") for path in recordings}
+    return sorted(recordings + [path for name, path in others.items() if name not in names])
+
+
+def _suffix_order(path: Path) -> int:
+    return OTHER_AUDIO_SUFFIXES.index(path.suffix.lower())
 
 
 def find_file(name: str, *folders: Path) -> Path:

@@ -47,7 +47,11 @@ def _rows(file: Path) -> Iterator[SourceRecord]:
     delimiter, header = _header(file)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
         reader = _parse(lines, delimiter)
-        next(reader, None)
+        try:
+            next(reader, None)
+        except csv.Error as error:
+            yield SourceRecord(file, 1, RecordError("malformed", str(error)))
+            return
         while True:
             record = SourceRecord(file, reader.line_num + 1, None)
             try:

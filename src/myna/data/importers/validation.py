@@ -5,26 +5,41 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from myna.audio.files import AudioFileError, AudioInfo, check_audio
 from myna.data.importers.base import ImportedUtterance, ImportItem, RecordError, RejectedRecord
 from myna.data.utterance import Span, Utterance, normalise_text
+from myna.errors import DataError
 from myna.io import file_hash
 from myna.progress import ProgressCallback, silent
 
 SPAN_TOLERANCE_SECONDS = 0.05
 """By which a span may exceed its recording: sources round."""
+MAX_NESTED_LEVELS = 50
+"""Of lists and objects in an utterance's extras: a manifest must be readable from any depth of the stack."""
+CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]+\|>")
+"""The form of control tokens in the vocabularies of language models."""
+MAX_CHARACTERS_PER_SECOND = 50
+"""Speech in a hurry has 25 to 35: seven syllables a second, of three letters and a space in Vietnamese, of two letters
+and two vowel signs in Arabic, of one character in Chinese."""
+PACE_GRACE_SECONDS = 1.0
+"""Added to the length of a clip before its pace is judged: for tags, and for clips cut close."""
+
+TextCheck = Callable[[Mapping[str, str]], object]
+"""Raises a `DataError` for a text, by its id, that a model cannot take."""
 
 
 def validate_utterances(
-    items: Iterable[ImportItem], progress: ProgressCallback = silent
+    items: Iterable[ImportItem], progress: ProgressCallback = silent, check_text: TextCheck | None = None
 ) -> tuple[list[Utterance], list[RejectedRecord]]:
     """Usable utterances, and rejected records with their reason; both in the order of the source."""
-    checked = list(_check_each(list(items), progress))
+    checked = list(_check_each(list(items), progress, check_text))
     _check_all_references(checked)
     valid = [item.utterance for item in checked if isinstance(item, ImportedUtterance)]
     named = {id for utterance in valid for id in utterance.references or ()}
@@ -32,7 +47,9 @@ def validate_utterances(
     return utterances, [item for item in checked if isinstance(item, RejectedRecord)]
 
 
-def _check_each(items: list[ImportItem], progress: ProgressCallback) -> Iterator[ImportItem]:
+def _check_each(
+    items: list[ImportItem], progress: ProgressCallback, check_text: TextCheck | None
+) -> Iterator[ImportItem]:
     paths = dict.fromkeys(item.utterance.audio for item in items if isinstance(item, ImportedUtterance))
     ids: set[str] = set()
     # Decoding releases the GIL. Recordings are checked in the order in which the items first need them.
@@ -43,7 +60,7 @@ def _check_each(items: list[ImportItem], progress: ProgressCallback) -> Iterator
             if isinstance(item, ImportedUtterance):
                 try:
                     recording = recordings[item.utterance.audio]
-                    item = replace(item, utterance=_check_utterance(item.utterance, recording, ids))
+                    item = replace(item, utterance=_check_utterance(item.utterance, recording, ids, check_text))
                 except RecordError as error:
                     item = item.rejected(error)
             yield item
@@ -52,24 +69,65 @@ def _check_each(items: list[ImportItem], progress: ProgressCallback) -> Iterator
         pool.shutdown(cancel_futures=True)
 
 
-def _check_utterance(utterance: Utterance, recording: Future[AudioInfo], ids: set[str]) -> Utterance:
+def _check_utterance(
+    utterance: Utterance, recording: Future[AudioInfo], ids: set[str], check_text: TextCheck | None
+) -> Utterance:
     """The utterance, normalised. A reference may come without its text; a target may not."""
     if not utterance.id:
         raise RecordError("malformed", "the id is empty")
     text = normalise_text(utterance.text)
+    if _is_nested(utterance.extras, MAX_NESTED_LEVELS):
+        raise RecordError("malformed", f"its fields are nested more than {MAX_NESTED_LEVELS} levels deep")
     try:
         json.dumps(utterance.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise RecordError("not UTF-8", str(error)) from None
     if not text and utterance.is_target:
         raise RecordError("empty text")
+    _check_prompt_texts(utterance, check_text)
     if isinstance(defect := recording.exception(), AudioFileError):
         raise RecordError(defect.defect, f"{utterance.audio}{defect.detail and ': ' + defect.detail}")
-    span = _fit_span(utterance.span, recording.result())
+    utterance = replace(utterance, text=text, span=_fit_span(utterance.span, recording.result()))
+    if not utterance.answer:  # a clip that is to be assessed may be anything
+        _check_speech(utterance, recording.result())
     if utterance.id in ids:
         raise RecordError("duplicate id")
     ids.add(utterance.id)
-    return replace(utterance, text=text, span=span)
+    return utterance
+
+
+def _check_prompt_texts(utterance: Utterance, check_text: TextCheck | None) -> None:
+    """Refuse control tokens in whatever becomes a part of a prompt."""
+    extras = utterance.extras
+    for text in (utterance.text, utterance.answer, *(str(extras.get(key) or "") for key in ("scene", "question"))):
+        if token := CONTROL_TOKEN.search(text):
+            raise RecordError("control token", f"{token[0]} in {_shorten(text)}")
+        if check_text is not None and text:
+            try:
+                check_text({utterance.id: text})
+            except DataError as error:
+                raise RecordError("control token", error.what) from None
+
+
+def _check_speech(utterance: Utterance, recording: AudioInfo) -> None:
+    """Refuse a clip in which nothing is heard, and a text that nobody could say in its time."""
+    start, end = (utterance.span.start, utterance.span.end) if utterance.span else (0.0, None)
+    seconds = (recording.seconds if end is None else end) - start
+    if recording.is_silent(start, end):
+        raise RecordError("silence", f"{utterance.audio}, from {start:g} s to {start + seconds:g} s")
+    if len(utterance.text) > MAX_CHARACTERS_PER_SECOND * (seconds + PACE_GRACE_SECONDS):
+        problem = f"{len(utterance.text)} characters in {seconds:.2f} s, and nobody says more than"
+        raise RecordError("implausible pace", f"{problem} {MAX_CHARACTERS_PER_SECOND} a second")
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def _is_nested(value: Any, levels: int) -> bool:
+    """Whether a JSON tree is nested deeper than so many levels."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_nested(item, levels - 1) for item in items)
 
 
 def _fit_span(span: Span | None, recording: AudioInfo) -> Span | None:

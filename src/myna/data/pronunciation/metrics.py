@@ -6,7 +6,7 @@ mispronunciation, and its scores are the middle of the scale. To leave it out wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,11 @@ from myna.statistics import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, CONFIDENCE_LEVEL, E
 
 MIDDLE_SCORE = 5.0
 """The score of an answer that gives none."""
+CORRELATION = "correlation"
+CANONICAL, ALL_WRONG = "canonical phones", "everything is wrong"
+"""Baselines: the phones of the dictionary, so that nothing is mispronounced; and no phone as it should be."""
+RIGHT_BY_DEFINITION = "right by definition"
+"""In place of what a baseline takes from the assessment itself."""
 WER, PER, MISPRONUNCIATION_F1 = "word error rate", "phone error rate", "F1 of mistakes"
 PUBLISHED_CORPUS = "speechocean762"
 PUBLISHED_FIGURES = {
@@ -38,18 +43,31 @@ class AnswerScores:
     utterances: int
     unreadable: dict[str, int]
     """Answers that cannot be parsed, by reason."""
+    undefined: dict[str, str]
+    """Figures that have no value, and why."""
 
     def to_json(self) -> dict[str, Any]:
-        figures = {name: figure.to_json() for name, figure in self.figures.items()}
+        figures = {
+            name: {"measure": CORRELATION if name in SCORES else name, **figure.to_json()}
+            | ({"reason": self.undefined[name]} if name in self.undefined else {})
+            for name, figure in self.figures.items()
+        }
         return {"utterances": self.utterances, "unreadable": self.unreadable, "figures": figures}
+
+    def format(self, name: str) -> str:
+        figure = self.figures[name]
+        if figure.mean is None:
+            return self.undefined[name]
+        return f"{figure.mean:.3f} ({figure.low:.3f} to {figure.high:.3f})"
 
 
 class AssessmentTable(NamedTuple):
-    """Metrics as text, for a terminal or a page."""
+    """Metrics as text, for a terminal or a page, and the same for a JSON file."""
 
     title: str
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
+    figures: dict[str, Any]
 
 
 def stored_assessment(utterance: Utterance) -> Assessment | None:
@@ -59,24 +77,38 @@ def stored_assessment(utterance: Utterance) -> Assessment | None:
 
 
 def assessment_table(utterances: Iterable[Utterance], answers: Mapping[str, str]) -> AssessmentTable | None:
-    """Metrics of answers by utterance id, beside those of the canonical phones and, on the same corpus, the published
-    ones. None where an utterance has no assessment."""
+    """Metrics of answers by utterance id, beside those of two baselines and, on the same corpus, the published ones.
+    None where an utterance has no assessment."""
     answered = [utterance for utterance in utterances if utterance.id in answers]
     stored = [stored_assessment(utterance) for utterance in answered]
     references = [assessment for assessment in stored if assessment is not None]
     if len(references) < len(answers):
         return None
     scores = score_answers(references, [answers[utterance.id] for utterance in answered])
-    canonical = score_answers(references, canonical_answers(references))
-    rows = []
-    for name, figure in scores.figures.items():
-        baseline = canonical.figures[name] if name in (PER, MISPRONUNCIATION_F1) else Estimate()
-        rows.append((name, _format(figure), _format(baseline), f"{PUBLISHED_FIGURES[name]:.3f}"))
+    baselines = {
+        CANONICAL: score_answers(references, canonical_answers(references)),
+        ALL_WRONG: score_answers(references, baseline_answers(references, lambda _: "")),
+    }
     is_published = {utterance.extras.get("corpus") for utterance in answered} == {PUBLISHED_CORPUS}
-    header = ("", "model", "canonical phones", "published")[: 3 + is_published]
-    unreadable = sum(scores.unreadable.values())
-    title = f"{scores.utterances} utterances, {unreadable} answers that cannot be read"
-    return AssessmentTable(title, header, [row[: len(header)] for row in rows])
+    by_phones = (PER, MISPRONUNCIATION_F1)
+    rows = [
+        (
+            f"{name}, {CORRELATION}" if name in SCORES else name,
+            scores.format(name),
+            *(one.format(name) if name in by_phones else RIGHT_BY_DEFINITION for one in baselines.values()),
+            *([f"{PUBLISHED_FIGURES[name]:.3f}"] if is_published else []),
+        )
+        for name in scores.figures
+    ]
+    header = ("", "model", *baselines, *(["published"] if is_published else []))
+    title = f"{scores.utterances} utterances, {sum(scores.unreadable.values())} answers that cannot be read"
+    figures = scores.to_json() | {
+        "baselines": {
+            name: {key: one.to_json()["figures"][key] for key in by_phones} for name, one in baselines.items()
+        },
+        "published": PUBLISHED_FIGURES if is_published else None,
+    }
+    return AssessmentTable(title, header, rows, figures)
 
 
 def score_answers(references: Sequence[Assessment], answers: Sequence[str], language: str = "en") -> AnswerScores:
@@ -92,12 +124,32 @@ def score_answers(references: Sequence[Assessment], answers: Sequence[str], lang
     for name, sequences in ((WER, texts), (PER, phones)):
         figures[name] = estimate([RatioPart(distance(ref, hyp), len(ref)) for ref, hyp in sequences])
     figures[MISPRONUNCIATION_F1] = estimate([_f1_part(*pair) for pair in pairs])
-    return AnswerScores(figures, len(references), dict(parsed.unreadable))
+    undefined = {name: _undefined_reason(name, pairs) for name, figure in figures.items() if figure.mean is None}
+    return AnswerScores(figures, len(references), dict(parsed.unreadable), undefined)
 
 
 def canonical_answers(references: Sequence[Assessment]) -> list[str]:
     """Baseline answers: the right transcript and scores with the canonical phones, so without a mispronunciation."""
-    return [ref.answer.model_copy(update={"phones": " ".join(ref.phones)}).to_json() for ref in references]
+    return baseline_answers(references, lambda reference: " ".join(reference.phones))
+
+
+def baseline_answers(references: Sequence[Assessment], phones: Callable[[Assessment], str]) -> list[str]:
+    """The right transcript and scores with other phones; without any, every phone is wrong."""
+    return [ref.answer.model_copy(update={"phones": phones(ref)}).to_json() for ref in references]
+
+
+def _undefined_reason(name: str, pairs: Sequence[tuple[Assessment, AssessmentAnswer | None]]) -> str:
+    """Why a figure has no value."""
+    if not pairs:
+        return "there are no utterances"
+    if name == MISPRONUNCIATION_F1:
+        return "no phone is wrong, or called so"
+    if name in (WER, PER):
+        return f"no utterance has {'words' if name == WER else 'phones'}"
+    if len(pairs) == 1:
+        return "one utterance has no correlation"
+    is_constant = len({getattr(reference.scores, name) for reference, _ in pairs}) == 1
+    return "all utterances have the same score" if is_constant else "all answers give the same score"
 
 
 def pearson_correlation(pairs: Sequence[tuple[float, float]]) -> Estimate:
@@ -152,10 +204,6 @@ def _f1_part(reference: Assessment, answer: AssessmentAnswer | None) -> RatioPar
     claimed = mispronounced(reference.phones, _phones(answer)) if answer is not None else (False,) * len(actual)
     true_positives = sum(one and other for one, other in zip(actual, claimed, strict=True))
     return RatioPart(2 * true_positives, sum(actual) + sum(claimed))
-
-
-def _format(figure: Estimate) -> str:
-    return "" if figure.mean is None else f"{figure.mean:.3f} ({figure.low:.3f} to {figure.high:.3f})"
 
 
 def _phones(answer: AssessmentAnswer | None) -> tuple[str, ...]:

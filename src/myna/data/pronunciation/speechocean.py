@@ -64,7 +64,8 @@ def _word(stored: dict[str, Any]) -> dict[str, Any]:
     phones = stored.get("phones", [])
     phones = phones.split() if isinstance(phones, str) else list(require_type(phones, list, "phones"))
     pronounced: list[list[str]] = [[phone] for phone in phones]
-    for mistake in stored.get("mispronunciations", []):
+    for mistake in require_type(stored.get("mispronunciations", []), list, "mispronunciations"):
+        mistake = require_type(mistake, dict, "mispronunciations")
         index, instead = require_field(mistake, "index", int), require_field(mistake, "pronounced-phone", str)
         if not 0 <= index < len(phones):
             problem = f"`{stored.get('text')}` has {len(phones)} phones, and a mistake in number {index}"
@@ -93,4 +94,6 @@ def _kaldi_lines(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
 def _line_numbers(path: Path) -> dict[str, int]:
     """The line of the JSON file on which each sentence begins, for error messages."""
     begins = re.compile(rb'"([^"]+)"\s*:\s*\{')
-    return {key.decode(): number for number, line in nonblank_lines(path) for key in begins.findall(line)}
+    return {
+        key.decode(errors="replace"): number for number, line in nonblank_lines(path) for key in begins.findall(line)
+    }

@@ -1,0 +1,27 @@
+"""Recordings in containers, encoded by FFmpeg."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from myna.audio.files import Samples
+
+RATE = 48_000
+
+
+def write_container(path: Path, samples: Samples, codec: str, **options: str) -> Path:
+    """Samples at `RATE`, mono or as (channels, frames), in the container that the suffix names."""
+    channels = np.atleast_2d(samples)
+    layout = "mono" if len(channels) == 1 else "stereo"
+    with av.open(str(path), "w", format="adts" if path.suffix == ".aac" else None, options=options) as container:
+        stream: Any = container.add_stream(codec, rate=RATE, layout=layout)
+        frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
+        frame.sample_rate, frame.pts = RATE, 0
+        resampler = av.AudioResampler(stream.format, layout, RATE, stream.codec_context.frame_size or 1024)
+        for part in (*resampler.resample(frame), *resampler.resample(None), None):
+            container.mux(stream.encode(part))
+    return path
