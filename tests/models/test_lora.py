@@ -185,7 +185,8 @@ def test_full_training_steps() -> None:
 def test_opened_on_a_bf16_base_it_runs_without_autocast(kind: str, tmp_path: Path) -> None:
     save_adapter(train(adapted(kind)), tmp_path)
     opened = load_adapter(make_model(dtype=torch.bfloat16), tmp_path)
-    assert {parameter.dtype for parameter in opened.parameters()} == {torch.bfloat16}
+    types = {("lora_" in name, parameter.dtype) for name, parameter in opened.named_parameters()}
+    assert types == {(False, torch.bfloat16), (True, torch.float32)}, "a LoRA is rounded once, when it is merged"
     expected = logits_of(load_adapter(make_model(), tmp_path))
     assert (logits_of(opened).float() - expected).abs().max() < 0.05 * expected.abs().max()
 
@@ -205,6 +206,13 @@ def test_a_bf16_model_merges_into_bf16() -> None:
     merged = merge_lora(adapted("lora_with_heads", dtype=torch.bfloat16))
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in merged.parameters())
+
+
+def test_merged_weights_are_rounded_once(tmp_path: Path) -> None:
+    save_adapter(train(adapted("lora_with_heads")), tmp_path)
+    exact = merge_lora(load_adapter(make_model(dtype=torch.bfloat16).float(), tmp_path)).state_dict()
+    merged = merge_lora(load_adapter(make_model(dtype=torch.bfloat16), tmp_path)).state_dict()
+    assert all(torch.equal(merged[name], tensor.bfloat16()) for name, tensor in exact.items())
 
 
 def test_the_saved_configuration_is_plain_and_stable(tmp_path: Path) -> None:

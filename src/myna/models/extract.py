@@ -18,10 +18,12 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError, ModelError
+from myna.errors import CheckpointError, ConfigError
+from myna.io import atomic_folder, check_new_folder
 from myna.models import open_family
-from myna.models.files import shapes_of
+from myna.models.files import absolute_source, shapes_of
 from myna.models.lora import SupportsLora, make_trainable, resolve_module_names, save_adapter
+from myna.models.metadata import USAGE_FINGERPRINTS, WeightsMetadata, read_metadata, save_metadata
 
 MAX_EXACT_SVD_SIZE = 1024
 """Up to this many rows or columns the SVD is exact; beyond, it is randomized."""
@@ -62,19 +64,22 @@ def extract_adapter(
     `train_modules` None copies every part that changed and gets no LoRA. `text_head` includes the text head, which a
     model trained on audio alone does not save. Both models are loaded in fp32.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not empty", hint="choose another folder")
-    family = open_family(base_source)
+    check_new_folder(out)
+    family, tuned_family = open_family(base_source), open_family(tuned_source)
     base, tuned = (
-        opened.load_model(dtype=torch.float32, device=device, text_head=text_head)
-        for opened in (family, open_family(tuned_source))
+        opened.load_model(dtype=torch.float32, device=device, text_head=text_head) for opened in (family, tuned_family)
     )
     chosen = {"mode": mode, "targets": tuple(targets), "rank": rank, "alpha": alpha or float(rank)}
     settings = AdaptSettings.model_validate(chosen)
     if train_modules is None:
         train_modules = _changed_parts(base, tuned, family, settings)
     model, report = fit_lora(base, tuned, family, settings.model_copy(update={"train_modules": (*train_modules,)}))
-    save_adapter(model, out)
+    known = (read_metadata(tuned_family.folder) if tuned_family.folder is not None else None) or WeightsMetadata()
+    inputs = {name: value for name, value in known.inputs.items() if name in USAGE_FINGERPRINTS}
+    changed = {"source": absolute_source(base_source), "revision": None, "text_head": text_head, "inputs": inputs}
+    with atomic_folder(out) as written:
+        save_adapter(model, written)
+        save_metadata(written, known.model_copy(update=changed))
     return asdict(report)
 
 

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
-    """The folder of a checkpoint: a local path, or a download from the hub."""
+    """The folder of a checkpoint: a local path, or a download from the hub, where OWNER/NAME@REVISION names a revision
+    too."""
     folder = Path(source).expanduser()
+    if not folder.exists() and (pinned := re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", source)):
+        if revision is not None and revision != pinned[2]:
+            raise ModelError(f"{source} at revision {revision}: two revisions", hint=f"leave out one: {pinned[1]}")
+        source, revision = pinned.groups()
     if folder.is_dir():
         if revision is not None:
             raise ModelError(
@@ -48,6 +53,12 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
             hint=f"check the name and the network, or fetch it elsewhere with `hf download {source}` "
             "and give the path of that folder",
         ) from error
+
+
+def absolute_source(source: str) -> str:
+    """A source that can be opened from any working directory: the full path of a folder, or the hub name as it is."""
+    folder = Path(source).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else source
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -107,7 +118,14 @@ def weight_files(
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} is damaged: it has no weight_map", hint="download the checkpoint again")
-    files = [folder / name for name in sorted({Path(str(file)).name for file in weight_map.values()})]
+    names = sorted({str(file) for file in weight_map.values()})
+    # Names only: a path could lead to any file of this machine.
+    if outside := [name for name in names if not name or re.search(r"[/\\\0]", name) or name in (".", "..")]:
+        raise CheckpointError(
+            f"{index} names files outside of its folder: {format_names(outside)}",
+            hint="use a checkpoint whose index names files beside it",
+        )
+    files = [folder / name for name in names]
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(
             f"{folder} lacks files that its index names: {format_names(absent)}", hint="download the checkpoint again"

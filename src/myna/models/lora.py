@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,15 +20,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from myna.config import AdaptSettings
+from myna.config import AdaptSettings, Quantization
 from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.io import atomic_write
+from myna.models.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, require_adapter_files
 from myna.models.base import LoraTargets
-from myna.models.files import format_names, shapes_of, state_dict_problems, write_json
-from myna.models.quantized import quantized_linears
+from myna.models.files import (
+    absolute_source,
+    format_names,
+    open_safetensors,
+    shapes_of,
+    state_dict_problems,
+    write_json,
+)
+from myna.models.quantized import QUANTIZED_LINEARS, quantized_linears
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _ADAPTER = "default"
 """PEFT's name of the only adapter; it is not written to the file."""
 
@@ -38,6 +46,12 @@ class SupportsLora(Protocol):
     def source(self) -> str: ...
     def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]: ...
+
+
+class SupportsBaseModel(SupportsLora, Protocol):
+    """The part of the `Family` interface that a look at a base model needs."""
+
+    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module: ...
 
 
 class ParameterCounts(NamedTuple):
@@ -95,7 +109,7 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.device("meta") if on_meta else nullcontext():
         wrapped: nn.Module = get_peft_model(model, config)
-    config.base_model_name_or_path = family.source
+    config.base_model_name_or_path = absolute_source(family.source)
     # PEFT shortens long lists of names to common ends and matches modules by their ends.
     for kind, expected in ((LoraLayer, targets.adapted), (ModulesToSaveWrapper, trained)):
         replaced = {name for name, module in wrapped.named_modules() if isinstance(module, kind)}
@@ -179,16 +193,16 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
     """Load a saved adapter onto a model, every key checked.
 
-    For inference it is frozen, in the model's dtype, and refused if it has no effect. `trainable` continues training:
-    fp32, and an untrained adapter is accepted.
+    LoRA matrices are fp32. For inference it is frozen, with whole modules in the model's dtype, and refused if it has
+    no effect. `trainable` continues training: all of it is fp32, and an untrained adapter is accepted.
     """
     config, tensors = _read_adapter(folder)
     config.task_type = None
     config.inference_mode = not trainable
     try:
-        wrapped: nn.Module = PeftModel(model, config, autocast_adapter_dtype=trainable)
-    except ValueError as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from None
+        wrapped: nn.Module = PeftModel(model, config)
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
     if trainable:
         cast_trainable(wrapped)
     if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
@@ -204,11 +218,36 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     return wrapped.eval()
 
 
-def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
-    """Merge the adapter into the model, which is returned unwrapped and in its own dtype. `strength` scales the learned
-    change: below 1 the result lies between the base and the tuned model."""
-    if not isinstance(model, PeftModel):
-        raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
+def initialize_adapter(model: nn.Module, folder: Path) -> None:
+    """Give a new adapter the weights of a saved one, which must be like it; `dropout` may differ."""
+    assert isinstance(model, PeftModel), "there is a LoRA to initialize"
+    own, (config, tensors) = model.peft_config[_ADAPTER], _read_adapter(folder)
+    merged = f"merge it into its base first (myna merge {folder} --out MODEL), and train a new adapter on that"
+    if config.rank_pattern or config.alpha_pattern:
+        raise CheckpointError(f"{folder} has ranks or scales of their own for single layers", hint=merged)
+    settings = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+    pairs = {key: (getattr(config, field), getattr(own, field)) for key, field in settings.items()}
+    if differing := {f"adapt.{key}": pair for key, pair in pairs.items() if pair[0] != pair[1]}:
+        raise CheckpointError(
+            f"{folder} has another "
+            + " and another ".join(f"`{key}` ({there}, here {here})" for key, (there, here) in differing.items()),
+            hint=" ".join(f"--set {key}={json.dumps(there)}" for key, (there, _) in differing.items())
+            + f"; or {merged}",
+        )
+    if problems := state_dict_problems(shapes_of(adapter_state_dict(model)), shapes_of(tensors)):
+        layers = sorted({".".join(name.split(".lora_")[0].split(".")[-2:]) for name in tensors if ".lora_" in name})
+        whole = f", and trains {format_names(sorted(config.modules_to_save))} in full" if config.modules_to_save else ""
+        raise CheckpointError(
+            f"{folder} has other modules than adapt.mode, adapt.targets and adapt.train_modules name; "
+            + "; ".join(problems),
+            hint=f"it has a LoRA on {', '.join(layers)}{whole}: set these to the same; or {merged}",
+        )
+    set_peft_model_state_dict(model, tensors)
+
+
+def scale_adapter(model: nn.Module, strength: float) -> None:
+    """Scale what an adapter changes: below 1 the model lies between the base and the tuned one. Whole modules get the
+    base model's dtype."""
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             trained = module.modules_to_save[_ADAPTER]
@@ -220,21 +259,84 @@ def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
                     "a DoRA has magnitudes of its own, and is applied as a whole", hint="leave out --strength"
                 )
             module.scaling[_ADAPTER] *= strength
-    try:
-        merged: nn.Module = model.merge_and_unload(safe_merge=True)
-    except ValueError as error:
-        raise ModelError(f"the adapter cannot be merged: {error}", hint="open another checkpoint of the run") from None
+
+
+def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
+    """Merge the adapter, scaled by `strength`, into the model, which is returned unwrapped and in its own dtype. Each
+    weight is computed in fp32 and rounded once."""
+    if not isinstance(model, PeftModel):
+        raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
+    scale_adapter(model, strength)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            _merge_layer(module)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        merged: nn.Module = model.merge_and_unload()
     return merged.requires_grad_(False)
 
 
+@torch.no_grad()
+def _merge_layer(layer: Any) -> None:
+    """PEFT's merge of one layer, which would round to the weight's type before it adds."""
+    base = layer.get_base_layer()
+    types = {name: parameter.dtype for name, parameter in base.named_parameters()}
+    base.float()
+    try:
+        layer.merge(safe_merge=True)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"the adapter cannot be merged: {error}", hint="open another checkpoint of the run") from None
+    for name, parameter in base.named_parameters():
+        parameter.data = parameter.data.to(types[name])
+
+
+def trains_text_head(folder: Path, family: SupportsBaseModel) -> bool:
+    """Whether an adapter has tensors of the text head, which is not loaded otherwise."""
+    require_adapter_files(folder)
+    model = family.load_model(dtype=torch.float32, device="meta", text_head=True)
+    prefixes = tuple(f"base_model.model.{name}." for name in family.module_names(model)["text_head"])
+    with open_safetensors(folder / ADAPTER_WEIGHTS_FILE) as tensors:
+        return any(name.startswith(prefixes) for name in tensors.keys())  # noqa: SIM118 - no dictionary
+
+
+def base_model_hash(
+    model: nn.Module,
+    family: SupportsBaseModel,
+    adapter: Path,
+    *,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    text_head: bool,
+) -> str:
+    """The `weights_hash` of a base model as a training of the adapter has it: in this type, quantized as it says, and
+    with the text head or without."""
+    layers: tuple[str, ...] = ()
+    if quantization != "none":
+        config = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+        trained = [f"{name}." for name in config.get("modules_to_save") or ()]
+        adapted = family.lora_targets(model, "comprehensive").adapted
+        layers = tuple(name for name in adapted if not f"{name}.".startswith(tuple(trained)))
+    as_trained = family.load_model(dtype=dtype, device="meta", text_head=text_head)
+    weights = {f"{name}.weight" for name in layers}
+    names = [name for name, _ in as_trained.named_parameters() if name not in weights]
+    samples = [model.get_parameter(name).flatten()[:16].to(dtype) for name in names]
+    for name in layers:
+        # Its first rows are enough for the sample.
+        rows = model.get_parameter(f"{name}.weight").detach()[:16].to(dtype)
+        linear = nn.Linear(rows.shape[1], len(rows), bias=False, device="meta")
+        linear.weight = nn.Parameter(rows, requires_grad=False)
+        samples.append(QUANTIZED_LINEARS[quantization].from_linear(linear).weight_sample())
+    return weights_hash(samples)
+
+
+def weights_hash(weights: Iterable[torch.Tensor]) -> str:
+    """Hash over the beginning of every tensor: cheap, and enough to tell one base model from another."""
+    sample = torch.cat([torch.zeros(1), *(tensor.detach().flatten()[:16].float().cpu() for tensor in weights)])
+    return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
+
+
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
-        if not (folder / file).is_file():
-            pickled = file == ADAPTER_WEIGHTS_FILE and (folder / "adapter_model.bin").is_file()
-            raise CheckpointError(
-                f"{folder} holds no {file}" + (", only a pickle, which could run anything" if pickled else ""),
-                hint="save it again as safetensors" if pickled else "pass the folder of a saved adapter",
-            )
+    require_adapter_files(folder)
     try:
         config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / ADAPTER_WEIGHTS_FILE)
@@ -261,6 +363,8 @@ def _has_effect(layer: Any) -> bool:
         return any(not torch.equal(copy[name], value) for name, value in layer.original_module.state_dict().items())
     if not isinstance(layer, LoraLayer):
         return False
+    if _ADAPTER in layer.lora_embedding_A:
+        return bool(layer.lora_embedding_A[_ADAPTER].any() and layer.lora_embedding_B[_ADAPTER].any())
     if layer.lora_A[_ADAPTER].weight.any() and layer.lora_B[_ADAPTER].weight.any():
         return True
     if _ADAPTER not in layer.lora_magnitude_vector:
