@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from myna.data.codec import Codec
 from myna.errors import AudioError, ModelError
+from myna.models.higgs_v2.codec import HiggsCodec
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,6 +32,10 @@ def noise(clips: int, frames: int, seed: int = 0) -> Any:
 
 def tone(hertz: float, seconds: float = 1.0, level: float = 0.3) -> Any:
     return (level * np.sin(2 * np.pi * hertz * np.arange(int(24_000 * seconds)) / 24_000)).astype(np.float32)
+
+
+def random_codes(frames: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, 64, (frames, 8)).astype(np.uint16)
 
 
 class CodecContract:
@@ -75,6 +80,35 @@ class CodecContract:
         clips[0, 5] = np.nan
         with pytest.raises(AudioError, match="not finite"):
             codec.encode(clips)
+
+    def test_a_frame_reaches_exactly_as_far_as_the_codec_says(self, codec: Codec) -> None:
+        reach, codes = codec.decode_reach, random_codes(101)
+        other = codes.copy()
+        other[50] = (codes[50] + 1) % 64
+        one, two = (codec.decode_windows([given])()[0].reshape(101, 960) for given in (codes, other))
+        changed = np.flatnonzero((one != two).any(1)) - 50
+        # Bits are compared: what is out of reach is computed by the same sums.
+        assert (changed.min(), changed.max()) == (-reach, reach)
+
+    @pytest.mark.parametrize("frames", [1, 2, 3, 7, 30, 130, 300])
+    def test_windows_give_the_samples_of_one_piece(self, codec: Codec, frames: int) -> None:
+        codes = random_codes(frames)
+        if isinstance(codec, HiggsCodec):
+            codec._model.double()  # untrained layers amplify the rounding of fp32 a thousandfold
+        try:
+            whole, windows = codec.decode_windows([codes])()[0], codec.decode(codes)
+        finally:
+            if isinstance(codec, HiggsCodec):
+                codec._model.float()
+        assert whole.shape == windows.shape == (frames * 960,) and np.abs(whole).max() > 0.01
+        assert np.abs(whole - windows).max() < 1e-5
+
+    def test_a_window_does_not_depend_on_its_company(self, codec: Codec) -> None:
+        windows = [random_codes(frames, seed) for seed, frames in enumerate((16, 40, 16, 1, 40, 84, 3))]
+        together = codec.decode_windows(windows)()
+        for window, samples in zip(windows, together, strict=True):
+            assert np.array_equal(samples, codec.decode_windows([window])()[0])
+        assert codec.decode_windows([])() == []
 
     def test_codes_it_does_not_know_are_refused(self, codec: Codec) -> None:
         with pytest.raises(ModelError, match="0 to 63"):

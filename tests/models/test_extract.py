@@ -13,7 +13,7 @@ from torch import nn
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError, ModelError
+from myna.errors import CheckpointError, ConfigError, OutputError
 from myna.models import extract as extract_module
 from myna.models import open_family
 from myna.models.extract import extract_adapter, fit_lora
@@ -195,5 +195,5 @@ def test_only_what_is_asked_for_is_copied(folders: Path, tmp_path: Path) -> None
 
 def test_nothing_is_overwritten(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="not empty"):
+    with pytest.raises(OutputError, match="not empty"):
         extract_adapter(str(folders / "base"), str(folders / "tuned"), tmp_path, 3)

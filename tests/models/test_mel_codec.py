@@ -279,6 +279,9 @@ def test_a_list_of_shards_is_checked(copied: Path) -> None:
     with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
         MelCodec.open(copied)
     index.write_text('{"weight_map": {"encoder.enter.bias": "../elsewhere.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"names files outside of its folder: \.\./elsewhere\.safetensors"):
+        MelCodec.open(copied)
+    index.write_text('{"weight_map": {"encoder.enter.bias": "elsewhere.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"copied lacks files that its index names: elsewhere\.safetensors"):
         MelCodec.open(copied)
 

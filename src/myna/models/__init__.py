@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myna.errors import ModelError
+from myna.io import atomic_folder
 
 if TYPE_CHECKING:
     from myna.models.base import Family
@@ -84,9 +85,9 @@ def save_tiny_model(out: Path, *, seed: int = 0, answers: bool = False) -> Path:
     from myna.models.higgs_v2 import tiny as higgs_v2
     from myna.models.phi4 import tiny as phi4
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not empty", hint="choose another folder with --out")
-    return phi4.save_tiny(out, seed=seed) if answers else higgs_v2.save_tiny(out, seed=seed)
+    with atomic_folder(out) as folder:
+        (phi4 if answers else higgs_v2).save_tiny(folder, seed=seed)
+    return out
 
 
 def _model_type(folder: Path) -> str:
@@ -94,6 +95,11 @@ def _model_type(folder: Path) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
     except FileNotFoundError:
+        from myna.models.adapters import is_adapter
+
+        if is_adapter(folder):
+            hint = f"open it with --run {folder}, or make a model of it: myna merge {folder} --out DIR"
+            raise ModelError(f"{folder} is a LoRA adapter, and not a model by itself", hint=hint) from None
         raise ModelError(f"{folder} has no config.json", hint="give the folder of a checkpoint") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
         raise ModelError(

@@ -13,21 +13,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec, Codes, Encoder
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
 
+if TYPE_CHECKING:
+    from myna.models.speech_decoder import SpeechDecoder
+
 IGNORE_INDEX = -100
 """The label of a position that is not supervised, torch's default."""
-FrameCallback = Callable[[int], None] | None
-"""Called with the number of frames generated so far."""
+VOICE_STREAMS = ("speaker_contrastive", "reference_consistency")
+"""Losses that compare voices, as streams after a family's own, in batches of `collate_voices`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,8 @@ class Family(ABC):
     name: str
     source: str
     """What the user typed: a hub name, a folder or a built-in name."""
+    folder: Path | None
+    """Of the checkpoint; None for a built-in configuration."""
 
     @property
     @abstractmethod
@@ -199,8 +205,9 @@ class Family(ABC):
         """Check names and shapes of all tensors without reading one; a summary for the user."""
 
     @abstractmethod
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
-        """The weights, checked key by key. Device `meta` gives shapes without weights."""
+    def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
+        """The weights, checked key by key. `dtype` None keeps the stored types; device `meta` gives shapes without
+        weights."""
 
     @abstractmethod
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
@@ -279,9 +286,21 @@ class Family(ABC):
         """Short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer for
         `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
 
+    @property
     @abstractmethod
-    def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Weights, configuration and tokenizer in the transformers layout."""
+    def has_text_head(self) -> bool:
+        """Whether the checkpoint holds a text head."""
+
+    @abstractmethod
+    def probe(self) -> Conversation:
+        """A conversation with random audio and an answer, to compare two models by their logits."""
+
+    @abstractmethod
+    def save_model(
+        self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None
+    ) -> Mapping[str, torch.Tensor]:
+        """Write weights, configuration and tokenizer in a layout of the family, and a copy of the codec's folder beside
+        them; the tensors, by the names they are written under."""
 
 
 class SpeakingFamily(Family):
@@ -293,16 +312,26 @@ class SpeakingFamily(Family):
         return Sampling()
 
     @abstractmethod
+    def collate_voices(self, sequences: Sequence[RenderedSequence], voices: Sequence[VoiceLabel]) -> Batch:
+        """`collate` with a label for each sequence: the batch has the streams `VOICE_STREAMS` too."""
+
+    @abstractmethod
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...
 
     def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:
         return self.load_codec(device=device)
 
+    @property
     @abstractmethod
-    def generate(
-        self, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling, on_frame: FrameCallback = None
-    ) -> list[GeneratedCodes]:
-        """Speech for conversations whose last turn is open."""
+    def frame_rate(self) -> float:
+        """Frames of codes per second."""
+
+    @abstractmethod
+    def speech_decoder(self, model: nn.Module, rows: int, max_positions: int) -> SpeechDecoder:
+        """A decoding batch of so many rows, each with a cache of so many positions.
+
+        The weights of a model that is not in training may be rearranged; the model stays what it was.
+        """
 
 
 class AnsweringFamily(Family):

@@ -178,7 +178,7 @@ class HFFamily(Family):
     def check_weights(self) -> str:
         return str(self.checkpoint.check_weights(self._require_folder(), self.config))
 
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
+    def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
         folder = Path() if torch.device(device).type == "meta" else self._require_folder()
         load: Callable[..., nn.Module] = self.checkpoint.load_weights
         return load(folder, self.config, dtype=dtype, device=device, text_head=text_head)

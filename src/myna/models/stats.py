@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from myna.config import AdaptSettings
-from myna.models.lora import SupportsLora, count_parameters, make_trainable, resolve_module_names
+from myna.models.lora import SupportsBaseModel, count_parameters, make_trainable, resolve_module_names
 
 
-class SupportsModelStats(SupportsLora, Protocol):
-    """The part of the `Family` interface that counting needs."""
-
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module: ...
-
-
-def count_model(family: SupportsModelStats, settings: AdaptSettings) -> dict[str, Any]:
+def count_model(family: SupportsBaseModel, settings: AdaptSettings) -> dict[str, Any]:
     """Total, trainable and LoRA parameters, with shares from 0 to 1, and their modules. The text head always counts."""
     model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
     if settings.mode == "full":

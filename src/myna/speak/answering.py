@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,8 +13,10 @@ from myna.audio.files import read_audio
 from myna.data.codec import Codes, Encoder
 from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
+from myna.data.pronunciation.metrics import AssessmentTable
 from myna.errors import SpeakError
 from myna.models.base import Family, GeneratedAnswer, require_answering
+from myna.models.files import format_names
 from myna.speak.engine import encode_clip
 
 
@@ -23,6 +26,47 @@ class AudioQuestion(NamedTuple):
     id: str
     codes: Codes
     question: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetAnswers:
+    """Answers to the clips of a prepared folder, and how good they are."""
+
+    rows: list[dict[str, Any]]
+    """`id`, `answer`, `expected` and `stopped` of each clip; `trained_on` is `audio` or `words` where the run was
+    trained on the clip, empty where it was not, and None where that is not known."""
+    assessment: AssessmentTable | None
+    """Metrics, where the answers are assessments."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> int:
+        return sum(row["answer"] == row["expected"] for row in self.rows)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What belongs above every figure."""
+        return trained_warnings({row["id"]: row["trained_on"] for row in self.rows})
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "warnings": self.warnings,
+            "answers": len(self.rows),
+            "exact": self.exact,
+            "assessment": self.assessment.figures if self.assessment is not None else None,
+            "notes": list(self.notes),
+        }
+
+
+def trained_warnings(trained_on: Mapping[str, str | None]) -> list[str]:
+    """A warning where some of these recordings, by id, were trained on."""
+    trained = [id for id, kind in trained_on.items() if kind]
+    if not trained:
+        return []
+    return [
+        f"the run was trained on {len(trained)} of these {len(trained_on)} recordings: {format_names(trained)}. Its "
+        "answers to them say nothing about new ones; hold some out before training: myna split DATA --speakers 2"
+    ]
 
 
 class AnswerEngine:

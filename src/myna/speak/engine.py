@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,21 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from myna.audio.files import read_audio, write_audio
+from myna.audio.files import write_audio
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, speech_conversation
 from myna.data.utterance import normalise_text
 from myna.errors import SpeakError
-from myna.models.base import Family, Sampling, require_speaking
+from myna.io import check_output_file
+from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, request_sampling
+from myna.speak.streaming import StreamDecoder
+from myna.speak.validation import read_reference
+
+MAX_ROWS = 64
+"""Requests that are spoken at the same time; the others wait."""
+POSITION_BLOCK = 256
+"""Caches are made in multiples of this many positions, so that a little longer request finds room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +55,9 @@ class Speech:
     def seconds(self) -> float:
         return len(self.samples) / self.sample_rate
 
-    def save(self, path: Path | str) -> Path:
-        """Write an audio file, in the format that its name asks for."""
+    def save(self, path: Path | str, *, force: bool = False) -> Path:
+        """Write an audio file, in the format that its name asks for; over one that is there only with `force`."""
+        check_output_file(Path(path), force=force)
         write_audio(Path(path), self.samples, self.sample_rate)
         return Path(path)
 
@@ -66,7 +76,7 @@ class Engine:
     """A speaking model with its codec.
 
     `reference_placement` must be where the training put references. A model that is still in training has weights of
-    several types, and needs the `autocast` context of its training.
+    several types, and needs the `autocast` context of its training. `scene` is the one that most of its training had.
     """
 
     def __init__(
@@ -76,13 +86,17 @@ class Engine:
         codec: Codec,
         reference_placement: ReferencePlacement = "turn",
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scene: str = "",
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self.family, self.model, self.codec = require_speaking(family), model.eval(), codec
-        self.reference_placement, self.autocast = reference_placement, autocast
+        self.reference_placement, self.autocast, self.scene = reference_placement, autocast, scene
+        self.max_rows = max_rows
+        self._batch: BatchScheduler | None = None
 
     def reference(self, recording: Path, text: str) -> Reference:
         """A reference voice from a recording and its transcript."""
-        samples = read_audio(recording, sample_rate=self.codec.sample_rate)
+        samples = read_reference(recording, self.codec.sample_rate)
         if len(samples) < self.codec.hop:
             raise SpeakError(
                 f"{recording} is shorter than one frame of {1000 / self.codec.frame_rate:g} ms",
@@ -93,21 +107,69 @@ class Engine:
     def speak(
         self, requests: Sequence[SpeechRequest], sampling: Sampling, on_frame: Callable[[int], None] | None = None
     ) -> list[Speech]:
-        """Speak requests as one batch; `on_frame` is called with the number of frames generated so far."""
-        if not requests:
-            return []
+        """Speak requests together; `on_frame` is called with the number of whole frames so far."""
         prompts = [self.family.render(self._conversation(request)) for request in requests]
+        max_frames = max(1, int(sampling.max_seconds * self.codec.frame_rate))
         with self.autocast():
-            generated = self.family.generate(self.model, prompts, sampling, on_frame)
+            scheduler = self._scheduler(prompts, max_frames)
+            generations = [
+                scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames) for prompt in prompts
+            ]
+            frames = 0
+            while scheduler.busy:
+                scheduler.advance()
+                longest = max(generation.frames for generation in generations)
+                if on_frame is not None and longest > frames:
+                    on_frame(longest)
+                frames = longest
         return [
             Speech(
                 self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32),
                 codes,
-                stopped,
+                generation.finish_reason == "stop",
                 self.codec.sample_rate,
             )
-            for codes, stopped in generated
+            for generation in generations
+            for codes in (generation.codes(),)
         ]
+
+    def stream(self, request: SpeechRequest, sampling: Sampling) -> Iterator[Samples]:
+        """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit.
+
+        A caller that stops reading ends the request.
+        """
+        prompt = self.family.render(self._conversation(request))
+        max_frames = max(1, int(sampling.max_seconds * self.codec.frame_rate))
+        decoder, done = StreamDecoder(self.codec), 0
+        with self.autocast():
+            scheduler = self._scheduler([prompt], max_frames)
+            generation = scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames)
+        frames = scheduler.run(generation)
+        try:
+            while True:
+                with self.autocast():
+                    count = next(frames, None)
+                if count is None:
+                    break
+                samples = decoder.decode(generation.codes(done))
+                done = count
+                if len(samples):
+                    yield samples
+        finally:
+            generation.cancel()
+        if len(samples := decoder.finish()):
+            yield samples
+
+    def _scheduler(self, prompts: Sequence[RenderedSequence], max_frames: int) -> BatchScheduler:
+        """The batch, made anew where these prompts do not fit it."""
+        rows = min(len(prompts), self.max_rows)
+        positions = max(map(len, prompts), default=0) + max_frames + SPARE_POSITIONS
+        current = self._batch
+        if current is None or current.decoder.rows < rows or current.decoder.max_positions < positions:
+            positions = -(-positions // POSITION_BLOCK) * POSITION_BLOCK
+            self._batch = None  # freed before the next is allocated
+            self._batch = current = BatchScheduler(self.family.speech_decoder(self.model, max(1, rows), positions))
+        return current
 
     def _conversation(self, request: SpeechRequest) -> Conversation:
         text = normalise_text(request.text)

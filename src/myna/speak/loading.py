@@ -1,89 +1,161 @@
-"""Models opened to speak or to answer: an untuned model, a run, or one of a run's checkpoints."""
+"""Models opened to speak or to answer: an untuned model, a run or one of its checkpoints, or an adapter."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from myna.data.codec import Encoder
-from myna.errors import SpeakError
+from myna.errors import MynaError, SpeakError
 from myna.models import open_family
 from myna.models.base import Family, require_speaking
+from myna.models.metadata import WeightsMetadata, read_metadata
 from myna.speak.engine import Engine
-from myna.train.precision import choose_precision, pick_device
+from myna.speak.tuned import TunedWeights, require_tuned
+from myna.train.precision import DTYPES, choose_precision, pick_device
 
 if TYPE_CHECKING:
     from myna.speak.answering import AnswerEngine
-    from myna.train.run import Run
+
+Source = str | os.PathLike[str]
 
 
 def load_engine(
-    *, run: Path | None = None, model: str | None = None, codec: str | None = None, device: str, strength: float = 1.0
+    *, run: Source | None = None, model: str | None = None, codec: str | None = None, device: str, strength: float = 1.0
 ) -> Engine:
-    """The speech engine of a run or of an untuned model; `strength` scales a run's LoRA."""
+    """The speech engine of a run or an adapter, or of an untuned model. `strength` scales the LoRA, and a `model`
+    beside a run or an adapter is the base model to open it on."""
     loaded = _load(run, model, codec, device, strength)
     encoder = require_speaking(loaded.family).load_codec(device=loaded.device)
-    if loaded.run is None:
-        return Engine(loaded.family, loaded.weights, encoder)
-    _check_trained_with(loaded.run, encoder, loaded.family)
-    return Engine(loaded.family, loaded.weights, encoder, loaded.run.recipe.data.reference_placement)
+    _check_trained_with(loaded, encoder)
+    known = loaded.metadata
+    return Engine(loaded.family, loaded.weights, encoder, known.reference_placement, scene=known.scene)
 
 
-def load_answer_engine(*, run: Path | None = None, model: str | None = None, device: str) -> AnswerEngine:
-    """The engine of a model that answers in words, from a run or from an untuned model."""
+def load_answer_engine(*, run: Source | None = None, model: str | None = None, device: str) -> AnswerEngine:
+    """The engine of a model that answers in words, as `load_engine`."""
     from myna.speak.answering import AnswerEngine
 
     loaded = _load(run, model, None, device)
     encoder = loaded.family.load_encoder(device=loaded.device)
-    if loaded.run is not None:
-        _check_trained_with(loaded.run, encoder, loaded.family)
+    _check_trained_with(loaded, encoder)
     return AnswerEngine(loaded.family, loaded.weights, encoder)
 
 
 class _Loaded(NamedTuple):
     family: Family
     weights: nn.Module
-    run: Run | None
+    name: Source
+    metadata: WeightsMetadata
     device: torch.device
 
 
-def _load(run: Path | None, model: str | None, codec: str | None, device: str, strength: float = 1.0) -> _Loaded:
-    if (run is None) == (model is None):
-        raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
+def _load(run: Source | None, model: str | None, codec: str | None, device: str, strength: float = 1.0) -> _Loaded:
+    if run is None and model is None:
+        raise SpeakError("give --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     if run is None and strength != 1.0:
         raise SpeakError("--strength scales the LoRA of a run", hint="give --run, or leave it out")
     target = pick_device(device)
     dtype = choose_precision("auto", target).compute_dtype
     if run is None:
-        family = open_family(str(model), codec=codec)
-        return _Loaded(family, family.load_model(dtype=dtype, device=target, text_head=False), None, target)
-    from myna.models.lora import load_adapter, merge_lora
-    from myna.train.run import Run
-
-    tuned = Run.open_for_inference(run)
-    settings = tuned.recipe.model
-    family = open_family(settings.source, revision=settings.revision, codec=codec or settings.codec)
-    if tuned.model.is_dir():
+        return _load_model(str(model), codec, dtype, target)
+    tuned = require_tuned(run, model)
+    if tuned.is_full:
         if strength != 1.0:
             raise SpeakError(f"{run} was trained in full, and has no LoRA", hint="leave out --strength")
-        # Full training saves the model without its codec, which is still the base model's.
-        family = open_family(str(tuned.model), codec=family.codec_source)
-    weights = family.load_model(dtype=dtype, device=target, text_head=tuned.recipe.needs_text_head)
-    if not tuned.model.is_dir():
-        weights = merge_lora(load_adapter(weights, tuned.adapter), strength)
-    return _Loaded(family, weights, tuned, target)
+        if model is not None:
+            raise SpeakError(f"{run} was trained in full, and needs no other model", hint="leave out --model")
+        loaded = _load_model(str(tuned.weights), codec or full_model_codec(tuned), dtype, target)
+        return loaded._replace(name=run, metadata=tuned.metadata)
+    from myna.models.lora import merge_lora
+
+    family = open_base(tuned, codec)
+    adapted = load_adapted(tuned, family, dtype, target, text_head=None)
+    return _Loaded(family, merge_lora(adapted, strength), run, tuned.metadata, target)
 
 
-def _check_trained_with(run: Run, encoder: Encoder, family: Family) -> None:
-    from myna.train.checkpoint import training_inputs
+def _load_model(source: str, codec: str | None, dtype: torch.dtype, device: torch.device) -> _Loaded:
+    family = open_family(source, codec=codec)
+    # A model that was merged or trained in full says how.
+    metadata = (read_metadata(family.folder) if family.folder is not None else None) or WeightsMetadata()
+    weights = family.load_model(dtype=dtype, device=device, text_head=False)
+    return _Loaded(family, weights, source, metadata, device)
 
-    known = training_inputs(run)
-    for name, revision in (("codec", encoder.revision), ("prompt", family.prompt_revision)):
+
+def full_model_codec(tuned: TunedWeights) -> str | None:
+    """The codec of a fully trained model: None where its own folder says it, else that of its base."""
+    return None if read_metadata(tuned.weights) is not None else open_base(tuned).codec_source
+
+
+def open_base(tuned: TunedWeights, codec: str | None = None) -> Family:
+    """The base model of trained weights, without its own weights."""
+    known = tuned.metadata
+    try:
+        return open_family(known.source, revision=known.revision, codec=codec or known.codec)
+    except MynaError as error:
+        raise type(error)(
+            f"the base model of {tuned.folder} does not open: {error.what}",
+            hint="say where it is, --model HUB_NAME_OR_FOLDER, unless this helps: " + error.hint,
+        ) from error
+
+
+def load_adapted(
+    tuned: TunedWeights,
+    family: Family,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    *,
+    text_head: bool | None,
+) -> nn.Module:
+    """The base model with the adapter on it, not yet merged, once it is seen to be the base that was trained on.
+
+    `dtype` None keeps the stored types. `text_head` None is as the adapter needs it.
+    """
+    from myna.models.lora import load_adapter, trains_text_head
+
+    trained_in = DTYPES.get(tuned.metadata.inputs.get("precision", ""))
+    # A hash of rounded weights can only be compared with weights that are not rounded otherwise.
+    as_trained = dtype in (None, trained_in, torch.float32) or trained_in is None
+    if text_head is None:
+        known = tuned.metadata.text_head
+        text_head = trains_text_head(tuned.adapter, family) if known is None else known
+    loaded = family.load_model(
+        dtype=dtype if as_trained else torch.float32, device=device if as_trained else "cpu", text_head=text_head
+    )
+    _check_base(tuned, family, loaded, trained_in)
+    return load_adapter(loaded if as_trained else loaded.to(device, dtype), tuned.adapter)
+
+
+def _check_base(tuned: TunedWeights, family: Family, model: nn.Module, trained_in: torch.dtype | None) -> None:
+    from myna.models.lora import base_model_hash
+
+    expected = tuned.metadata.inputs.get("base model")
+    if expected is None or trained_in is None:
+        return
+    found = base_model_hash(
+        model,
+        family,
+        tuned.adapter,
+        dtype=trained_in,
+        quantization=tuned.metadata.quantization,
+        text_head=bool(tuned.metadata.text_head),
+    )
+    if found != expected:
+        raise SpeakError(
+            f"{tuned.folder} was trained on another base model than {family.source} is now: the fingerprint of its "
+            f"weights was {expected}, and is {found}",
+            hint="open it on the model it was trained on: --model HUB_NAME_OR_FOLDER",
+        )
+
+
+def _check_trained_with(loaded: _Loaded, encoder: Encoder) -> None:
+    known = loaded.metadata.inputs
+    for name, revision in (("codec", encoder.revision), ("prompt", loaded.family.prompt_revision)):
         if known.get(name, revision) != revision:
             raise SpeakError(
-                f"{run.folder} was trained with another {name} than would speak now",
+                f"{loaded.name} was trained with another {name} than would speak now ({known[name]}, now {revision})",
                 hint=f"use the {name} it was trained with",
             )

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
-from myna.errors import CheckpointError, ModelError
+from myna.errors import CheckpointError, ModelError, OutputError
 from myna.models import open_family
 from myna.models.base import Sampling, require_speaking
 from myna.models.files import load_tokenizer, resolve_checkpoint
@@ -426,9 +426,9 @@ class TestSave:
         save_checkpoint(model, tmp_path / "empty", tokenizer)
         layouts: tuple[Layout, ...] = ("transformers", "original")
         for layout in layouts:
-            with pytest.raises(ModelError, match="exists and is not empty"):
+            with pytest.raises(OutputError, match="exists and is not empty"):
                 save_checkpoint(model, tiny, tokenizer, layout=layout)
-        with pytest.raises(ModelError, match="exists and is not empty"):
+        with pytest.raises(OutputError, match="exists and is not empty"):
             convert_layout(checkpoint, tiny, "original")
 
     def test_refuses_a_model_with_an_adapter(self, checkpoint: Path, tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ class TestSave:
 
     def test_unknown_layout(self, checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="there is no layout boson"):
-            convert_layout(checkpoint, tmp_path / "out", "boson")  # type: ignore[arg-type]
+            convert_layout(checkpoint, tmp_path / "out", "boson")
 
 
 class TestAdapter:

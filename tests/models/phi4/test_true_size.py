@@ -17,7 +17,7 @@ from myna.train import activation_memory, memory_plan
 from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "pronunciation_paper_r64.yaml"
+RECIPE = Path(__file__).parents[3] / "src/myna/recipes" / "pronunciation_paper_r64.yaml"
 PROMPT, ANSWER = 40, 130
 """Tokens, about what a sentence of SpeechOcean762 takes."""
 

@@ -145,31 +145,49 @@ class WaveformConv(nn.Module):
         return F.pad(waves, (self.padding, self.padding)).unfold(1, self.kernel, self.stride)
 
 
+def snake_frequencies(snake: Any) -> Tensor:
+    """(channels,): the parameter of a snake activation."""
+    return snake.alpha.detach().flatten().clone()  # type: ignore[no-any-return]
+
+
+class ResidualUnits(nn.Module):
+    """Residual units of one of DAC's blocks."""
+
+    def __init__(self, *units: Any) -> None:
+        super().__init__()
+        self.conv1 = nn.ModuleList(FusedConv.from_conv(unit.conv1) for unit in units)
+        self.conv2 = nn.ModuleList(FusedConv.from_conv(unit.conv2) for unit in units)
+        for number, snake in enumerate(snake for unit in units for snake in (unit.snake1, unit.snake2)):
+            self.register_buffer(f"alpha{number}", snake_frequencies(snake))
+
+    def alpha(self, number: int) -> Tensor:
+        """Parameter of the snake before each convolution."""
+        return getattr(self, f"alpha{number}")  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, activated: Tensor, ends: Tensor, snake: Tensor) -> Tensor:
+        """The input before and after its first snake -> the output after `snake`."""
+        conv1: Any
+        conv2: Any
+        for number, (conv1, conv2) in enumerate(zip(self.conv1, self.conv2, strict=True), start=1):
+            activated = conv1(activated, ends, activation=self.alpha(2 * number - 1))
+            last = number == len(self.conv1)
+            following = snake if last else self.alpha(2 * number)
+            x, activated = conv2.with_sum(activated, ends, x, following, keep=not last)
+        return activated
+
+
 class AcousticBlock(nn.Module):
     """Residual units and downsampling of DAC's encoder."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        units = (block.res_unit1, block.res_unit2, block.res_unit3)
-        self.conv1 = nn.ModuleList(FusedConv.from_conv(unit.conv1) for unit in units)
-        self.conv2 = nn.ModuleList(FusedConv.from_conv(unit.conv2) for unit in units)
+        self.units = ResidualUnits(block.res_unit1, block.res_unit2, block.res_unit3)
         self.down = FusedConv.from_conv(block.conv1)
-        snakes = [snake for unit in units for snake in (unit.snake1, unit.snake2)]
-        for number, snake in enumerate((*snakes, block.snake1)):
-            self.register_buffer(f"alpha{number}", snake.alpha.detach().flatten().clone())
-
-    def alpha(self, number: int) -> Tensor:
-        """Parameter of the snake before each convolution of the block."""
-        return getattr(self, f"alpha{number}")  # type: ignore[no-any-return]
+        self.alpha = nn.Buffer(snake_frequencies(block.snake1))
 
     def forward(self, x: Tensor, activated: Tensor, ends: Tensor, snake: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
         """The input before and after its first snake -> the same of the output."""
-        conv1: Any
-        conv2: Any
-        for number, (conv1, conv2) in enumerate(zip(self.conv1, self.conv2, strict=True)):
-            activated = conv1(activated, ends, activation=self.alpha(2 * number + 1))
-            last = number + 1 == len(self.conv1)
-            x, activated = conv2.with_sum(activated, ends, x, self.alpha(2 * number + 2), keep=not last)
+        activated = self.units(x, activated, ends, self.alpha)
         return self.down.with_sum(activated, ends, activation=snake, keep=keep)
 
 
@@ -180,13 +198,13 @@ class AcousticEncoder(nn.Module):
         super().__init__()
         self.first = WaveformConv(encoder.conv1)
         self.blocks = nn.ModuleList(AcousticBlock(block) for block in encoder.block)
-        self.alpha = nn.Buffer(encoder.snake1.alpha.detach().flatten().clone())
+        self.alpha = nn.Buffer(snake_frequencies(encoder.snake1))
         self.last = FusedConv.from_conv(encoder.conv2)
 
     def forward(self, waves: Tensor, ends: Tensor) -> Tensor:
         """`ends` in samples."""
         blocks: list[Any] = list(self.blocks)
-        alphas = [*(block.alpha(0) for block in blocks), self.alpha]
+        alphas = [*(block.units.alpha(0) for block in blocks), self.alpha]
         x, activated = self.first(waves, ends, activation=alphas[0], keep=True)
         for number, block in enumerate(blocks, start=1):
             x, activated = block(x, activated, ends, alphas[number], keep=number < len(blocks))

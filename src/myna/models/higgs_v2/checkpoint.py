@@ -31,8 +31,10 @@ from myna._compat import model_from_config
 from myna.errors import CheckpointError, ModelError
 from myna.io import atomic_folder
 from myna.models import files
+from myna.models.adapters import is_adapter
 from myna.models.base import Sampling
 from myna.models.files import load_tokenizer
+from myna.models.metadata import METADATA_FILE
 
 Layout = Literal["transformers", "original"]
 
@@ -245,9 +247,10 @@ def save_checkpoint(
     sampling: Sampling = DEFAULT_SAMPLING,
     layout: Layout = "transformers",
     codec: Path | None = None,
-) -> None:
+) -> dict[str, torch.Tensor]:
     """Write a checkpoint, in the transformers layout ready for `from_pretrained` and `generate`. The original layout
-    always has a text head. A `codec` folder is copied beside it."""
+    always has a text head. A `codec` folder is copied beside it. Returns the tensors by the names they are written
+    under."""
     state: dict[str, torch.Tensor] = model.state_dict()
     text_head = TEXT_HEAD_WEIGHT in state
     files.check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
@@ -275,22 +278,34 @@ def save_checkpoint(
             files.write_json(file, files.read_json(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})
         if codec is not None:
             shutil.copytree(codec, written / "codec")
+    return state
 
 
-def convert_layout(source: Path, out: Path, layout: Layout) -> None:
+def parse_layout(name: str) -> Layout:
+    if name not in get_args(Layout):
+        raise ModelError(f"there is no layout {name}", hint=f"choose one of: {', '.join(get_args(Layout))}")
+    layout: Layout = name  # type: ignore[assignment]
+    return layout
+
+
+def has_text_head(folder: Path) -> bool:
+    return TEXT_HEAD_WEIGHT in _tensor_parts(folder)
+
+
+def convert_layout(source: Path, out: Path, layout: str) -> None:
     """Rewrite a checkpoint or a LoRA adapter, of either layout, in the given one."""
-    if layout not in get_args(Layout):
-        raise ModelError(f"there is no layout {layout}", hint=f"choose one of: {', '.join(get_args(Layout))}")
-    if (source / "adapter_config.json").is_file():
-        with atomic_folder(out) as written:
+    layout = parse_layout(layout)
+    with atomic_folder(out) as written:
+        if is_adapter(source):
             _convert_adapter(source, written, layout)
-        return
-    config, tokenizer = read_config(source), load_tokenizer(source)
-    check_tokenizer(config, tokenizer)
-    text_head = TEXT_HEAD_WEIGHT in _tensor_parts(source)
-    model = load_weights(source, config, dtype=None, device="cpu", text_head=text_head)
-    codec = source / "codec" if (source / "codec").is_dir() else None
-    save_checkpoint(model, out, tokenizer, read_sampling(source), layout, codec)
+        else:
+            config, tokenizer = read_config(source), load_tokenizer(source)
+            check_tokenizer(config, tokenizer)
+            model = load_weights(source, config, dtype=None, device="cpu", text_head=has_text_head(source))
+            codec = source / "codec" if (source / "codec").is_dir() else None
+            save_checkpoint(model, written, tokenizer, read_sampling(source), layout, codec)
+        if (source / METADATA_FILE).is_file():
+            shutil.copy(source / METADATA_FILE, written)
 
 
 def _rename(name: str, layout: Layout) -> str:

@@ -19,13 +19,16 @@ import numpy.typing as npt
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from torch.nn import functional as F
 
-from myna.data.codec import Codes, EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
+from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
 from myna.errors import CheckpointError, ModelError
 from myna.models.codec_checks import check_clips, check_codes, codec_revision, full_precision
+from myna.models.codec_windows import decode_in_windows
 from myna.models.files import format_names, open_safetensors, quiet_transformers, resolve_checkpoint, weight_files
 from myna.models.higgs_v2.batched_codec import BatchedCodec
+from myna.models.higgs_v2.batched_decoder import WindowDecoder
 from myna.models.higgs_v2.batched_encoder import unsupported_reason
 from myna.models.triton_support import supports_triton
 
@@ -58,8 +61,10 @@ class HiggsCodec:
         self.frame_rate = self.sample_rate / self.hop
         self._device = device
         self._model = model.to(device).eval().requires_grad_(False)
+        self.decode_reach = decode_reach(self._model.acoustic_decoder, self.hop)
         self._batched: BatchedCodec | None = None
         self._batched_checked = False
+        self._window_decoder: WindowDecoder | None = None
 
     @classmethod
     def open(cls, source: str | Path, revision: str | None = None, device: torch.device | str = "cpu") -> HiggsCodec:
@@ -136,11 +141,32 @@ class HiggsCodec:
         self._batched_checked = True
         return self._batched
 
+    @property
+    def window_independent(self) -> bool:
+        """With the batched decoder's kernels: libraries order sums differently in another window."""
+        return supports_triton(self._model.fc.weight)
+
     def decode(self, codes: Codes) -> Samples:
-        """(frames, codebooks) -> (frames * hop,), clipped to [-1, 1] since the decoder ends without a tanh."""
-        check_codes(self, codes)
-        if not len(codes):
-            return np.zeros(0, np.float32)
+        return decode_in_windows(self, codes)
+
+    def decode_windows(self, windows: Sequence[Codes]) -> PendingSamples:
+        """Stacked where the kernels of the batched decoder can run, which costs seconds of compilation at first, else
+        one by one: libraries order sums differently in another batch."""
+        for window in windows:
+            check_codes(self, window)
+        if self._window_decoder is None and self.window_independent:
+            self._window_decoder = WindowDecoder(self._model, self._device)
+        if self._window_decoder is None:
+            decoded = [self._decode_window(window) for window in windows]
+            return lambda: decoded
+        pending = self._window_decoder.launch(windows)
+        return lambda: [
+            self._decode_window(window) if samples is None else samples
+            for window, samples in zip(windows, pending(), strict=True)
+        ]
+
+    def _decode_window(self, codes: Codes) -> Samples:
+        """In plain fp32, clipped to [-1, 1] since the decoder ends without a tanh."""
         ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
         with full_precision(self._device):
             wave = self._model.decode(ids.T[None]).audio_values[0, 0]
@@ -151,6 +177,19 @@ class HiggsCodec:
             )
         samples: Samples = wave.clamp(-1, 1).cpu().numpy()
         return samples
+
+
+def decode_reach(decoder: nn.Module, hop: int) -> int:
+    """Frames on either side of a frame that its samples depend on, from the decoder's convolutions, last to first."""
+    first, last = 0, hop - 1
+    convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
+    for conv in reversed(convolutions):
+        size, stride, padding = conv.kernel_size[0], conv.stride[0], int(conv.padding[0])
+        if isinstance(conv, nn.ConvTranspose1d):
+            first, last = -((size - 1 - padding - first) // stride), (last + padding) // stride
+        else:
+            first, last = first - padding, last - padding + conv.dilation[0] * (size - 1)
+    return max(-first, last)
 
 
 @cache

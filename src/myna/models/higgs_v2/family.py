@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
+from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec
+from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.errors import ModelError
-from myna.models.base import FrameCallback, GeneratedCodes, RenderedSequence, Sampling, SpeakingFamily, get_base_model
+from myna.models.base import RenderedSequence, Sampling, SpeakingFamily, get_base_model
 from myna.models.codecs import open_codec
 from myna.models.hf_family import HFFamily
 from myna.models.higgs_v2 import checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
+from myna.models.higgs_v2.codec import RELEASED_CODEC
+from myna.models.higgs_v2.decode.decoder import HiggsDecoder
+from myna.models.higgs_v2.decode.weights import can_join
 from myna.models.higgs_v2.forward import HiggsObjective
-from myna.models.higgs_v2.generate import generate
 from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
-
-DEFAULT_CODEC = "eustlb/higgs-audio-v2-tokenizer"
-"""The released codec as safetensors."""
+from myna.models.metadata import read_metadata
+from myna.models.speech_decoder import SpeechDecoder
+from myna.models.triton_support import supports_triton
 
 
 class HiggsV2(HFFamily, SpeakingFamily):
@@ -35,6 +39,7 @@ class HiggsV2(HFFamily, SpeakingFamily):
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
     builtin_config = staticmethod(builtin_config)
+    frame_rate = FRAME_RATE
     objective_type: ClassVar = HiggsObjective
 
     @cached_property
@@ -72,8 +77,12 @@ class HiggsV2(HFFamily, SpeakingFamily):
 
     @property
     def codec_source(self) -> str:
-        included = self.folder / "codec" if self.folder is not None else None
-        return self._codec or (str(included) if included is not None and included.is_dir() else DEFAULT_CODEC)
+        if self._codec or self.folder is None:
+            return self._codec or RELEASED_CODEC
+        included, metadata = self.folder / "codec", read_metadata(self.folder)
+        if included.is_dir():
+            return str(included)
+        return (metadata.codec if metadata is not None else None) or RELEASED_CODEC
 
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:
         codec = open_codec(self.codec_source, device=device)
@@ -87,26 +96,41 @@ class HiggsV2(HFFamily, SpeakingFamily):
         return codec
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
-        config = self.config
-        return collate(sequences, (config.audio_token_id, config.audio_delay_token_id), offset=offset)
+        return collate(sequences, self._audio_ids, offset=offset)
 
-    def generate(
-        self, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling, on_frame: FrameCallback = None
-    ) -> list[GeneratedCodes]:
+    def collate_voices(self, sequences: Sequence[RenderedSequence], voices: Sequence[VoiceLabel]) -> HiggsBatch:
+        return collate(sequences, self._audio_ids, voices=voices)
+
+    @property
+    def _audio_ids(self) -> tuple[int, int]:
+        return self.config.audio_token_id, self.config.audio_delay_token_id
+
+    def speech_decoder(self, model: nn.Module, rows: int, max_positions: int) -> SpeechDecoder:
         core = get_base_model(model)
-        batch = self.collate(prompts).to(next(core.parameters()).device)
-        seeds = [_prompt_seed(sampling.seed, prompt.id) for prompt in prompts]
-        return generate(core, batch, self.delay, sampling, seeds, on_frame)
+        if supports_triton(core.audio_lm_head.weight) and can_join(core):
+            from myna.models.higgs_v2.decode.cuda import CudaDecoder
 
-    def save_model(self, model: nn.Module, folder: Path) -> None:
-        checkpoint.save_checkpoint(get_base_model(model), folder, self.tokenizer, self.sampling)
+            return CudaDecoder(core, self.delay, rows, max_positions)
+        return HiggsDecoder(core, self.delay, rows, max_positions)
+
+    @property
+    def has_text_head(self) -> bool:
+        return checkpoint.has_text_head(self._require_folder())
+
+    def probe(self) -> Conversation:
+        random = np.random.default_rng(0)
+        reference, target = random.integers(0, _codebook_size(self.config), (2, 8, self.config.num_codebooks), "u2")
+        voice = Reference("One, two, three.", AudioClip("reference", reference))
+        spoken = AudioClip("target", target, target=True)
+        return speech_conversation("Four, five.", id="probe", references=(voice,), target=spoken)
+
+    def save_model(
+        self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None
+    ) -> Mapping[str, torch.Tensor]:
+        layout = checkpoint.parse_layout(layout)
+        return checkpoint.save_checkpoint(get_base_model(model), folder, self.tokenizer, self.sampling, layout, codec)
 
 
 def _codebook_size(config: Any) -> int:
     """Codes per codebook: the two stream ids follow them."""
     return min(int(config.audio_stream_bos_id), int(config.audio_stream_eos_id))
-
-
-def _prompt_seed(seed: int, id: str) -> int:
-    """Seed of one prompt's random stream, whatever its batch."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=7).digest(), "big")

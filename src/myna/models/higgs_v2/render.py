@@ -8,7 +8,6 @@ codebook's first end-of-stream is, or the model would not learn to stop.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
+from myna.data.utterance import SPEAKER_TAG
 from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
 from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
@@ -33,7 +33,6 @@ MULTI_SPEAKER_SYSTEM_PROMPT = (
     "text, using the specified voice.\n"
     "If no speaker tag is present, select a suitable voice on your own."
 )
-SPEAKER_TAG = re.compile(r"\[SPEAKER(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ import numpy.typing as npt
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from myna.data.codec import Codes, EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
+from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
 from myna.errors import CheckpointError, ModelError
 from myna.io import atomic_folder
 from myna.models.codec_checks import check_clips, check_codes, codec_revision, full_precision
+from myna.models.codec_windows import decode_in_windows, probe_window_independence
 from myna.models.files import format_names, open_safetensors, shapes_of, state_dict_problems, weight_files
 from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork
 
@@ -35,6 +37,7 @@ class MelCodec:
         self.codebooks = network.config.codebooks
         self.codebook_size = network.config.codebook_size
         self.frame_rate = self.sample_rate / self.hop
+        self.decode_reach = network.config.decode_reach
         self._device = device
         self._network = network.to(device).float().eval().requires_grad_(False)
 
@@ -69,10 +72,21 @@ class MelCodec:
     ) -> Iterator[EncodedBatch]:
         yield from encode_equal_lengths(self, clips, batch_seconds)
 
+    @cached_property
+    def window_independent(self) -> bool:
+        """Tried once: it depends on the libraries that multiply matrices on this machine."""
+        return probe_window_independence(self)
+
     def decode(self, codes: Codes) -> Samples:
+        return decode_in_windows(self, codes)
+
+    def decode_windows(self, windows: Sequence[Codes]) -> PendingSamples:
+        """One by one, as `encode`: sums may be ordered differently in another batch."""
+        decoded = [self._decode_window(window) for window in windows]
+        return lambda: decoded
+
+    def _decode_window(self, codes: Codes) -> Samples:
         check_codes(self, codes)
-        if not len(codes):
-            return np.zeros(0, np.float32)
         with full_precision(self._device):
             ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
             wave = self._network.decode(ids[None])[0]

@@ -76,6 +76,14 @@ class MelCodecConfig:
         """Samples of one spectrum of the decoder."""
         return SPECTRUM_OVERLAP * self.mel_hop
 
+    @property
+    def decode_reach(self) -> int:
+        """Frames on either side of a frame that its samples depend on: those of the convolutions per frame, then, in
+        subframes, those of the finer convolutions and of overlapping spectra."""
+        around = self.kernel // 2
+        subframes = self.decoder_fine * around + SPECTRUM_OVERLAP // 2
+        return self.decoder_coarse * around - -subframes // self.subframes
+
 
 class ConvNeXtBlock(nn.Module):
     """ConvNeXt block, (clips, time, width): depthwise convolution, then a pointwise MLP."""

@@ -114,22 +114,26 @@ def check_weights(folder: Path, config: Phi4MultimodalConfig) -> str:
     return f"all {len(stored)} tensors have their place, {speech} an adapter for speech beside them"
 
 
-def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: Path) -> None:
-    """Write a checkpoint that `from_pretrained` reads, with the vision encoder of `source`."""
+def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: Path) -> dict[str, torch.Tensor]:
+    """Write a checkpoint that `from_pretrained` reads, with the vision encoder of `source`; its tensors. A head that
+    was trained by itself is no longer tied to the embedding, and the configuration then says so."""
     state: dict[str, torch.Tensor] = model.state_dict()
     files.check_unwrapped(state, meta_model(model.config).state_dict())
-    if model.config.tie_word_embeddings:
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(state[HEAD], state[EMBEDDING])
+    if config.tie_word_embeddings:
         del state[HEAD]
     for file in files.weight_files(source):
         with files.open_safetensors(file) as tensors:
             state |= {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(VISION_PREFIXES)}  # noqa: SIM118
     with atomic_folder(folder) as out:
         save_torch_state_dict(state, out, max_shard_size=MAX_SHARD_SIZE)
-        model.config.save_pretrained(out)
+        config.save_pretrained(out)
         tokenizer.save_pretrained(out)
         for name in SETTINGS_FILES:
             if (source / name).is_file():
                 files.write_json(out / name, files.read_json(source / name))
+    return state
 
 
 def _check_tensors(folder: Path, config: Phi4MultimodalConfig, model: Any) -> dict[str, files.StoredTensor]:

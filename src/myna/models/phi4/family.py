@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from myna.data.codec import Encoder
+from myna.data.conversation import AudioClip, Conversation, answer_conversation
 from myna.errors import ModelError
 from myna.models.base import AnsweringFamily, GeneratedAnswer, RenderedSequence, get_base_model
 from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
@@ -102,5 +103,22 @@ class Phi4(HFFamily, AnsweringFamily):
         generated = generate(core, batch, eos_ids, max_tokens, decoder)
         return [GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in generated]
 
-    def save_model(self, model: nn.Module, folder: Path) -> None:
-        checkpoint.save(get_base_model(model), folder, self.tokenizer, self._require_folder())
+    @property
+    def has_text_head(self) -> bool:
+        return True
+
+    def probe(self) -> Conversation:
+        features = np.random.default_rng(0).integers(0, MAX_CODE, (64, self.config.audio_config.input_size), "u2")
+        return answer_conversation("What is said?", AudioClip("clip", features), id="probe", answer="One, two, three.")
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        layout: str = "transformers",
+        codec: Path | None = None,  # noqa: ARG002 - the settings of the feature extractor are always written
+    ) -> Mapping[str, torch.Tensor]:
+        if layout != "transformers":
+            raise ModelError(f"{self.source} has no {layout} layout", hint="leave out --layout")
+        return checkpoint.save(get_base_model(model), folder, self.tokenizer, self._require_folder())

@@ -1,0 +1,322 @@
+"""How fast the true-size model speaks on one CUDA card, stock transformers beside it, in one run.
+
+python benchmarks/speak.py --out docs/benchmarks
+python benchmarks/speak.py --out FOLDER --device cpu --tiny     a look at the whole, in a minute
+
+Weights are random and of the full size, in bf16. Every row has a context of 450 positions at first and 700 at the end,
+10 s of speech, and no early end. `share_of_limit` is the time that memory bandwidth would take for the weights and the
+cache of a step, over the time it took. The first audio is counted from a request with a reference of 5 s to the samples
+of the first window, which are those of the finished file. Writes speak.json and speak.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from myna.models.base import RenderedSequence, Sampling
+from myna.models.higgs_v2 import tiny
+from myna.models.higgs_v2.builtin import builtin_config
+from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
+from myna.models.higgs_v2.decode.decoder import HiggsDecoder
+from myna.models.higgs_v2.render import DelayPattern
+from myna.models.triton_support import supports_triton
+from myna.speak.scheduler import BatchScheduler
+from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
+
+CONTEXT, FRAMES = 450, 250
+BANDWIDTH = 4.3e12
+"""Bytes a second that an H200's memory was seen to deliver."""
+REFERENCE_FRAMES, PROMPT_TEXT = 125, 60
+CODEC_STEPS = 16
+"""Steps between two calls of the codec, which takes the frames of all rows at once."""
+SYNC_WARNING = "synchronizing CUDA operation"
+
+
+class Bench:
+    def __init__(self, device: torch.device, small: bool, out: Path) -> None:
+        self.device, self.small, self.out = device, small, out
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self.frames = 20 if small else FRAMES
+        start = time.perf_counter()
+        torch.manual_seed(0)
+        config = tiny.tiny_config(codebook_size=1024) if small else builtin_config("higgs-v2")
+        config._attn_implementation = "sdpa"
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        with device:
+            model = transformers.HiggsAudioV2ForConditionalGeneration(config, use_text_head=False)
+        torch.set_default_dtype(default)
+        self.model: Any = model.eval().requires_grad_(False)
+        self.config = config
+        self.delay = DelayPattern(config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id)
+        self.facts["model_seconds"] = time.perf_counter() - start
+
+    def decoder(self, rows: int, positions: int) -> HiggsDecoder:
+        if supports_triton(self.model.audio_lm_head.weight):
+            from myna.models.higgs_v2.decode.cuda import CudaDecoder
+
+            return CudaDecoder(self.model, self.delay, rows, positions)
+        return HiggsDecoder(self.model, self.delay, rows, positions)
+
+    def codec(self) -> HiggsCodec:
+        if self.small:
+            folder = tiny.save_tiny_codec(self.out / "codec", codebook_size=1024)
+            return HiggsCodec.open(folder, device=self.device)
+        config_class, model_class = codec_classes()
+        semantic = {
+            "model_type": "hubert",
+            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+            **{"conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
+            "mask_time_prob": 0.0,
+        }  # only the decoder is used: the encoder is small
+        ratios = [8, 5, 4, 2, 3]
+        acoustic = {
+            "model_type": "dac",
+            **{"encoder_hidden_size": 4, "decoder_hidden_size": 1024, "hidden_size": 256},
+            **{"downsampling_ratios": ratios, "upsampling_ratios": ratios},
+        }
+        config = config_class(
+            target_bandwidths=[0.5, 1, 1.5, 2], acoustic_model_config=acoustic, semantic_model_config=semantic
+        )
+        with self.device:
+            model = model_class(config).to(self.device).eval().requires_grad_(False)
+            tiny._calibrate(model)
+        return HiggsCodec(model, "random", self.device)
+
+    def prompt(self, number: int, audio: int, text: int = PROMPT_TEXT) -> RenderedSequence:
+        rng = np.random.default_rng(number)
+        ids = np.concatenate([rng.integers(1, 200, text), np.full(audio, self.config.audio_token_id)])
+        ids = np.append(ids, self.config.audio_bos_token_id)
+        codes = rng.integers(0, 1024, (audio, self.config.num_codebooks))
+        nothing = (np.full_like(ids, -100), np.full_like(codes, -100))
+        return RenderedSequence(str(number), ids, codes, *nothing, spans=(), target_seconds=0.0)
+
+    def measure(self, name: str, function: Callable[[], dict[str, Any]]) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            row = {"name": name, **function()}
+        except Exception:  # noqa: BLE001 - the other rows are measured all the same
+            row = {"name": name, "error": traceback.format_exc()[-1500:]}
+        if self.device.type == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        card = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor()
+        facts = {
+            "date": str(date.today()),
+            "device": card,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "context": [CONTEXT, CONTEXT + self.frames],
+            "frames": self.frames,
+            **self.facts,
+        }
+        (self.out / "speak.json").write_text(json.dumps(facts | {"rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def speeds(self, rows: int, seconds: float, frames: int) -> dict[str, Any]:
+        weights = sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in self.model.named_parameters()
+            if ".mlp." not in name and "embed" not in name
+        )
+        config, context = self.config, CONTEXT + frames / 2
+        cache = (
+            2 * config.num_hidden_layers * config.num_key_value_heads * self.model.model.layers[0].self_attn.head_dim
+        )
+        limit = (weights + rows * context * cache * 2) / BANDWIDTH
+        return {
+            "rows": rows,
+            "ms_per_frame": seconds / frames * 1e3,
+            "rtf": seconds / frames / 0.04,
+            "audio_s_per_s": rows * frames * 0.04 / seconds,
+            "share_of_limit": limit / (seconds / frames),
+        }
+
+    def stock(self, rows: int, frames: int) -> dict[str, Any]:
+        """transformers' own `generate`, its sampling settings as they come."""
+        prompts = [self.prompt(number, audio=0, text=CONTEXT - 1) for number in range(rows)]
+        ids = torch.from_numpy(np.stack([prompt.ids for prompt in prompts])).to(self.device)
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        arguments["do_sample"] = True
+        self.model.generate(**arguments, max_new_tokens=4)
+        times = []
+        for count in (2, frames + 2):  # the difference is free of the prefill
+            self.synchronize()
+            start = time.perf_counter()
+            with torch.no_grad():
+                self.model.generate(**arguments, max_new_tokens=count)
+            self.synchronize()
+            times.append(time.perf_counter() - start)
+        return self.speeds(rows, times[1] - times[0], frames)
+
+    def decode(self, decoder: HiggsDecoder, rows: int, codec: HiggsCodec | None = None) -> dict[str, Any]:
+        """Steps of rows that do not end, results read behind them; with a codec, until all samples are on the host."""
+        sampling = Sampling(temperature=1.0)
+
+        def begin() -> None:
+            for row in range(rows):
+                decoder.begin(row, CONTEXT, sampling, 10**6)
+
+        for cache in (*decoder.keys, *decoder.values):
+            cache[:rows, :, :CONTEXT].normal_()
+        begin()
+        start = time.perf_counter()
+        decoder.step(rows, CONTEXT).result()
+        self.synchronize()
+        capture = time.perf_counter() - start
+        begin()
+        streams = [CodeStream(codec) for _ in range(rows)] if codec is not None else []
+        self.synchronize()
+        start = time.perf_counter()
+        pending: list[Any] = []
+        frames: list[np.ndarray[Any, Any]] = []
+        decoding: list[Callable[[], Any]] = []
+
+        def read() -> None:
+            frames.append(pending.pop(0).result().codes.numpy())
+            if codec is not None and (len(frames) == CODEC_STEPS):
+                push()
+
+        def push() -> None:
+            assert codec is not None
+            stacked = np.stack(frames, axis=1).clip(0, codec.codebook_size - 1).astype(np.uint16)
+            frames.clear()
+            for stream, codes in zip(streams, stacked, strict=True):
+                stream.push(codes)
+            while decoding:
+                decoding.pop()()
+            decoding.append(decode_streams(codec, streams))
+
+        for step in range(self.frames):
+            pending.append(decoder.step(rows, CONTEXT + step))
+            if len(pending) > decoder.steps_ahead:
+                read()
+        while pending:
+            read()
+        if codec is not None:
+            if frames:
+                push()
+            for stream in streams:
+                stream.end()
+            decoding.append(decode_streams(codec, streams))
+            for one in decoding:
+                one()
+        self.synchronize()
+        seconds = time.perf_counter() - start
+        return {**self.speeds(rows, seconds, self.frames), "capture_s": capture}
+
+    def first_audio(self, codec: HiggsCodec) -> dict[str, Any]:
+        scheduler = BatchScheduler(self.decoder(1, 1024))
+        times = []
+        for number in range(6):
+            prompt = self.prompt(number, audio=REFERENCE_FRAMES + 9)
+            stream = StreamDecoder(codec)
+            self.synchronize()
+            start = time.perf_counter()
+            generation = scheduler.submit(prompt, Sampling(seed=number), 100)
+            done = 0
+            for frames in scheduler.run(generation):
+                samples = stream.decode(generation.codes(done))
+                done = frames
+                if len(samples):
+                    break
+            times.append((time.perf_counter() - start) * 1e3)
+            generation.cancel()
+            while scheduler.busy:
+                scheduler.advance()
+        return {"first_audio_ms": sorted(times[2:])[len(times[2:]) // 2], "all_ms": times}
+
+    def synchronizations(self) -> dict[str, Any]:
+        """How often the host waits inside 50 steps and the prefill before them."""
+        scheduler = BatchScheduler(self.decoder(1, 1024))
+        scheduler.submit(self.prompt(0, audio=100), Sampling(), 20)
+        while scheduler.busy:
+            scheduler.advance()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.submit(self.prompt(1, audio=100), Sampling(), 50)
+            while scheduler.busy:
+                scheduler.advance()
+        torch.cuda.set_sync_debug_mode("default")
+        found = [warning for warning in caught if SYNC_WARNING in str(warning.message)]
+        return {"host_synchronizations": len(found), "where": sorted({f"{w.filename}:{w.lineno}" for w in found})[:5]}
+
+
+def drawing(rows: list[dict[str, Any]]) -> str:
+    """Seconds of speech a second, as bars on a logarithmic scale."""
+    shown = [row for row in rows if "audio_s_per_s" in row]
+    height = 30 + 22 * len(shown)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="12">'
+    ]
+    for number, row in enumerate(shown):
+        top = 12 + 22 * number
+        length = 90 * np.log10(max(1.1, row["audio_s_per_s"] * 2))
+        color = "#888" if row["name"].startswith("transformers") else "#2a6f97"
+        parts.append(f'<text x="230" y="{top + 12}" text-anchor="end">{row["name"]}</text>')
+        parts.append(f'<rect x="240" y="{top}" width="{length:.0f}" height="16" fill="{color}"/>')
+        label = f"{row['audio_s_per_s']:,.1f} s of speech a second, {row['ms_per_frame']:.2f} ms a frame"
+        parts.append(f'<text x="{246 + length:.0f}" y="{top + 12}">{label}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(torch.device(arguments.device), arguments.tiny, arguments.out)
+    counts = [1, 2] if arguments.tiny else arguments.rows
+    positions = CONTEXT + FRAMES + 68
+    decoder = bench.decoder(max(counts), positions)
+    for rows in counts:
+        bench.measure(f"ours, {rows} rows", partial(bench.decode, decoder, rows))
+    codec = bench.codec()
+    start = time.perf_counter()
+    warm_up(codec, max(counts))
+    bench.facts["codec_warm_up_s"] = time.perf_counter() - start
+    for rows in counts[-3:]:
+        bench.measure(f"ours with codec, {rows} rows", partial(bench.decode, decoder, rows, codec))
+    bench.measure("first audio", partial(bench.first_audio, codec))
+    if bench.device.type == "cuda":
+        bench.measure("synchronizations", bench.synchronizations)
+    for rows in (1, 8):
+        bench.measure(f"transformers generate, {rows} rows", partial(bench.stock, rows, 8 if bench.small else 40))
+    (arguments.out / "speak.svg").write_text(drawing(bench.rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

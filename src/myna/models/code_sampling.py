@@ -1,0 +1,185 @@
+"""Sampling of codes under the delay pattern, with random numbers that depend on seed, frame and codebook alone.
+
+Codebook k is k frames behind codebook 0, which alone decides when to stop: after its end of stream at frame f, codebook
+k ends at frame f + k. Noise is a hash of (seed, frame, codebook, draw, class): a request's codes do not depend on what
+else is in its batch. `sample_kernel` in higgs_v2/decode/kernels.py is the same for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from myna.models.base import Sampling
+
+SAMPLING_REVISION = "counter-1"
+"""Changes whenever the same model, prompt and settings would give other codes."""
+MAX_REPETITION_WINDOW = 16
+"""Frames of history that are kept for repetition-aware sampling."""
+_LOW = 0xFFFFFFFF
+_TINY = 2.0**-24
+
+
+@dataclass(eq=False)
+class RowState:
+    """State of every row of a decoding batch: tensors with one entry per row, of fixed size."""
+
+    codes: torch.Tensor
+    """(rows, codebooks): the last frame, which the next step reads."""
+    positions: torch.Tensor
+    """Position of that frame in the cache."""
+    frames: torch.Tensor
+    """Number of the frame that the next step samples; frame 0 is all begin-of-stream."""
+    ends: torch.Tensor
+    """The frame at which codebook 0 ended, or -1."""
+    active: torch.Tensor
+    """1 while the row generates; a finished row's state stays as it is."""
+    caps: torch.Tensor
+    """The frame at which codebook 0 ends at the latest."""
+    seeds: torch.Tensor
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    windows: torch.Tensor
+    limits: torch.Tensor
+    history: torch.Tensor
+    """(rows, MAX_REPETITION_WINDOW, codebooks): the last frames, frame f at index f % MAX_REPETITION_WINDOW."""
+    log_probs: torch.Tensor
+    """(rows, codebooks): of the last frame's codes, under the model's own distribution."""
+
+    @classmethod
+    def create(cls, rows: int, codebooks: int, device: torch.device) -> RowState:
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(rows, *size, dtype=dtype, device=device)
+
+        state = cls(
+            codes=zeros(codebooks),
+            positions=zeros(),
+            frames=zeros(),
+            ends=zeros(),
+            active=zeros(),
+            caps=zeros(),
+            seeds=zeros(),
+            temperatures=zeros(dtype=torch.float32),
+            top_ks=zeros(),
+            top_ps=zeros(dtype=torch.float32),
+            windows=zeros(),
+            limits=zeros(),
+            history=zeros(MAX_REPETITION_WINDOW, codebooks),
+            log_probs=zeros(codebooks, dtype=torch.float32),
+        )
+        state.ends.fill_(-1)
+        state.frames.fill_(1)
+        return state
+
+    def set_row(self, row: int, *, position: int, sampling: Sampling, max_frames: int, begin: int) -> None:
+        """Begin a request: the frame before its first one is all begin-of-stream."""
+        values = {
+            "codes": begin,
+            "positions": position,
+            "frames": 1,
+            "ends": -1,
+            "active": 1,
+            "caps": max_frames + 1,
+            "seeds": sampling.seed,
+            "temperatures": sampling.temperature,
+            "top_ks": sampling.top_k,
+            "top_ps": sampling.top_p,
+            "windows": sampling.repetition_window,
+            "limits": sampling.repetition_limit,
+            "history": begin,
+        }
+        for name, value in values.items():
+            getattr(self, name)[row].fill_(value)  # an assignment would wait for the device
+
+    def copy_row(self, source: int, target: int) -> None:
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            tensor[target] = tensor[source]
+
+
+def sample_frame(logits: torch.Tensor, state: RowState, rows: int, begin: int, end: int) -> torch.Tensor:
+    """The next frame of the first rows: (rows, codebooks, classes) -> (rows, codebooks). The state stays as it is."""
+    frames, ends, temperature = state.frames[:rows], state.ends[:rows], state.temperatures[:rows]
+    books = torch.arange(logits.shape[1], device=logits.device)
+    allowed = logits.clone()
+    allowed[..., begin] = -torch.inf
+    allowed[:, 1:, end] = -torch.inf
+    codes = _draw(allowed, state, rows, books) if temperature.any() else allowed.argmax(-1)
+    codes[:, 0].masked_fill_((ends < 0) & (frames >= state.caps[:rows]), end)
+    codes.masked_fill_((ends[:, None] >= 0) & (books <= (frames - ends)[:, None]), end)
+    return codes.masked_fill_(books >= frames[:, None], begin)
+
+
+def _draw(allowed: torch.Tensor, state: RowState, rows: int, books: torch.Tensor) -> torch.Tensor:
+    temperature = state.temperatures[:rows, None, None]
+    greedy = temperature == 0
+    scaled = allowed / temperature.masked_fill(greedy, 1.0)
+    top_k, classes = state.top_ks[:rows], allowed.shape[-1]
+    top_k = top_k.masked_fill(top_k == 0, classes).clamp(max=classes)
+    values, ids = scaled.topk(int(top_k.max()), dim=-1)
+    mass = (values - values[..., :1]).exp()
+    # With the rank instead of a threshold, a tie at the k-th place is cut rather than kept.
+    beyond = torch.arange(values.shape[-1], device=values.device) >= top_k[:, None, None]
+    mass = mass.masked_fill(beyond, 0.0)
+    above = mass.cumsum(-1) - mass
+    top_p = state.top_ps[:rows, None, None]
+    values = values.masked_fill(beyond | ((above > top_p * mass.sum(-1, keepdim=True)) & (top_p < 1)), -torch.inf)
+
+    key = mix(mix((state.seeds[:rows] & _LOW) ^ 0x9E3779B9) ^ ((state.seeds[:rows] >> 32) & _LOW))
+    key = mix(key ^ state.frames[:rows])[:, None]
+    noise = gumbel_noise(mix(key ^ (2 * books))[..., None], ids)
+    codes = ids.gather(-1, (values + noise.masked_fill(greedy, 0.0)).argmax(-1, keepdim=True))[..., 0]
+
+    window, limit = state.windows[:rows, None], state.limits[:rows, None]
+    repeated = _repeats(codes, state, rows, window) >= limit
+    repeated &= (window > 0) & ~greedy[..., 0]
+    if repeated.any():
+        every = torch.arange(classes, device=allowed.device)
+        noise = gumbel_noise(mix(key ^ (2 * books + 1))[..., None], every)
+        codes = torch.where(repeated, (allowed + noise).argmax(-1), codes)
+    return codes
+
+
+def _repeats(codes: torch.Tensor, state: RowState, rows: int, window: torch.Tensor) -> torch.Tensor:
+    """How often each code stands in its codebook's window. Begin and end of stream are never drawn twice, and begin
+    never at all, so what is not a code yet counts for nothing."""
+    history, frames = state.history[:rows], state.frames[:rows, None]
+    age = (frames - 1 - torch.arange(MAX_REPETITION_WINDOW, device=codes.device)) % MAX_REPETITION_WINDOW
+    recent = (age < window) & (age < frames)
+    return ((history == codes[:, None]) & recent[..., None]).sum(1)
+
+
+def log_probabilities(logits: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Of codes under the model's own distribution: without temperature, filters or bans."""
+    return logits.log_softmax(-1).gather(-1, codes[..., None])[..., 0]
+
+
+def advance(state: RowState, rows: int, codes: torch.Tensor, end: int) -> None:
+    """The state after a frame, of the rows that are active."""
+    running = state.active[:rows] == 1
+    frames, ends = state.frames[:rows], state.ends[:rows]
+    state.codes[:rows] = codes
+    state.history[torch.arange(rows, device=codes.device), frames % MAX_REPETITION_WINDOW] = codes
+    ends.copy_(torch.where(running & (ends < 0) & (codes[:, 0] == end), frames, ends))
+    finished = (ends >= 0) & (frames >= ends + codes.shape[1] - 1)
+    state.positions[:rows] += running
+    frames += running
+    state.active[:rows] = running & ~finished
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """Avalanche hash of 32 bits, in the low half of int64."""
+    x = x & _LOW
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _LOW
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
+
+
+def gumbel_noise(key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise of each class under a key."""
+    uniform = ((mix(key ^ classes) >> 8).float() + 0.5) * _TINY
+    return -torch.log(-torch.log(uniform))

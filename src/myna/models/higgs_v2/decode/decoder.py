@@ -1,0 +1,184 @@
+"""Decoding batch of Higgs Audio v2: a cache of fixed rows, filled by prompts, one frame of every row a step.
+
+It runs on any device; `cuda.py` runs the same step as a CUDA graph. Weights that are plain are joined and read without
+transformers' modules; a model in training, an unmerged adapter or a quantized base goes through its own modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from myna.models.base import RenderedSequence, Sampling
+from myna.models.code_sampling import RowState, advance, log_probabilities, sample_frame
+from myna.models.higgs_v2.decode.weights import LayerWeights, can_join, join_weights
+from myna.models.higgs_v2.forward import embed_inputs, run_layer
+from myna.models.higgs_v2.packing import apply_rotary, rotary_tables
+from myna.models.higgs_v2.render import DelayPattern
+from myna.models.speech_decoder import PendingStep, StepResult
+
+
+class HiggsDecoder:
+    """`SpeechDecoder` on any device, one step at a time."""
+
+    steps_ahead = 0
+
+    def __init__(self, core: Any, delay: DelayPattern, rows: int, max_positions: int) -> None:
+        self.core, self.delay, self.rows, self.max_positions = core, delay, rows, max_positions
+        config = core.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim: int = core.model.layers[0].self_attn.head_dim
+        self.classes: int = config.codebook_size
+        self.device = core.audio_lm_head.weight.device
+        self.state = RowState.create(rows, delay.codebooks, self.device)
+        self._layers = join_weights(core) if can_join(core) else None
+        self._allocate_cache()
+
+    def _allocate_cache(self) -> None:
+        # Under autocast attention gets another type than the weights have.
+        dtype = self.core.audio_lm_head.weight.dtype
+        if torch.is_autocast_enabled(self.device.type):
+            dtype = torch.get_autocast_dtype(self.device.type)
+        size = (self.rows, self.kv_heads, self.max_positions, self.head_dim)
+        layers = range(len(self.core.model.layers))
+        # Zeros, since what lies behind a row's length is multiplied by a weight of zero.
+        self.keys = [torch.zeros(size, dtype=dtype, device=self.device) for _ in layers]
+        self.values = [torch.zeros(size, dtype=dtype, device=self.device) for _ in layers]
+        positions = torch.arange(self.max_positions, device=self.device)
+        cos, sin = rotary_tables(self.core, positions, self.keys[0].new_empty(0, dtype=torch.float32))
+        half = self.head_dim // 2
+        self._cos, self._sin = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+    @torch.inference_mode()
+    def prefill(self, row: int, prompt: RenderedSequence) -> None:
+        is_audio = audio_positions(prompt, self.core.config)
+        order = np.concatenate([np.flatnonzero(~is_audio), np.flatnonzero(is_audio)])  # the stream: text, then audio
+        self._prefill(
+            torch.tensor([row], device=self.device),
+            torch.from_numpy(prompt.ids[~is_audio]).to(self.device),
+            torch.from_numpy(prompt.codes).to(self.device),
+            torch.from_numpy(order).to(self.device),
+        )
+
+    def _prefill(self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor) -> None:
+        """One sequence into its row of the cache; the stream's position i is the sequence's position `order[i]`."""
+        stream, to_sequence = embed_inputs(self.core, text_ids, codes), order.argsort()
+        cos, sin = rotary_tables(self.core, torch.arange(len(stream), device=self.device), stream)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x[to_sequence] for x in (q, k, v))
+            q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
+                cache[:, :, : len(stream)].index_copy_(0, row, x.to(cache.dtype))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return attended[0].transpose(0, 1)[order]
+
+        for layer in self.core.model.layers:
+            stream = run_layer(layer, stream, len(text_ids), attend)
+
+    @torch.inference_mode()
+    def copy_prompt(self, source: int, target: int, positions: int) -> None:
+        for cache in (*self.keys, *self.values):
+            cache[target, :, :positions] = cache[source, :, :positions]
+
+    @torch.inference_mode()
+    def begin(self, row: int, positions: int, sampling: Sampling, max_frames: int) -> None:
+        self.state.set_row(row, position=positions, sampling=sampling, max_frames=max_frames, begin=self.delay.begin)
+
+    @torch.inference_mode()
+    def move_row(self, source: int, target: int, positions: int) -> None:
+        self.state.copy_row(source, target)
+        self.copy_prompt(source, target, positions)
+
+    @torch.inference_mode()
+    def end(self, row: int) -> None:
+        self.state.active[row].fill_(0)
+        self.state.positions[row].fill_(0)
+
+    def positions(self, prompt: RenderedSequence, max_frames: int) -> int:
+        return len(prompt) + self.delay.positions(max_frames)
+
+    def frames(self, delayed: list[torch.Tensor], ended: bool) -> int:
+        # Without the begin-of-stream frame, a clip of n frames is n + codebooks frames of which the last ends it all.
+        whole = len(delayed) - self.delay.codebooks + (0 if ended else 1)
+        return max(0, whole)
+
+    def undelay(self, delayed: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        books, frames = self.delay.codebooks, stop - start
+        if frames <= 0:
+            return torch.zeros(0, books)
+        part = torch.stack(delayed[start : stop + books - 1])
+        return torch.stack([part[book : book + frames, book] for book in range(books)], dim=1)
+
+    @torch.inference_mode()
+    def step(self, rows: int, longest: int) -> PendingStep:
+        state = self.state
+        hidden = self._hidden(rows, longest + 1)
+        logits = self.core.audio_lm_head(self.core.model.norm(hidden))
+        logits = logits.unflatten(-1, (self.delay.codebooks, self.classes)).float()
+        codes = sample_frame(logits, state, rows, self.delay.begin, self.delay.end)
+        state.log_probs[:rows] = log_probabilities(logits, codes)
+        advance(state, rows, codes, self.delay.end)
+        return StepResult(codes.cpu(), state.log_probs[:rows].cpu().clone(), state.active[:rows].cpu().clone())
+
+    def _hidden(self, rows: int, length: int) -> torch.Tensor:
+        state = self.state
+        positions = state.positions[:rows]
+        row = torch.arange(rows, device=self.device)
+        known = torch.arange(length, device=self.device) <= positions[:, None]
+        mask = None if rows == 1 else known[:, None, None]
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            """One query per row; the heads that share keys are taken as positions, so that no key is repeated."""
+            keys, values = self.keys[layer], self.values[layer]
+            keys[row, :, positions] = k.to(keys.dtype)
+            values[row, :, positions] = v.to(keys.dtype)
+            keys, values = keys[:rows, :, :length], values[:rows, :, :length]
+            q = q.to(keys.dtype).reshape(rows, self.kv_heads, -1, self.head_dim)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).flatten(1, 2)
+
+        stream = embed_inputs(self.core, state.codes.new_empty(0), state.codes[:rows])
+        cos, sin = self._cos[positions], self._sin[positions]
+        if self._layers is not None:
+            for number, weights in enumerate(self._layers):
+                stream = self._joined_layer(number, weights, stream, cos, sin, attend)
+            return stream
+        sin = torch.cat([-sin[..., : self.head_dim // 2], sin[..., self.head_dim // 2 :]], -1)
+
+        def rotate_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attend(layer, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+
+        for layer in self.core.model.layers:
+            stream = run_layer(layer, stream, 0, rotate_and_attend)
+        return stream
+
+    def _joined_layer(
+        self,
+        number: int,
+        weights: LayerWeights,
+        stream: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Any,
+    ) -> torch.Tensor:
+        size, epsilon = stream.shape[-1:], self.core.config.rms_norm_eps
+        x = F.rms_norm(stream, size, weights.attention_norm, epsilon)
+        qkv = F.linear(x, weights.qkv).view(len(x), -1, self.head_dim)
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        first, second = qk.chunk(2, -1)
+        qk = torch.addcmul(qk * cos, torch.cat([second, first], -1), sin)
+        attended = attend(number, qk[:, : self.heads], qk[:, self.heads :], v)
+        stream = stream + F.linear(attended.flatten(1), weights.out)
+        x = F.rms_norm(stream, size, weights.mlp_norm, epsilon)
+        gate, up = F.linear(x, weights.gate_up).chunk(2, -1)
+        return stream + F.linear(F.silu(gate).mul_(up), weights.down)
+
+
+def audio_positions(prompt: RenderedSequence, config: Any) -> npt.NDArray[np.bool_]:
+    """Which positions of a prompt are frames of audio."""
+    return np.isin(prompt.ids, (config.audio_token_id, config.audio_delay_token_id))

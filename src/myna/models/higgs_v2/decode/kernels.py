@@ -1,0 +1,424 @@
+"""Triton kernels of one decoding step: products with few rows, attention over the cache, sampling.
+
+A step of a single row reads every weight once and computes little, so each kernel is a product with what surrounds it:
+the norm before it, rotary embedding and cache write, residual addition or SwiGLU behind it. A program loads whole rows
+of a weight at once, before it waits for its input. With more rows, products go to cuBLAS, and the kernels further down
+do what stands between them (`cuda.py`). The residual stream is fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wait(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before this one. With dependent launch a kernel starts while the one before it still runs:
+    what it reads ahead of this line are weights, which no kernel writes."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _load_weight(w, rows, k, K: tl.constexpr):
+    """Whole rows of a weight (outputs, inputs), each read once a step."""
+    place = w + rows[:, None].to(tl.int64) * K + k[None, :]
+    return tl.load(place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_scale(scale, rows, QUANTIZED: tl.constexpr):
+    """What to multiply each output by."""
+    return tl.load(scale + rows) if QUANTIZED else tl.full(rows.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _load_normed(h, norm, k, eps, K: tl.constexpr, dtype: tl.constexpr):
+    """RMS norm of the residual stream, rounded to the type of the weights."""
+    x = tl.load(h + k, mask=k < K, other=0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    return (x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _product(weight, x):
+    return tl.sum(weight.to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def qkv_kernel(
+    h, norm, w, w_scale, q_out, k_cache, v_cache, cos, sin, positions, eps, max_positions,
+    K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Norm, query-key-value product, rotary embedding of a single row; keys and values go to the cache.
+
+    A program computes BLOCK_N dimensions of the first half of a head and their partners of the second half.
+    """
+    half: tl.constexpr = D // 2
+    blocks: tl.constexpr = half // BLOCK_N
+    dtype: tl.constexpr = k_cache.dtype.element_ty
+    head = tl.program_id(0) // blocks
+    d = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    low_weight = _load_weight(w, head * D + d, k, K)
+    high_weight = _load_weight(w, head * D + half + d, k, K)
+    low_scale = _load_scale(w_scale, head * D + d, QUANTIZED)
+    high_scale = _load_scale(w_scale, head * D + half + d, QUANTIZED)
+    _wait(DEPENDENT)
+    x = _load_normed(h, norm, k, eps, K, dtype)
+    low, high = _product(low_weight, x) * low_scale, _product(high_weight, x) * high_scale
+    position = tl.load(positions)
+    if head < HEADS + KV_HEADS:
+        c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
+        first = low * c - high * s
+        high = high * c + low * s
+        low = first
+    if head < HEADS:
+        out = q_out + head * D + d
+        tl.store(out, low.to(dtype))
+        tl.store(out + half, high.to(dtype))
+    elif position < max_positions:
+        kv = (head - HEADS) % KV_HEADS
+        offset = (kv.to(tl.int64) * max_positions + position) * D + d
+        if head < HEADS + KV_HEADS:
+            tl.store(k_cache + offset, low.to(dtype))
+            tl.store(k_cache + offset + half, high.to(dtype))
+        else:
+            tl.store(v_cache + offset, low.to(dtype))
+            tl.store(v_cache + offset + half, high.to(dtype))
+
+
+@triton.jit
+def residual_kernel(
+    x_in, w, w_scale, h,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """h += x W'."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    weight = _load_weight(w, n, k, K)
+    scale = _load_scale(w_scale, n, QUANTIZED)
+    _wait(DEPENDENT)
+    x = tl.load(x_in + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(h + n, tl.load(h + n) + _product(weight, x) * scale)
+
+
+@triton.jit
+def swiglu_kernel(
+    h, norm, w, w_scale, out, eps,
+    K: tl.constexpr, N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Norm, gate and up products (gate rows first in the weight), SwiGLU."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    gate_weight, up_weight = _load_weight(w, n, k, K), _load_weight(w, N + n, k, K)
+    gate_scale, up_scale = _load_scale(w_scale, n, QUANTIZED), _load_scale(w_scale, N + n, QUANTIZED)
+    _wait(DEPENDENT)
+    x = _load_normed(h, norm, k, eps, K, dtype)
+    gate, up = _product(gate_weight, x) * gate_scale, _product(up_weight, x) * up_scale
+    tl.store(out + n, (gate * tl.sigmoid(gate) * up).to(dtype))
+
+
+@triton.jit
+def head_kernel(
+    h, norm, w, logits, eps,
+    K: tl.constexpr, N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Norm and the audio head's product; fp32 logits."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    weight = _load_weight(w, tl.minimum(n, N - 1), k, K)
+    _wait(DEPENDENT)
+    x = _load_normed(h, norm, k, eps, K, w.dtype.element_ty)
+    tl.store(logits + n, _product(weight, x), mask=n < N)
+
+
+@triton.jit
+def decode_attention_kernel(
+    q_in, k_cache, v_cache, positions, partial_sums, partial_norms, arrivals, out, scale, max_positions,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One query per row over its cached keys and values.
+
+    A program reads SPLIT positions of one key head, for all query heads that share it. The last one to finish a row's
+    head adds the partial results, (rows, query heads, MAX_SPLITS, D), in an order that does not depend on who was last.
+    `scale` includes log2(e).
+    """
+    queries: tl.constexpr = 16  # the smallest side of a matrix product; GROUP of them are real
+    b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dtype: tl.constexpr = q_in.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
+    _wait(DEPENDENT)
+    length = tl.minimum(tl.load(positions + b) + 1, max_positions).to(tl.int32)
+    first = split * SPLIT
+    if first < length:
+        d = tl.arange(0, D)
+        g = tl.arange(0, queries)
+        real = g < GROUP
+        head = (b * KV_HEADS + kv) * GROUP + g
+        q = tl.load(q_in + head[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+        row = (b * KV_HEADS + kv).to(tl.int64) * max_positions * D
+        best = tl.full((queries,), -float("inf"), tl.float32)
+        norm = tl.zeros((queries,), tl.float32)
+        total = tl.zeros((queries, D), tl.float32)
+        last = tl.minimum(first + SPLIT, length)
+        for start in range(first, last, BLOCK_T):
+            t = start + tl.arange(0, BLOCK_T)
+            inside = t < last
+            place = row + t[:, None] * D + d[None, :]
+            keys = tl.load(k_cache + place, mask=inside[:, None], other=0.0)
+            values = tl.load(v_cache + place, mask=inside[:, None], other=0.0)
+            scores = tl.dot(q, keys.trans(), input_precision=precision) * scale
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_best[:, None])
+            decay = tl.exp2(best - new_best)
+            norm = norm * decay + tl.sum(weights, 1)
+            total = tl.dot(weights.to(dtype), values, total * decay[:, None], input_precision=precision)
+            best = new_best
+        splits = tl.cdiv(length, SPLIT)
+        if splits == 1:
+            tl.store(out + head[:, None] * D + d[None, :], (total / norm[:, None]).to(dtype), mask=real[:, None])
+        else:
+            base = head.to(tl.int64) * MAX_SPLITS
+            tl.store(partial_sums + (base + split)[:, None] * D + d[None, :], total, mask=real[:, None])
+            tl.store(partial_norms + (base + split) * 2, best, mask=real)
+            tl.store(partial_norms + (base + split) * 2 + 1, norm, mask=real)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals + b * KV_HEADS + kv, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                tl.store(arrivals + b * KV_HEADS + kv, 0)
+                part = tl.arange(0, MAX_SPLITS)
+                there = part < splits
+                for query in tl.static_range(GROUP):
+                    query_head = (b * KV_HEADS + kv) * GROUP + query
+                    place = query_head.to(tl.int64) * MAX_SPLITS + part
+                    bests = tl.load(partial_norms + place * 2, mask=there, other=-float("inf"), cache_modifier=".cg")
+                    norms = tl.load(partial_norms + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                    sums = partial_sums + place[:, None] * D + d[None, :]
+                    sums = tl.load(sums, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                    weight = tl.exp2(bests - tl.max(bests, 0))
+                    value = tl.sum(sums * weight[:, None], 0) / tl.sum(norms * weight, 0)
+                    tl.store(out + query_head * D + d, value.to(dtype))
+
+
+@triton.jit
+def embed_kernel(codes, table, h, K: tl.constexpr, BOOKS: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a frame's code embeddings, as the residual stream."""
+    b = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for book in tl.static_range(BOOKS):
+        code = tl.load(codes + b * BOOKS + book)
+        total += tl.load(table + (book * CLASSES + code) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(h + b * K + k, total.to(table.dtype.element_ty).to(tl.float32), mask=k < K)
+
+
+@triton.jit
+def rms_norm_kernel(h, norm, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Norm of one row, for batches whose products go to cuBLAS."""
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
+    x = tl.load(h + b * K + k, mask=k < K, other=0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    y = x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out + b * K + k, y.to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def add_rms_norm_kernel(h, update, norm, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
+    """h += update, and the norm of the result."""
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
+    x = tl.load(h + b * K + k, mask=k < K, other=0.0)
+    x += tl.load(update + b * K + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(h + b * K + k, x, mask=k < K)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
+    y = x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out + b * K + k, y.to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def rotate_and_store_kernel(
+    qkv, q_out, k_cache, v_cache, cos, sin, positions, max_positions,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding and cache write of one row's head, for batches whose products go to cuBLAS."""
+    half: tl.constexpr = D // 2
+    b, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, half)
+    source = qkv + (b * (HEADS + 2 * KV_HEADS) + head) * D + d
+    low, high = tl.load(source).to(tl.float32), tl.load(source + half).to(tl.float32)
+    position = tl.load(positions + b)
+    dtype: tl.constexpr = k_cache.dtype.element_ty
+    if head < HEADS + KV_HEADS:
+        c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
+        first = low * c - high * s
+        high = high * c + low * s
+        low = first
+    if head < HEADS:
+        out = q_out + (b * HEADS + head) * D + d
+        tl.store(out, low.to(dtype))
+        tl.store(out + half, high.to(dtype))
+    elif position < max_positions:
+        kv = (head - HEADS) % KV_HEADS
+        offset = ((b.to(tl.int64) * KV_HEADS + kv) * max_positions + position) * D + d
+        if head < HEADS + KV_HEADS:
+            tl.store(k_cache + offset, low.to(dtype))
+            tl.store(k_cache + offset + half, high.to(dtype))
+        else:
+            tl.store(v_cache + offset, low.to(dtype))
+            tl.store(v_cache + offset + half, high.to(dtype))
+
+
+@triton.jit
+def silu_multiply_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
+    """SwiGLU of (rows, 2 N), gate first."""
+    b = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + b * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + b * 2 * N + N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + b * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _mix(x):
+    """Avalanche hash of 32 bits; `myna.models.code_sampling.mix` is the same."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(key, classes):
+    """Gumbel noise of each class under a key."""
+    bits = _mix(key ^ classes.to(tl.uint32))
+    uniform = ((bits >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _sortable(x):
+    """Integers in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _argmax(x, classes):
+    """The first of the largest."""
+    return tl.min(tl.where(x == tl.max(x, 0), classes, 0x7FFFFFFF), 0)
+
+
+@triton.jit
+def sample_kernel(
+    logits, codes, result, frames, ends, caps, seeds, temperatures, top_ks, top_ps, windows, limits, history,
+    BOOKS: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr, END: tl.constexpr, HISTORY: tl.constexpr,
+):  # fmt: skip
+    """One code: top-k, top-p, Gumbel noise keyed by seed, frame and codebook, repetition-aware redraw, delay pattern.
+
+    The torch version, which this one follows step by step, is `myna.models.code_sampling.sample_frame`. `result` is
+    (rows, 2 codebooks + 1): codes, log-probabilities (fp32 bits), and whether the row is still active.
+    """
+    b, book = tl.program_id(0), tl.program_id(1)
+    c = tl.arange(0, BLOCK)
+    raw = tl.load(logits + (b * BOOKS + book) * CLASSES + c, mask=c < CLASSES, other=-float("inf"))
+    frame, end = tl.load(frames + b).to(tl.int32), tl.load(ends + b).to(tl.int32)
+    allowed = (c != BEGIN) & ((c != END) | (book == 0)) & (c < CLASSES)
+    x = tl.where(allowed, raw, -float("inf"))
+    temperature = tl.load(temperatures + b)
+    code = _argmax(x, c)
+    if temperature > 0:
+        k, p = tl.load(top_ks + b).to(tl.int32), tl.load(top_ps + b)
+        scaled = x / temperature
+        order = _sortable(scaled)
+        low = tl.full((), -2147483648, tl.int64)
+        if (k > 0) & (k < CLASSES):
+            # The k-th largest: the largest threshold that at least k logits reach.
+            high = tl.max(order, 0).to(tl.int64)
+            while low < high:
+                middle = (low + high + 1) >> 1
+                if tl.sum((order >= middle.to(tl.int32)).to(tl.int32), 0) >= k:
+                    low = middle
+                else:
+                    high = middle - 1
+        kept = allowed & (order >= low.to(tl.int32))
+        largest = tl.max(scaled, 0)
+        mass = tl.where(kept, tl.exp(scaled - largest), 0.0)
+        if p < 1:
+            # A class stays while the mass of those above it is at most p: the smallest such threshold.
+            bound = p * tl.sum(mass, 0)
+            high = tl.max(order, 0).to(tl.int64)
+            low = tl.maximum(low, tl.min(tl.where(kept, order, 0x7FFFFFFF), 0).to(tl.int64))
+            while low < high:
+                middle = (low + high) >> 1
+                if tl.sum(tl.where(order > middle.to(tl.int32), mass, 0.0), 0) <= bound:
+                    high = middle
+                else:
+                    low = middle + 1
+            kept = kept & (order >= low.to(tl.int32))
+        seed = tl.load(seeds + b)
+        key = _mix((seed & 0xFFFFFFFF).to(tl.uint32) ^ 0x9E3779B9)
+        key = _mix(key ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+        key = _mix(key ^ frame.to(tl.uint32))
+        code = _argmax(tl.where(kept, scaled + _gumbel(_mix(key ^ (2 * book).to(tl.uint32)), c), -float("inf")), c)
+        window = tl.load(windows + b).to(tl.int32)
+        if window > 0:
+            back = tl.arange(0, HISTORY)
+            seen = tl.load(
+                history + (b * HISTORY + (frame - 1 - back + HISTORY) % HISTORY) * BOOKS + book,
+                mask=back < frame,
+                other=BEGIN,
+            )
+            special = (seen == BEGIN) | (seen == END)
+            repeats = tl.sum(((seen == code) & (back < window) & (back < frame) & ~special).to(tl.int32), 0)
+            if repeats >= tl.load(limits + b):
+                noise = _gumbel(_mix(key ^ (2 * book + 1).to(tl.uint32)), c)
+                code = _argmax(tl.where(allowed, x + noise, -float("inf")), c)
+    code = code.to(tl.int32)
+    if (book == 0) & (end < 0) & (frame >= tl.load(caps + b)):
+        code = tl.full((), END, tl.int32)
+    if (end >= 0) & (book <= frame - end):
+        code = tl.full((), END, tl.int32)
+    if book >= frame:
+        code = tl.full((), BEGIN, tl.int32)
+    best = tl.max(raw, 0)
+    chosen = tl.sum(tl.where(c == code, raw, 0.0), 0)
+    log_prob = chosen - best - tl.log(tl.sum(tl.where(c < CLASSES, tl.exp(raw - best), 0.0), 0))
+    tl.store(codes + b * BOOKS + book, code)
+    tl.store(result + b * (2 * BOOKS + 1) + book, code)
+    tl.store(result + b * (2 * BOOKS + 1) + BOOKS + book, log_prob.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def advance_kernel(
+    codes, result, frames, ends, positions, active, history, rows,
+    BOOKS: tl.constexpr, END: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row state after a frame: its number, where it ended, the next position, the codes to look back on."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    running = (b < rows) & (tl.load(active + b, mask=b < rows, other=0) != 0)
+    frame, end = tl.load(frames + b, mask=running, other=0), tl.load(ends + b, mask=running, other=0)
+    for book in tl.static_range(BOOKS):
+        code = tl.load(codes + b * BOOKS + book, mask=running, other=0)
+        tl.store(history + (b * HISTORY + frame % HISTORY) * BOOKS + book, code, mask=running)
+    first = tl.load(codes + b * BOOKS, mask=running, other=0)
+    ended = (end < 0) & (frame > 0) & (first == END)
+    end = tl.where(ended, frame, end)
+    tl.store(ends + b, end, mask=running)
+    tl.store(positions + b, tl.load(positions + b, mask=running, other=0) + 1, mask=running)
+    tl.store(frames + b, frame + 1, mask=running)
+    finished = (end >= 0) & (frame >= end + BOOKS - 1)
+    tl.store(active + b, tl.where(finished, 0, 1), mask=running)
+    tl.store(result + b * (2 * BOOKS + 1) + 2 * BOOKS, (running & ~finished).to(tl.int32), mask=b < rows)

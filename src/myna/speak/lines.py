@@ -1,0 +1,164 @@
+"""Lines to speak from a file: plain text, JSON objects, or the ChatML of other systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from myna.data.importers import chatml
+from myna.data.importers.base import ImportContext, RecordError, SourceRecord
+from myna.data.importers.conversations import ImportedClip, open_text, transcribed_clips
+from myna.data.importers.fields import require_field, require_type
+from myna.data.importers.reading import find_file, json_records, nonblank_lines
+from myna.data.utterance import Span, normalise_text
+from myna.errors import SpeakError
+from myna.io import is_file, safe_file_name
+from myna.speak.validation import check_speech_text
+
+FIELDS = ("id", "text", "reference", "reference_text", "scene", "seed", "language")
+LINES_HINT = (
+    'one text a line; or JSON lines such as {"text": "Good morning.", "id": "greeting", "reference": "anna.wav", '
+    '"reference_text": "...", "scene": "...", "seed": 1}; or ChatML: {"messages": [...]}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRecording:
+    """Recording of a reference voice and its transcript."""
+
+    audio: Path
+    text: str
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechLine:
+    """One line to speak. `name` is a file name of its own in all of the file, without a suffix."""
+
+    text: str
+    id: str
+    name: str
+    line: int
+    """Its line, or its place in a JSON list, from 1."""
+    references: tuple[ReferenceRecording, ...] = ()
+    scene: str | None = None
+    """None for the scene of the model."""
+    seed: int | None = None
+    language: str = ""
+
+
+def read_lines(file: Path, media: Path) -> list[SpeechLine]:
+    """All lines of a file, each checked; `media` is the folder for clips that ChatML carries within it."""
+    if not is_file(file):
+        raise SpeakError(f"{file} is not there", hint="give a file: text, .jsonl or .json")
+    is_json = file.suffix in (".jsonl", ".json")
+    lines: list[SpeechLine] = []
+    context, ids, names = ImportContext(media), dict[str, int](), set[str]()
+    for record in json_records(file) if is_json else _text_records(file):
+        try:
+            line = _parse(record, context)
+            check_speech_text(line.text, [reference.text for reference in line.references])
+            for reference in line.references:
+                if not is_file(reference.audio):
+                    raise RecordError("missing file", f"the reference {reference.audio} is not there")
+        except (RecordError, SpeakError) as error:
+            what = error.what if isinstance(error, SpeakError) else error.detail or error.reason
+            hint = error.hint if isinstance(error, SpeakError) else LINES_HINT
+            number = record.line or getattr(error, "line", None)
+            raise SpeakError(f"{file}:{number}: {what}" if number else f"{file}: {what}", hint=hint) from None
+        if line.id in ids:
+            raise SpeakError(
+                f"{file}:{line.line}: the id {line.id!r} is that of line {ids[line.id]} too",
+                hint="give each line an id of its own, or none",
+            )
+        ids[line.id] = line.line
+        lines.append(replace(line, name=_unique(safe_file_name(line.id) or "line", names)))
+    if not lines:
+        raise SpeakError(f"{file} has no lines", hint=LINES_HINT)
+    return lines
+
+
+def _text_records(file: Path) -> Iterator[SourceRecord]:
+    for number, content in nonblank_lines(file):
+        try:
+            yield SourceRecord(file, number, {"text": content.decode("utf-8")})
+        except UnicodeDecodeError as error:
+            yield SourceRecord(file, number, RecordError("not UTF-8", f"not UTF-8: {error}"))
+
+
+def _parse(record: SourceRecord, context: ImportContext) -> SpeechLine:
+    if isinstance(record.data, RecordError):
+        raise record.data
+    assert record.line is not None
+    return _from_chatml(record, context) if "messages" in record.data else _from_fields(record, record.line)
+
+
+def _from_fields(record: SourceRecord, number: int) -> SpeechLine:
+    data: Mapping[str, Any] = record.data
+    if unknown := sorted(data.keys() - set(FIELDS)):
+        raise RecordError("malformed", f"unknown: {', '.join(unknown)}; a line has {', '.join(FIELDS)}")
+    audio, texts = (_listed(data.get(name), name) for name in ("reference", "reference_text"))
+    if len(audio) != len(texts):
+        raise RecordError("malformed", f"{len(audio)} references but {len(texts)} reference texts")
+    seed = data.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise RecordError("malformed", f"`seed` is {seed!r}, not a whole number")
+    id = data.get("id")
+    if id is not None and type(id) not in (str, int):
+        raise RecordError("malformed", f"`id` is {id!r}, not a name")
+    return SpeechLine(
+        text=normalise_text(require_field(data, "text", str)),
+        id=f"line-{number:04d}" if id in (None, "") else str(id),
+        name="",
+        line=number,
+        references=tuple(
+            ReferenceRecording(find_file(path, record.source.parent, Path()), normalise_text(text))
+            for path, text in zip(audio, texts, strict=True)
+        ),
+        scene=None if data.get("scene") is None else require_type(data["scene"], str, "scene"),
+        seed=seed,
+        language=require_type(data.get("language") or "", str, "language"),
+    )
+
+
+def _listed(value: Any, name: str) -> list[str]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [require_type(one, str, name) for one in values]
+
+
+def _from_chatml(record: SourceRecord, context: ImportContext) -> SpeechLine:
+    """The open words of the user; or those of the last clip, where the sample holds its answer."""
+    assert record.line is not None
+    sample = chatml.parse_conversation(record, context)
+    clips = [(clip, text) for clip, text, _ in transcribed_clips(sample)]
+    text = open_text(sample)
+    if not text and clips and sample.turns[-1].role == "assistant":
+        text = clips.pop()[1] or sample.target_text
+    if len(clips) == 1 and not clips[0][1]:
+        clips = [(clips[0][0], sample.reference_text)]
+    scene = sample.extras.get("scene")
+    return SpeechLine(
+        text=normalise_text(text),
+        id=sample.id,
+        name="",
+        line=record.line,
+        references=tuple(_reference(clip, transcript) for clip, transcript in clips),
+        scene=str(scene) if scene else None,
+        language=sample.language,
+    )
+
+
+def _reference(clip: ImportedClip, transcript: str) -> ReferenceRecording:
+    return ReferenceRecording(clip.audio, normalise_text(transcript), clip.span)
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """The name, or the name with a number; some file systems do not tell case apart."""
+    numbered, count = name, 1
+    while numbered.casefold() in taken:
+        count += 1
+        numbered = f"{name}-{count}"
+    taken.add(numbered.casefold())
+    return numbered

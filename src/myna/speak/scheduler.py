@@ -1,0 +1,170 @@
+"""Continuous batching: requests join and leave a decoding batch while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from myna.data.codec import Codes
+from myna.errors import SpeakError
+from myna.models.base import GeneratedCodes, RenderedSequence, Sampling, SpeakingFamily
+from myna.models.speech_decoder import PendingStep, SpeechDecoder
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""The model found its end, the frame cap ended it, or the caller did."""
+SPARE_POSITIONS = 64
+"""More than any delay pattern adds to the frames of a clip."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """One request in the batch, with what was generated so far."""
+
+    prompt: RenderedSequence
+    sampling: Sampling
+    max_frames: int
+    _decoder: SpeechDecoder
+    finish_reason: FinishReason | None = None
+    _delayed: list[torch.Tensor] = field(default_factory=list)
+    _log_probs: list[torch.Tensor] = field(default_factory=list)
+    _steps: int = 0
+    """Steps that were enqueued for it; their results may not be here yet."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def frames(self) -> int:
+        """Whole frames that are here."""
+        return self._decoder.frames(self._delayed, self.finish_reason in ("stop", "length"))
+
+    def codes(self, start: int = 0) -> Codes:
+        """(frames, codebooks): the whole frames from `start` on, the delay undone."""
+        return self._decoder.undelay(self._delayed, start, self.frames).numpy().astype(np.uint16)
+
+    def log_probs(self) -> npt.NDArray[np.float32]:
+        """(frames + 1, codebooks): of every code under the model's own distribution, and of the ends of stream; those
+        are missing where the request was cancelled."""
+        ends = 1 if self.finish_reason in ("stop", "length") else 0
+        return self._decoder.undelay(self._log_probs, 0, self.frames + ends).numpy()
+
+    def cancel(self) -> None:
+        """Give the row back with the next step."""
+        if not self.finished:
+            self.finish_reason = "cancelled"
+
+
+class BatchScheduler:
+    """Queue in front of a decoding batch.
+
+    `advance` does one step: what was cancelled or has ended leaves, what waits is let in, a step is enqueued, and the
+    oldest result is read once `steps_ahead` newer steps are enqueued behind it.
+    """
+
+    def __init__(self, decoder: SpeechDecoder) -> None:
+        self.decoder = decoder
+        self._waiting: deque[Generation] = deque()
+        self._rows: list[Generation] = []
+        self._pending: deque[tuple[PendingStep, tuple[Generation, ...]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._rows or self._pending)
+
+    def submit(self, prompt: RenderedSequence, sampling: Sampling, max_frames: int) -> Generation:
+        needed = self.decoder.positions(prompt, max_frames)
+        if needed > self.decoder.max_positions:
+            raise SpeakError(
+                f"{prompt.id} needs {needed} positions, the batch has {self.decoder.max_positions}",
+                hint="use a shorter reference or text, or a lower limit of seconds",
+            )
+        generation = Generation(prompt, sampling, max_frames, self.decoder)
+        self._waiting.append(generation)
+        return generation
+
+    def run(self, generation: Generation) -> Iterator[int]:
+        """Advance until a request is finished, yielding its number of whole frames whenever there are more."""
+        frames = 0
+        while not generation.finished:
+            self.advance()
+            if generation.frames > frames:
+                frames = generation.frames
+                yield frames
+
+    def advance(self) -> None:
+        self._let_out()
+        self._let_in()
+        if self._rows:
+            longest = max(len(generation.prompt) + generation._steps for generation in self._rows)
+            self._pending.append((self.decoder.step(len(self._rows), longest), tuple(self._rows)))
+            for generation in self._rows:
+                generation._steps += 1
+        while len(self._pending) > (self.decoder.steps_ahead if self._rows else 0):
+            self._read()
+
+    def _let_out(self) -> None:
+        """Free the rows of finished requests; the last row takes the place of one that leaves."""
+        for row in range(len(self._rows) - 1, -1, -1):
+            if not self._rows[row].finished:
+                continue
+            last = self._rows.pop()
+            if row < len(self._rows):
+                self.decoder.move_row(len(self._rows), row, len(last.prompt) + last._steps)
+                self._rows[row] = last
+            self.decoder.end(len(self._rows))
+
+    def _let_in(self) -> None:
+        while self._waiting and len(self._rows) < self.decoder.rows:
+            generation = self._waiting.popleft()
+            if generation.finished:
+                continue
+            row, prompt = len(self._rows), generation.prompt
+            # Another take of a prompt whose keys and values are still here.
+            source = next((i for i, other in enumerate(self._rows) if other.prompt is prompt), None)
+            if source is None:
+                self.decoder.prefill(row, prompt)
+            else:
+                self.decoder.copy_prompt(source, row, len(prompt))
+            self.decoder.begin(row, len(prompt), generation.sampling, generation.max_frames)
+            self._rows.append(generation)
+
+    def _read(self) -> None:
+        step, generations = self._pending.popleft()
+        codes, log_probs, active = step.result()
+        for row, generation in enumerate(generations):
+            if generation.finished:
+                continue
+            generation._delayed.append(codes[row])
+            generation._log_probs.append(log_probs[row])
+            if not active[row]:
+                # All codebooks of the last frame are ends; the cap is at the frame after the last one allowed.
+                ended = len(generation._delayed) - codes.shape[1]
+                generation.finish_reason = "stop" if ended < generation.max_frames else "length"
+
+
+def generate_codes(
+    family: SpeakingFamily, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling
+) -> list[GeneratedCodes]:
+    """Codes of prompts, in a batch of their own."""
+    max_frames = max(1, int(sampling.max_seconds * family.frame_rate))
+    positions = max(map(len, prompts)) + max_frames + SPARE_POSITIONS
+    scheduler = BatchScheduler(family.speech_decoder(model, len(prompts), positions))
+    generations = [scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames) for prompt in prompts]
+    while scheduler.busy:
+        scheduler.advance()
+    return [GeneratedCodes(generation.codes(), generation.finish_reason == "stop") for generation in generations]
+
+
+def request_sampling(sampling: Sampling, id: str) -> Sampling:
+    """Sampling with the seed of one request's random stream, whatever its batch."""
+    digest = hashlib.blake2b(f"{sampling.seed}/{id}".encode(), digest_size=7).digest()
+    return replace(sampling, seed=int.from_bytes(digest, "big"))

@@ -1,0 +1,106 @@
+"""Streams of codes decoded as they are generated: the samples are those of the finished clip, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from myna.data.codec import Codec, Codes, PendingSamples, Samples
+from myna.models.codec_checks import check_codes
+from myna.models.codec_windows import FIRST_WINDOW, MAX_WINDOW, Window, clip_first_window, crop_window, plan_windows
+
+
+class CodeStream:
+    """Codes of one stream that are not decoded yet, with the context that their windows need.
+
+    Frames come in pieces of any size; which windows they are decoded in depends on their place in the stream alone. Its
+    first windows are short, unless it is not `streamed` and long ones give the same samples.
+    """
+
+    def __init__(self, codec: Codec, *, streamed: bool = True) -> None:
+        self._codec = codec
+        self._first_window = FIRST_WINDOW if streamed else clip_first_window(codec)
+        self._codes: Codes = np.zeros((0, codec.codebooks), np.uint16)
+        self._start = 0
+        """Frame of the stream at which `_codes` begins."""
+        self._done = 0
+        self.ended = False
+
+    @property
+    def frames(self) -> int:
+        """Frames that have come."""
+        return self._start + len(self._codes)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stream has ended and every window of it was taken."""
+        return self.ended and self._done == self.frames
+
+    def push(self, codes: Codes) -> None:
+        """Add frames, shape (frames, codebooks)."""
+        assert not self.ended, "the stream has ended"
+        check_codes(self._codec, codes)
+        self._codes = np.concatenate([self._codes, codes])
+
+    def end(self) -> None:
+        """No more frames come: the last ones need no context behind them."""
+        self.ended = True
+
+    def take_windows(self) -> list[tuple[Window, Codes]]:
+        """The windows that can be decoded now, each with its codes; each is given once."""
+        reach = self._codec.decode_reach
+        windows = list(plan_windows(reach, self._done, self.frames, self.ended, self._first_window))
+        taken = [(window, self._codes[window.start - self._start : window.stop - self._start]) for window in windows]
+        if windows:
+            self._done = windows[-1].last
+            keep = max(self._start, self._done - reach)
+            self._codes, self._start = self._codes[keep - self._start :], keep
+        return taken
+
+
+def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSamples:
+    """Start decoding all that the streams allow now, the windows of all of them in one call.
+
+    The function that it returns waits for the next samples of each stream, in the order of the streams.
+    """
+    taken = [(number, *window) for number, stream in enumerate(streams) for window in stream.take_windows()]
+    pending = codec.decode_windows([codes for _, _, codes in taken])
+
+    def fetch() -> list[Samples]:
+        parts: list[list[Samples]] = [[np.zeros(0, np.float32)] for _ in streams]
+        for (number, window, _), samples in zip(taken, pending(), strict=True):
+            parts[number].append(crop_window(window, samples, codec.hop))
+        return [np.concatenate(own) for own in parts]
+
+    return fetch
+
+
+def warm_up(codec: Codec, streams: int) -> None:
+    """Have a codec compile, capture and probe what it needs for so many streams at a time, before the first comes."""
+    clip_first_window(codec)
+    lengths = {
+        window.stop - window.start for window in plan_windows(codec.decode_reach, 0, 4 * MAX_WINDOW, ended=False)
+    }
+    count = 1
+    while count <= streams:
+        for frames in sorted(lengths):
+            codec.decode_windows([np.zeros((frames, codec.codebooks), np.uint16)] * count)()
+        count *= 2
+
+
+class StreamDecoder:
+    """Incremental decoder of one stream: frames in, samples out."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._stream = codec, CodeStream(codec)
+
+    def decode(self, codes: Codes) -> Samples:
+        """Add frames, shape (frames, codebooks); the samples that can be decoded now, perhaps none."""
+        self._stream.push(codes)
+        return decode_streams(self._codec, [self._stream])()[0]
+
+    def finish(self) -> Samples:
+        """End the stream; its last samples."""
+        self._stream.end()
+        return decode_streams(self._codec, [self._stream])()[0]
