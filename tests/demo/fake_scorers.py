@@ -30,7 +30,7 @@ class SpectrumEncoder(ResemblyzerEncoder):
 class ConstantASR(ASR):
     """The same transcript for every clip."""
 
-    name = "constant"
+    name, note = "constant", ""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -49,7 +49,7 @@ def unavailable(error: ConfigError | ModelError) -> staticmethod[..., object]:
 def install_scorers(monkeypatch: pytest.MonkeyPatch, transcript: str) -> None:
     """No MOS predictor, a speaker encoder, and an ASR that always gives this transcript."""
     remove_scorers(monkeypatch)
-    monkeypatch.setattr(ResemblyzerEncoder, "open", staticmethod(SpectrumEncoder))
+    monkeypatch.setattr(ResemblyzerEncoder, "open", staticmethod(lambda *_: SpectrumEncoder()))
     monkeypatch.setattr(ASR, "open", staticmethod(lambda *_, **__: ConstantASR(transcript)))
 
 

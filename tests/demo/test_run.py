@@ -128,7 +128,8 @@ def test_the_folder_keeps_all_that_was_made(shown: tuple[Path, str]) -> None:
     assert set(scores["missing"]) == {"distillmos"}
     for system in SYSTEMS:
         assert scores["systems"][system]["word_error_rate"] > 0 and scores["systems"][system]["similarity"] > 0
-        assert scores["systems"][system]["transcripts"][0] == TRANSCRIPT
+        transcripts = scores["systems"][system]["transcripts"]
+        assert TRANSCRIPT in transcripts and set(transcripts) <= {TRANSCRIPT, ""}, "a random model may end at once"
 
 
 def test_similarity_is_to_the_real_recordings_of_the_other_texts(shown: tuple[Path, str]) -> None:
@@ -275,12 +276,13 @@ def test_without_scorers_the_demo_goes_on_and_says_what_is_missing(
     assert result.to_json()["systems"][AFTER]["similarity"] is None
 
 
-def test_a_transcript_that_loops_is_named_and_not_counted_as_words(
+def test_a_transcript_that_loops_is_wholly_wrong_and_counted(
     nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_scorers(monkeypatch, "red green blue grey " * 40)
     result = demo(nest, tmp_path / "demo")
-    assert result.estimates[REAL]["loop_rate"].mean == 1.0 and result.estimates[REAL]["wer"].mean is None
+    assert result.estimates[REAL]["loop_rate"].mean == 1.0 and result.estimates[REAL]["wer"].mean == 1.0
+    assert result.to_json()["systems"][REAL]["looped"] == len(result.texts)
 
 
 def test_nothing_is_overwritten(nest: Path, shown: tuple[Path, str], tmp_path: Path) -> None:

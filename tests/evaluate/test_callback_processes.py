@@ -62,7 +62,7 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_first_listens_and_all_agree_on_the_best(birds: Path, kind: str) -> None:
     heard = [json.loads((birds / f"heard-{rank}.json").read_text())[kind] for rank in range(2)]
-    assert heard == [9, 0], "three lines, three times, by one of them"
+    assert heard == [8, 0], "two lines three times, and one by the base and the best, all by one process"
     told = []
     for world in (1, 2):
         run = Run.open(birds / f"{kind}-{world}")

@@ -152,7 +152,7 @@ def test_the_base_itself_is_looked_at(tmp_path: Path) -> None:
     ] == [(BASE, "never stops")]
 
 
-def test_asr_loops_are_marked_and_not_averaged_in(tmp_path: Path) -> None:
+def test_asr_loops_are_wholly_wrong_and_counted(tmp_path: Path) -> None:
     def circles(item: EvalItem) -> SystemOutput:
         if item.text == "yes":
             return SystemOutput(say(" ".join(["so sorry"] * 6), SPEAKERS[item.speaker]), stopped=True)
@@ -160,10 +160,13 @@ def test_asr_loops_are_marked_and_not_averaged_in(tmp_path: Path) -> None:
 
     evaluation = evaluated(tmp_path, circles)
     figures = evaluation.estimates["model"]
-    assert figures["wer"].mean == 0.0 and figures["wer"].n == 15
+    rows = evaluation.scores.rows["model"]
+    assert figures["wer"].mean == pytest.approx(3 / sum(row.words or 0 for row in rows)) and figures["wer"].n == 18
     assert figures["loop_rate"].mean == pytest.approx(3 / 18) and figures["loop_rate"].n == 18
     assert "ASR loops" in [diagnosis.name for diagnosis in evaluation.diagnoses if diagnosis.system == "model"]
-    assert "the ASR loops" in evaluation_page(evaluation)
+    assert evaluation.to_json()["looped"]["model"] == 3
+    page = evaluation_page(evaluation)
+    assert "the ASR loops" in page and "3 of 18" in page and "whose words all count as errors" in page
 
 
 def test_a_codec_that_damages_speech_is_told(tmp_path: Path) -> None:

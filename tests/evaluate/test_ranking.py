@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myna.evaluate.eval_set import split_items
 from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
+from myna.evaluate.items import EvalItem
 from myna.evaluate.ranking import (
     CheckpointScore,
     Constraints,
@@ -49,7 +52,7 @@ def step_scores(step: int, gain: float = 0.0, forgetting: float | None = None, *
         alike = [0.6 + 0.01 * n + by + 0.01 * rng.standard_normal() for n in range(LINES)]
         return [row(n, **{"similarity": alike[n]} | said) for n in range(LINES)]
 
-    return StepScores(step, lines(gain), lines(forgetting) if forgetting is not None else [])
+    return StepScores(step, lines(gain), lines(forgetting) if forgetting is not None else [], lines(gain))
 
 
 def checkpoint_scores(*steps: StepScores, constraints: Constraints = CONSTRAINTS) -> list[CheckpointScore]:
@@ -87,6 +90,24 @@ def test_what_is_surely_better_is_the_best_and_the_earlier_of_two() -> None:
     assert second.gain.mean == pytest.approx(0.1, abs=0.01) and base.gain.n == 0
     assert best_checkpoint([replace(second, step=40), second]) is second
     assert best_checkpoint([base]) is None, "the untuned model is no checkpoint"
+
+
+def test_only_items_that_chose_nothing_confirm_a_gain() -> None:
+    base, lucky = step_scores(0), replace(step_scores(10, 0.2), confirmation=step_scores(11).rows)
+    _, scored = checkpoint_scores(base, lucky)
+    assert scored.gain.low is not None and scored.gain.low > 0.15 and not scored.beats_base
+    assert scored.to_json(10)["gain"] > 0.15 and abs(scored.to_json(10)["confirmed_gain"]) < 0.02
+    assert "confirmed_gain" not in checkpoint_scores(base, replace(lucky, confirmation=()))[1].to_json(10)
+
+
+def test_items_are_split_by_speaker_whatever_their_order() -> None:
+    items = [EvalItem(f"{speaker}-{n}", "so", speaker) for speaker in ("wren", "robin", "heron") for n in range(5)]
+    choosing, confirming = split_items(items, seed=0)
+    assert (len(choosing), len(confirming)) == (8, 7) and {*choosing, *confirming} == {*items}
+    assert set(Counter(item.speaker for item in choosing).values()) <= {2, 3}
+    again = split_items(items[::-1], seed=0)
+    assert set(again[0]) == set(choosing) and again[0] == choosing[::-1]
+    assert split_items(items, seed=1)[0] != choosing and split_items(items[:1], seed=0) == (items[:1], [])
 
 
 def test_what_a_few_lines_decide_is_not_better() -> None:
@@ -167,23 +188,27 @@ def told(*steps: StepScores, recordings: Sequence[ItemScores] = (), constraints:
 
 def test_a_gain_is_told_with_its_interval() -> None:
     text = told(step_scores(0), step_scores(10, 0.1), step_scores(20, 0.05))
-    assert (
-        "step 10 is the best: score 0.792, +0.099 [" in text and "similarity" in text and "likely reasons" not in text
-    )
+    assert text.startswith("step 10 is the best: score 0.792, +0.099 [") and "on 20 items that chose nothing" in text
+    assert "similarity" in text and "likely reasons" not in text and "ASR loops in 0 items" in text
 
 
 def test_no_gain_is_told_with_likely_reasons() -> None:
     base = step_scores(0)
-    same = [StepScores(step, base.rows) for step in (0, 10, 20)]
-    assert "no checkpoint is better than the base model beyond its interval" in told(*same)
+    same = [replace(base, step=step) for step in (0, 10, 20)]
+    assert told(*same).startswith(
+        "no gain over the base model is confirmed; step 10 is the best: score 0.693, +0.000 ["
+    )
     assert "every item is spoken exactly as by the base model" in told(*same)
     worse = told(base, step_scores(10, -0.1), step_scores(20, -0.2))
     assert "training has made it worse" in worse and "it was best at first and became worse" in worse
     assert "as good as the real recordings" in told(base, step_scores(10, -0.001), recordings=step_scores(1).rows)
-    few = [StepScores(one.step, one.rows[:2]) for one in (base, step_scores(10, 0.02, character_errors=0))]
-    few[1].rows[0].similarity = 0.5
-    few[1].rows[1].similarity = 0.8
-    assert "2 items are too few to be sure" in told(*few)
+    both = (base, step_scores(10, 0.02))
+    few = told(*(replace(one, confirmation=one.confirmation[:11]) for one in both))
+    assert "no gain over the base model is confirmed" in few and "11 items are too few to be sure" in few
+    assert "12 are needed in any case" in few and "raise speech_eval.limit" in few
+    assert told(*both).startswith("step 10 is the best")
+    alone = told(*(replace(one, confirmation=()) for one in both))
+    assert "no gain over the base model is confirmed" in alone and "the only item" in alone
     assert "still becoming better at the end" in told(base, step_scores(10, -0.2), step_scores(20, -0.1))
 
 

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from myna.audio.files import read_audio
 from myna.cli import app
 from myna.errors import ConfigError, SpeakError
-from myna.evaluate.results import read_item_scores
-from myna.evaluate.runner import evaluate_system, run_metadata
+from myna.evaluate.items import load_clip
+from myna.evaluate.results import read_item_scores, saved_references
+from myna.evaluate.runner import evaluate_system, resolve_eval_set, run_metadata
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem
 from myna.train.run import Run
 from tests.birds import LINES, recipe, write_recordings
@@ -68,6 +71,33 @@ def test_a_run_stands_beside_its_base_and_the_real_recordings(workspace: Path, p
     rows = read_item_scores(out / "items.parquet")
     assert len(rows) == 16 and all((out / row.audio).is_file() for row in rows if row.audio)
     assert "untuned base" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_references_lie_beside_what_was_spoken_with_them(workspace: Path, printed: dict[str, Any]) -> None:
+    """Named so that they sort beside it, and shown in the page; recordings were given none."""
+    assert printed
+    out = workspace / "run" / "evaluation"
+    items = resolve_eval_set(str(workspace / "run"), workspace / "prepared", None, seed=0, limit=4, language="en").items
+    clips = {item.id: item.references[0] for item in items}
+    for row in read_item_scores(out / "items.parquet"):
+        beside = saved_references(out / row.audio) if row.audio else []
+        assert len(beside) == (row.system in ("run", BASE)), row
+        for file in beside:
+            expected = load_clip(clips[row.id], 24_000)
+            assert np.abs(read_audio(file) - expected).max() < 1e-3
+            assert sorted(path.name for path in (*beside, out / row.audio))[-1] == Path(row.audio).name
+    assert "<span>reference</span>" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_reference_is_replaced_with_the_audio_it_belongs_to(workspace: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sentences": tmp_path / "list.lst", "device": "cpu", "out": tmp_path / "out"}
+    references = []
+    for name in ("robin/robin-0.wav", "heron/heron-0.wav"):
+        (tmp_path / "list.lst").write_text(f"a|who|{workspace / 'recordings' / name}|hi\n")
+        evaluate_system(str(workspace / "model"), **options)
+        [file] = saved_references(tmp_path / "out" / "audio" / "model" / "a.flac")
+        references.append(file.read_bytes())
+    assert references[0] != references[1]
 
 
 def test_run_again_it_has_nothing_to_say(

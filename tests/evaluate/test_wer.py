@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
@@ -203,6 +204,28 @@ def test_a_recogniser_has_no_randomness_and_no_memory(fake: Path) -> None:
     assert len(model.heard) == 16_000 and model.heard.dtype == np.float32
     due = {"temperature": 0.0, "beam_size": 5, "condition_on_previous_text": False, "language": "en"}
     assert model.asked == due
+
+
+def test_a_recogniser_is_on_the_device_that_was_asked_for(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = ASR.open(str(fake), "cuda:1")
+    asked = on_gpu._backend._model.options
+    assert (asked["device"], asked["device_index"], asked["compute_type"]) == ("cuda", 1, "float16")
+    assert on_gpu.name == "faster-whisper 1.0 faster 2 float16" and not on_gpu.note
+
+    def no_library(self: FakeModel, clip: Samples, **_: Any) -> tuple[Iterator[SimpleNamespace], None]:
+        if self.options["device"] == "cuda":
+            raise RuntimeError("Library libcublas.so.12 is not found")
+        return iter([SimpleNamespace(text=f"{len(clip)} samples")]), None
+
+    monkeypatch.setattr(FakeModel, "transcribe", no_library)
+    with pytest.raises(ModelError, match=r"cannot be opened on cuda: Library libcublas\.so\.12 is not found") as caught:
+        ASR.open(str(fake), "cuda")
+    assert "--device cpu" in caught.value.hint and "transformers:" in caught.value.hint
+    anywhere = ASR.open(str(fake), "auto")
+    assert anywhere.note.startswith("faster-whisper runs on the CPU, since it does not on cuda: Library libcublas")
+    assert anywhere.transcribe(np.ones(99, np.float32), 16_000).text == "99 samples"
+    assert anywhere.name == "faster-whisper 1.0 faster 2"
 
 
 @pytest.mark.usefixtures("fake")

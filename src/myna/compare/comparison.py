@@ -11,9 +11,10 @@ from typing import Any
 from myna.compare.preferences import ListeningTrial, Preferences
 from myna.data.hash_rng import string_hash
 from myna.errors import DataError
-from myna.evaluate.evaluation import MetricEstimates, estimate_differences, estimate_metrics
+from myna.evaluate.evaluation import MetricEstimates, count_looped, estimate_differences, estimate_metrics
 from myna.evaluate.metrics import METRICS
 from myna.evaluate.scoring import ItemScores
+from myna.evaluate.seen_items import seen_warnings
 from myna.io import bytes_hash
 
 ID_LENGTH = 16
@@ -55,6 +56,11 @@ class Comparison:
         """Differs where the audio differs: answers to one comparison do not count for another."""
         return bytes_hash(repr([trial.id for trial in self.trials]).encode())[:ID_LENGTH]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What belongs above every figure: items that a system had seen before."""
+        return seen_warnings({system.name: system.rows for system in self.systems})
+
     def to_json(self, preferences: Preferences) -> dict[str, Any]:
         def plain(by_system: Mapping[str, MetricEstimates]) -> dict[str, Any]:
             return {
@@ -63,10 +69,12 @@ class Comparison:
             }
 
         return {
+            "warnings": self.warnings,
             "comparison": self.id,
             "names": self.names,
             "settings": dict(self.settings),
             "items": len(self.systems[0].rows),
+            "looped": {system.name: count_looped(system.rows) for system in self.systems},
             "systems": plain(self.estimates),
             "differences": plain(self.differences),
             "missing": self.missing,

@@ -22,7 +22,7 @@ from myna.report.spectrogram import data_uri
 from myna.statistics import CONFIDENCE_LEVEL
 
 MAIN_METRICS = (
-    *("wer", "cer", "similarity", "similarity_rank1", "distillmos", "dnsmos"),
+    *("wer", "cer", "loop_rate", "similarity", "similarity_rank1", "distillmos", "dnsmos"),
     *("stop_rate", "early_rate", "speaking_rate"),
 )
 """Metrics that are seen at once; the others are a click away."""
@@ -39,6 +39,7 @@ def comparison_page(comparison: Comparison) -> str:
         f"Comparison of {names}",
         element("h1", f"{names}: side by side"),
         element("p", _lead(comparison), class_="lead"),
+        *(element("p", f"{warning}.", class_="missing bad") for warning in comparison.warnings),
         element("p", element("a", "Listen without knowing who it is", href="#blind")),
         *(element("p", f"{note}.", class_="note") for note in comparison.notes),
         element("h2", "Scores"),

@@ -29,12 +29,13 @@ from myna.errors import ConfigError, DataError
 from myna.evaluate.items import EvalSet
 from myna.evaluate.metrics import METRICS
 from myna.evaluate.pipeline import generation_key, score_systems
-from myna.evaluate.results import ITEMS_FILE, ITEMS_FOLDER, ItemScoresFile, audio_path, read_item_scores, safe_file_name
+from myna.evaluate.results import ITEMS_FILE, ITEMS_FOLDER, ItemScoresFile, audio_path, read_item_scores
 from myna.evaluate.runner import resolve_eval_set, resolve_system, split_subject
 from myna.evaluate.scorers import Scorers
+from myna.evaluate.seen_items import mark_seen_items
 from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import REAL, Recordings, System
-from myna.io import atomic_write, save_text
+from myna.io import atomic_write, claim_folder, safe_file_name, save_text
 from myna.progress import ProgressCallback, silent
 from myna.report.local_server import local_page_server
 from myna.train.run import Run
@@ -77,14 +78,17 @@ def compare_systems(
     trials: int = 20,
     batch_size: int = 16,
     device: str = "auto",
+    model: str | None = None,
+    force: bool = False,
     progress: ProgressCallback = silent,
 ) -> Comparison:
-    """Compare two or more subjects: run folders, models, or evaluation folders (FOLDER, or FOLDER:SYSTEM); NAME=SUBJECT
-    gives one a name. Generates and scores what is missing, and writes the page and the metrics.
+    """Compare two or more subjects: runs, adapters, models, or evaluation folders (FOLDER, or FOLDER:SYSTEM);
+    NAME=SUBJECT gives one a name. Generates and scores what is missing, and writes the page and the metrics.
 
-    `trials` is how many of the compared items are in the listening test.
+    `trials` is how many of the compared items are in the listening test; `model` is the base model of the runs and
+    adapters, where it is not the one that they name.
     """
-    settings = {key: value for key, value in locals().items() if key != "progress"}
+    settings = {key: value for key, value in locals().items() if key not in ("force", "progress")}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     if len(subjects) < 2:
         raise ConfigError(
@@ -97,6 +101,11 @@ def compare_systems(
     out = out or Path("comparisons") / safe_file_name("-and-".join(names))
     if (out / EVALUATION_FILE).is_file():
         raise ConfigError(f"{out} is the folder of an evaluation", hint="choose another --out")
+    inputs = [
+        *(Path(split_subject(subject)[1]) for subject in subjects),
+        *(p for p in (data, sentences) if p is not None),
+    ]
+    claim_folder(out, "comparison", known=(COMPARISON_FILE,), inputs=inputs, force=force)
     evaluated = [subject for subject in parsed if isinstance(subject, EvaluatedSystem)]
     sources = [subject for subject in parsed if not isinstance(subject, EvaluatedSystem)]
     _check_seeds(evaluated, seed if sources else None)
@@ -106,8 +115,8 @@ def compare_systems(
     notes: tuple[str, ...] = ()
     if sources:
         eval_set = resolve_eval_set(sources[0], data, sentences, seed=seed, limit=limit, language=language)
-        scorers = Scorers.open(asr, speaker_encoder)
-        generated = [resolve_system(source, seed=seed, device=device) for source in sources]
+        scorers = Scorers.open(asr, speaker_encoder, device=device)
+        generated = [resolve_system(source, seed=seed, device=device, base=model) for source in sources]
         folders = [subject.folder for subject in evaluated] + _evaluation_folders(sources)
         scores = score_systems(
             eval_set,
@@ -117,12 +126,14 @@ def compare_systems(
             batch_size=batch_size,
             progress=progress,
             before_system=lambda system: reuse_scores(system, eval_set, folders, out),
+            save_references=True,
         )
         missing |= {
             metric.key: scorers.missing[metric.scorer] for metric in METRICS if metric.scorer in scorers.missing
         }
+        seen_notes = mark_seen_items(generated, eval_set.items, scores.rows)
         scored = {name: ComparedSystem(name, items, out) for name, items in scores.rows.items()}
-        real, notes = scored.pop(REAL), eval_set.notes
+        real, notes = scored.pop(REAL), (*eval_set.notes, *scorers.notes, *seen_notes)
         systems |= scored
     comparison = build_comparison(
         [systems[name] for name in names],

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from myna.data.utterance import Utterance
-from myna.evaluate.evaluation import MetricEstimates, estimate_differences, estimate_metrics
+from myna.evaluate.evaluation import MetricEstimates, count_looped, estimate_differences, estimate_metrics
 from myna.evaluate.items import clip_seconds
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.report import format_difference, format_estimate, item_section
@@ -91,6 +91,7 @@ class DemoResult:
             systems[name] = {
                 "similarity": estimates["similarity"].mean,
                 "word_error_rate": estimates["wer"].mean,
+                "looped": count_looped(rows),
                 "metrics": {key: estimate.to_json() for key, estimate in estimates.items()},
                 "transcripts": [row.transcript for row in rows],
             }
@@ -145,8 +146,10 @@ def demo_page(result: DemoResult) -> str:
 
 
 def _loss_plot(rows: Sequence[Mapping[str, Any]]) -> Markup:
-    train = [(float(row["step"]), float(row["loss"])) for row in rows if "loss" in row]
-    evaluation = [(float(row["step"]), float(row["evaluation"]["loss"])) for row in rows if "evaluation" in row]
+    # A loss that was no number is None.
+    train = [(float(row["step"]), float(row["loss"])) for row in rows if row.get("loss") is not None]
+    evaluations = [(float(row["step"]), row["evaluation"]["loss"]) for row in rows if "evaluation" in row]
+    evaluation = [(step, float(loss)) for step, loss in evaluations if loss is not None]
     curves = [
         Curve("training, every step", train, "faint"),
         Curve("training, smoothed", smooth_curve(train, LOSS_DECAY)),

@@ -191,7 +191,7 @@ def run_demo(
         reference_text=reference.text,
         scores=scores.rows,
         unavailable=scorers.missing,
-        losses=[json.loads(row) for row in run.metrics.read_text(encoding="utf-8").splitlines()],
+        losses=run.read_metrics(),
         recipe=recipe_file.read_text(encoding="utf-8"),
         notes=selected.notes,
         seconds=seconds,

@@ -12,6 +12,7 @@ from myna.evaluate.asr_faster_whisper import ASR_HINT, WEIGHTS_FILE, FasterWhisp
 from myna.evaluate.asr_transformers import TransformersWhisper
 from myna.evaluate.dependencies import HUB_FILES, as_mono_16khz, download_snapshot, is_silent
 from myna.models.files import read_json
+from myna.train.precision import pick_device
 
 TRANSFORMERS_PREFIX = "transformers:"
 """Before a name or a folder: use transformers even where faster-whisper could open it."""
@@ -39,19 +40,25 @@ class ASR:
         """A folder with a Whisper, of CTranslate2 or of transformers, as its files tell; or a name to download.
 
         `base` is one of faster-whisper's names, `owner/name` one of the hub's, and `transformers:base` the Whisper of
-        that size as it was published. `workers` threads may transcribe concurrently.
+        that size as it was published. `workers` threads may transcribe concurrently. With `auto` as the device,
+        faster-whisper takes the CPU where its libraries do not run on the GPU.
         """
         by_transformers = name_or_folder.startswith(TRANSFORMERS_PREFIX)
         name = name_or_folder.removeprefix(TRANSFORMERS_PREFIX)
         folder = _folder(name, by_transformers=by_transformers)
         if not by_transformers and not is_transformers_whisper(folder):
             return cls(FasterWhisper.open(folder, name, device, workers))
-        return cls(TransformersWhisper.open(folder, name, device))
+        return cls(TransformersWhisper.open(folder, name, str(pick_device(device))))
 
     @property
     def name(self) -> str:
         """Identifies the weights and not their location: a transcript by another model is made again."""
         return self._backend.name
+
+    @property
+    def note(self) -> str:
+        """For people: why it is not on the device that was asked for; empty where it is."""
+        return self._backend.note
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:
         """`language` is Whisper's code (en, ar, vi ...); None has it detected."""

@@ -7,9 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from myna.audio.files import Samples
 from myna.errors import ModelError
-from myna.evaluate.dependencies import import_optional
+from myna.evaluate.dependencies import SAMPLE_RATE, import_optional
+from myna.train.precision import pick_device
 
 INSTALL = ('pip install "myna[evaluate]"',)
 WEIGHTS_FILE = "model.bin"
@@ -22,8 +25,8 @@ ASR_HINT = (
 
 
 class FasterWhisper:
-    def __init__(self, model: Any, name: str) -> None:
-        self._model, self.name = model, name
+    def __init__(self, model: Any, name: str, note: str = "") -> None:
+        self._model, self.name, self.note = model, name, note
 
     @classmethod
     def open(cls, folder: Path, name: str, device: str, workers: int) -> FasterWhisper:
@@ -31,21 +34,38 @@ class FasterWhisper:
         faster_whisper = import_optional("faster_whisper", *INSTALL)
         if missing := [file for file in REQUIRED_FILES if not (folder / file).is_file()]:
             raise ModelError(f"{folder} has no {', '.join(missing)}", hint=ASR_HINT)
-        try:
-            model = faster_whisper.WhisperModel(
+        target = pick_device(device)
+        note = "faster-whisper runs on the CPU, for it knows no Apple GPUs" if target.type == "mps" else ""
+        on_gpu = target.type == "cuda"
+
+        def load(on_gpu: bool) -> Any:
+            return faster_whisper.WhisperModel(
                 str(folder),
-                device=device,
-                compute_type="int8" if device == "cpu" else "float16",
+                device="cuda" if on_gpu else "cpu",
+                device_index=target.index or 0,
+                compute_type="float16" if on_gpu else "int8",
                 cpu_threads=max(1, min(4, os.cpu_count() or 1) // workers),
                 num_workers=workers,
             )
+
+        try:
+            model = load(on_gpu)
+            if on_gpu:
+                # Libraries of CUDA that are missing are only missed by the first clip.
+                list(model.transcribe(np.zeros(SAMPLE_RATE, np.float32), language="en")[0])
         except (RuntimeError, ValueError) as error:
-            raise ModelError(
-                f"{name} cannot be opened on {device}: {error}",
-                hint="give a Whisper converted with ct2-transformers-converter, and cpu or cuda",
-            ) from error
+            if not on_gpu or device != "auto":
+                raise ModelError(
+                    f"{name} cannot be opened on {target}: {error}",
+                    hint="--device cpu; or have transformers run it, --asr transformers:NAME; or give a Whisper "
+                    "converted with ct2-transformers-converter",
+                ) from error
+            note = f"faster-whisper runs on the CPU, since it does not on {target}: {error}"
+            on_gpu, model = False, load(False)
         size = (folder / WEIGHTS_FILE).stat().st_size
-        return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}")
+        # Other numbers may give another transcript.
+        numbers = " float16" if on_gpu else ""
+        return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{numbers}", note)
 
     def transcribe(self, clip: Samples, language: str | None) -> str:
         segments, _ = self._model.transcribe(

@@ -20,6 +20,8 @@ GENERATION_CONFIG, TOKENIZERS = "generation_config.json", ("tokenizer.json", "vo
 class TransformersWhisper:
     """One clip at a time, in fp32: a transcript does not depend on other clips."""
 
+    note = ""
+
     def __init__(self, model: Any, features: Any, tokenizer: Any, name: str) -> None:
         self._model, self._features, self._tokenizer, self.name = model, features, tokenizer, name
 

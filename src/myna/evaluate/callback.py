@@ -7,6 +7,7 @@ RUN/speech_eval/
     spectrograms/     of the same
     items.parquet     scores, item by item
     forgetting/       the same for the forgetting set
+    confirmation/     the same for the items that choose nothing: of the base model, and of each new best
   report.html         all steps side by side, rewritten at every evaluation
 """
 
@@ -23,16 +24,16 @@ from myna.config import Recipe, SpeechEvalSettings
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
 from myna.errors import ConfigError, TrainingError
-from myna.evaluate.eval_set import load_eval_set
-from myna.evaluate.history import TrainingHistory, step_folder, training_conclusion, training_page
+from myna.evaluate.eval_set import load_eval_set, split_items
+from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
 from myna.evaluate.items import EvalSet
 from myna.evaluate.pipeline import load_audio, score_systems
 from myna.evaluate.ranking import Constraints, StepScores
-from myna.evaluate.results import ITEMS_FILE, read_item_scores, safe_file_name
+from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System, trainable_fingerprint
-from myna.io import atomic_write, save_text
+from myna.io import atomic_write, safe_file_name, save_text
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
 from myna.progress import ProgressCallback, silent
@@ -59,6 +60,9 @@ class SpeechEvaluation:
     family: SpeakingFamily
     device: torch.device
     eval_set: EvalSet
+    """The items that choose."""
+    confirmation_set: EvalSet | None = None
+    """Items that choose nothing and confirm the gain of the best; None where there is but one item."""
     forgetting_set: EvalSet | None = None
     codec: Codec | None = None
     """None on a GPU, where it is loaded for each evaluation: training needs the memory in between."""
@@ -79,7 +83,8 @@ class SpeechEvaluation:
             )
         choice = (settings.seed, settings.limit, settings.language)
         speakers = settings.data or data.evaluation or (data.train if settings.sentences is not None else None)
-        eval_set = load_eval_set(speakers, settings.sentences, data, *choice)
+        eval_set = load_eval_set(speakers, settings.sentences, data, *choice, data.scene)
+        choosing, confirming = split_items(eval_set.items, settings.seed)
         forgetting_set, forgetting = None, settings.forgetting_data
         if forgetting is not None:
             prepared, sentences = (forgetting, None) if forgetting.is_dir() else (None, forgetting)
@@ -92,7 +97,8 @@ class SpeechEvaluation:
             scorers=open_required_scorers(settings),
             family=family,
             device=device,
-            eval_set=eval_set,
+            eval_set=replace(eval_set, items=tuple(choosing)),
+            confirmation_set=replace(eval_set, items=tuple(confirming)) if confirming else None,
             forgetting_set=forgetting_set,
             codec=codec if device.type == "cpu" else None,
             progress=progress,
@@ -107,10 +113,12 @@ class SpeechEvaluation:
 
     def describe(self) -> Sequence[str]:
         items, speakers = len(self.eval_set.items), len({item.speaker for item in self.eval_set.items})
+        confirming = len(self.confirmation_set.items) if self.confirmation_set is not None else 0
         forgetting = f", and {len(self.forgetting_set.items)} of the forgetting set" if self.forgetting_set else ""
         scorers = ", ".join(self.scorers.names[scorer] for scorer in REQUIRED_SCORERS)
         return [
-            f"speech evaluation: {items} items of {speakers} speakers{forgetting}, scored by {scorers}",
+            f"speech evaluation: {items} items of {speakers} speakers choose the best checkpoint, {confirming} others "
+            f"confirm its gain{forgetting}, scored by {scorers}",
             *self.eval_set.notes,
             *(self.forgetting_set.notes if self.forgetting_set is not None else ()),
         ]
@@ -121,9 +129,12 @@ class SpeechEvaluation:
             number = int(folder.name.removeprefix("step-"))
             if number > step or not (folder / ITEMS_FILE).is_file():
                 continue
-            rows = self._restore_rows(self.eval_set, folder)
+            was_best = (folder / "confirmation" / ITEMS_FILE).is_file()
             self.steps[number] = StepScores(
-                number, rows, self._restore_rows(self.forgetting_set, folder / "forgetting")
+                number,
+                self._restore_rows(self.eval_set, folder),
+                self._restore_rows(self.forgetting_set, folder / "forgetting"),
+                self._restore_rows(self.confirmation_set if was_best else None, folder / "confirmation"),
             )
         if self.steps and (self.folder / "real" / ITEMS_FILE).is_file():
             self.recordings = read_item_scores(self.folder / "real" / ITEMS_FILE)
@@ -138,9 +149,13 @@ class SpeechEvaluation:
         if step == 0:
             self.recordings = self._score(self.eval_set, Recordings(REAL, codec.sample_rate), self.folder / "real")
         samples = self._spectrograms(rows, folder, codec.sample_rate)
+        best = self.history.best_step
+        if step in (0, best):
+            confirmation = self._score(self.confirmation_set, self._system(engine), folder / "confirmation")
+            self.steps[step] = replace(self.steps[step], confirmation=confirmation)
+            self._spectrograms(confirmation, folder / "confirmation", codec.sample_rate)
         history = self.history
         save_text(self.folder / "report.html", training_page(history, self.folder))
-        best = history.best.step if history.best is not None else None
         checkpoint = next(one for one in history.checkpoints if one.step == step)
         return SpeechScores(checkpoint.to_json(best), best == step, history.is_highest, samples)
 

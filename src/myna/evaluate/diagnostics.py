@@ -134,7 +134,7 @@ def _unintelligible(system: str, rows: Sequence[ItemScores], estimates: Mapping[
     loops = tuple(row.id for row in rows if row.looped)
     if len(loops) / len(rows) >= MIN_SHARE:
         text = (
-            f"the ASR looped in {len(loops)} of {len(rows)} items of {system}; they are not in its word errors. "
+            f"the ASR looped in {len(loops)} of {len(rows)} items of {system}, whose words all count as errors. "
             "Listen to them: such items are often silence, noise or the same syllable over and over"
         )
         yield Diagnosis(system, "ASR loops", "loop_rate", text, loops)

@@ -39,7 +39,7 @@ class EcapaEncoder:
         self._network, self.name = network, name
 
     @classmethod
-    def open(cls, path: Path) -> EcapaEncoder:
+    def open(cls, path: Path, device: str = "cpu") -> EcapaEncoder:
         """A safetensors file with SpeechBrain's tensor names, or the folder of one."""
         file = _weights_file(path)
         network = EcapaNetwork()
@@ -54,7 +54,7 @@ class EcapaEncoder:
                 hint="give the weights of SpeechBrain's spkrec-ecapa-voxceleb under their own names",
             )
         network.load_state_dict(weights)
-        return cls(network.eval().requires_grad_(False), f"ecapa {file_hash(file)[:12]}")
+        return cls(network.to(device).eval().requires_grad_(False), f"ecapa {file_hash(file)[:12]}")
 
     @torch.inference_mode()
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:
@@ -62,7 +62,8 @@ class EcapaEncoder:
         clip = as_mono_16khz(samples, sample_rate)
         if is_silent(clip) or len(samples) < MIN_SECONDS * sample_rate:
             return np.zeros(self._network.size, np.float32)
-        return np.asarray(self._network(torch.from_numpy(clip)).numpy(), np.float32)
+        wave = torch.from_numpy(clip).to(self._network.get_buffer("filters").device)
+        return np.asarray(self._network(wave).cpu().numpy(), np.float32)
 
 
 def _weights_file(path: Path) -> Path:
@@ -111,7 +112,7 @@ class EcapaNetwork(nn.Module):
         return F.normalize(x.flatten(), dim=0)
 
     def _log_mels(self, wave: torch.Tensor) -> torch.Tensor:
-        window = torch.hamming_window(WINDOW)
+        window = torch.hamming_window(WINDOW, device=wave.device)
         spectra = torch.stft(wave, WINDOW, HOP, window=window, pad_mode="constant", return_complex=True)
         powers = spectra.abs().square().T @ self.get_buffer("filters")
         decibels = 10 * powers.clamp(min=1e-10).log10()

@@ -7,6 +7,7 @@ import gzip
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from myna.config import DataSettings
 from myna.data.dataset import PreparedDataset
@@ -15,12 +16,14 @@ from myna.data.pairing import ReferenceSampler
 from myna.data.utterance import Utterance, normalise_text
 from myna.errors import DataError
 from myna.evaluate.items import EvalItem, EvalSet, clip_seconds
+from myna.evaluate.scoring import ItemScores
 from myna.io import is_file
 
 MAX_CLIPS_PER_SPEAKER, MIN_CLIPS_PER_SPEAKER, MAX_CLIPS = 10, 3, 400
 """Recordings that voices are compared with, for each speaker and about so many in all: each has to be embedded."""
 MIN_SPEAKERS = 20
 """Speakers to compare voices with, at least, where the data has so many."""
+AnyItem = TypeVar("AnyItem", EvalItem, ItemScores)
 LIST_HINT = "each line is ID|WORDS OF THE REFERENCE|REFERENCE.wav|TEXT, and |RECORDING.wav where there is one"
 
 
@@ -31,28 +34,38 @@ def load_eval_set(
     seed: int,
     limit: int | None = None,
     language: str = "",
+    scene: str = "",
 ) -> EvalSet:
     """Sentences of a text file, given to the speakers of `data` in turn, or without a reference where there is none. A
     list as of seed-tts-eval names a reference for each sentence. Without a file, the targets of `data`.
 
-    `settings` say what may be a reference. With a `limit`, speakers of targets take turns.
+    `settings` say what may be a reference, and `scene` is that of sentences whose reference names none. With a `limit`,
+    speakers of targets take turns.
     """
     clips: dict[str, tuple[Utterance, ...]] = {}
     lines = _read_lines(sentences) if sentences is not None else []
     texts = {f"line-{number:04d}": normalise_text(line) for number, line in enumerate(lines[:limit], start=1)}
     if sentences is not None and (sentences.suffix == ".lst" or all(line.count("|") >= 3 for line in lines)):
-        items = list(_parse_list(sentences, lines, language))[:limit]
+        items = list(_parse_list(sentences, lines, language, scene))[:limit]
     elif data is None or settings is None:
         assert sentences is not None, "there is nothing to say"
-        items = [EvalItem(id, text, language=language) for id, text in texts.items()]
+        items = [EvalItem(id, text, language=language, scene=scene) for id, text in texts.items()]
     else:
         dataset = PreparedDataset.open(data)
         if sentences is not None:
-            items = _sentence_items(texts, _references(dataset, settings, seed), language)
+            items = _sentence_items(texts, _references(dataset, settings, seed), language, scene or settings.scene)
         else:
             items = _target_items(dataset, settings, seed, limit, language)
         clips = _speaker_clips(dataset, items, seed)
     return EvalSet(tuple(items), clips, _notes(items))
+
+
+def split_items(items: Sequence[AnyItem], seed: int) -> tuple[list[AnyItem], list[AnyItem]]:
+    """Two halves in the order of the items, one to choose checkpoints by and one to confirm a gain with. Each speaker
+    has as many in both, and the first is larger by at most one."""
+    order = sorted(items, key=lambda item: (item.speaker, string_hash(f"{seed}/confirmation/{item.id}")))
+    confirming = {item.id for item in order[1::2]}
+    return [item for item in items if item.id not in confirming], [item for item in items if item.id in confirming]
 
 
 def _target_items(
@@ -76,14 +89,15 @@ def _target_items(
 
 
 def _sentence_items(
-    texts: Mapping[str, str], references: Mapping[str, Sequence[Utterance]], language: str
+    texts: Mapping[str, str], references: Mapping[str, Sequence[Utterance]], language: str, scene: str
 ) -> list[EvalItem]:
     """Sentences by id; every speaker speaks in turn, and with each of its references in turn."""
     items, speakers = [], sorted(references)
     for index, (id, text) in enumerate(texts.items()):
         speaker = speakers[index % len(speakers)]
         clip = references[speaker][index // len(speakers) % len(references[speaker])]
-        items.append(EvalItem(id, text, speaker, clip.language or language, (clip,)))
+        described = str(clip.extras.get("scene") or scene)
+        items.append(EvalItem(id, text, speaker, clip.language or language, (clip,), scene=described))
     return items
 
 
@@ -100,7 +114,7 @@ def _notes(items: Sequence[EvalItem]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _parse_list(file: Path, lines: Sequence[str], language: str) -> Iterator[EvalItem]:
+def _parse_list(file: Path, lines: Sequence[str], language: str, scene: str) -> Iterator[EvalItem]:
     for number, line in enumerate(lines, start=1):
         parts = [part.strip() for part in line.split("|")]
         if len(parts) not in (4, 5) or not parts[0] or not parts[3]:
@@ -112,7 +126,7 @@ def _parse_list(file: Path, lines: Sequence[str], language: str) -> Iterator[Eva
         id, reference_text, _, text = parts[:4]
         reference = Utterance(f"{id}-reference", paths[0], normalise_text(reference_text), "", language)
         recording = Utterance(id, paths[1], text, "", language) if len(paths) == 2 else None
-        yield EvalItem(id, normalise_text(text), "", language, (reference,), recording)
+        yield EvalItem(id, normalise_text(text), "", language, (reference,), recording, scene)
 
 
 def _read_lines(file: Path) -> list[str]:

@@ -13,12 +13,13 @@ from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
 from myna.evaluate.pipeline import SystemScores
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
+from myna.evaluate.seen_items import seen_warnings
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
 from myna.statistics import Estimate, RatioPart, estimate, paired_difference
 
 GROUPED_METRICS = tuple(
     METRICS_BY_KEY[key]
-    for key in ("wer", "cer", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
+    for key in ("wer", "cer", "loop_rate", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
 )
 """Metrics of groups of items."""
 GROUPS: Mapping[str, Callable[[ItemScores], str]] = {
@@ -84,14 +85,27 @@ class Evaluation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For people: items without a reference, or without a language."""
-        return self.scores.eval_set.notes
+        """For people: items without a reference or a language, scorers on another device, and what is not known of a
+        run."""
+        known = [note for metadata in self.metadata.values() for note in metadata.get("notes", ())]
+        return (*self.scores.eval_set.notes, *self.scorers.notes, *known)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What belongs above every figure: items that a system had seen before."""
+        return seen_warnings(self.scores.rows)
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "warnings": self.warnings,
             "model": self.system,
             "settings": dict(self.settings),
             "items": len(self.scores.eval_set.items),
+            "trained_on": {
+                name: {row.id: row.trained_on for row in rows if row.trained_on}
+                for name, rows in self.scores.rows.items()
+            },
+            "looped": {name: count_looped(rows) for name, rows in self.scores.rows.items()},
             "systems": estimates_to_json(self.estimates),
             "deltas": estimates_to_json(self.deltas),
             "groups": {
@@ -108,6 +122,11 @@ class Evaluation:
 
 def estimates_to_json(systems: Mapping[str, MetricEstimates]) -> dict[str, Any]:
     return {name: {key: value.to_json() for key, value in of.items()} for name, of in systems.items()}
+
+
+def count_looped(rows: Iterable[ItemScores]) -> int:
+    """Items whose transcript loops; they are wholly wrong in the error rates."""
+    return sum(bool(row.looped) for row in rows)
 
 
 def estimate_metrics(rows: Sequence[ItemScores], metrics: Iterable[Metric] = METRICS) -> MetricEstimates:

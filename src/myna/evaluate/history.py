@@ -12,6 +12,7 @@ from markupsafe import Markup
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.ranking import (
     MIN_AUDIBLE_DIFFERENCE,
+    MIN_CONFIRMING_ITEMS,
     RULE,
     CheckpointScore,
     Constraints,
@@ -22,6 +23,7 @@ from myna.evaluate.ranking import (
     score_checkpoint,
 )
 from myna.evaluate.report import item_section
+from myna.evaluate.results import step_folder
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL
 from myna.report.document import html_document, render_template
@@ -52,6 +54,11 @@ class TrainingHistory:
         return best_checkpoint(self.checkpoints)
 
     @property
+    def best_step(self) -> int | None:
+        best = self.best
+        return best.step if best is not None else None
+
+    @property
     def is_highest(self) -> bool:
         """Whether the latest satisfies the constraints and has the highest score of those that do, certain or not."""
         *before, latest = self.checkpoints
@@ -65,23 +72,29 @@ def training_conclusion(history: TrainingHistory) -> list[str]:
     if len(checkpoints) < 2:
         return ["only the base model was evaluated, so there is nothing to compare it with"]
     excluded = _excluded(checkpoints, best)
-    if best is not None and best.beats_base:
-        return [f"step {best.step} is the best: {_format_score(best)} over the base model", _metrics(best), *excluded]
-    lines = [] if best is not None else ["no checkpoint may be called the best, so the last one is the result"]
-    highest = best or max(checkpoints[1:], key=lambda one: one.score.mean or -1.0)
-    if not highest.beats_base:
-        lines += [
-            f"no checkpoint is better than the base model beyond its interval: the highest is step {highest.step}, "
-            f"{_format_score(highest)}",
-            f"likely reasons: {'; '.join(_reasons(history, highest))}",
-        ]
-    return [*lines, _metrics(highest), *excluded]
+    if best is None:
+        highest = max(checkpoints[1:], key=lambda one: one.score.mean or -1.0)
+        lines = ["no checkpoint may be called the best, so the last one is the result"]
+        if not (highest.gain.low or 0.0) > 0:
+            lines += [
+                f"no checkpoint is better than the base model: the highest is step {highest.step}, score "
+                f"{highest.score.mean:.3f}, {_format(highest.gain, signed=True)} over it",
+                f"likely reasons: {'; '.join(_reasons(history, highest))}",
+            ]
+        return [*lines, _metrics(highest), *excluded]
+    gain = best.confirmed_gain
+    measured = f"{_format(gain, signed=True)} over the base model on {gain.n} items that chose nothing"
+    result = f"step {best.step} is the best: score {best.score.mean:.3f}, {measured if gain.n else 'the only item'}"
+    if best.beats_base:
+        return [result, _metrics(best), *excluded]
+    reasons = f"likely reasons: {'; '.join(_reasons(history, best))}"
+    return [f"no gain over the base model is confirmed; {result}", reasons, _metrics(best), *excluded]
 
 
 def training_page(history: TrainingHistory, folder: Path) -> str:
     """`folder` holds a folder for each step, and `real`."""
     title = f"{history.name}, speech evaluations during training"
-    best = history.best.step if history.best is not None else None
+    best = history.best_step
     points = [(float(one.step), one.score.mean) for one in history.checkpoints if one.score.mean is not None]
     curve = Curve("score", points, "dots")
     body = render_template(
@@ -103,16 +116,8 @@ def training_page(history: TrainingHistory, folder: Path) -> str:
     return html_document(title, body)
 
 
-def step_folder(step: int) -> str:
-    return f"step-{step:06d}"
-
-
 def _step_name(step: int) -> str:
     return f"step {step}" if step else "base model"
-
-
-def _format_score(checkpoint: CheckpointScore) -> str:
-    return f"score {checkpoint.score.mean:.3f}, {_format(checkpoint.gain, signed=True)}"
 
 
 def _format(figure: Estimate, *, signed: bool = False) -> str:
@@ -125,7 +130,7 @@ def _format(figure: Estimate, *, signed: bool = False) -> str:
 def _metrics(checkpoint: CheckpointScore) -> str:
     values = [(metric, checkpoint.metrics[metric.key]) for metric in SHOWN_METRICS]
     shown = [f"{metric.title} {metric.format(value)}" for metric, value in values if value is not None]
-    return f"at step {checkpoint.step}: {', '.join(shown)}"
+    return f"at step {checkpoint.step}: {', '.join(shown)}, ASR loops in {checkpoint.looped} items"
 
 
 def _excluded(checkpoints: Sequence[CheckpointScore], best: CheckpointScore | None) -> list[str]:
@@ -140,8 +145,9 @@ def _excluded(checkpoints: Sequence[CheckpointScore], best: CheckpointScore | No
 
 def _reasons(history: TrainingHistory, best: CheckpointScore) -> list[str]:
     """Why nothing was gained, as far as the scores can tell."""
-    tuned = [one for one in history.checkpoints if one.step > 0]
-    base, count = history.steps[0], len(next(one for one in history.steps if one.step == best.step).rows)
+    tuned, base = [one for one in history.checkpoints if one.step > 0], history.steps[0]
+    # What chose the best is too high by chance.
+    gain = best.confirmed_gain if best.confirmed_gain.n else best.gain
     hashes = {row.id: row.audio_hash for row in base.rows}
     if all(hashes.get(row.id) == row.audio_hash for scores in history.steps for row in scores.rows):
         return [
@@ -152,12 +158,13 @@ def _reasons(history: TrainingHistory, best: CheckpointScore) -> list[str]:
     real = estimate([item_score(row) for row in history.recordings]).mean
     if real is not None and (history.checkpoints[0].score.mean or 0.0) >= real - MIN_AUDIBLE_DIFFERENCE:
         reasons.append("by these metrics the base model is as good as the real recordings, so nothing can be gained")
-    if (best.gain.mean or 0.0) >= MIN_AUDIBLE_DIFFERENCE:
+    if (gain.mean or 0.0) >= MIN_AUDIBLE_DIFFERENCE:
+        needed = f", and {MIN_CONFIRMING_ITEMS} are needed in any case" if gain.n < MIN_CONFIRMING_ITEMS else ""
         reasons.append(
-            f"{count} items are too few to be sure of so small a difference: raise speech_eval.limit, and see that "
-            "there are as many items"
+            f"{gain.n} items are too few to be sure of so small a difference{needed}: raise speech_eval.limit, half of "
+            "which confirm, and see that there are as many items"
         )
-    elif best.gain.high is not None and best.gain.high < 0:
+    elif gain.high is not None and gain.high < 0:
         reasons.append(
             "training has made it worse: train.learning_rate is too high, or texts do not belong to their recordings"
         )

@@ -23,6 +23,8 @@ class Metric:
     """Field to divide by, for a rate over all words or characters together; without it every item counts as one."""
     scorer: Literal["", "asr", "speaker_encoder", "distillmos", "dnsmos"] = ""
     is_share: bool = False
+    is_count: bool = False
+    """A mean is shown as a number of items."""
     min_difference: float = 0.0
     """A smaller difference cannot be heard, however certain it is."""
 
@@ -31,8 +33,7 @@ class Metric:
         value = self.value(row) if callable(self.value) else getattr(row, self.value or self.key)
         if not self.total:
             return None if value is None else RatioPart(float(value))
-        # A looping transcript says nothing about the audio.
-        total = getattr(row, self.total) if row.looped is False else None
+        total = getattr(row, self.total)
         return RatioPart(float(value or 0), float(total)) if total else None
 
     def format(self, value: float | None, *, signed: bool = False) -> str:
@@ -66,6 +67,11 @@ METRICS = (
         total="characters",
         min_difference=0.002,
     ),
+    _errors(
+        *("loop_rate", "ASR loops", "items whose transcript loops: all their words count as errors"),
+        value="looped",
+        is_count=True,
+    ),
     _speaker(
         *("similarity", "similarity", "to other clips of the speaker; 1 is the same voice", "higher"),
         min_difference=0.005,
@@ -91,7 +97,6 @@ METRICS = (
         *("copy_rate", "copies the reference", "items that are the reference's own audio"),
         value=lambda row: None if row.copy_similarity is None else row.copy_similarity >= COPY_THRESHOLD,
     ),
-    _errors("loop_rate", "ASR loops", "items whose transcript loops; they have no word errors", value="looped"),
     _acoustic("leading_silence", "silence before", "seconds"),
     _acoustic("trailing_silence", "silence after", "seconds"),
     _acoustic("pause_share", "pauses", "share of the time", is_share=True),

@@ -27,21 +27,21 @@ INSTALL_DNSMOS = ("pip install --no-deps speechmos==0.0.1.1", 'pip install onnxr
 
 
 class DistillMOS:
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, device: str = "cpu") -> None:
+        self._model, self._device = model, device
 
     @classmethod
-    def open(cls) -> DistillMOS:
+    def open(cls, device: str = "cpu") -> DistillMOS:
         with _torchaudio_stub():
             distillmos = import_optional("distillmos", *INSTALL)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints where its weights are
-            return cls(distillmos.ConvTransformerSQAModel().eval().requires_grad_(False))
+            return cls(distillmos.ConvTransformerSQAModel().to(device).eval().requires_grad_(False), device)
 
     @torch.inference_mode()
     def score(self, samples: Samples, sample_rate: int) -> float:
         """The MOS, independent of loudness."""
         clip = _nonempty_clip(samples, sample_rate)
-        return float(self._model(torch.from_numpy(clip)[None]))
+        return float(self._model(torch.from_numpy(clip)[None].to(self._device)))
 
 
 class DNSMOS:

@@ -16,12 +16,19 @@ from myna.audio.files import Samples, read_audio, write_audio
 from myna.errors import ConfigError
 from myna.evaluate.acoustics import ACOUSTICS_REVISION
 from myna.evaluate.dependencies import SAMPLE_RATE
-from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.results import ITEMS_FILE, ItemScoresFile, audio_path, safe_file_name, write_item_scores
+from myna.evaluate.items import EvalItem, EvalSet, load_clip
+from myna.evaluate.results import (
+    ITEMS_FILE,
+    ItemScoresFile,
+    audio_path,
+    reference_paths,
+    saved_references,
+    write_item_scores,
+)
 from myna.evaluate.scorers import SCORING_WORKERS, Scorers
 from myna.evaluate.scoring import ItemScores, SpeakerEmbeddings, score_item
 from myna.evaluate.systems import System
-from myna.io import bytes_hash
+from myna.io import bytes_hash, safe_file_name
 from myna.progress import ProgressCallback, silent
 
 ITEMS_PER_SAVE = 32
@@ -45,9 +52,11 @@ def score_systems(
     workers: int = SCORING_WORKERS,
     progress: ProgressCallback = silent,
     before_system: Callable[[System], None] = lambda _: None,
+    save_references: bool = False,
 ) -> SystemScores:
     """Audio and scores into `out`; an interrupted evaluation continues where it was. `before_system` is called for
-    each system when its turn comes, and may write known results of it."""
+    each system when its turn comes, and may write known results of it. `save_references` writes the clips that set the
+    voice beside what was spoken."""
     names = [system.name for system in systems]
     if len({safe_file_name(name).casefold() for name in names}) < len(names):
         raise ConfigError(f"two systems have one name: {', '.join(names)}", hint="give them as NAME=MODEL_OR_RUN")
@@ -59,6 +68,8 @@ def score_systems(
         results = ItemScoresFile(out, system.name)
         items = [item for item in eval_set.items if system.supports(item)]
         _generate(system, items, results, out, batch_size, progress)
+        if save_references:
+            _save_references(system, items, results, out)
         system.close()
         _score(system.name, items, results, scorers, speakers, out, workers, progress)
         rows[system.name] = [results.rows[item.id] for item in items]
@@ -108,6 +119,22 @@ def _generate(
         results.save()
         done += len(batch)
         progress(f"{system.name}: speaking", done, len(items))
+
+
+def _save_references(system: System, items: Sequence[EvalItem], results: ItemScoresFile, out: Path) -> None:
+    """Those of earlier audio of the same name are replaced."""
+    for item in items:
+        row = results.rows[item.id]
+        if not row.audio or row.stopped is None:  # nothing was said, or it is a recording
+            continue
+        audio, names = out / row.audio, reference_paths(row.audio, len(item.references))
+        spoken = audio.stat().st_mtime_ns
+        for file in saved_references(audio):
+            if file.stat().st_mtime_ns < spoken:
+                file.unlink()
+        for clip, name in zip(item.references, names, strict=True):
+            if not (out / name).is_file():
+                write_audio(out / name, np.clip(load_clip(clip, system.sample_rate), -1.0, 1.0), system.sample_rate)
 
 
 def _batches(items: Sequence[EvalItem], size: int) -> Iterator[list[EvalItem]]:

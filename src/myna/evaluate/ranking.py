@@ -1,17 +1,19 @@
 """Checkpoint ranking by speech: `RULE`, explained in docs/guides/evaluate.md.
 
 A difference within one standard error is not worth more training, and a choice that depends on a few items would be
-another on other items.
+another on other items. The highest of several scores is too high by chance, so that a gain is measured on items that
+chose nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from myna.evaluate.evaluation import estimate_difference, estimate_metric
+from myna.evaluate.evaluation import count_looped, estimate_difference, estimate_metric
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.scoring import ItemScores
 from myna.statistics import Estimate, RatioPart, estimate
@@ -20,8 +22,12 @@ RULE = (
     "The score of an item is its speaker similarity less its character error rate; a checkpoint has the mean over its "
     "items. The first is the best until a later one is better on the same items by more than one standard error. Only "
     "those count that find the end of enough items, have enough quality, and have not become worse at the forgetting "
-    "set."
+    "set. Half of the items choose; the others, spoken by the base model and by each checkpoint when it becomes the "
+    "best, confirm its gain."
 )
+MIN_CONFIRMING_ITEMS = 12
+"""Fewer items confirm no gain: the bootstrap interval of so few is too narrow, and more than 5 % of the gains that it
+would confirm without an effect are chance."""
 MIN_AUDIBLE_DIFFERENCE = 0.005
 """A smaller difference of scores cannot be heard, however certain it is."""
 MAX_MOS_DROP = 0.5
@@ -50,6 +56,8 @@ class StepScores:
     rows: Sequence[ItemScores]
     forgetting: Sequence[ItemScores] = ()
     """Of the forgetting set."""
+    confirmation: Sequence[ItemScores] = ()
+    """Of the items that choose nothing; only of the base model and of checkpoints that were the best so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +65,17 @@ class CheckpointScore:
     step: int
     score: Estimate
     gain: Estimate
-    """Of the score over the base model's, on the same items."""
+    """Of the score over the base model's, on the items that choose: that of the best is too high by chance."""
+    confirmed_gain: Estimate
+    """The same on items that chose nothing; empty for a checkpoint that was never the best."""
     forgetting_change: Estimate
     """The same on the forgetting set; empty without one."""
     violations: tuple[str, ...]
     """Constraints that it violates, in words; empty where it may be the best."""
     item_scores: Mapping[str, float]
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    looped: int = 0
+    """Items whose transcript loops."""
 
     def is_better_than(self, other: CheckpointScore) -> bool:
         """By more than one standard error of the difference, on the items that both have."""
@@ -72,14 +84,19 @@ class CheckpointScore:
 
     @property
     def beats_base(self) -> bool:
-        """Better than the base model beyond the interval, and by enough to be heard."""
-        return self.gain.low is not None and self.gain.low > 0 and (self.gain.mean or 0.0) >= MIN_AUDIBLE_DIFFERENCE
+        """Better than the base model on items that chose nothing, beyond the interval, and by enough to be heard."""
+        gain = self.confirmed_gain
+        is_certain = gain.n >= MIN_CONFIRMING_ITEMS and gain.low is not None and gain.low > 0
+        return is_certain and (gain.mean or 0.0) >= MIN_AUDIBLE_DIFFERENCE
 
     def to_json(self, best_step: int | None) -> dict[str, Any]:
         """As it is written to metrics.jsonl; `best_step` is the best so far."""
-        row: dict[str, Any] = {"score": self.score.mean, **self.metrics}
+        row: dict[str, Any] = {"score": self.score.mean, **self.metrics, "looped": self.looped}
         if self.gain.n:
             row |= {"gain": self.gain.mean, "gain_low": self.gain.low, "gain_high": self.gain.high}
+        if self.confirmed_gain.n:
+            confirmed = self.confirmed_gain
+            row |= {"confirmed_gain": confirmed.mean, "confirmed_low": confirmed.low, "confirmed_high": confirmed.high}
         if self.forgetting_change.n:
             change = self.forgetting_change
             row |= {"forgetting_change": change.mean, "forgetting_low": change.low, "forgetting_high": change.high}
@@ -87,9 +104,9 @@ class CheckpointScore:
 
 
 def item_score(row: ItemScores) -> RatioPart:
-    """Score of one item, from -1 to 1. A looping transcript counts as not understood; an item without a speaker
-    similarity, as of two speakers, is scored by its words alone."""
-    if row.looped or row.character_errors is None:
+    """Score of one item, from -1 to 1. An item without a speaker similarity, as of two speakers, is scored by its
+    words alone."""
+    if row.character_errors is None:
         cer = 1.0
     else:
         cer = min(1.0, row.character_errors / row.characters) if row.characters else 0.0
@@ -101,14 +118,17 @@ def score_checkpoint(scores: StepScores, base: StepScores, constraints: Constrai
     metrics = {key: estimate_metric(METRICS_BY_KEY[key], scores.rows).mean for key in REPORTED_METRICS}
     change = estimate_difference(item_score, scores.forgetting, base.forgetting)
     is_base = scores.step == base.step
+    confirmed = estimate_difference(item_score, scores.confirmation, base.confirmation)
     return CheckpointScore(
         step=scores.step,
         score=estimate([item_score(row) for row in scores.rows]),
         gain=Estimate() if is_base else estimate_difference(item_score, scores.rows, base.rows),
+        confirmed_gain=Estimate() if is_base else confirmed,
         forgetting_change=Estimate() if is_base else change,
         violations=(*_violations(metrics, base, constraints), *_forgetting(scores, base, change)),
         item_scores={row.id: item_score(row).numerator for row in scores.rows},
         metrics=metrics,
+        looped=count_looped(scores.rows),
     )
 
 
@@ -130,7 +150,9 @@ def required_mos(base: Sequence[ItemScores], constraints: Constraints) -> float 
 
 
 def _violations(metrics: Mapping[str, float | None], base: StepScores, constraints: Constraints) -> list[str]:
-    violations = []
+    # Nothing is better than such a score, so that it would stay the best for ever.
+    broken = [key for key, value in metrics.items() if value is not None and not math.isfinite(value)]
+    violations = [f"its {METRICS_BY_KEY[key].title} is not a number" for key in broken]
     stop_rate, mos, min_mos = metrics["stop_rate"] or 0.0, metrics["distillmos"], required_mos(base.rows, constraints)
     if stop_rate < constraints.min_stop_rate:
         violations.append(

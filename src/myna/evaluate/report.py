@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
+from myna.audio.files import read_audio
 from myna.evaluate.evaluation import GROUPED_METRICS, Evaluation, MetricEstimates
 from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
 from myna.evaluate.pipeline import load_audio
+from myna.evaluate.results import saved_references
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
 from myna.report.document import html_document, render_template
@@ -59,6 +61,7 @@ def evaluation_page(evaluation: Evaluation) -> str:
         rows=rows,
         system_title=system_title,
         defects=_defects,
+        seen=_seen,
     )
     return html_document(f"Evaluation of {evaluation.system}", body)
 
@@ -71,6 +74,8 @@ def format_estimate(metric: Metric, figure: Estimate, *, signed: bool = False) -
     """A mean with its interval."""
     if figure.mean is None:
         return NOT_APPLICABLE
+    if metric.is_count and not signed:
+        return f"{round(figure.mean * figure.n)} of {figure.n}"
     low, high = (metric.format(value, signed=signed).removesuffix(" %") for value in (figure.low, figure.high))
     return f"{metric.format(figure.mean, signed=signed)} [{low}, {high}]"
 
@@ -160,7 +165,9 @@ def item_section(
 ) -> Markup:
     """One item as every system speaks it, on one time scale; `out` is the results folder, or that of each system."""
     max_seconds = max(output.seconds for output in outputs.values())
-    figures = [
+    references = saved_references(out / row.audio) if isinstance(out, Path) and row.audio else []
+    figures = [_reference_figure(recording, row.id) for recording in references]
+    figures += [
         audio_figure(
             load_audio(output, out if isinstance(out, Path) else out[system], PLAYER_SAMPLE_RATE),
             PLAYER_SAMPLE_RATE,
@@ -174,16 +181,35 @@ def item_section(
     return render_template("evaluate/item.html", row=row, figures=figures)
 
 
+def _reference_figure(recording: Path, item: str) -> Markup:
+    samples = read_audio(recording, sample_rate=PLAYER_SAMPLE_RATE)
+    title = recording.stem.rpartition("+")[2]
+    return audio_figure(
+        samples,
+        PLAYER_SAMPLE_RATE,
+        title=title,
+        label=f"{item}, {title}",
+        max_seconds=len(samples) / PLAYER_SAMPLE_RATE,
+    )
+
+
 def _note(row: ItemScores) -> Markup:
     parts: list[object] = [element("span", defect, class_="bad") for defect in _defects(row)]
+    if seen := _seen(row):
+        parts.append(element("span", seen, class_="bad"))
     if row.similarity is not None:
         parts.append(f"similarity {row.similarity:.2f}")
     if row.distillmos is not None:
         parts.append(f"DistillMOS {row.distillmos:.2f}")
-    if row.transcript is not None and not row.looped:
+    if row.transcript is not None:
         errors = f"{row.word_errors} of {row.words} words wrong: “{row.transcript}”"
         parts.append(errors if row.word_errors else "every word")
     return join_html(parts, " · ")
+
+
+def _seen(row: ItemScores) -> str:
+    trained = {"audio": "trained on", "words": "its words were trained on"}.get(row.trained_on or "", "")
+    return trained or ("chose the checkpoint" if row.chose_checkpoint else "")
 
 
 def _defects(row: ItemScores) -> list[str]:

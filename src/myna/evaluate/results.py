@@ -1,13 +1,13 @@
 """Scores on disk, a Parquet file for each system, so that nothing is generated or scored twice.
 
 OUT/audio/SYSTEM/ITEM.flac    generated audio
+OUT/audio/SYSTEM/ITEM+reference.flac  the clip that set its voice (-0, -1 for several), of `myna evaluate` and `compare`
 OUT/items/SYSTEM.parquet      a row for each item, kept up to date during the evaluation
 OUT/items.parquet             all of them, at the end
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from myna.errors import DataError
 from myna.evaluate.scoring import ItemScores
-from myna.io import atomic_write, bytes_hash
+from myna.io import atomic_write, safe_file_name
 
 ITEMS_FILE, ITEMS_FOLDER, AUDIO_FOLDER = "items.parquet", "items", "audio"
 _TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -65,7 +65,18 @@ def audio_path(system: str, item: str) -> str:
     return f"{AUDIO_FOLDER}/{safe_file_name(system)}/{safe_file_name(item)}.flac"
 
 
-def safe_file_name(name: str) -> str:
-    """A name that any file system takes. Names that would become equal are kept apart by their hash."""
-    plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:80]
-    return plain if plain == name else f"{plain}-{bytes_hash(name.encode())[:8]}"
+def reference_paths(audio: str, count: int) -> list[str]:
+    """Of the references that an item's audio was spoken with, beside it: `+` is in no item's name."""
+    stem = audio.removesuffix(".flac")
+    numbers = [""] if count == 1 else [f"-{number}" for number in range(count)]
+    return [f"{stem}+reference{number}.flac" for number in numbers]
+
+
+def saved_references(audio: Path) -> list[Path]:
+    """The references beside an item's audio."""
+    return sorted(audio.parent.glob(f"{audio.stem}+reference*.flac"))
+
+
+def step_folder(step: int) -> str:
+    """Of the speech evaluation of a training step, inside RUN/speech_eval."""
+    return f"step-{step:06d}"

@@ -13,6 +13,7 @@ from myna.errors import MynaError
 from myna.evaluate.asr import ASR, Transcript
 from myna.evaluate.mos import DNSMOS, DistillMOS
 from myna.evaluate.speaker_encoders import RESEMBLYZER, SpeakerEncoder, open_speaker_encoder
+from myna.train.precision import pick_device
 
 NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
 SCORING_WORKERS = min(4, os.cpu_count() or 1)
@@ -38,6 +39,8 @@ class Scorers:
     dnsmos: MOSPredictor | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """For people: a scorer that is not on the device that was asked for."""
 
     def __post_init__(self) -> None:
         kinds = ("asr", "speaker_encoder", "distillmos", "dnsmos")
@@ -45,23 +48,33 @@ class Scorers:
         assert present == set(self.names), "every scorer has a name"
 
     @classmethod
-    def open(cls, asr: str | None, speaker_encoder: str = RESEMBLYZER, *, workers: int = SCORING_WORKERS) -> Scorers:
-        """Every scorer that can be opened. Nothing is downloaded unless it is named."""
+    def open(
+        cls,
+        asr: str | None,
+        speaker_encoder: str = RESEMBLYZER,
+        *,
+        device: str = "cpu",
+        workers: int = SCORING_WORKERS,
+    ) -> Scorers:
+        """Every scorer that can be opened, on `device` unless it can only be on the CPU, as DNSMOS. Nothing is
+        downloaded unless it is named."""
+        target = str(pick_device(device))
         openers: dict[str, Callable[[], tuple[Any, str]]] = {
-            "speaker_encoder": lambda: _named(open_speaker_encoder(speaker_encoder)),
-            "distillmos": lambda: (DistillMOS.open(), f"distillmos {version('distillmos')}"),
+            "speaker_encoder": lambda: _named(open_speaker_encoder(speaker_encoder, target)),
+            "distillmos": lambda: (DistillMOS.open(target), f"distillmos {version('distillmos')}"),
             "dnsmos": lambda: (DNSMOS.open(), f"speechmos {version('speechmos')}"),
         }
         missing = {} if asr is not None else {"asr": NO_ASR}
         if asr is not None:
-            openers["asr"] = lambda: _named(ASR.open(asr, workers=workers))
+            openers["asr"] = lambda: _named(ASR.open(asr, device, workers=workers))
         scorers, names = {}, {}
         for scorer, opener in openers.items():
             try:
                 scorers[scorer], names[scorer] = opener()
             except MynaError as error:
                 missing[scorer] = f"{error.what}: {error.hint}"
-        return cls(**scorers, names=names, missing=missing)
+        notes = (scorers["asr"].note,) if "asr" in scorers and scorers["asr"].note else ()
+        return cls(**scorers, names=names, missing=missing, notes=notes)
 
 
 def _named(scorer: Any) -> tuple[Any, str]:

@@ -56,6 +56,12 @@ class ItemScores:
     item_key: str = ""
     """Of the item, whatever the system: its text, references and maximum length. Equal items can be compared."""
 
+    trained_on: str | None = None
+    """`audio` or `words` where the system was trained on the item's audio, or on its words by the same speaker; empty
+    where it was not; None where its training data is not known."""
+    chose_checkpoint: bool | None = None
+    """Whether the item chose the checkpoint during training: a gain on such items is too high."""
+
     acoustics_revision: str = ""
     seconds: float = 0.0
     leading_silence: float | None = None
@@ -96,6 +102,15 @@ class ItemScores:
     distillmos: float | None = None
     dnsmos_model: str = ""
     dnsmos: float | None = None
+
+    def __post_init__(self) -> None:
+        self.count_loop_as_wrong()
+
+    def count_loop_as_wrong(self) -> None:
+        """A looped transcript says nothing about the audio except that it was not understood: every word is an error,
+        and words that the loop adds are none."""
+        if self.looped:
+            self.word_errors, self.character_errors = self.words, self.characters
 
 
 @dataclass(slots=True)
@@ -195,7 +210,8 @@ def _score_transcript(row: ItemScores, item: EvalItem, transcript: Transcript) -
     row.character_errors, row.characters = by_character.errors, by_character.total
     row.repeats = row.speaks_prompt = None
     if transcript.looped:
-        return  # the text says little about the audio
+        row.count_loop_as_wrong()
+        return
     row.repeats = has_repetition(words(item.text, language), words(text, language))
     if item.references:
         rates = [character_errors(clip.text, text, language).rate for clip in item.references]

@@ -53,12 +53,13 @@ class SpeakerEncoder(Protocol):
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding: ...
 
 
-def open_speaker_encoder(name: str = RESEMBLYZER) -> SpeakerEncoder:
-    """A speaker encoder by name, folder or hub name. Similarities by different encoders cannot be compared."""
+def open_speaker_encoder(name: str = RESEMBLYZER, device: str = "cpu") -> SpeakerEncoder:
+    """A speaker encoder by name, folder or hub name, on a device of torch. Similarities by different encoders cannot be
+    compared."""
     from myna.evaluate.ecapa import CONVERT_HINT, EcapaEncoder
 
     if name == RESEMBLYZER:
-        return ResemblyzerEncoder.open()
+        return ResemblyzerEncoder.open(device)
     kind, separator, checkpoint = name.partition(":")
     if kind not in (ECAPA, WAVLM):
         kind, checkpoint = "", name
@@ -68,7 +69,7 @@ def open_speaker_encoder(name: str = RESEMBLYZER) -> SpeakerEncoder:
         raise ModelError("ecapa is published as a pickle, which Myna does not open", hint=CONVERT_HINT)
     path = _local_path(checkpoint, ("*.safetensors",) if kind == ECAPA else HUB_FILES)
     is_ecapa = kind == ECAPA or (not kind and not (path / "config.json").is_file())
-    return EcapaEncoder.open(path) if is_ecapa else WavLMEncoder.open(path, checkpoint)
+    return EcapaEncoder.open(path, device) if is_ecapa else WavLMEncoder.open(path, checkpoint, device)
 
 
 def _local_path(checkpoint: str, files: tuple[str, ...]) -> Path:
@@ -102,9 +103,9 @@ class ResemblyzerEncoder:
         self._encoder, self._preprocess = encoder, preprocess
 
     @classmethod
-    def open(cls) -> ResemblyzerEncoder:
+    def open(cls, device: str = "cpu") -> ResemblyzerEncoder:
         resemblyzer = import_optional("resemblyzer", *RESEMBLYZER_INSTALL)
-        return cls(resemblyzer.VoiceEncoder("cpu", verbose=False), resemblyzer.preprocess_wav)
+        return cls(resemblyzer.VoiceEncoder(device, verbose=False), resemblyzer.preprocess_wav)
 
     @property
     def name(self) -> str:
@@ -128,7 +129,7 @@ class WavLMEncoder:
         self._model, self._features, self.name = model, features, name
 
     @classmethod
-    def open(cls, folder: Path, name: str) -> WavLMEncoder:
+    def open(cls, folder: Path, name: str, device: str = "cpu") -> WavLMEncoder:
         from transformers import AutoFeatureExtractor, WavLMForXVector
 
         architectures = read_json(folder / "config.json").get("architectures") or ["nothing"]
@@ -145,6 +146,7 @@ class WavLMEncoder:
             folder,
             name,
             (WavLMForXVector, AutoFeatureExtractor),
+            device=device,
             # The classifier over the speakers of its training is not used, and often not kept.
             unused=("objective.", "classifier."),
             hint="the folder needs config.json, preprocessor_config.json and model.safetensors, as "
@@ -160,8 +162,8 @@ class WavLMEncoder:
         if is_silent(clip) or conv_output_length(self._model.wavlm, len(clip)) < min_frames(config):
             return np.zeros(config.xvector_output_dim, np.float32)
         inputs = self._features(clip, sampling_rate=SAMPLE_RATE, return_tensors="pt")
-        embedding = self._model(inputs.input_values).embeddings[0]
-        return np.asarray(torch.nn.functional.normalize(embedding, dim=0).numpy(), np.float32)
+        embedding = self._model(inputs.input_values.to(self._model.device)).embeddings[0]
+        return np.asarray(torch.nn.functional.normalize(embedding, dim=0).cpu().numpy(), np.float32)
 
 
 def min_frames(config: Any) -> int:

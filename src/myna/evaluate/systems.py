@@ -14,6 +14,7 @@ from myna.data.conversation import AudioClip, Reference
 from myna.data.utterance import Utterance, normalise_text
 from myna.evaluate.items import EvalItem, load_clip, recording_key
 from myna.models.base import Sampling
+from myna.models.code_sampling import SAMPLING_REVISION
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
@@ -130,7 +131,7 @@ class SpeechSystem:
 
     def key(self, item: EvalItem) -> str:
         sampling = replace(self.sampling, max_seconds=item.max_seconds)
-        return f"{self._weights_hash}/{asdict(sampling)}"
+        return f"{self._weights_hash}/{SAMPLING_REVISION}/{asdict(sampling)}"
 
     def supports(self, item: EvalItem) -> bool:  # noqa: ARG002
         return True
