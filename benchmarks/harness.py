@@ -45,7 +45,7 @@ from myna.train.precision import choose_precision
 from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parent.parent / "src/myna/recipes"
 CONTEXT_GIB = 0.6
 """Memory of the CUDA context, which is not available on a smaller GPU either."""
 MAX_MICRO_BATCHES = 2

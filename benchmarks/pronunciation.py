@@ -1,4 +1,4 @@
-"""Benchmark of `recipes/pronunciation_paper_r64.yaml` at full size, on random weights, within 24 GB of GPU memory.
+"""Benchmark of the recipe `pronunciation_paper_r64` at full size, on random weights, within 24 GB of GPU memory.
 
 python benchmarks/pronunciation.py --out FOLDER         on a GPU: two rows, some two minutes on an H200
 python benchmarks/pronunciation.py --tiny --device cpu --out FOLDER
@@ -52,7 +52,7 @@ from myna.train.memory_plan import LargestBatch, plan_memory  # noqa: E402
 from myna.train.precision import choose_precision  # noqa: E402
 from myna.train.trainer import Trainer  # noqa: E402
 
-RECIPE = ROOT / "recipes" / "pronunciation_paper_r64.yaml"
+RECIPE = ROOT / "src/myna/recipes" / "pronunciation_paper_r64.yaml"
 GPU_GIB = 24.0
 PREDECESSOR_SECONDS = 15.3
 """An optimizer step of the system that this replaces, on a TITAN RTX."""
@@ -76,7 +76,7 @@ class RandomPhi4(Phi4):
         family.rng_device = rng_device
         return family
 
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:  # noqa: ARG002
+    def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:  # noqa: ARG002
         model: Any = meta_model(self.config, dtype=dtype)
         if torch.device(device).type == "meta":
             return model  # type: ignore[no-any-return]

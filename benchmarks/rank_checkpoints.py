@@ -3,9 +3,9 @@
 python benchmarks/rank_checkpoints.py --model fledgling --asr base --out runs/ranking
 
 For each seed the bundled voice, or `--voice`, is fine-tuned as `myna demo` does it, with `speech_eval:` on
-`--eval-limit` sentences at every evaluation. Then every checkpoint is loaded again and says `--limit` sentences, those
-among them, with the same metrics and the same ranking. Audio and scores are kept in OUT and not computed again, so that
-it can be interrupted. `OUT/ranking.json` has both rankings, and whether they agree:
+`--eval-limit` sentences at every evaluation, and as many that choose nothing. Then every checkpoint is loaded again and
+says `--limit` sentences, those among them, with the same metrics and the same ranking. Audio and scores are kept in OUT
+and not computed again, so that it can be interrupted. `OUT/ranking.json` has both rankings, and whether they agree:
 
 - `during_training` is the best step of the run,
 - `same_sentences` is the best by the same sentences, said by the saved checkpoints,
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from myna import api
 from myna.config import parse_recipe
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
-from myna.evaluate.eval_set import load_eval_set
+from myna.evaluate.eval_set import load_eval_set, split_items
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.ranking import (
     CheckpointScore,
@@ -88,7 +88,7 @@ def recipe_tree(args: argparse.Namespace, seed: int, voice: Path, language: str)
     tree["speech_eval"] = tree.get("speech_eval", {}) | {
         "asr": args.asr,
         "sentences": str(args.out / "sentences.txt"),
-        "limit": args.eval_limit,
+        "limit": 2 * args.eval_limit,  # half of them choose
         "language": language,
     }
     return tree
@@ -146,18 +146,19 @@ def system_name(seed: int, step: int) -> str:
 
 
 def compare_rankings(seed: int, run: Run, rows: Mapping[str, Sequence[ItemScores]], eval_limit: int) -> dict[str, Any]:
-    """Both rankings of one run, of which the first `eval_limit` sentences were used in training."""
+    """Both rankings of one run, of which `eval_limit` sentences chose in training."""
     speech_eval = run.recipe.speech_eval
     constraints, steps = Constraints(speech_eval.min_stop_rate, speech_eval.min_mos), checkpoint_steps(run)
 
-    def ranked(count: int | None) -> list[CheckpointScore]:
-        base = StepScores(0, rows[BASE][:count])
+    def ranked(select: Callable[[Sequence[ItemScores]], Sequence[ItemScores]]) -> list[CheckpointScore]:
+        base = StepScores(0, select(rows[BASE]))
         return [
-            score_checkpoint(StepScores(step, rows[system_name(seed, step)][:count]), base, constraints)
+            score_checkpoint(StepScores(step, select(rows[system_name(seed, step)])), base, constraints)
             for step in steps
         ]
 
-    some, every = ranked(eval_limit), ranked(None)
+    some = ranked(lambda scores: split_items(scores[: 2 * eval_limit], speech_eval.seed)[0])
+    every = ranked(lambda scores: scores)
     chosen = read_checkpoint_metadata(run.best)["progress"]["step"] if run.best.is_dir() else None
     picks = {
         "during_training": chosen,
@@ -199,15 +200,15 @@ def main() -> None:
     parser.add_argument("--asr", required=True, help="folder or name of a Whisper")
     parser.add_argument("--voice", help="recordings, instead of the voice that comes with Myna")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--eval-limit", type=int, default=48, help="sentences at every evaluation")
+    parser.add_argument("--eval-limit", type=int, default=48, help="sentences that choose, at every evaluation")
     parser.add_argument("--limit", type=int, default=96, help="sentences of the evaluation afterwards")
     parser.add_argument("--sentences", type=Path, help="a text file, instead of the built-in sentences")
     parser.add_argument("--batch-size", type=int, default=24, help="sentences synthesized at once")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", action="append", default=[], help="a setting of the recipe, such as train.steps=60")
     args = parser.parse_args()
-    if args.eval_limit > args.limit:
-        parser.error("--eval-limit is at most --limit")
+    if 2 * args.eval_limit > args.limit:
+        parser.error("--eval-limit is at most half of --limit")
     args.out.mkdir(parents=True, exist_ok=True)
     lines = (
         [line for line in args.sentences.read_text(encoding="utf-8").splitlines() if line.strip()][: args.limit]

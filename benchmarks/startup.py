@@ -33,7 +33,7 @@ TEXT = "I will see you tomorrow morning."
 """Two seconds of speech: 1.96 s with the seed that is the default."""
 SPEAK = (
     *("speak", TEXT, "--model", "fledgling", "--reference", str(RECORDINGS / REFERENCE)),
-    *("--reference-text", REFERENCE_TEXT, "--out", "speech.wav"),
+    *("--reference-text", REFERENCE_TEXT, "--out", "speech.wav", "--force"),
 )
 MYNA = "from myna.cli import main; main()"
 CASES: dict[str, tuple[tuple[str, ...], float | None]] = {

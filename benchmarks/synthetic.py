@@ -78,9 +78,9 @@ class RandomHiggs(HiggsV2):
         family.rng_device = rng_device
         return family
 
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
+    def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
         model: nn.Module = random_model(
-            self.config, dtype=dtype, device=device, rng_device=self.rng_device, text_head=text_head
+            self.config, dtype=dtype or torch.float32, device=device, rng_device=self.rng_device, text_head=text_head
         )
         return model
 

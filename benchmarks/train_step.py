@@ -67,7 +67,7 @@ def measure_in_process(name: str, options: RowOptions, out: Path) -> None:
 
 def measure_in_subprocess(variant: Variant, options: RowOptions, seconds: float) -> Row:
     """Measure one row in a process with its own caches; a failure is returned as the row's `error`."""
-    if variant.recipe and not (ROOT / "recipes" / variant.recipe).is_file():
+    if variant.recipe and not (ROOT / "src/myna/recipes" / variant.recipe).is_file():
         return {"name": variant.name, "error": f"there is no recipes/{variant.recipe}"}
     if seconds <= 0:
         return {"name": variant.name, "error": "not measured: the time of the run was spent"}

@@ -98,7 +98,10 @@ def test_an_error_is_two_lines_on_stderr_and_exit_1(tmp_path: Path) -> None:
     result = shell("train", "nowhere.yaml", folder=tmp_path)
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr == "error there is no recipe nowhere.yaml\n  → ls recipes/ shows the ones that ship\n"
+    assert result.stderr == (
+        "error there is no recipe nowhere.yaml\n"
+        "  → give a YAML file, or the name of a recipe that ships: myna recipes lists them\n"
+    )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -159,9 +162,9 @@ def test_a_missing_source_lists_the_layouts(complain: Complain, tiny: Path) -> N
 
 def test_a_folder_that_is_no_run_is_named(complain: Complain, tiny: Path) -> None:
     Path("empty").mkdir()
-    assert "empty is not a run" in complain("speak", "hi", "-o", "x.wav", "--run", "empty")
+    assert "empty is neither a run nor an adapter" in complain("speak", "hi", "-o", "x.wav", "--run", "empty")
     assert "--run or --model" in complain("speak", "hi", "-o", "x.wav")
-    assert "--run or --model" in complain("speak", "hi", "-o", "x.wav", "--run", "empty", "-m", tiny)
+    assert "empty is neither" in complain("speak", "hi", "-o", "x.wav", "--run", "empty", "-m", tiny)
     voice = ["--reference", "a.wav", "--reference-text", "a", "--reference", "b.wav"]
     assert "2 --reference but 1 --reference-text" in complain("speak", "hi", "-o", "x.wav", "-m", tiny, *voice)
 
@@ -169,7 +172,7 @@ def test_a_folder_that_is_no_run_is_named(complain: Complain, tiny: Path) -> Non
 def test_a_missing_voice_is_named(complain: Complain, tiny: Path) -> None:
     words = ["speak", "hi", "-o", "x.wav", "-m", tiny, "--device", "cpu"]
     assert "nobody.wav: missing file" in complain(*words, "--reference", "nobody.wav", "--reference-text", "hi")
-    assert "has no text to speak" in complain("speak", " ", *words[2:])
+    assert "there is no text to speak" in complain("speak", " ", *words[2:])
 
 
 def test_an_unknown_layout_is_refused(complain: Complain) -> None:
@@ -178,7 +181,7 @@ def test_an_unknown_layout_is_refused(complain: Complain) -> None:
 
 
 def test_brackets_are_printed_as_they_are(complain: Complain) -> None:
-    assert "[red]run[/red] is not a run" in complain("speak", "hi", "-o", "x.wav", "--run", "[red]run[/red]")
+    assert "there is no run [red]run" in complain("speak", "hi", "-o", "x.wav", "--run", "[red]run")
 
 
 @pytest.fixture(scope="module")

@@ -257,7 +257,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (["adapt.targets=[q_proj]"], "`adapt.targets` only counts"),
         (["adapt.freeze=[norms]"], "`adapt.freeze` only counts"),
         (["adapt.mode=full", "adapt.train_modules=[audio_head]"], "`adapt.train_modules` says nothing"),
-        (["adapt.train_modules=[text_head]"], "names `text_head`"),
         (["loss.codebook_weights=[0, 0]"], "`loss.codebook_weights` are all zero"),
         (["loss.codebook_weights=[]"], "`loss.codebook_weights` are all zero"),
         (["data.seconds=[3, 2]"], "`data.seconds` runs from 3.0 to 2.0"),

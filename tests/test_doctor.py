@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -266,15 +267,16 @@ def test_a_full_disk_is_told_apart_from_a_small_one(monkeypatch: Patch, tmp_path
 def test_memory_knows_the_limits_of_a_job(monkeypatch: Patch, tmp_path: Path) -> None:
     memory = SimpleNamespace(available=60e9, total=64e9)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    monkeypatch.setattr(hardware, "CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(hardware, "CGROUPS", tmp_path)
-    assert only(hardware.check_memory) == Check("memory", "ok", "60.0 GB free of 64.0")
-    (tmp_path / "job" / "step").mkdir(parents=True)
-    (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/job/step\n")
+    check_memory = partial(hardware.check_memory, tmp_path)
+    assert only(check_memory) == Check("memory", "ok", "60.0 GB free of 64.0")
+    groups = tmp_path / "sys/fs/cgroup"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (groups / "job/step").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("1:name=systemd:/x\n0::/job/step\n")
     for folder, limit in (("job", "6000000000"), ("job/step", "max")):
-        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / folder / "memory.stat").write_text("anon 1000000000\nfile 5000000000\n")
-    check = only(hardware.check_memory)
+        (groups / folder / "memory.max").write_text(f"{limit}\n")
+        (groups / folder / "memory.stat").write_text("anon 1000000000\nfile 5000000000\n")
+    check = only(check_memory)
     assert check.status == "warning" and check.detail.startswith("5.0 GB left by the limit") and "sbatch" in check.hint
 
 

@@ -19,7 +19,7 @@ from myna.train.precision import Precision
 from tests.train.test_memory_plan import speech
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted([*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "training").glob("**/*.yaml")])
+RECIPES = sorted([*(ROOT / "src/myna/recipes").glob("*.yaml"), *(ROOT / "training").glob("**/*.yaml")])
 CARDS = {"8gb": (7.4, 7.3), "16gb": (15.4, 14.0), "24gb": (23.4, 22.0), "h200": (139.0, 60.0)}
 """GiB that a card has for us, less what the driver takes, and the most that its recipe may take of them."""
 by_name = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

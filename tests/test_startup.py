@@ -18,6 +18,8 @@ CLI = "import sys; sys.argv[0] = 'myna'; from myna.cli import main; main()"
 NEEDS_TRITON = (
     "myna.models.cross_entropy_kernel",
     "myna.models.higgs_v2.codec_kernels",
+    "myna.models.higgs_v2.decode.cuda",
+    "myna.models.higgs_v2.decode.kernels",
     "myna.models.higgs_v2.fused.attention_kernels",
     "myna.models.higgs_v2.fused.kernels",
 )

@@ -43,7 +43,7 @@ def speak(way: Path, bird: str, text: str, *extra: object) -> Codes:
     out = way / "spoken.npy"
     voice = way / "recordings" / bird / f"{bird}-0.wav"
     words = ["speak", text, "--run", way / "run", "--reference", voice, "--reference-text", REFERENCE]
-    myna(*words, "--temperature", 0, "--device", "cpu", "-o", way / "spoken.wav", "--codes", out, *extra)
+    myna(*words, "--temperature", 0, "--device", "cpu", "-o", way / "spoken.wav", "--codes", out, "--force", *extra)
     return np.asarray(np.load(out))
 
 
@@ -116,7 +116,7 @@ def test_a_model_is_sampled_as_it_asks_unless_somebody_says_otherwise(way: Path,
             "--codes",
             tmp_path / "x.npy",
         ]
-        myna(*words, "-o", tmp_path / "x.wav", *extra)
+        myna(*words, "-o", tmp_path / "x.wav", "--force", *extra)
         return np.asarray(np.load(tmp_path / "x.npy"))
 
     likeliest = codes("--temperature", 0, greedy=False)
@@ -133,10 +133,8 @@ def test_a_run_opens_from_anywhere(way: Path) -> None:
 def test_a_dry_run_checks_everything_and_trains_nothing(way: Path) -> None:
     output = myna("train", way / "recipe.yaml", "-o", way / "dry", "--dry-run")
     assert "nothing was trained" in output and "preflight passed" in output
-    assert not (way / "dry" / "metrics.jsonl").exists() and not (way / "dry" / "checkpoints").exists()
-    assert "g│o│o│d" in (way / "dry" / "preflight.txt").read_text()
-    myna("train", way / "recipe.yaml", "-o", way / "dry", "--set", "train.steps=1")
-    assert (way / "dry" / "adapter").is_dir(), "the folder of a dry run is free to use"
+    assert not (way / "dry").exists(), "nothing is written"
+    assert "g│o│o│d" in (way / "run" / "preflight.txt").read_text(), "as a training does"
 
 
 def test_a_finished_run_is_not_trained_again(way: Path) -> None:

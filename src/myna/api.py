@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myna.errors import DataError, SpeakError, TrainingError
+from myna.io import report_disk_errors
 from myna.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
     from myna.compare.comparison import Comparison
     from myna.config import Recipe
+    from myna.data.codec import Samples
+    from myna.data.importers.validation import TextCheck
+    from myna.data.overlap import ComparedClip, TrainedClips
     from myna.data.utterance import Utterance
     from myna.doctor.check import Check
     from myna.evaluate.evaluation import Evaluation
-    from myna.models.base import GeneratedAnswer, RenderedSequence
-    from myna.speak.answering import AnswerEngine
-    from myna.speak.engine import Engine, Speech
+    from myna.models.base import GeneratedAnswer, RenderedSequence, Sampling
+    from myna.models.merge import MergeCheck
+    from myna.speak.answering import AnswerEngine, DatasetAnswers
+    from myna.speak.engine import Engine, Speech, SpeechRequest
     from myna.train.loop import TrainingObserver
     from myna.train.run import Run
 
@@ -53,6 +58,7 @@ class DataFolder:
 # Data
 
 
+@report_disk_errors()
 def import_dataset(
     source: PathLike,
     out: PathLike,
@@ -64,10 +70,12 @@ def import_dataset(
     progress: ProgressCallback = silent,
 ) -> DataFolder:
     """Read recordings and texts in any supported layout into one manifest, without encoding them."""
+    format = _check_import(source, Path(out), format)
     _, report = _import(source, Path(out), format, max_bad, language, speaker, progress)
     return report
 
 
+@report_disk_errors()
 def prepare(
     source: PathLike,
     out: PathLike,
@@ -89,9 +97,11 @@ def prepare(
     from myna.train.precision import pick_device
 
     folder = Path(out)
-    utterances, imported = _import(source, folder, format, max_bad, language, speaker, progress)
+    format = _check_import(source, folder, format)
     family = open_family(model, codec=codec)
     encoder = family.load_encoder(device=pick_device(device))
+    check_text = family.count_tokens if family.has_weights else None
+    utterances, imported = _import(source, folder, format, max_bad, language, speaker, progress, check_text)
     notes = list(imported.notes)
     report = encode_dataset(utterances, encoder, folder, progress=progress, notify=notes.append)
     if report.encoded:
@@ -105,25 +115,42 @@ def prepare(
     return replace(imported, utterances=report.utterances, encoded=report.encoded, notes=tuple(notes))
 
 
+def _check_import(source: PathLike, out: Path, format: str | None) -> str:
+    """The layout of a source, once it is sure that it is there and can be imported into `out`."""
+    from myna.data.importers import check_source
+    from myna.data.importers.reading import OUTPUT_FILES
+    from myna.io import check_writable
+
+    if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
+        raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
+    check_writable(out)
+    if (out / "manifest.jsonl").exists() and not any((out / name).exists() for name in OUTPUT_FILES):
+        raise DataError(
+            f"{out / 'manifest.jsonl'} was made by something else",
+            hint="choose another folder with --out, or move that file away",
+        )
+    return check_source(os.fspath(source), format)
+
+
 def _import(
     source: PathLike,
     out: Path,
-    format: str | None,
+    format: str,
     max_bad: float,
     language: str,
     speaker: str,
     progress: ProgressCallback,
+    check_text: TextCheck | None = None,
 ) -> tuple[list[Utterance], DataFolder]:
     from myna.data.importers import import_source, write_import
 
-    if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
-        raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
     imported = import_source(
         os.fspath(source),
         media=out / "media",
         format=format,
         language=language,
         speaker=speaker,
+        check_text=check_text,
         progress=progress,
     )
     write_import(imported, out, max_bad=max_bad)
@@ -132,13 +159,18 @@ def _import(
     return imported.utterances, DataFolder(out, count, rejected, notes=(note,))
 
 
+@report_disk_errors()
 def split(data: PathLike, *, speakers: int = 0, texts: int = 10, seed: int = 0) -> dict[str, DataFolder]:
     """Hold out speakers and texts of a prepared folder: a prepared folder for each subset, by its name."""
     from myna.data.split import SUBSETS, split_dataset, subset_folder
 
-    result = split_dataset(Path(data), speakers=speakers, texts=texts, seed=seed)
+    notes: list[str] = []
+    result = split_dataset(Path(data), speakers=speakers, texts=texts, seed=seed, notify=notes.append)
     counts = {subset: len(result.ids(subset)) for subset in SUBSETS}
-    return {name: DataFolder(subset_folder(Path(data), name), count) for name, count in counts.items() if count}
+    folders: dict[str, DataFolder] = {
+        name: DataFolder(subset_folder(Path(data), name), count) for name, count in counts.items() if count
+    }
+    return folders | {"train": replace(folders["train"], notes=tuple(notes))}
 
 
 def render(
@@ -193,7 +225,7 @@ def train(
             words = ["train", file, "--out", folder, *(["--dry-run"] if dry_run else [])]
             _launch(gpus, words, Run(folder, loaded))
         return Run(folder, loaded)
-    return _run_training(loaded, folder, progress, observer, resume=False, dry_run=dry_run)
+    return _run_training(Run(folder, loaded), progress, observer, resume=False, dry_run=dry_run)
 
 
 def resume(
@@ -204,7 +236,8 @@ def resume(
     progress: ProgressCallback = silent,
     observer: TrainingObserver | None = None,
 ) -> Run:
-    """Continue a run from its newest checkpoint. `settings` may change how it is trained, not what it learns."""
+    """Continue a run from its newest checkpoint. `settings` may change how and how long it is trained (`train.steps`),
+    not what it learns. A finished run goes on if it is given more steps."""
     from myna.train.run import Run
 
     overrides = _overrides(settings)
@@ -212,12 +245,11 @@ def resume(
     if gpus > 1:
         _launch(gpus, ["train", "--resume", opened.folder, *(f"--set={setting}" for setting in overrides)], opened)
         return opened
-    return _run_training(opened.recipe, opened.folder, progress, observer, resume=True, dry_run=False)
+    return _run_training(opened, progress, observer, resume=True, dry_run=False)
 
 
 def _run_training(
-    recipe: Recipe,
-    folder: Path,
+    run: Run,
     progress: ProgressCallback,
     observer: TrainingObserver | None,
     *,
@@ -226,17 +258,19 @@ def _run_training(
 ) -> Run:
     from myna.evaluate import callback
     from myna.train import distributed, loop
-    from myna.train.run import Run
+    from myna.train.run import Run, lock_run
 
-    process = distributed.ProcessInfo.from_environment()
-    with distributed.report_failures():
-        run = Run(folder, recipe)
+    recipe, process = run.recipe, distributed.ProcessInfo.from_environment()
+    with distributed.report_failures(), ExitStack() as stack:
         evaluation = None
-        if recipe.evaluates_speech and process.is_main and not (resume and run.is_finished):
-            evaluation = callback.SpeechEvaluation.from_recipe(recipe, folder, progress)
-        if not resume and process.is_main:
-            # Rank 0 makes the folder; the others never write to it.
-            run = Run.create(folder, recipe)
+        is_needed = process.is_main and not (resume and run.is_finished)
+        if recipe.evaluates_speech and is_needed:
+            evaluation = callback.SpeechEvaluation.from_recipe(recipe, run.folder, progress)
+        if is_needed and not dry_run:
+            # Rank 0 holds and makes the folder; the others never write to it.
+            stack.enter_context(lock_run(run.folder, new=not resume))
+            if not resume:
+                run = Run.create(run.folder, recipe)
         loop.run_training(
             recipe, run, observer or _ProgressObserver(progress), evaluation, resume=resume, dry_run=dry_run
         )
@@ -341,13 +375,13 @@ class Voice:
     def open(
         cls,
         *,
-        run: Path | None = None,
+        run: PathLike | None = None,
         model: str | None = None,
         codec: str | None = None,
         device: str = "auto",
         strength: float = 1.0,
     ) -> Voice:
-        """The voice of a run, or of an untuned model."""
+        """The voice of a run or an adapter, on its base model or on another `model`; or of an untuned model."""
         from myna.speak.loading import load_engine
 
         return cls(load_engine(run=run, model=model, codec=codec, device=device, strength=strength))
@@ -362,7 +396,7 @@ class Voice:
         *,
         reference: PathLike | Sequence[PathLike] = (),
         reference_text: str | Sequence[str] = (),
-        scene: str = "",
+        scene: str | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -371,8 +405,50 @@ class Voice:
         progress: ProgressCallback = silent,
     ) -> Speech:
         """Speak a text in the voice of a reference recording, given with its transcript; or of several, where the text
-        has `[SPEAKER0]`, `[SPEAKER1]` tags. Sampling settings that are None are those the model asks for."""
+        has `[SPEAKER0]`, `[SPEAKER1]` tags. The scene, if None, is the one that the run was trained with; sampling
+        settings that are None are those the model asks for."""
+        request, sampling = self._request(
+            text, reference, reference_text, scene, temperature, top_k, top_p, max_seconds, seed
+        )
+        speech = self.engine.speak([request], sampling, lambda frames: progress("speaking", frames, None))[0]
+        if not len(speech.samples):
+            raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
+        return speech
+
+    def stream(
+        self,
+        text: str,
+        *,
+        reference: PathLike | Sequence[PathLike] = (),
+        reference_text: str | Sequence[str] = (),
+        scene: str | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_seconds: float = 60.0,
+        seed: int = 0,
+    ) -> Iterator[Samples]:
+        """Speak a text as `speak` does, yielding arrays of samples as they are generated, at `sample_rate`. Together
+        they are the samples of `speak`."""
+        request, sampling = self._request(
+            text, reference, reference_text, scene, temperature, top_k, top_p, max_seconds, seed
+        )
+        return self.engine.stream(request, sampling)
+
+    def _request(
+        self,
+        text: str,
+        reference: PathLike | Sequence[PathLike],
+        reference_text: str | Sequence[str],
+        scene: str | None,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+        max_seconds: float,
+        seed: int,
+    ) -> tuple[SpeechRequest, Sampling]:
         from myna.speak.engine import SpeechRequest
+        from myna.speak.validation import check_speech_text
 
         recordings = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
         transcripts = [reference_text] if isinstance(reference_text, str) else list(reference_text)
@@ -381,35 +457,34 @@ class Voice:
                 f"{len(recordings)} references but {len(transcripts)} reference texts",
                 hint="give the transcript of each reference: --reference REF.wav --reference-text '...'",
             )
+        check_speech_text(text, transcripts)
         engine = self.engine
         pairs = zip(map(Path, recordings), transcripts, strict=True)
         references = tuple(engine.reference(recording, transcript) for recording, transcript in pairs)
         choices: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {name: value for name, value in choices.items() if value is not None}
         sampling = replace(engine.family.sampling, max_seconds=max_seconds, seed=seed, **chosen)
-        request = SpeechRequest(text, references, scene, id=text)
-        speech = engine.speak([request], sampling, lambda frames: progress("speaking", frames, None))[0]
-        if not len(speech.samples):
-            raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
-        return speech
+        return SpeechRequest(text, references, engine.scene if scene is None else scene, id=text), sampling
 
 
 class AnswerModel:
     """A model that answers questions about recordings in words. Made by `load_answer_model`."""
 
-    def __init__(self, engine: AnswerEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: AnswerEngine, recipe: Recipe | None = None) -> None:
+        self.engine, self.recipe = engine, recipe
 
     @classmethod
     def open(
-        cls, *, run: Path | None = None, model: str | None = None, device: str = "auto", batch_size: int = 16
+        cls, *, run: PathLike | None = None, model: str | None = None, device: str = "auto", batch_size: int = 16
     ) -> AnswerModel:
-        """The model of a run, or an untuned one."""
+        """The model of a run or an adapter, on its base model or on another `model`; or an untuned one."""
         from myna.speak.loading import load_answer_engine
+        from myna.speak.tuned import find_tuned
 
         engine = load_answer_engine(run=run, model=model, device=device)
         engine.batch_size = batch_size
-        return cls(engine)
+        tuned = find_tuned(run, model) if run is not None else None
+        return cls(engine, tuned.run.recipe if tuned is not None and tuned.run is not None else None)
 
     def answer(
         self, recording: PathLike, question: str | None = None, *, max_tokens: int = 512, constrained: bool = False
@@ -443,15 +518,21 @@ class AnswerModel:
         *,
         max_tokens: int = 512,
         constrained: bool = False,
+        force: bool = False,
         progress: ProgressCallback = silent,
-    ) -> list[dict[str, Any]]:
-        """Answer every clip of a prepared folder that has an answer: rows of `id`, `answer`, `expected` and `stopped`,
-        which are also written to `out` as JSONL."""
+    ) -> DatasetAnswers:
+        """Answer every clip of a prepared folder that has an answer. The answers are written to `out` as JSONL, and the
+        metrics beside it as `.scores.json`; over a file that is there only with `force`."""
         import json
 
         from myna.data.dataset import PreparedDataset
-        from myna.io import save_text
+        from myna.data.overlap import ComparedClip
+        from myna.data.pronunciation.metrics import assessment_table
+        from myna.io import check_output_file, save_text
+        from myna.speak.answering import DatasetAnswers
 
+        for file in (Path(out), self.scores_file(out)):
+            check_output_file(file, inputs=Path(data).rglob("*"), force=force)
         dataset = PreparedDataset.open(Path(data))
         clips = self.engine.dataset_questions(dataset)
         if not clips:
@@ -463,8 +544,50 @@ class AnswerModel:
             {"id": clip.id, "answer": answer.text, "expected": expected[clip.id], "stopped": answer.stopped}
             for clip, answer in zip(clips, self.engine.answer(clips, max_tokens, report), strict=True)
         ]
-        save_text(Path(out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        return rows
+        utterances = [dataset.table.utterance(index) for index in map(dataset.find, expected) if index is not None]
+        trained_on, notes = self._trained_on(
+            lambda _: [ComparedClip(one.id, one.speaker, one.text, dataset.key(one)) for one in utterances]
+        )
+        result = DatasetAnswers(
+            [row | {"trained_on": trained_on.get(row["id"])} for row in rows],
+            assessment_table(utterances, {row["id"]: row["answer"] for row in rows}),
+            notes,
+        )
+        save_text(Path(out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.rows))
+        save_text(self.scores_file(out), json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
+        return result
+
+    @staticmethod
+    def scores_file(answers: PathLike) -> Path:
+        """The file of the metrics, beside that of the answers."""
+        path = Path(answers)
+        return path.with_name(f"{path.name.removesuffix('.jsonl')}.scores.json")
+
+    def trained_recordings(self, recordings: Sequence[PathLike]) -> dict[str, str | None]:
+        """By path, `audio` for recordings that the run was trained on, empty for others; None where its training data
+        is not known."""
+        from myna.data.overlap import ComparedClip
+
+        paths = [os.fspath(recording) for recording in recordings]
+        found, _ = self._trained_on(
+            lambda trained: [ComparedClip(path, "", "", trained.key(Path(path))) for path in paths]
+        )
+        return {path: found.get(path) for path in paths}
+
+    def _trained_on(
+        self, clips: Callable[[TrainedClips], list[ComparedClip]]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Why each clip counts as trained on, empty where it does not, by id; and a note where that is not known."""
+        from myna.data.overlap import TrainedClips
+
+        if self.recipe is None:
+            return {}, ()
+        try:
+            trained = TrainedClips.open(self.recipe)
+        except DataError as error:
+            return {}, (f"whether the run was trained on these recordings cannot be told: {error.what}",)
+        compared = clips(trained)
+        return {clip.id: "" for clip in compared} | trained.find(compared), ()
 
     def _constrain(self, constrained: bool) -> None:
         from myna.data.pronunciation.grammar import answer_grammar
@@ -472,27 +595,41 @@ class AnswerModel:
         self.engine.grammar = answer_grammar() if constrained else None
 
 
-def load(source: Run | PathLike, *, codec: str | None = None, device: str = "auto", strength: float = 1.0) -> Voice:
-    """Open a model that speaks: a run or one of its checkpoints, or the hub name or folder of an untuned model.
+def load(
+    source: Run | PathLike,
+    *,
+    model: str | None = None,
+    codec: str | None = None,
+    device: str = "auto",
+    strength: float = 1.0,
+) -> Voice:
+    """Open a model that speaks: a run or one of its checkpoints, a LoRA adapter of PEFT, or an untuned model; folders,
+    or names on the hub.
 
-    `strength` is how much of what a run's LoRA has learned is applied.
+    `model` is the base of a run or an adapter, where it is not the one that it names; `strength` is how much of what a
+    LoRA has learned is applied.
     """
-    run, model = _run_or_model(source)
+    run, model = _run_or_model(source, model)
     return Voice.open(run=run, model=model, codec=codec, device=device, strength=strength)
 
 
-def load_answer_model(source: Run | PathLike, *, device: str = "auto", batch_size: int = 16) -> AnswerModel:
-    """Open a model that answers in words: a run or one of its checkpoints, or the name or folder of a model."""
-    run, model = _run_or_model(source)
+def load_answer_model(
+    source: Run | PathLike, *, model: str | None = None, device: str = "auto", batch_size: int = 16
+) -> AnswerModel:
+    """Open a model that answers in words, as `load` opens one that speaks."""
+    run, model = _run_or_model(source, model)
     return AnswerModel.open(run=run, model=model, device=device, batch_size=batch_size)
 
 
-def _run_or_model(source: Run | PathLike) -> tuple[Path | None, str | None]:
+def _run_or_model(source: Run | PathLike, base: str | None) -> tuple[PathLike | None, str | None]:
+    from myna.speak.tuned import find_tuned
     from myna.train.run import Run
 
     if isinstance(source, Run):
-        return source.folder, None
-    return (Path(source), None) if Run.find(Path(source)) is not None else (None, os.fspath(source))
+        return source.folder, base
+    if base is not None or find_tuned(source) is not None:
+        return source, base
+    return None, os.fspath(source)
 
 
 # Evaluation
@@ -509,14 +646,17 @@ def evaluate(
     speaker_encoder: str = "resemblyzer",
     language: str = "",
     strength: float = 1.0,
+    model: str | None = None,
     limit: int | None = None,
     seed: int = 0,
     batch_size: int = 16,
     device: str = "auto",
+    force: bool = False,
     progress: ProgressCallback = silent,
 ) -> Evaluation:
     """Evaluate speech: word errors, speaker similarity, quality and stopping, beside the real recordings and the
-    untuned base. Writes `evaluation.json`, `items.parquet` and `report.html`; called again, does what is missing."""
+    untuned base. Writes `evaluation.json`, `items.parquet` and `report.html`; called again, does what is missing. Into
+    a folder that holds anything but an evaluation it writes only with `force`."""
     from myna.evaluate.runner import evaluate_system
 
     return evaluate_system(
@@ -529,10 +669,12 @@ def evaluate(
         speaker_encoder=speaker_encoder,
         language=language,
         strength=strength,
+        model=model,
         limit=limit,
         seed=seed,
         batch_size=batch_size,
         device=device,
+        force=force,
         progress=progress,
     )
 
@@ -546,15 +688,18 @@ def compare(
     asr: str | None = None,
     speaker_encoder: str = "resemblyzer",
     language: str = "",
+    model: str | None = None,
     limit: int | None = None,
     trials: int = 20,
     seed: int = 0,
     batch_size: int = 16,
     device: str = "auto",
+    force: bool = False,
     progress: ProgressCallback = silent,
 ) -> Comparison:
     """Compare runs, models or evaluations on the same sentences: metrics with paired differences, and a page for blind
-    listening. Writes `compare.json` and `compare.html`."""
+    listening. Writes `compare.json` and `compare.html`; into a folder that holds anything but a comparison, only with
+    `force`."""
     from myna.compare.runner import compare_systems
 
     return compare_systems(
@@ -565,11 +710,13 @@ def compare(
         asr=asr,
         speaker_encoder=speaker_encoder,
         language=language,
+        model=model,
         limit=limit,
         trials=trials,
         seed=seed,
         batch_size=batch_size,
         device=device,
+        force=force,
         progress=progress,
     )
 
@@ -604,6 +751,28 @@ def convert(source: PathLike, out: PathLike, *, layout: str = "transformers") ->
 
     convert_checkpoint(Path(source), Path(out), layout)
     return Path(out)
+
+
+def merge(
+    source: Run | PathLike,
+    out: PathLike,
+    *,
+    model: str | None = None,
+    layout: str = "transformers",
+    strength: float = 1.0,
+    dtype: str = "auto",
+    device: str = "cpu",
+) -> MergeCheck:
+    """Merge the LoRA of a run or an adapter into its base: a whole model with tokenizer and codec, in the layout of
+    transformers or in the `original` one. Returns how far its logits are from the adapter's.
+
+    `dtype` is the base model's own, or float32, bfloat16 or float16. `model` is as for `load`.
+    """
+    from myna.speak.merging import merge_tuned
+
+    return merge_tuned(
+        _run_folder(source), Path(out), base=model, layout=layout, strength=strength, dtype=dtype, device=device
+    )
 
 
 def extract_lora(

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from myna import __version__
 from myna.errors import MynaError
@@ -34,8 +35,17 @@ model_app = typer.Typer(no_args_is_help=True, help="Inspect checkpoints and conv
 app.add_typer(model_app, name="model")
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hub name or folder of the model.")]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", help="Run folder, one of its checkpoints, or a LoRA adapter: folder or hub name."),
+]
 UntunedOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="Hub name or folder of an untuned model, instead of a run.")
+    str | None,
+    typer.Option("--model", "-m", help="Hub name or folder of an untuned model; beside --run, its base model."),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Base model of a run or an adapter, where it is not the one that it names."),
 ]
 CodecOption = Annotated[
     str | None, typer.Option("--codec", help="Hub name or folder of another codec than the model's.")
@@ -72,6 +82,7 @@ StrengthOption = Annotated[
     float, typer.Option("--strength", min=0.0, help="Scale of the run's LoRA: less keeps more of the untuned model.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Write over files that are there. Inputs never are.")]
 
 SINGLE_THREAD_PARAMETERS = 50_000_000
 
@@ -86,12 +97,22 @@ def main() -> None:
     try:
         app()
     except MynaError as error:
-        from rich.console import Console
-        from rich.markup import escape
+        _exit_with(error)
+    except OSError as error:
+        from myna.io import disk_error
 
-        text = f"[bold red]error[/] {escape(error.what)}\n[bold]  → [/]{escape(error.hint)}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        # A full disk is no bug; a file of ours that is not where it should be is one, and keeps its traceback.
+        if known := disk_error(error):
+            _exit_with(known)
+        raise
+
+
+def _exit_with(error: MynaError) -> NoReturn:
+    from rich.text import Text
+
+    text = Text.assemble(("error", "bold red"), f" {error.what}\n", ("  → ", "bold"), error.hint)
+    _console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 @contextmanager
@@ -124,7 +145,7 @@ def _restore_threads(voice: Voice, threads: int) -> None:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    return Console(stderr=stderr, markup=False, emoji=False)  # brackets are a person's own, as in [laughs]
 
 
 @app.command("import")
@@ -183,7 +204,8 @@ def split(
     from myna.terminal import show_notes
 
     parts = api.split(data, speakers=speakers, texts=texts, seed=seed)
-    show_notes([f"{part.folder}: {part.utterances} utterances" for part in parts.values()], _console())
+    counts = [f"{part.folder}: {part.utterances} utterances" for part in parts.values()]
+    show_notes([*counts, *(note for part in parts.values() for note in part.notes)], _console())
 
 
 @app.command()
@@ -207,11 +229,13 @@ def render(
 
 @app.command()
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe; recipes/ has some to start from.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="A YAML file, or a name that `myna recipes` lists.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/NAME by default.")] = None,
     settings: SetOption = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs of this machine to use, a process each.")] = 1,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Continue this run instead of a recipe.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue this run; with --set train.steps=... for longer.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, plan the memory, train nothing.")
     ] = False,
@@ -220,14 +244,18 @@ def train(
     from myna import api
     from myna.config import load_recipe
     from myna.errors import ConfigError
+    from myna.train.run import Run
 
     if (recipe is None) == (resume is None) or (resume is not None and (out is not None or dry_run)):
         raise ConfigError(
             "give a recipe, or --resume with a run and nothing else that says where or what",
-            hint="myna train recipes/NAME.yaml, or myna train --resume runs/NAME",
+            hint="myna train RECIPE.yaml, or myna train --resume runs/NAME",
         )
+    # A mistake in it is told before anything heavy is imported.
     if recipe is not None:
-        load_recipe(recipe, settings)  # a mistake in it is told before anything heavy is imported
+        load_recipe(recipe, settings)
+    elif resume is not None:
+        Run.open(resume, settings)
     from myna.models import open_family
     from myna.models.base import SpeakingFamily
     from myna.terminal import TrainingDisplay
@@ -247,7 +275,7 @@ def train(
                 progress=display.progress,
                 observer=display,
             )
-    if not leads or gpus > 1 or not run.is_finished:
+    if not leads or gpus > 1 or dry_run or not run.is_finished:
         return
     source = run.recipe.model
     family = open_family(source.source, revision=source.revision, codec=source.codec)
@@ -255,24 +283,91 @@ def train(
         command = f'myna speak "your words" --run {run.folder} --reference REF.wav --reference-text "..." -o out.wav'
     else:
         command = f"myna answer RECORDING.wav --run {run.folder}"
-    _console().print(f"\nTry it:  {command}", soft_wrap=True, markup=False)
+    _console().print(f"\nTry it:  {command}", soft_wrap=True)
 
 
 @app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A recipe to print; all are listed if left out.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Copy it to this file, to change it.")] = None,
+    force: ForceOption = False,
+) -> None:
+    """List the recipes that ship, print one, or copy one to start from. `myna train NAME` takes their names too."""
+    from myna.config import shipped_recipes
+    from myna.errors import ConfigError
+    from myna.io import check_output_file, save_text
+    from myna.terminal import show_recipes
+
+    shipped = shipped_recipes()
+    if name is None:
+        if out is not None:
+            raise ConfigError("--out copies one recipe", hint="myna recipes NAME --out mine.yaml")
+        show_recipes(shipped, _console())
+        return
+    if name not in shipped:
+        raise ConfigError(f"no recipe {name} ships", hint=f"name one of {', '.join(shipped)}")
+    content = shipped[name].read_text(encoding="utf-8")
+    if out is None:
+        print(content, end="")
+        return
+    check_output_file(out, force=force)
+    save_text(out, content)
+    _console().print(f"{out}: change it, then myna train {out}", soft_wrap=True)
+
+
+class _TextCommand(TyperCommand):
+    """A command whose one argument is a text, which may begin with a dash: `-5 degrees` is no option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_value = {
+            name: not getattr(parameter, "is_flag", False)
+            for parameter in self.get_params(ctx)
+            for name in parameter.opts
+        }
+        options, texts, waiting = list[str](), list[str](), list(args)
+        while waiting and waiting[0] != "--":
+            word = waiting.pop(0)
+            name = word.partition("=")[0] if word.startswith("--") else word[:2]
+            # A single word after two dashes is an option, perhaps a misspelt one.
+            if word[:1] == "-" and name not in takes_value and (not word.startswith("--") or " " in name):
+                texts.append(word)
+                continue
+            options.append(word)
+            if takes_value.get(word) and waiting:
+                options.append(waiting.pop(0))
+        return super().parse_args(ctx, [*options, "--", *texts, *waiting[1:]])
+
+
+@app.command(cls=_TextCommand)
 def speak(
-    text: Annotated[str, typer.Argument(help="What to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Audio file to write: .wav, .flac, .ogg, .mp3.")],
+    text: Annotated[
+        str | None, typer.Argument(help="What to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.")
+    ] = None,
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="Audio file to write: .wav, .flac, .ogg, .mp3. One that exists needs --force."
+        ),
+    ],
+    text_file: Annotated[
+        Path | None, typer.Option("--text-file", help="Read the text from this UTF-8 file instead.")
+    ] = None,
     reference: Annotated[
-        list[Path] | None, typer.Option("--reference", help="Recording of the voice to speak in; repeatable.")
+        list[Path] | None,
+        typer.Option("--reference", help="Recording of the voice to speak in, of at most 60 s; repeatable."),
     ] = None,
     reference_text: Annotated[
         list[str] | None, typer.Option("--reference-text", help="Transcript of that recording; repeatable.")
     ] = None,
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder, or one of its checkpoints.")] = None,
+    run: RunOption = None,
     model: UntunedOption = None,
     strength: StrengthOption = 1.0,
     codec: CodecOption = None,
-    scene: Annotated[str, typer.Option("--scene", help="A sentence about the room or the manner.")] = "",
+    scene: Annotated[
+        str | None,
+        typer.Option("--scene", help="A sentence about the room or the manner; if not given, as the run was trained."),
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option("--temperature", min=0.0, help="0 is greedy; if not given, as the model asks."),
@@ -289,26 +384,46 @@ def speak(
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same speech.")] = 0,
     device: DeviceOption = "auto",
     codes: Annotated[Path | None, typer.Option("--codes", help="Also write the codes, as .npy.")] = None,
+    force: ForceOption = False,
 ) -> None:
     """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it."""
-    from myna.audio.files import check_audio_suffix, probe
+    from myna.audio.files import check_audio_suffix
     from myna.errors import SpeakError
+    from myna.io import atomic_write, check_output_file
+    from myna.speak.validation import check_speech_text, read_reference, read_speech_text
 
+    if (text is None) == (text_file is None):
+        raise SpeakError(
+            "give either a text or --text-file",
+            hint='myna speak "Good morning." --out morning.wav ...; after -- a text may begin with -o or -m too',
+        )
+    text = read_speech_text(text_file) if text_file is not None else str(text)
+    inputs = [*(reference or ()), *([text_file] if text_file is not None else [])]
     check_audio_suffix(out)
-    if (run is None) == (model is None):
-        raise SpeakError("give either --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
+    check_output_file(out, inputs=inputs, force=force)
+    if codes is not None:
+        codes = codes.with_name(codes.name.removesuffix(".npy") + ".npy")
+        check_output_file(codes, inputs=inputs, force=force)
+    if run is None and model is None:
+        raise SpeakError("give --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     if len(reference or ()) != len(reference_text or ()):
         raise SpeakError(
             f"{len(reference or ())} --reference but {len(reference_text or ())} --reference-text",
             hint="give the transcript of each recording",
         )
-    from myna.models import find_checkpoint
-
-    # What is not there is reported before seconds go into imports.
+    # What is wrong is reported before seconds go into imports.
+    check_speech_text(text, reference_text or ())
     for recording in reference or ():
-        probe(recording)
-    if model is not None:
-        find_checkpoint(model)
+        read_reference(recording)
+    if run is not None and not run.exists() and len(run.parts) != 2:  # OWNER/NAME may be on the hub
+        raise SpeakError(
+            f"there is no run {run}", hint="--run takes what `myna train` made, or an adapter: a folder, or OWNER/NAME"
+        )
+    for source in (model, run.as_posix() if run is not None and not run.is_dir() else None):
+        if source is not None:
+            from myna.models import find_checkpoint
+
+            find_checkpoint(source)
     from myna import api
     from myna.terminal import progress_bars
 
@@ -328,13 +443,15 @@ def speak(
             seed=seed,
             progress=progress,
         )
-    speech.save(out)
+    speech.save(out, force=force)
     if codes is not None:
         import numpy as np
 
-        np.save(codes, speech.codes)
-    end = "stopped by itself" if speech.stopped else f"[yellow]cut at --max-seconds {max_seconds:g}: it found no end[/]"
-    _console().print(f"{out}: {speech.seconds:.2f} s, {end}")
+        with atomic_write(codes) as temporary, temporary.open("wb") as file:
+            np.save(file, speech.codes)
+    end = "stopped by itself" if speech.stopped else f"cut at --max-seconds {max_seconds:g}: it found no end"
+    style = "none" if speech.stopped else "yellow"
+    _console().print(f"{out}: {speech.seconds:.2f} s, {end}", style=style, soft_wrap=True)
 
 
 @app.command()
@@ -342,24 +459,29 @@ def answer(
     recordings: Annotated[
         list[Path], typer.Argument(help="Recordings, or one folder made by `myna prepare` with answers.")
     ],
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder, or one of its checkpoints.")] = None,
+    run: RunOption = None,
     model: UntunedOption = None,
     question: Annotated[
         str | None, typer.Option("--question", help="What to ask; by default to rate the pronunciation.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file for the answers to a folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="JSONL file for the answers to a folder. One that exists needs --force."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where a runaway is cut.")] = 512,
     batch_size: BatchSizeOption = 16,
     constrained: Annotated[
         bool, typer.Option("--constrained", help="Keep answers to the JSON of an assessment: all can be parsed.")
     ] = False,
     device: DeviceOption = "auto",
+    force: ForceOption = False,
 ) -> None:
     """Answer questions about recordings with a model that listens, or compare its answers with those of a folder."""
     from myna import api
     from myna.data.dataset import DATASET_INFO_FILE
     from myna.errors import SpeakError
-    from myna.terminal import progress_bars, show_answer_scores
+    from myna.io import check_output_file
+    from myna.terminal import progress_bars, show_dataset_answers, show_notes, show_warnings
 
     folder = recordings[0] if (recordings[0] / DATASET_INFO_FILE).is_file() else None
     if folder is not None and (len(recordings) > 1 or out is None or question is not None):
@@ -367,6 +489,15 @@ def answer(
             f"{folder} is a prepared folder, which comes alone, with questions of its own and an --out",
             hint=f"myna answer {folder} --run RUN --out answers.jsonl",
         )
+    if out is not None:
+        if folder is None:
+            raise SpeakError(
+                "--out is for the answers to a prepared folder", hint="leave it out, or name such a folder"
+            )
+        for file in (out, api.AnswerModel.scores_file(out)):
+            check_output_file(file, inputs=folder.rglob("*"), force=force)
+    from myna.speak.answering import trained_warnings
+
     answerer = api.AnswerModel.open(run=run, model=model, device=device, batch_size=batch_size)
     console = _console()
     with progress_bars() as progress:
@@ -374,23 +505,25 @@ def answer(
             answers = answerer.answer_all(
                 recordings, question, max_tokens=max_tokens, constrained=constrained, progress=progress
             )
-            rows = []
         else:
-            rows = answerer.answer_dataset(
-                folder, out, max_tokens=max_tokens, constrained=constrained, progress=progress
+            result = answerer.answer_dataset(
+                folder, out, max_tokens=max_tokens, constrained=constrained, force=force, progress=progress
             )
-    if folder is None:
+    if folder is None or out is None:
+        show_warnings(trained_warnings(answerer.trained_recordings(recordings)), _console(stderr=True))
         for recording, reply in zip(recordings, answers, strict=True):
-            console.print(f"{recording}: {reply.text}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{recording}: {reply.text}", highlight=False, soft_wrap=True)
         return
-    show_answer_scores(folder, rows, console)
-    exact = sum(row["answer"] == row["expected"] for row in rows)
-    console.print(f"{out}: {exact} of {len(rows)} answers equal the expected ones, letter for letter")
+    show_dataset_answers(result, console)
+    exact = f"{result.exact} of {len(result.rows)} answers equal the expected ones, letter for letter"
+    show_notes([f"{out}: {exact}", f"{answerer.scores_file(out)}: every figure"], console)
 
 
 @app.command()
 def evaluate(
-    subject: Annotated[str, typer.Argument(help="A run folder, or the hub name or folder of a model.")],
+    subject: Annotated[
+        str, typer.Argument(help="A run folder, or the hub name or folder of an adapter or of a model.")
+    ],
     data: DataOption = None,
     sentences: SentencesOption = None,
     against: Annotated[
@@ -403,10 +536,12 @@ def evaluate(
     ] = None,
     language: LanguageOption = "",
     strength: StrengthOption = 1.0,
+    model: BaseOption = None,
     limit: LimitOption = None,
     seed: SeedOption = 0,
     batch_size: BatchSizeOption = 16,
     device: DeviceOption = "auto",
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate speech: words, speaker similarity, quality and stopping, beside real recordings and the untuned base.
@@ -415,12 +550,13 @@ def evaluate(
     options = dict(locals()) | {"against": against or ()}
     del options["as_json"]
     from myna import api
-    from myna.terminal import progress_bars, show_evaluation, show_notes
+    from myna.terminal import progress_bars, show_evaluation, show_notes, show_warnings
 
     with progress_bars() as progress:
         evaluation = api.evaluate(**options, progress=progress)
     show_notes(evaluation.notes, _console(stderr=True))
     if as_json:
+        show_warnings(evaluation.warnings, _console(stderr=True))
         print(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
     else:
         show_evaluation(evaluation, _console())
@@ -430,7 +566,9 @@ def evaluate(
 def compare(
     subjects: Annotated[
         list[str],
-        typer.Argument(help="Runs, models or folders of evaluations, or NAME=IT; or one folder that this has made."),
+        typer.Argument(
+            help="Runs, adapters, models or folders of evaluations, or NAME=IT; or one folder that this has made."
+        ),
     ],
     data: DataOption = None,
     sentences: SentencesOption = None,
@@ -438,11 +576,13 @@ def compare(
     speaker_encoder: SpeakerEncoderOption = "resemblyzer",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder; comparisons/NAMES by default.")] = None,
     language: LanguageOption = "",
+    model: BaseOption = None,
     limit: LimitOption = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Sentences to hear blindly, of those compared.")] = 20,
     seed: SeedOption = 0,
     batch_size: BatchSizeOption = 16,
     device: DeviceOption = "auto",
+    force: ForceOption = False,
     preferences: Annotated[
         list[Path] | None, typer.Option("--preferences", help="Answers that the page saved; repeatable.")
     ] = None,
@@ -515,6 +655,35 @@ def demo(
     with DemoDisplay() as display:
         result = run_demo(**options, progress=display.progress, observer=display)
     show_demo(result, _console())
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(help="Run folder, one of its checkpoints, or a LoRA adapter.")],
+    out: OutOption,
+    model: BaseOption = None,
+    layout: Annotated[str, typer.Option("--layout", help="transformers or original (boson).")] = "transformers",
+    strength: StrengthOption = 1.0,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Type of the weights: auto (the base model's), float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Where to merge: cpu, cuda, mps or auto.")] = "cpu",
+) -> None:
+    """Merge a LoRA into its base model: a model by itself, with tokenizer and codec, to speak with and to train on.
+
+    Its logits are compared with the adapter's, and what was written is read back bit for bit; myna.json in it says how.
+    """
+    options = {key: value for key, value in locals().items() if key != "run"}
+    from myna import api
+
+    check = api.merge(run, **options)
+    _console().print(
+        f"{out}: a whole model in {check.dtype}, {layout} layout; {check.logits:,} logits differ from the adapter's by "
+        f"at most {check.largest_difference:.2g} of {check.largest_logit:.3g}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @model_app.command()

@@ -21,6 +21,8 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Quantization = Literal["none", "fp8", "int8", "nf4"]
+SCORER_KINDS = ("transformers", "resemblyzer", "ecapa", "wavlm")
+"""Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are no paths; a path may follow after a colon."""
 
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
@@ -40,7 +42,8 @@ class ModelSettings(Settings):
     revision: str | None = None
     """Hub revision: a branch, a tag or a commit."""
     codec: str | None = None
-    """Hub name or folder of the codec; by default the one that belongs to the model."""
+    """Hub name (`OWNER/NAME`, or `OWNER/NAME@REVISION`) or folder of the codec; by default the one that belongs to the
+    model."""
     check_pretrained: bool = True
     """Expect a pretrained model: stop before the first step if its loss is at chance, or lower with labels of another
     position. False for random weights."""
@@ -99,8 +102,11 @@ class AdaptSettings(Settings):
     dora: bool = False
     """Train magnitude and direction of each weight separately (DoRA)."""
     train_modules: tuple[str, ...] = ()
-    """Trained in full beside the LoRA: `text_head` (which needs `loss.text_weight`), `audio_head`, `audio_embedding`,
-    or any group `freeze` knows that holds no LoRA."""
+    """Trained in full beside the LoRA: `text_head` (which needs `loss.text_weight` in a model that speaks),
+    `audio_head`, `audio_embedding`, or any group `freeze` knows that holds no LoRA."""
+    init: str | None = None
+    """Adapter to train on from, instead of a new one: a run or one of its checkpoints, or the folder or hub name of any
+    LoRA that PEFT has saved. It must have this rank, alpha and modules, and this base model."""
     freeze: tuple[str, ...] = ()
     """With `full`, what stays frozen: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`, `audio_ffn`,
     `norms`, `text_head`, `audio_head`."""
@@ -109,8 +115,9 @@ class AdaptSettings(Settings):
 class LossSettings(Settings):
     """Loss weights and labels."""
 
-    codebook_weights: Literal["uniform", "1/k"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
-    """Relative weights of the codebooks; a list gives one weight per codebook."""
+    codebook_weights: Literal["uniform", "1/k", "adaptive"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
+    """Relative weights of the codebooks; a list gives one weight per codebook. `adaptive` follows the training: the
+    more of a codebook the model predicts, the more it weighs; evaluations then weigh all alike."""
     text_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss on the assistant's text; 0 leaves the text head unloaded."""
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -119,6 +126,16 @@ class LossSettings(Settings):
     """Supervise every audio turn, references too."""
     label_smoothing: BelowOne = 0.0
     """Probability mass of each target spread over all classes."""
+    speaker_contrastive_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a contrastive loss (InfoNCE) on the model's hidden states: a target is to be nearer to its reference
+    than to those of other speakers in its packed row. In training alone; evaluations leave it out."""
+    reference_consistency_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cosine distance between the hidden states of a target and of its reference. In training alone."""
+
+    @property
+    def compares_voices(self) -> bool:
+        """Whether a loss compares targets with their references."""
+        return self.speaker_contrastive_weight > 0 or self.reference_consistency_weight > 0
 
 
 class Stage(Settings):
@@ -182,7 +199,10 @@ class TrainSettings(Settings):
     ema_decay: BelowOne | None = None
     """Decay of a running mean of the trained weights, which is then what is evaluated and saved."""
     stages: tuple[Stage, ...] = ()
-    """A curriculum: other loss weights for the first part of the run."""
+    """A curriculum: other loss weights for the first part of the run. A list of stages in order; each gives `until`,
+    where it ends (as a share of the run up to 1, or as a step; all of them alike), and its `text_weight` (by default 0)
+    and `audio_weight` (by default 1). After the last stage those of `loss` hold. For example, text first:
+    `[{until: 0.2, text_weight: 1, audio_weight: 0.5}, {until: 0.5, text_weight: 0.2}]`."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where else metrics go, beside `metrics.jsonl`."""
 
@@ -201,8 +221,9 @@ class SpeechEvalSettings(Settings):
     seed-tts-eval; by default the texts of `speech_eval.data`."""
     data: Path | None = None
     """A prepared folder with voices and texts that are not trained on; `data.evaluation` by default."""
-    limit: Count = 24
-    """Sentences per evaluation; speakers take turns."""
+    limit: Count = 48
+    """Sentences; speakers take turns. Half of them are spoken at every evaluation and choose the best checkpoint. The
+    others choose nothing: the untuned model and each new best speak them, and they say what was gained."""
     every: Count | None = None
     """Optimizer steps between speech evaluations; by default with each evaluation of the loss."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -239,12 +260,16 @@ class Recipe(Settings):
         data = {"train": self.data.train.absolute()}
         data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
         evaluation = self.speech_eval
-        named = {"source": self.model.source, "codec": self.model.codec, "asr": evaluation.asr}
+        named = {"source": self.model.source, "codec": self.model.codec}
         folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
-        speech: dict[str, Any] = {key: folders.pop(key) for key in ("asr",) if key in folders}
+        scorers = {"asr": evaluation.asr, "speaker_encoder": evaluation.speaker_encoder}
+        speech: dict[str, Any] = {key: absolute_scorer(name) for key, name in scorers.items() if name is not None}
         paths = {key: getattr(evaluation, key) for key in ("sentences", "data", "forgetting_data")}
         speech |= {key: path.absolute() for key, path in paths.items() if path is not None}
+        init = self.adapt.init
+        start = {"init": str(Path(init).absolute())} if init is not None and Path(init).is_dir() else {}
         changed = {
+            "adapt": self.adapt.model_copy(update=start),
             "data": self.data.model_copy(update=data),
             "model": self.model.model_copy(update=folders),
             "speech_eval": evaluation.model_copy(update=speech),
@@ -257,9 +282,24 @@ class Recipe(Settings):
         return self.speech_eval.asr is not None
 
     @property
+    def publishes_best(self) -> bool:
+        """Whether the result of a run is its best checkpoint, and not the last."""
+        return self.train.early_stopping_patience is not None or self.evaluates_speech
+
+    @property
     def needs_text_head(self) -> bool:
         """An audio-only loss never reaches it, so it is not loaded."""
         return self.loss.text_weight > 0 or any(stage.text_weight > 0 for stage in self.train.stages)
+
+
+def absolute_scorer(name: str) -> str:
+    """The name of an ASR model or a speaker encoder, with a full path where it is a folder or file here; other names
+    are those of a package or of the hub."""
+    kind = next((kind for kind in SCORER_KINDS if name.startswith(f"{kind}:")), "")
+    path = Path(name.removeprefix(f"{kind}:")).expanduser()
+    if name in SCORER_KINDS or not path.exists():
+        return name
+    return f"{kind}:{path.absolute()}" if kind else str(path.absolute())
 
 
 def settings_group(annotation: Any) -> type[Settings] | None:
@@ -270,18 +310,31 @@ def settings_group(annotation: Any) -> type[Settings] | None:
 _GROUPS = tuple(name for name, field in Recipe.model_fields.items() if settings_group(field.annotation))
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes of this package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+
+
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe; `overrides` are `key.path=value` with YAML values, applied on top."""
+    """Read a recipe, a YAML file or the name of one that ships; `overrides` are `key.path=value` with YAML values,
+    applied on top."""
+    if not path.exists():
+        path = shipped_recipes().get(str(path), path)
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except FileNotFoundError:
-        raise ConfigError(f"there is no recipe {path}", hint="ls recipes/ shows the ones that ship") from None
+        close = difflib.get_close_matches(path.stem, shipped_recipes(), n=1)
+        nearest = f"; did you mean {close[0]}?" if close else ""
+        hint = f"give a YAML file, or the name of a recipe that ships: myna recipes lists them{nearest}"
+        raise ConfigError(f"there is no recipe {path}", hint=hint) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="pass the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}", hint="mend the line it names") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no settings", hint="start from a file in recipes/")
+        raise ConfigError(
+            f"{path} holds no settings", hint="start from one that ships: myna recipes NAME --out mine.yaml"
+        )
     for group in _GROUPS:
         if group in tree and tree[group] is None:  # a heading with nothing under it
             tree[group] = {}
@@ -416,13 +469,14 @@ def _check_sense(recipe: Recipe, where: str) -> None:
             "`adapt.freeze` only counts with `adapt.mode: full`; a LoRA freezes the whole base",
             "drop it, or use adapt.mode: full",
         )
+    if adapt.init is not None and adapt.mode == "full":
+        refuse(
+            "`adapt.init` starts a LoRA, and `adapt.mode: full` has none",
+            "to train on from a full training, --set model.source=RUN/model; from an adapter, merge it first: "
+            "myna merge ADAPTER --out MODEL",
+        )
     if adapt.train_modules and adapt.mode == "full":
         refuse("`adapt.train_modules` says nothing with `adapt.mode: full`, which trains everything", "drop it")
-    if "text_head" in adapt.train_modules and not recipe.needs_text_head:
-        refuse(
-            "`adapt.train_modules` names `text_head`, but an audio-only loss teaches it nothing",
-            "drop it, or set loss.text_weight above 0",
-        )
     base = recipe.model.quantization
     if base != "none" and adapt.mode == "full":
         refuse(
@@ -436,6 +490,17 @@ def _check_sense(recipe: Recipe, where: str) -> None:
         )
     if train.early_stopping_patience and data.evaluation is None:
         refuse("`train.early_stopping_patience` has nothing to go by", "set data.evaluation to a prepared folder")
+    ends = [stage.until for stage in train.stages]
+    if any(end <= 1 for end in ends) and any(end > 1 for end in ends):
+        refuse(
+            f"`train.stages` mixes shares of the run (`until` up to 1) with steps: {', '.join(f'{e:g}' for e in ends)}",
+            "give every stage's `until` as a share, such as 0.25, or every one as a step, such as 250",
+        )
+    if any(end > 1 and end != int(end) for end in ends):
+        refuse(
+            f"`train.stages` ends at a step that is no whole number: {', '.join(f'{e:g}' for e in ends)}",
+            "write `until` as a step, such as 250, or as a share of the run up to 1",
+        )
     if list(train.stages) != sorted(train.stages, key=lambda stage: stage.until):
         refuse("`train.stages` are not in order", "sort them by `until`")
     weights = [(part.text_weight, part.audio_weight) for part in train.stages] + [(loss.text_weight, loss.audio_weight)]
@@ -448,6 +513,18 @@ def _check_sense(recipe: Recipe, where: str) -> None:
             refuse(f"`data.{name}` runs from {low} to {high}", "write the shorter one first")
     if data.require_reference and data.reference == "none":
         refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
+    if loss.compares_voices and data.reference == "none":
+        refuse(
+            "`loss.speaker_contrastive_weight` and `loss.reference_consistency_weight` compare a target with its "
+            "reference, and `data.reference: none` gives it none",
+            "--set data.reference=same_speaker, or set both weights to 0",
+        )
+    if loss.speaker_contrastive_weight and not data.pack:
+        refuse(
+            "`loss.speaker_contrastive_weight` compares the voices of a packed row, and `data.pack: false` leaves "
+            "every utterance alone in its row",
+            "--set data.pack=true, or --set loss.speaker_contrastive_weight=0",
+        )
     if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
         refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
     _check_speech_eval(recipe, refuse)

@@ -47,3 +47,7 @@ class TrainingError(MynaError):
 
 class SpeakError(MynaError):
     """A line cannot be spoken as asked."""
+
+
+class OutputError(MynaError):
+    """A result cannot be written where it was asked for, or must not be."""

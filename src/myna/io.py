@@ -1,16 +1,136 @@
-"""Files as bytes: written whole or not at all, named by what they hold."""
+"""Files as bytes: written whole or not at all, never over what is not ours, named by what they hold."""
 
 from __future__ import annotations
 
+import errno
+import glob
 import hashlib
 import os
+import re
+import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from myna.errors import ModelError
+from myna.errors import OutputError
+
+DISK_ERROR_HINTS = {
+    errno.ENOSPC: "make room on that disk, and give the same command again",
+    getattr(errno, "EDQUOT", errno.ENOSPC): "make room within your quota, and give the same command again",
+    errno.EFBIG: "files there may not be that large: raise `ulimit -f`, or choose another place",
+    errno.EROFS: "choose a place that can be written to",
+    errno.EACCES: "choose a place that you may use, or change its permissions",
+    errno.EPERM: "choose a place that you may use, or change its permissions",
+    errno.EEXIST: "there is a file where a folder is needed: choose another place",
+    errno.ENOTDIR: "there is a file where a folder is needed: choose another place",
+    errno.EISDIR: "there is a folder where a file is needed: choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: "the disk does not answer as it should: check it, or choose another place",
+}
+"""What to do about errors of disks and permissions, by `OSError.errno`. Other numbers are bugs of ours."""
+FREE_BYTES = 1 << 20
+"""Room that there must be for an output, at least."""
+TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{12}\.tmp")
+"""Of a file that is being written. A kill leaves it behind, and it stands in nobody's way."""
+SCRATCH_LOCK_FILE = ".lock"
+"""In the temporary folder of a process, which holds it."""
+MARKER_FILE = ".myna"
+"""In a folder of ours, the kind of its contents."""
+
+
+def disk_error(error: OSError) -> OutputError | None:
+    """An error of a disk or of permissions, with what to do about it; None for anything else."""
+    hint = DISK_ERROR_HINTS.get(error.errno or 0)
+    name = f"{error.filename}: " if error.filename else ""
+    return OutputError(f"{name}{os.strerror(error.errno or 0)}", hint=hint) if hint else None
+
+
+@contextmanager
+def report_disk_errors() -> Iterator[None]:
+    """Raise errors of a disk or of permissions as `OutputError`s."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error) or error from error
+
+
+def check_output_file(path: Path, *, inputs: Iterable[Path] = (), force: bool = False) -> None:
+    """Refuse, before any work is done for it, a file that would replace an input, or with `force` not given anything
+    else; and a place that cannot be written to."""
+    _check_no_input(path, inputs)
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder", hint=f"name a file: {path / 'NAME'}")
+    if not force and os.path.lexists(path):
+        raise OutputError(f"{path} exists", hint="choose another name, or replace it with --force (force=True)")
+    check_writable(path.parent)
+
+
+def claim_folder(
+    folder: Path, kind: str, *, known: Iterable[str] = (), inputs: Iterable[Path] = (), force: bool = False
+) -> None:
+    """Make an output folder and mark it as ours. One that holds anything else is refused unless `force` is given; one
+    that is an input, always. Files of the `known` names prove a folder of ours that has no mark."""
+    _check_no_input(folder, inputs)
+    marker = folder / MARKER_FILE
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file", hint="choose another folder with --out")
+    if not force and folder.is_dir() and not is_unused(folder):
+        is_ours = marker.read_text(encoding="utf-8").strip() == kind if marker.is_file() else False
+        if not is_ours and not any((folder / name).exists() for name in known):
+            raise OutputError(
+                f"{folder} is not empty, and holds no {kind}",
+                hint="choose another folder with --out, or write into that one with --force (force=True)",
+            )
+    check_writable(folder)
+    save_text(marker, f"{kind}\n")
+
+
+def is_unused(folder: Path, known: Iterable[str] = ()) -> bool:
+    """Whether a folder holds nothing but files of the `known` names, and files that a kill has left half-written."""
+    names = {entry.name for entry in folder.iterdir()}.difference(known)
+    return all(TEMPORARY_NAME.fullmatch(name) for name in names)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that is not empty, whatever it holds, and a place that cannot be written to."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
+    check_writable(folder)
+
+
+def _check_no_input(path: Path, inputs: Iterable[Path]) -> None:
+    for one in inputs:
+        if path.resolve() == one.resolve() or (path.exists() and one.exists() and path.samefile(one)):
+            raise OutputError(f"{path} is an input, which is never replaced", hint="choose another name with --out")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse, before any work is done for it, an output folder that cannot be made or written to."""
+    try:
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(FREE_BYTES))
+    except OSError as error:
+        hint = DISK_ERROR_HINTS.get(error.errno or 0, DISK_ERROR_HINTS[errno.EROFS])
+        raise OutputError(f"cannot write to {folder}: {error.strerror}", hint=hint) from None
+
+
+@contextmanager
+def _named_errors(path: Path, temporary: Path) -> Iterator[None]:
+    """Errors of a disk name the file that was asked for, not the temporary one nor none, as libraries have them."""
+    try:
+        yield
+    except OSError as error:
+        is_ours = error.filename is None or str(temporary) in f"{error.filename} {error.filename2}"
+        if error.errno is not None and is_ours:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # of a library in Rust
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
 
 
 @contextmanager
@@ -19,8 +139,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
     try:
-        yield temporary
-        temporary.replace(path)
+        with _named_errors(path, temporary):
+            yield temporary
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -35,15 +156,25 @@ def save_text(path: Path, text: str) -> None:
 def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder to write to; it then appears under its name complete, or not at all.
 
-    A folder of that name that is not empty is refused, or with `replace` gives way to the new one.
+    A folder of that name that is not empty is refused, or with `replace` gives way to the new one. Temporary folders
+    that killed processes have left for it are removed.
     """
-    if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
+    from filelock import FileLock, Timeout
+
+    if not replace:
+        check_new_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.*/{SCRATCH_LOCK_FILE}"):
+        with suppress(Timeout), FileLock(lock, timeout=0):  # a living process holds it
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch,
+        FileLock(Path(scratch, SCRATCH_LOCK_FILE)),
+    ):
         written = Path(scratch, "new")
         written.mkdir()
-        yield written
+        with _named_errors(folder, written):
+            yield written
         if folder.exists():
             folder.rename(Path(scratch, "old")) if replace else folder.rmdir()
         written.rename(folder)
@@ -60,6 +191,12 @@ def fsync(path: Path) -> None:
 
 def bytes_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def safe_file_name(name: str) -> str:
+    """A name that any file system takes. Names that would become equal are kept apart by their hash."""
+    plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:80]
+    return plain if plain == name else f"{plain}-{bytes_hash(name.encode())[:8]}"
 
 
 def file_hash(path: Path) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from myna.demo.report import DemoResult
     from myna.doctor.check import Check
     from myna.evaluate.evaluation import Evaluation
+    from myna.speak.answering import DatasetAnswers
 
 STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
 """The mark of a check, the same in ASCII for terminals that have no more, and its colour."""
 
-errors = Console(stderr=True)
+errors = Console(stderr=True, markup=False, emoji=False)
 
 
 @contextmanager
@@ -89,7 +91,9 @@ class TrainingDisplay:
     def on_metrics(self, row: dict[str, Any]) -> None:
         if "evaluation" in row:
             losses = row["evaluation"]
-            gain = f", {losses['against_base']:+.4f} against the untuned model" if "against_base" in losses else ""
+            gain = (
+                f", {losses['against_base']:+.4f} against the model it began with" if "against_base" in losses else ""
+            )
             self.on_message(f"step {row['step']}: evaluation loss {losses['loss']:.4f}{gain}")
         elif "speech_eval" in row:
             self.on_message(f"step {row['step']}: {_speech_scores(row['speech_eval'])}")
@@ -128,7 +132,8 @@ class DemoDisplay(TrainingDisplay):
 
 def _speech_scores(scores: dict[str, Any]) -> str:
     gain = f", {scores['gain']:+.3f} over the untuned model" if "gain" in scores else ""
-    wer = f", {scores['wer']:.1%} word errors" if scores["wer"] is not None else ""
+    looped = f" ({scores['looped']} items looped)" if scores.get("looped") else ""
+    wer = f", {scores['wer']:.1%} word errors{looped}" if scores["wer"] is not None else ""
     similarity = f", similarity {scores['similarity']:.3f}" if scores["similarity"] is not None else ""
     return f"score {scores['score']:.3f}{gain}{wer}{similarity}"
 
@@ -159,6 +164,23 @@ def show_notes(notes: Sequence[str], console: Console) -> None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
+def show_recipes(recipes: Mapping[str, Path], console: Console) -> None:
+    """Print each recipe with the comment it begins with."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="bold")
+    for name, path in recipes.items():
+        lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        comment = " ".join(line.lstrip("# ") for line in lines)
+        table.add_row(name, comment.partition(". ")[0].rstrip("."))
+    console.print(table)
+
+
+def show_warnings(warnings: Sequence[str], console: Console) -> None:
+    """Print what belongs above every figure."""
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+
 def show_model_stats(title: str, numbers: dict[str, Any], console: Console) -> None:
     table = Table(title=title, show_header=False)
     for key, value in numbers.items():
@@ -167,16 +189,13 @@ def show_model_stats(title: str, numbers: dict[str, Any], console: Console) -> N
     console.print(table)
 
 
-def show_answer_scores(data: Path, rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print the metrics of assessments; nothing where the answers of the folder are none."""
-    from myna.data.dataset import PreparedDataset
-    from myna.data.pronunciation.metrics import assessment_table
-
-    utterances = PreparedDataset.open(data).utterances
-    metrics = assessment_table(utterances, {row["id"]: row["answer"] for row in rows})
-    if metrics is not None:
-        table = Table(*metrics.header, title=metrics.title)
-        for cells in metrics.rows:
+def show_dataset_answers(answers: DatasetAnswers, console: Console) -> None:
+    """Print warnings, and the metrics where the answers are assessments."""
+    show_warnings(answers.warnings, console)
+    show_notes(answers.notes, console)
+    if answers.assessment is not None:
+        table = Table(*answers.assessment.header, title=answers.assessment.title)
+        for cells in answers.assessment.rows:
             table.add_row(*cells)
         console.print(table)
 
@@ -200,6 +219,7 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
     from myna.evaluate.metrics import METRICS
     from myna.evaluate.report import format_estimate, system_title
 
+    show_warnings(evaluation.warnings, console)
     table = Table("", *map(system_title, evaluation.estimates))
     for metric in METRICS:
         estimates = [of[metric.key] for of in evaluation.estimates.values()]
@@ -217,6 +237,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     from myna.evaluate.metrics import METRICS
     from myna.evaluate.report import format_estimate, system_title
 
+    show_warnings(comparison.warnings, console)
     table = Table("", *map(system_title, comparison.estimates))
     for metric in METRICS:
         estimates = [metrics.get(metric.key) for metrics in comparison.estimates.values()]

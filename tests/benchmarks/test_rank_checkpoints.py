@@ -67,7 +67,7 @@ def test_both_rankings_are_put_side_by_side(tmp_path: Path, capsys: pytest.Captu
         "train.steps=2",
         "train.evaluate_every=1",
         "model.check_pretrained=false",
-        "speech_eval.min_stop_rate=0.5",
+        "speech_eval.min_stop_rate=0.0",
     ):
         options += ["--set", setting]
     fake = FakeMetrics()
@@ -85,7 +85,7 @@ def test_both_rankings_are_put_side_by_side(tmp_path: Path, capsys: pytest.Captu
             rank_checkpoints.main()
     assert results == json.loads((tmp_path / "out" / "ranking.json").read_text())
     speech_eval = Run.open(tmp_path / "out" / "seed-0").recipe.speech_eval
-    assert (speech_eval.min_stop_rate, speech_eval.limit) == (0.5, 2), "what was set, and what the comparison needs"
+    assert (speech_eval.min_stop_rate, speech_eval.limit) == (0.0, 4), "what was set, and what the comparison needs"
     [one] = results["seeds"]
     assert (results["sentences"], results["eval_limit"], one["seed"], set(one["scores"])) == (4, 2, 0, {"1", "2"})
     for scores in one["scores"].values():

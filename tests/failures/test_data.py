@@ -210,7 +210,7 @@ def test_row_30_the_base_is_measured_first_and_every_evaluation_is_told_against_
         model={"source": str(pretrained_base)},
         data={"evaluation": str(workspace / "evaluation")},
         adapt={"train_modules": ["audio_head"]},
-        train={"steps": 4, "learning_rate": 0.3, "evaluate_every": 2},
+        train={"steps": 4, "learning_rate": 0.3, "evaluate_every": 2, "early_stopping_patience": 9},
     )
     base = callback.rows[0]
     assert base["step"] == 0 and "evaluation" in base, "before the first step"

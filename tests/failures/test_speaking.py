@@ -17,14 +17,14 @@ from myna.data.loader import Shard
 from myna.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
 from myna.models.base import IGNORE_INDEX, Family, Sampling, require_speaking
 from myna.models.higgs_v2.batch import HiggsBatch
-from myna.models.higgs_v2.family import HiggsV2
-from myna.models.higgs_v2.generate import _Sampler
 from myna.models.higgs_v2.render import DelayPattern
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
+from myna.speak.scheduler import BatchScheduler, generate_codes
 from myna.train.loop import make_loader
 from myna.train.run import Run
 from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
+from tests.models.test_code_sampling import sampled_frames
 
 from .conftest import TrainWith
 from .test_data import speak as put
@@ -69,7 +69,7 @@ def test_row_24_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(f
         lines = [cloning(text, target=5 + seed, seed=seed) for seed, text in enumerate(("one", "two"))]
         model = load(family)
         assert overfit(family, model, family.collate([family.render(line) for line in lines]), steps=45)[-1] < 0.05
-        return require_speaking(family).generate(model, prompts, GREEDY)
+        return list(generate_codes(require_speaking(family), model, prompts, GREEDY))
 
     with pytest.MonkeyPatch.context() as patch:
         mask_ends(patch)
@@ -129,11 +129,13 @@ def test_row_25_speaking_continues_what_training_rendered(engine: Engine, worksp
     trained = engine.family.render(loader.conversation(target, (reference,)))
     prompts: list[Any] = []
 
-    def listen(_self: object, _model: object, rendered: Any, *_: object) -> list[Any]:
-        prompts.extend(rendered)
-        return []
+    submit = BatchScheduler.submit
 
-    monkeypatch.setattr(HiggsV2, "generate", listen)
+    def listen(self: BatchScheduler, prompt: Any, *rest: Any) -> Any:
+        prompts.append(prompt)
+        return submit(self, prompt, *rest)
+
+    monkeypatch.setattr(BatchScheduler, "submit", listen)
     engine.speak([SpeechRequest(" you\n", (voice(engine, workspace, "robin"),))], GREEDY)
     [prompt] = prompts
     assert prompt.ids.tolist() == trained.ids[: len(prompt)].tolist()
@@ -184,13 +186,10 @@ def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
 
     def share_of_loop(window: int) -> float:
         sampling = Sampling(temperature=0.1, repetition_window=window, repetition_limit=2, max_seconds=60)
-        sampler = _Sampler(DelayPattern(8, 64, 65), sampling, [0])
-        for _ in range(100):
-            logits = torch.zeros(1, 8, 66)
-            logits[..., 3] = 1.0
-            logits[..., 65] = -9.0
-            sampler.next_frame(logits)
-        return float((torch.stack(sampler.frames)[9:, 0] == 3).float().mean())
+        logits = torch.zeros(1, 8, 66)
+        logits[..., 3] = 1.0
+        logits[..., 65] = -9.0
+        return float((sampled_frames([logits] * 100, sampling)[9:] == 3).float().mean())
 
     assert share_of_loop(0) > 0.9
     assert share_of_loop(Sampling().repetition_window) < 0.5

@@ -84,7 +84,7 @@ def newest(run: Run) -> Path:
 
 def test_it_holds_what_speaks_and_what_it_takes_to_go_on(copied: Run, birds: Path) -> None:
     files = {path.split("/")[-1] for path in contents(copied.folder / "checkpoints")}
-    assert files == {STATE, FACTS, "adapter_config.json", "adapter_model.safetensors"}, "and no pickle"
+    assert files == {STATE, FACTS, "adapter_config.json", "adapter_model.safetensors", "myna.json"}, "and no pickle"
     facts = json.loads((newest(copied) / FACTS).read_text())
     family = open_family(str(birds / "model"))
     prepared = json.loads((birds / "prepared" / "prepared.json").read_text())

@@ -44,12 +44,14 @@ def test_text_first_and_then_all(birds: Path, tmp_path: Path, monkeypatch: pytes
     assert audio(taught[-1]) < audio(taught[6]) - 0.05, "then the audio is"
 
 
+@pytest.mark.parametrize("ends", [(0.25, 8 / 12), (3, 8)], ids=["shares", "steps"])
 def test_stages_end_at_a_share_or_at_a_step_and_the_text_head_is_there_from_the_first(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[float, float]
 ) -> None:
     """The recipe's own loss has no text: it is the stage that needs the head."""
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
-    stages = [{"until": 0.25, "text_weight": 1.0, "audio_weight": 0.0}, {"until": 8, "text_weight": 1.0}]
+    first, second = ends
+    stages = [{"until": first, "text_weight": 1.0, "audio_weight": 0.0}, {"until": second, "text_weight": 1.0}]
     taught = rows(birds, tmp_path / "run", stages)
     for row in taught:
         text, sound = (1, 0) if row["step"] <= 3 else (1, 1) if row["step"] <= 8 else (0, 1)

@@ -130,7 +130,6 @@ def test_how_may_change_but_not_what(birds: Path, tmp_path: Path) -> None:
         "adapt.rank=8",
         "data.packing_window=9",
         "train.seed=1",
-        "train.steps=9",
         "train.ema_decay=0.5",
     ):
         with pytest.raises(TrainingError, match=f"another {setting.split('=')[0]}: it would learn something else"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from myna import api
 from myna.config import Recipe, load_recipe, parse_recipe
 from myna.errors import ConfigError, TrainingError
-from myna.train.run import Run
+from myna.train import loop
+from myna.train.run import Run, lock_run
 
 
 @pytest.fixture
@@ -144,3 +147,65 @@ def test_a_run_is_finished_once_its_result_is_there(tmp_path: Path, recipe: Reci
     assert run.result == run.folder / name and not run.is_finished
     run.result.mkdir()
     assert Run.open(run.folder).is_finished
+
+
+# The lock
+
+
+def test_one_holder_at_a_time_and_nothing_left_but_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with lock_run(folder, new=True):
+        with pytest.raises(TrainingError, match=f"by process {os.getpid()} on ") as caught, lock_run(folder, new=False):
+            pass
+        assert "--out" not in caught.value.hint
+        with pytest.raises(TrainingError) as caught, lock_run(folder, new=True):
+            pass
+        assert "--out" in caught.value.hint
+    with lock_run(folder, new=True):
+        pass
+    assert [path.name for path in folder.iterdir()] == [".lock"], "whoever comes next finds it free"
+
+
+def test_a_killed_holder_is_not_named_by_the_next(tmp_path: Path) -> None:
+    """What it wrote stays, and says nothing: the lock itself decides."""
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".lock.json").write_text('{"host": "gone", "pid": 1, "since": "2026-01-01 00:00:00"}')
+    with lock_run(tmp_path, new=True):
+        assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
+
+
+def test_what_is_no_run_gets_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(TrainingError, match="already holds a run"), lock_run(tmp_path, new=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(TrainingError, match=r"notes\.txt is a file"), lock_run(tmp_path / "notes.txt", new=True):
+        pass
+    with pytest.raises(TrainingError, match="cannot write to"), lock_run(tmp_path / "notes.txt" / "run", new=True):
+        pass
+
+
+def test_only_rank_0_holds_it(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(loop, "run_training", lambda *_, **__: held.append((tmp_path / "run" / ".lock").exists()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        api.train(recipe, out=tmp_path / "run")
+    assert held == [False, True]
+
+
+# Numbers that are none
+
+
+def test_metrics_are_json_whatever_the_numbers_are(tmp_path: Path, recipe: Recipe) -> None:
+    run = Run.create(tmp_path / "run", recipe)
+    run.log_metrics(
+        {"step": 1, "loss": float("nan"), "evaluation": {"loss": float("inf"), "all": [1.5, -float("inf")]}}
+    )
+    assert rows(run) == [{"step": 1, "loss": None, "evaluation": {"loss": None, "all": [1.5, None]}}]
+    with run.metrics.open("a") as file:
+        file.write('{"step": 2, "gradient_norm": Infinity}\n\0\0\0')
+    assert run.read_metrics()[1:] == [{"step": 2, "gradient_norm": None}], "older runs, and up to what is torn"
+    run.truncate_metrics(9)
+    assert len(run.metrics.read_text().splitlines()) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import warnings
@@ -18,7 +17,6 @@ MEMORY_BYTES = 8e9
 CUDA_TORCH = "pip install --force-reinstall torch, in the build that https://pytorch.org/get-started names for the GPU"
 CPU_TORCH = "install the CPU build of torch: pytorch.org/get-started has the line for this machine"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 
@@ -108,30 +106,21 @@ def _disk_space(name: str, folder: Path, wanted: float, hint: str) -> Check:
     return Check(name, "ok", detail)
 
 
-def check_memory() -> Iterator[Check]:
+def check_memory(root: Path = Path("/")) -> Iterator[Check]:
     import psutil  # type: ignore[import-untyped]
 
-    free, limit = float(psutil.virtual_memory().available), _cgroup_bytes_left()
+    from myna.system_memory import cgroups
+
+    free = psutil.virtual_memory().available
     detail = f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}"
-    if limit < free:
-        free, detail = limit, f"{limit / 1e9:.1f} GB left by the limit of this container or job"
+    left = min((group.limit - group.used for group in cgroups(root)), default=free)
+    if left < free:
+        free, detail = left, f"{left / 1e9:.1f} GB left by the limit of this container or job"
     if free < MEMORY_BYTES:
         hint = "close other programs, or ask for more where there is a limit: sbatch --mem=64G, docker run --memory=64g"
         yield Check("memory", "warning", f"{detail}; a 3B model wants {MEMORY_BYTES / 1e9:.0f} GB", hint)
     else:
         yield Check("memory", "ok", detail)
-
-
-def _cgroup_bytes_left() -> float:
-    """Bytes that the control groups (v2) of this process leave it; infinite where there are none."""
-    left, lines = math.inf, CGROUP.read_text().splitlines() if CGROUP.is_file() else []
-    for group in [CGROUPS / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
-        for folder in (group, *group.parents):
-            limit, stat = folder / "memory.max", folder / "memory.stat"
-            if limit.is_file() and stat.is_file() and (most := limit.read_text().strip()) != "max":
-                used = dict(line.split() for line in stat.read_text().splitlines())
-                left = min(left, float(most) - float(used["anon"]))  # cached files make room when asked
-    return left
 
 
 def check_processes() -> Iterator[Check]:

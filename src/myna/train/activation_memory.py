@@ -16,7 +16,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from myna._compat import TorchDispatchMode, storage_id, tree_leaves
-from myna.models.base import Family, RenderedSequence
+from myna.config import LossSettings
+from myna.models.base import Batch, Family, RenderedSequence
+from myna.train.loss import collate_for_training
 from myna.train.precision import BF16_CAPABILITY, Precision
 
 MATMUL_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"})
@@ -73,6 +75,7 @@ def measure_activations(
     sequences: Sequence[RenderedSequence],
     *,
     compiled: bool,
+    loss: LossSettings,
 ) -> ActivationMemory:
     """Activation memory of an objective on the meta device, as it would be on `device`. Two batches, one twice the
     other, tell what grows with the tokens from what does not."""
@@ -80,7 +83,13 @@ def measure_activations(
     attention = _attention_kind(device, precision)
     tokens = sum(map(len, sequences))
     once, twice = (
-        _run(family, objective, _MetaAutocast(precision.compute_dtype, attention), [*sequences] * times, fused_kernels)
+        _run(
+            family,
+            objective,
+            _MetaAutocast(precision.compute_dtype, attention),
+            collate_for_training(family, loss, [*sequences] * times),
+            fused_kernels,
+        )
         for times in (1, 2)
     )
     parts = [LinearBytes(2 * low - high, (high - low) / tokens) for low, high in zip(once, twice, strict=True)]
@@ -94,7 +103,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _run(
-    family: Family, objective: Any, autocast: _MetaAutocast, sequences: Sequence[RenderedSequence], fused_kernels: bool
+    family: Family, objective: Any, autocast: _MetaAutocast, batch: Batch, fused_kernels: bool
 ) -> tuple[float, ...]:
     """A forward and backward pass in which half of the layers are recomputed, as the parts of `ActivationMemory`."""
     trainable = [parameter for parameter in objective.parameters() if parameter.requires_grad]
@@ -125,7 +134,7 @@ def _run(
     # Torch stops recomputing, by an exception, as soon as it has what it needs.
     hooks += [layer.register_forward_hook(leave, always_call=True) for layer in layers]
     with memory, autocast:
-        torch.autograd.backward(objective(family.collate(sequences).to(torch.device("meta"))).sums.sum())
+        torch.autograd.backward(objective(batch.to(torch.device("meta"))).sums.sum())
     for hook in hooks:
         hook.remove()
     # From one layer's input to the next, since a layer's input may be freed after it. All but the last are alike.

@@ -12,11 +12,10 @@ resume on another number of processes; docs/decisions/0019 says why without `tor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,16 +25,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from myna.config import parse_recipe
 from myna.data.loader import Loader
 from myna.errors import MynaError, TrainingError
 from myna.io import atomic_folder, fsync
 from myna.models.base import Batch, RenderedSequence
-from myna.models.lora import adapter_state_dict, save_adapter
+from myna.models.files import absolute_source, format_names
+from myna.models.lora import adapter_state_dict, save_adapter, weights_hash
+from myna.models.metadata import WeightsMetadata, save_metadata
 from myna.models.quantized import quantized_linears
 from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
-from myna.train.run import Run, changed_settings
+from myna.train.divergence import DivergenceMonitor
+from myna.train.run import CONTINUED_FILE, Run, changed_settings, finite_or_none
 from myna.train.trainer import Trainer
 
 STATE_FILE, METADATA_FILE = "state.safetensors", "state.json"
@@ -79,9 +82,12 @@ class CheckpointManager:
     ) -> None:
         self.trainer, self.run, self.loader = trainer, run, loader
         self.inputs = describe_inputs(trainer, loader, evaluation)
+        self.described = self.inputs | {"scene": loader.reference_sampler.usual_scene}
+        """With what follows from the inputs, and speaking has to know."""
 
     def save(self, progress: TrainingProgress) -> None:
         """Write, verify and name a checkpoint, then drop those that need not be kept."""
+        self._check_finite(progress.step)
         tensors = self._gather_rng_states() | self._gather_tensors()
 
         def write(model: nn.Module) -> None:
@@ -98,8 +104,9 @@ class CheckpointManager:
     def publish(self, progress: TrainingProgress) -> Path:
         """Write the run's result: the best checkpoint's weights with early stopping or speech evaluation, else the
         last ones."""
-        recipe = self.trainer.recipe
-        best = progress.best_step if recipe.train.early_stopping_patience or recipe.evaluates_speech else None
+        best = progress.best_step if self.trainer.recipe.publishes_best else None
+        if best is None:
+            self._check_finite(progress.step)
 
         def write(model: nn.Module) -> None:
             with _durable_folder(self.run.result) as folder:
@@ -108,6 +115,7 @@ class CheckpointManager:
                 else:
                     weights = checkpoint_folder(self.run, best) / self.run.result.name
                     shutil.copytree(weights, folder, dirs_exist_ok=True)
+            (self.run.folder / CONTINUED_FILE).unlink(missing_ok=True)
 
         self._write_on_main("the result", write)
         return self.run.result
@@ -139,16 +147,32 @@ class CheckpointManager:
             self._update_best(progress)
         return progress
 
+    def _check_finite(self, step: int) -> None:
+        """Weights that are not finite replace no checkpoint: in fp16 an update may overflow before a gradient does."""
+        weights = self.trainer.trainable_parameters
+        local = {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in weights.items()}
+        broken = [name for name, weight in local.items() if not torch.isfinite(weight).all()]
+        if self.trainer.reduce(torch.tensor([float(len(broken))])).item():
+            steps = checkpoint_steps(self.run)
+            raise TrainingError(
+                f"after step {step} weights are not finite: {format_names(broken)}",
+                hint="start a run of its own with a lower train.learning_rate"
+                + (f"; the last checkpoint before is {checkpoint_folder(self.run, steps[-1])}" if steps else ""),
+            )
+
     def _save_weights(self, model: nn.Module, folder: Path) -> None:
         """Write and verify the weights for inference."""
         if self.trainer.recipe.adapt.mode == "full":
-            self.trainer.family.save_model(model, folder)
-            expected = model.state_dict()
+            expected = self.trainer.family.save_model(model, folder)
         else:
             save_adapter(model, folder)
             expected = adapter_state_dict(model)
-        for path in folder.glob("*.safetensors"):
-            _verify(path, expected)
+        _verify(sorted(folder.glob("*.safetensors")), expected)
+        metadata = WeightsMetadata.from_recipe(self.trainer.recipe, self.described)
+        if self.trainer.recipe.adapt.mode == "full":
+            # The codec is not saved with the model, which would else ask for the released one.
+            metadata = metadata.model_copy(update={"codec": absolute_source(self.trainer.family.codec_source)})
+        save_metadata(folder, metadata)
 
     def _gather_tensors(self) -> dict[str, torch.Tensor]:
         """Trained weights, optimizer state and EMA, in host memory of rank 0."""
@@ -166,18 +190,20 @@ class CheckpointManager:
     def _save_state(self, tensors: dict[str, torch.Tensor], progress: TrainingProgress, folder: Path) -> None:
         trainer, scaler = self.trainer, self.trainer.accelerator.scaler
         metadata = {
-            "progress": asdict(progress),
+            "progress": finite_or_none(asdict(progress)),
             "recipe": trainer.recipe.model_dump(mode="json"),
-            "inputs": self.inputs,
+            "inputs": self.described,
             "tensors": sorted(tensors),
             "optimizer": [_scalars(group) for group in trainer.optimizer.param_groups],
             "scaler": scaler.state_dict() if scaler is not None else None,
             "overflows": trainer.overflows,
+            "divergence": finite_or_none(asdict(trainer.divergence)),
             "ema_steps": trainer.ema.steps if trainer.ema is not None else None,
+            "codebook_losses": trainer.adaptive_weights.means if trainer.adaptive_weights is not None else None,
             "row_counts": [[*window, rows] for window, rows in sorted(self.loader.row_counts.items())],
         }
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
-        _verify(folder / STATE_FILE, tensors)
+        _verify([folder / STATE_FILE], tensors)
         (folder / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
         read_checkpoint_metadata(folder)
 
@@ -191,6 +217,9 @@ class CheckpointManager:
         if trainer.ema is not None:
             trainer.ema.steps = int(metadata["ema_steps"])
         trainer.overflows = int(metadata["overflows"])
+        trainer.divergence = DivergenceMonitor(**metadata.get("divergence", {}))
+        if trainer.adaptive_weights is not None:
+            trainer.adaptive_weights.means = metadata["codebook_losses"]
 
         group_of: dict[torch.Tensor, dict[str, Any]] = {}
         for group, scalars in zip(optimizer.param_groups, metadata["optimizer"], strict=True):
@@ -258,8 +287,10 @@ class CheckpointManager:
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
+        # Those from before a divergence may be the last that are worth anything.
+        since = self.trainer.divergence.since or 0
         for step in checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
-            if step != best:
+            if step != best and step >= since:
                 # Renamed first, so that a kill leaves nothing that looks complete.
                 folder = checkpoint_folder(self.run, step)
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
@@ -316,11 +347,9 @@ def describe_inputs(
 
 
 def _base_model_hash(trainer: Trainer) -> str:
-    """Hash over the beginning of every frozen tensor: cheap, and enough to tell one base model from another."""
+    """Hash over the frozen weights, as `base_model_hash` finds it without a training."""
     frozen = [full_tensor(weight.detach()) for weight in trainer.model.parameters() if not weight.requires_grad]
-    frozen += [layer.weight_sample() for layer in quantized_linears(trainer.model)]
-    sample = torch.cat([torch.zeros(1), *(tensor.flatten()[:16].float().cpu() for tensor in frozen)])
-    return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
+    return weights_hash([*frozen, *(layer.weight_sample() for layer in quantized_linears(trainer.model))])
 
 
 @contextmanager
@@ -350,12 +379,20 @@ def _remove_leftovers(folder: Path) -> None:
         leftover.unlink()
 
 
-def _verify(path: Path, written: Mapping[str, torch.Tensor]) -> None:
-    """Read a file back, tensor by tensor."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  not a mapping
-            if name in written and not torch.equal(_bytes(file.get_tensor(name)), _bytes(written[name].detach().cpu())):
-                raise OSError(f"{name} in {path.name} was read back otherwise than it was written")
+def _verify(files: Sequence[Path], written: Mapping[str, torch.Tensor]) -> None:
+    """Read files back, tensor by tensor: all that were written must be there, and no others."""
+    missing = set(written)
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                if name not in missing:
+                    raise OSError(f"{path.name} holds {name}, which was not written to it")
+                missing.remove(name)
+                if not torch.equal(_bytes(file.get_tensor(name)), _bytes(written[name].detach().cpu())):
+                    raise OSError(f"{name} in {path.name} was read back otherwise than it was written")
+    if missing:
+        names = " and ".join(path.name for path in files) or "the weights file"
+        raise OSError(f"{names} lacks what was written: {format_names(sorted(missing))}")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,8 +135,11 @@ def _slurm_variables() -> dict[str, str]:
 # Accelerate
 
 
-def init_accelerator(recipe: Recipe, precision: Precision, device: torch.device, folder: Path) -> Accelerator:
-    """The accelerator, joined with the other processes if there are any. `device` is that of `ProcessInfo.device`."""
+def init_accelerator(
+    recipe: Recipe, precision: Precision, device: torch.device, folder: Path, *, track: bool = True
+) -> Accelerator:
+    """The accelerator, joined with the other processes if there are any. `device` is that of `ProcessInfo.device`;
+    without `track`, no tracker of the recipe is started."""
     process = ProcessInfo.from_environment()
     enabled = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
     if enabled & {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"}:
@@ -169,7 +172,7 @@ def init_accelerator(recipe: Recipe, precision: Precision, device: torch.device,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=RANK_TIMEOUT)],
         )
     assert (accelerator.device, accelerator.process_index) == (device, process.rank)
-    if trackers:
+    if trackers and track:
         accelerator.init_trackers(recipe.name)
     return accelerator
 

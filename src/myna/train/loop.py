@@ -24,21 +24,23 @@ from accelerate.utils import gather_object
 from myna.config import Recipe
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader, Shard, start_workers
-from myna.errors import DataError, TrainingError
+from myna.errors import ConfigError, DataError, TrainingError
 from myna.models import open_family
-from myna.models.base import Batch, Family, RenderedSequence
+from myna.models.base import Batch, Family, RenderedSequence, SpeakingFamily
 from myna.models.quantized import check_quantization
 from myna.train.callbacks import EvaluationCallback, SpeechScores, run_callback
-from myna.train.checkpoint import CheckpointManager, TrainingProgress
+from myna.train.checkpoint import CheckpointManager, TrainingProgress, checkpoint_steps
 from myna.train.distributed import ProcessInfo, check_same_weights, init_accelerator, shutdown
-from myna.train.loss import stage_weights, stream_weights
+from myna.train.divergence import SAFE_LEARNING_RATE
+from myna.train.loss import check_voices, codebook_weights, stage_weights, stream_weights
 from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
-from myna.train.run import Run
+from myna.train.run import Run, finite_or_none
 from myna.train.schedule import learning_rate
 from myna.train.trackers import log_samples
 from myna.train.trainer import Trainer
+from myna.train.warm_start import start_from_adapter
 
 WORKER_PROCESS_DEVICES = ("cuda",)
 """Devices that keep the main Python thread busy: there, worker processes make the batches. Elsewhere threads do, which
@@ -64,10 +66,13 @@ class _Logger:
     run: Run
     observer: TrainingObserver
     accelerator: Accelerator
+    writes: bool = True
+    """A dry run writes nothing."""
 
     def message(self, text: str) -> None:
         if self.accelerator.is_main_process:
-            self.run.log(text)
+            if self.writes:
+                self.run.log(text)
             self.observer.on_message(text)
 
     def metrics(self, row: dict[str, Any]) -> None:
@@ -95,7 +100,7 @@ def run_training(
     resume: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Train into the run folder. A dry run ends before the first step.
+    """Train into the run folder. A dry run ends before the first step, and writes nothing.
 
     With `speech_eval.asr`, rank 0 needs a callback, and the others none.
     """
@@ -110,8 +115,8 @@ def run_training(
         device = process.device(settings.device)
         precision = choose_precision(settings.precision, device)
         check_quantization(recipe.model.quantization, device)
-        accelerator = init_accelerator(recipe, precision, device, run.folder)
-        logger = _Logger(run, observer, accelerator)
+        accelerator = init_accelerator(recipe, precision, device, run.folder, track=not dry_run)
+        logger = _Logger(run, observer, accelerator, writes=not dry_run)
         log = logger.message
         shard = Shard(accelerator.process_index, accelerator.num_processes)
         if settings.batch_size % (shard.world_size * settings.micro_batch_size):
@@ -125,7 +130,10 @@ def run_training(
         # Data.
         family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
         pin = device.type == "cuda"
-        loader = make_loader(recipe, family, recipe.data.train, pin=pin)
+        voices = recipe.loss.compares_voices
+        loader = make_loader(recipe, family, recipe.data.train, pin=pin, voices=voices)
+        if voices:
+            check_voices(recipe, loader)
         evaluation = make_loader(recipe, family, recipe.data.evaluation, pin=pin) if recipe.data.evaluation else None
         _log_data(loader, log)
         if evaluation is not None:
@@ -153,6 +161,8 @@ def run_training(
         trainer = Trainer.from_recipe(recipe, family, precision, accelerator, log, memory.recomputed)
         checkpoints = CheckpointManager(trainer, run, loader, evaluation)
         progress = checkpoints.restore() if resume else TrainingProgress(step=0)
+        if recipe.adapt.init is not None and progress.step == 0:
+            start_from_adapter(trainer, checkpoints.inputs, log)
 
         # Schedule.
         rows_in_epoch = loader.rows_in_first_epoch()
@@ -169,26 +179,37 @@ def run_training(
             for line in callback.describe():
                 log(line)
             callback.restore(progress.step)
+        stopping, early_stop = False, _is_early_stop(recipe, progress)
         if resume:
             log(f"going on after step {progress.step}")
-        if accelerator.is_main_process:
+        _check_length(recipe, run, progress, steps, is_early_stop=early_stop)
+        if accelerator.is_main_process and not dry_run:
             run.truncate_metrics(progress.step or BEFORE_BASE_EVALUATION)
         observer.on_start(steps, progress.step)
         stream = loader.steps(settings.batch_size, settings.micro_batch_size, shard, start=progress.step)
-        stopping, early_stop = False, _is_early_stop(recipe, progress)
 
         # Preflight checks.
-        run_preflight(trainer, loader, evaluation, log, memory=memory, folder=run.folder, resumed=resume)
+        run_preflight(
+            trainer,
+            loader,
+            evaluation,
+            log,
+            memory=memory,
+            folder=None if dry_run else run.folder,
+            trained=resume or recipe.adapt.init is not None,
+        )
         if dry_run:
-            log(f"dry run: everything is ready for {steps} steps, and nothing was trained")
+            log(f"dry run: everything is ready for {steps} steps, and nothing was trained or written")
             shutdown(trainer)
             return
+        if accelerator.is_main_process and resume:
+            run.save_length()
 
         # The base model, so that later evaluations can be compared with it.
-        if evaluation is not None and progress.base_loss is None:
+        if evaluation is not None and progress.base_loss is None and progress.step == 0:
             losses = trainer.evaluate(evaluation.evaluation_batches(settings.micro_batch_size, shard), final_weights)
             logger.metrics({"step": 0, "evaluation": losses})
-            progress = replace(progress, base_loss=losses["loss"])
+            progress = replace(progress, base_loss=finite_or_none(losses["loss"]))
         if speech_every is not None and not progress.base_speech_evaluated:
             logger.speech_scores(0, run_callback(trainer, callback, 0))
             progress = replace(progress, base_speech_evaluated=True)
@@ -200,21 +221,35 @@ def run_training(
                     break
                 start = time.perf_counter()
                 batches = next(stream)
-                weights = stage_weights(family.streams, recipe, step, steps)
+                weights = stage_weights(trainer.streams, recipe, step, steps, trainer.adaptive_weights)
                 rate = learning_rate(settings, step, steps)
-                step_losses, norm = trainer.train_step(batches, weights, rate)
+                try:
+                    step_losses, norm = trainer.train_step(batches, weights, rate)
+                except TrainingError as error:
+                    raise TrainingError(f"step {step}: {error.what}", hint=error.hint) from error
+                trainer.divergence.update(step, step_losses, norm, family.chance, weights)
                 progress = replace(progress, step=step)
-                row = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
-                row |= step_losses.metrics(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
+                row: dict[str, Any] = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
+                row |= step_losses.metrics(trainer.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
+                if trainer.adaptive_weights is not None:
+                    row["codebook_weights"] = codebook_weights(trainer.streams, weights)
                 logger.metrics(row | {"speed": _speed(batches, time.perf_counter() - start, accelerator)})
+                if not math.isfinite(norm):
+                    log(
+                        f"step {step} was skipped: its gradient overflows in {precision.name}; the loss scale is halved"
+                    )
+                _check_learning(trainer, run, progress)
 
                 stopping = trainer.reduce(torch.tensor([float(stop.requested)])).item() > 0
                 if evaluation is not None and (step % evaluate_every == 0 or step == steps):
                     check_same_weights(trainer)
                     held_out = evaluation.evaluation_batches(settings.micro_batch_size, shard)
                     losses = trainer.evaluate(held_out, final_weights)
-                    losses["against_base"] = losses["loss"] - (progress.base_loss or 0.0)
+                    if progress.base_loss is not None:
+                        losses["against_base"] = losses["loss"] - progress.base_loss
                     logger.metrics({"step": step, "evaluation": losses})
+                    if not math.isfinite(losses["loss"]):
+                        log(f"the evaluation loss of step {step} is not a number: it cannot be the best")
                     if speech_every is None:
                         progress = _update_progress(progress, losses["loss"])
                 if speech_every is not None and (step % speech_every == 0 or step == steps):
@@ -230,19 +265,29 @@ def run_training(
                     checkpoints.save(progress)
 
         # Result.
+        _check_learning(trainer, run, progress, is_last=progress.step == steps and not early_stop)
         if stopping and progress.step < steps and not early_stop:
             log(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
         else:
             log(f"saved {checkpoints.publish(progress)}")
             if speech_every is None:
-                _log_gain(progress, log)
+                _log_gain(progress, "the untuned model" if recipe.adapt.init is None else recipe.adapt.init, log)
             for line in callback.summarize() if callback is not None else ():
                 log(line)
         shutdown(trainer)
 
 
-def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[RenderedSequence, Batch]:
-    """Packed-row data loader of a prepared folder. `pin` for batches that go to a GPU."""
+def make_loader(
+    recipe: Recipe, family: Family, folder: Path, *, pin: bool = False, voices: bool = False
+) -> Loader[RenderedSequence, Batch]:
+    """Packed-row data loader of a prepared folder. `pin` for batches that go to a GPU, `voices` for losses that compare
+    them."""
+    if voices and not isinstance(family, SpeakingFamily):
+        raise ConfigError(
+            "`loss.speaker_contrastive_weight` and `loss.reference_consistency_weight` compare voices that are spoken, "
+            f"and {family.source} answers in words",
+            hint="--set loss.speaker_contrastive_weight=0 --set loss.reference_consistency_weight=0",
+        )
     corpus = PreparedDataset.open(folder)
     prepared = corpus.info
     if not family.accepts_codes(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
@@ -257,10 +302,11 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
         render=partial(
             family.render, supervise_text=recipe.needs_text_head, supervise_references=recipe.loss.supervise_references
         ),
-        collate=family.collate,
+        collate=family.collate_voices if voices and isinstance(family, SpeakingFamily) else family.collate,
         length_estimator=family,
         seed=recipe.train.seed,
         finish=(lambda batch: batch.pin_memory()) if pin else None,
+        voices=voices,
     )
     loader.check_lengths()
     return loader
@@ -272,8 +318,40 @@ def _is_early_stop(recipe: Recipe, progress: TrainingProgress) -> bool:
     return patience is not None and progress.evaluations_since_best >= patience
 
 
+def _check_length(recipe: Recipe, run: Run, progress: TrainingProgress, steps: int, *, is_early_stop: bool) -> None:
+    """A resumed run may be given another length, but none that it has passed, nor one that its patience cuts short."""
+    if progress.step > steps:
+        raise TrainingError(
+            f"{run.folder} is at step {progress.step} already, and {steps} are asked for",
+            hint=f"--set train.steps={progress.step} or more, or go on from an earlier step in a run of its own: "
+            f"--set adapt.init={run.folder}/checkpoints/step-NUMBER",
+        )
+    if progress.step and is_early_stop and progress.step < steps and run.is_replanned:
+        key = "speech_eval.patience" if recipe.evaluates_speech else "train.early_stopping_patience"
+        raise TrainingError(
+            f"{run.folder} has stopped early: no evaluation was better since step {progress.best_step}",
+            hint=f"have more patience: --set {key}={2 * progress.evaluations_since_best}, or null for no end but the "
+            "number of steps",
+        )
+
+
+def _check_learning(trainer: Trainer, run: Run, progress: TrainingProgress, *, is_last: bool = False) -> None:
+    """Stop a run that no longer learns. At its end, unless its result is an earlier and better checkpoint."""
+    publishes_best = progress.best_step is not None and trainer.recipe.publishes_best
+    if (problem := trainer.divergence.diagnose(is_last=is_last and not publishes_best)) is None:
+        return
+    kept = ", ".join(map(str, checkpoint_steps(run)))
+    rate = min(trainer.recipe.train.learning_rate / 10, SAFE_LEARNING_RATE)
+    raise TrainingError(
+        f"step {progress.step}: the run has diverged and learns nothing any more: {problem}",
+        hint=f"start a run of its own with a lower rate, such as --set train.learning_rate={rate:g}"
+        + (f". The checkpoints of step {kept} are kept in {run.folder / 'checkpoints'}" if kept else ""),
+    )
+
+
 def _update_progress(progress: TrainingProgress, loss: float) -> TrainingProgress:
-    if progress.best_loss is None or loss < progress.best_loss:
+    before = finite_or_none(progress.best_loss)
+    if math.isfinite(loss) and (before is None or loss < before):
         return replace(progress, best_step=progress.step, best_loss=loss, evaluations_since_best=0)
     return replace(progress, evaluations_since_best=progress.evaluations_since_best + 1)
 
@@ -288,19 +366,19 @@ def _update_speech_progress(progress: TrainingProgress, scores: SpeechScores) ->
     return replace(progress, evaluations_since_best=0 if scores.is_highest else progress.evaluations_since_best + 1)
 
 
-def _log_gain(progress: TrainingProgress, log: Callable[[str], None]) -> None:
-    """Whether the best evaluation loss is below the base model's."""
+def _log_gain(progress: TrainingProgress, start: str, log: Callable[[str], None]) -> None:
+    """Whether the best evaluation loss is below that of the model it started from."""
     if progress.base_loss is None or progress.best_loss is None:
         return
     if progress.best_loss >= progress.base_loss:
         log(
-            f"no evaluation was better than the untuned model's {progress.base_loss:.4f}; the best was "
+            f"no evaluation was better than {start}'s {progress.base_loss:.4f}; the best was "
             f"{progress.best_loss:.4f} at step {progress.best_step}. The data may not fit the model, or the rate is off"
         )
     else:
         log(
             f"evaluation loss {progress.best_loss:.4f} at step {progress.best_step}, "
-            f"{progress.base_loss - progress.best_loss:.4f} below the untuned model's"
+            f"{progress.base_loss - progress.best_loss:.4f} below {start}'s"
         )
 
 

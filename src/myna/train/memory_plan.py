@@ -7,10 +7,10 @@ loaded.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from myna.config import Quantization, Recipe
 from myna.data.packing import first_fit_decreasing
 from myna.errors import TrainingError
 from myna.models.base import Batch, Family, RenderedSequence
+from myna.system_memory import memory_limit, peak_process_memory
 from myna.train.activation_memory import ActivationMemory, measure_activations, storage_bytes
 from myna.train.optimizer import make_optimizer
 from myna.train.precision import Precision, choose_precision
@@ -156,7 +157,9 @@ def plan_memory(
     frozen = storage_bytes([*objective.parameters(), *objective.buffers()]) - trained
     state_bytes, step_bytes = _optimizer_bytes(recipe, precision)
     measured = evenly_spaced(batch.sequences, MEASURED_SEQUENCES)
-    activations = measure_activations(family, objective, precision, device, measured, compiled=recipe.train.compile)
+    activations = measure_activations(
+        family, objective, precision, device, measured, compiled=recipe.train.compile, loss=recipe.loss
+    )
     shards = world_size if recipe.adapt.mode == "full" else 1
     if shards > 1:
         # FSDP: each process has its shard, and gathers two layers and what is outside the layers at a time.
@@ -290,8 +293,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in message or "not enough memory" in message
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that a training could get, without what this process already holds for something else."""
+def available_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that a training could get, without what this process already holds for something else.
+
+    `root` holds the proc and sys that are asked for limits of main memory.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         usable = free + torch.cuda.memory_reserved(device)
@@ -300,16 +306,14 @@ def available_memory(device: torch.device) -> int:
         return int(min(usable, limit)) - torch.cuda.memory_allocated(device) - CUDA_SEGMENT_BYTES
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory_limit(root)
 
 
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of the device where it has memory of its own, else of the process, Python included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # Unix only
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_process_memory()
 
 
 def format_bytes(count: int) -> str:

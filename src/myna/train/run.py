@@ -7,22 +7,32 @@ adapter/         the LoRA, a plain PEFT folder (or model/ after full training); 
 checkpoints/     the state to resume from, see checkpoint.py
 speech_eval/     samples and scores of the speech evaluations, where the recipe has them
 best/            the checkpoint with the best speech, itself a run to synthesize with
+.lock            held by the process that trains; .lock.json says which
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from myna.config import Recipe, dump_recipe, load_recipe
 from myna.errors import TrainingError
-from myna.io import atomic_write
+from myna.io import is_unused, save_text
 
+LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.early_stopping_patience", "speech_eval.patience")
+"""Settings that say how long a run is trained. Changed on resume, they stay changed: config.yaml keeps them."""
 CHANGEABLE_ON_RESUME = (
+    *LENGTH_SETTINGS,
     "name",
     "model.check_pretrained",
     # Checked by their content.
@@ -37,14 +47,18 @@ CHANGEABLE_ON_RESUME = (
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",
-    # Checked by its content, wherever it lies.
+    # Checked by their content, wherever they lie.
     "speech_eval.asr",
+    "speech_eval.speaker_encoder",
     "speech_eval.batch_size",
 )
-"""Settings that say how, and not what, a run learns: they may change on resume."""
+"""Settings that say how, or how long, and not what a run learns: they may change on resume."""
 
-FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt")
-"""Files of a dry run or a failed start, which a new start may overwrite."""
+LOCK_FILE, LOCK_HOLDER_FILE = ".lock", ".lock.json"
+CONTINUED_FILE = ".continued"
+"""There while a finished run is trained further: its result is that of fewer steps."""
+FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt", LOCK_FILE, LOCK_HOLDER_FILE)
+"""Files of a failed start, which a new start may overwrite."""
 
 
 class Run:
@@ -55,16 +69,10 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path, recipe: Recipe) -> Run:
-        if folder.exists() and not folder.is_dir():
-            raise TrainingError(f"{folder} is a file", hint="choose another folder with --out")
-        if folder.exists() and any(entry.name not in FILES_BEFORE_FIRST_STEP for entry in folder.iterdir()):
-            raise TrainingError(
-                f"{folder} already holds a run", hint="choose another folder with --out, or move the old one away"
-            )
+        _check_unused(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(folder / "config.yaml") as temporary:
-                temporary.write_text(dump_recipe(recipe), encoding="utf-8")
+            save_text(folder / "config.yaml", dump_recipe(recipe))
         except OSError as error:
             raise TrainingError(f"cannot write to {folder}: {error}", hint="choose another folder with --out") from None
         return cls(folder, recipe)
@@ -82,7 +90,8 @@ class Run:
         if changed:
             raise TrainingError(
                 f"{folder} cannot go on with another {' and '.join(changed)}: it would learn something else",
-                hint=f"drop it, or start a run of its own. What may change: {', '.join(sorted(CHANGEABLE_ON_RESUME))}",
+                hint=f"drop it, or train on in a run of its own: --set adapt.init={folder}. What may change: "
+                f"{', '.join(sorted(CHANGEABLE_ON_RESUME))}",
             )
         return run
 
@@ -118,7 +127,26 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        return self.result.is_dir()
+        """Whether the result is there, and is that of as many steps as are planned now."""
+        return self.result.is_dir() and not (self.folder / CONTINUED_FILE).exists() and not self.is_replanned
+
+    @property
+    def is_replanned(self) -> bool:
+        """Whether the recipe has another length than the run's config.yaml."""
+        config = self.folder / "config.yaml"
+        return config.is_file() and _length(load_recipe(config)) != _length(self.recipe)
+
+    def save_length(self) -> None:
+        """Keep a new length of training, so that the run has it when it is resumed once more."""
+        if not self.is_replanned:
+            return
+        config = self.folder / "config.yaml"
+        with _training_errors(self.folder):
+            if self.result.is_dir():
+                # First, since a kill may come before the next line: what is there is then finished once more.
+                (self.folder / CONTINUED_FILE).touch()
+            overrides = [f"{key}={json.dumps(value)}" for key, value in _length(self.recipe).items()]
+            save_text(config, dump_recipe(load_recipe(config, overrides)))
 
     @property
     def metrics(self) -> Path:
@@ -128,23 +156,116 @@ class Run:
         self._append(self.folder / "log.txt", text)
 
     def log_metrics(self, row: dict[str, Any]) -> None:
-        self._append(self.metrics, json.dumps(row))
+        """Add a line to metrics.jsonl; numbers that are not finite become null, for JSON has none."""
+        self._append(self.metrics, json.dumps(finite_or_none(row), allow_nan=False))
+
+    def read_metrics(self, notify: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, whose values may be None. A last line that a kill or a power cut has torn is left
+        out, and `notify` is told; a line before it that is none is an error."""
+        lines = list(self._metric_lines())
+        torn = [number for number, (_, row) in enumerate(lines, start=1) if row is None]
+        if torn and torn[0] < len(lines):
+            raise TrainingError(
+                f"{self.metrics}:{torn[0]} is no line of metrics: {lines[torn[0] - 1][0][:40]!r}",
+                hint="take that line out of the file",
+            )
+        if torn:
+            notify(f"{self.metrics}:{torn[0]} is torn, as by a kill, and left out")
+        return [row for _, row in lines if row is not None]
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop metrics of later steps, and a last line that a kill has cut: the run resumes after `step`."""
+        """Drop metrics of later steps, and what is torn: the run resumes after `step`."""
         if not self.metrics.exists():
             return
+        kept = takewhile(lambda line: line[1] is not None and line[1]["step"] <= step, self._metric_lines())
+        with _training_errors(self.folder):
+            save_text(self.metrics, "".join(line for line, _ in kept))
 
-        def is_kept(line: str) -> bool:
-            return line.endswith("\n") and json.loads(line)["step"] <= step
-
-        with _training_errors(self.folder), atomic_write(self.metrics) as temporary:
-            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            temporary.write_text("".join(takewhile(is_kept, lines)), encoding="utf-8")
+    def _metric_lines(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """Lines and their rows; None for a line that is torn."""
+        if not self.metrics.is_file():
+            return
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            try:
+                row = json.loads(line) if line.endswith("\n") else None
+            except ValueError:
+                row = None
+            # Older runs have numbers that are not finite.
+            yield line, finite_or_none(row) if isinstance(row, dict) and "step" in row else None
 
     def _append(self, path: Path, line: str) -> None:
         with _training_errors(self.folder), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+@contextmanager
+def lock_run(folder: Path, *, new: bool) -> Iterator[None]:
+    """The exclusive right to write a run folder. The operating system releases it with the process, however that ends.
+
+    `new` makes the folder; one that holds something else than a run is left as it is.
+    """
+    if new and not (folder / LOCK_FILE).exists():
+        _check_unused(folder)
+        # Before a first lock, a recipe of ours never stands alone.
+        if folder.is_dir() and [entry.name for entry in folder.iterdir()] == ["config.yaml"]:
+            raise TrainingError(
+                f"{folder} holds a config.yaml that is no run's",
+                hint="choose another folder with --out, or move that file away",
+            )
+    holder = folder / LOCK_HOLDER_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK_FILE).acquire(blocking=False)
+    except Timeout:
+        raise _held_error(folder, new=new) from None
+    except OSError as error:
+        hint = "choose another folder with --out" if new else "make it writable, or resume a copy of it"
+        raise TrainingError(f"cannot write to {folder}: {error.strerror or error}", hint=hint) from None
+    with lock:
+        since = datetime.now().isoformat(" ", "seconds")
+        with _training_errors(folder):
+            save_text(holder, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+        try:
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
+
+
+def _held_error(folder: Path, *, new: bool) -> TrainingError:
+    try:
+        holder = json.loads((folder / LOCK_HOLDER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it is just being taken or released
+        return TrainingError(f"{folder} is being trained by another process", hint="wait until it has ended")
+    host, pid = holder["host"], holder["pid"]
+    where = "" if host == socket.gethostname() else f" on {host}"
+    elsewhere = ", or choose another folder with --out" if new else ""
+    return TrainingError(
+        f"{folder} is being trained already, by process {pid} on {host} since {holder['since']}",
+        hint=f"wait until it has ended, or have it save and stop: kill {pid}{where}{elsewhere}",
+    )
+
+
+def _check_unused(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file", hint="choose another folder with --out")
+    if folder.exists() and not is_unused(folder, FILES_BEFORE_FIRST_STEP):
+        raise TrainingError(
+            f"{folder} already holds a run", hint="choose another folder with --out, or move the old one away"
+        )
+
+
+def finite_or_none(value: Any) -> Any:
+    """A tree of plain values with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _length(recipe: Recipe) -> dict[str, Any]:
+    settings = _flatten(recipe.model_dump(mode="json"))
+    return {key: settings[key] for key in LENGTH_SETTINGS}
 
 
 def changed_settings(before: Recipe, now: Recipe) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from myna.models.base import Batch, Family
 from myna.models.lora import count_parameters, frozen_linear_names, make_trainable
 from myna.models.quantized import quantize
 from myna.train.distributed import full_tensor, gather_full_tensors, is_sharded, shard_model, synchronize
+from myna.train.divergence import DivergenceMonitor
 from myna.train.ema import WeightEMA
-from myna.train.loss import LossAccumulator, weighted_loss
+from myna.train.loss import AdaptiveCodebookWeights, LossAccumulator, training_streams, weighted_loss
 from myna.train.optimizer import KahanAdamW, make_optimizer
 from myna.train.precision import Precision
 
@@ -65,6 +66,9 @@ class Trainer:
     """By their names in the unwrapped model."""
     ema: WeightEMA | None
     overflows: int = 0
+    divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
+    adaptive_weights: AdaptiveCodebookWeights | None = None
+    """With `loss.codebook_weights: adaptive`."""
 
     @classmethod
     def from_recipe(
@@ -104,7 +108,15 @@ class Trainer:
         if not sharded:
             ddp_ignore_buffers(objective)
             objective = accelerator.prepare(objective)
-        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema)
+        trainer = cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema)
+        if recipe.loss.codebook_weights == "adaptive":
+            trainer.adaptive_weights = AdaptiveCodebookWeights(family.streams, family.chance)
+        return trainer
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the loss streams in training; evaluations have the family's alone."""
+        return training_streams(self.family, self.recipe.loss)
 
     @property
     def model(self) -> nn.Module:
@@ -151,7 +163,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # Targets are counted first, over all micro-batches and ranks, so that each of them weighs the same.
-        losses = LossAccumulator.zeros(len(self.family.streams))
+        losses = LossAccumulator.zeros(len(self.streams))
         losses.counts = self.reduce(torch.stack([batch.counts for batch in batches]).sum(0))
         self.backward(batches, weights, losses)
         norm_tensor = self.clip_gradients()
@@ -162,7 +174,10 @@ class Trainer:
         # Read only now that all work is queued, since reading waits for the device.
         norm = float(norm_tensor)
         self._check_finite(norm)
-        return losses.reduced(self.reduce), norm
+        losses = losses.reduced(self.reduce)
+        if self.adaptive_weights is not None:
+            self.adaptive_weights.update(losses)
+        return losses, norm
 
     def backward(self, batches: Sequence[Batch], weights: torch.Tensor, losses: LossAccumulator) -> None:
         """Gradients of the whole step's loss. Ranks reduce theirs once, in the last micro-batch; sharded ones in every

@@ -26,10 +26,11 @@ def run_preflight(
     log: Callable[[str], None],
     *,
     memory: MemoryPlan,
-    folder: Path,
-    resumed: bool = False,
+    folder: Path | None,
+    trained: bool = False,
 ) -> None:
-    """All checks, cheapest first. `memory` was planned for the largest micro-batch of this rank."""
+    """All checks, cheapest first. `memory` was planned for the largest micro-batch of this rank. Samples are written
+    to the `folder`, if there is one. A model that is `trained` may have learned the data already."""
     start, accelerator = time.perf_counter(), trainer.accelerator
     # Sharded ranks must run the model together: they all look at the same samples.
     shard = Shard() if trainer.sharded else Shard(accelerator.process_index, accelerator.num_processes)
@@ -47,7 +48,7 @@ def run_preflight(
         log(initial.message)
         loss.check_loss_finite(initial, context)
         loss.check_stop_labels(initial, context)
-        if not resumed:
+        if not trained:
             loss.check_not_solved(initial, context)
         if trainer.recipe.model.check_pretrained:
             loss.check_better_than_chance(initial, context)

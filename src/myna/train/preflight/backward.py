@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from myna.errors import TrainingError
 from myna.models.base import Batch
 from myna.models.files import format_names
-from myna.train.loss import stream_weights, weighted_loss
+from myna.train.loss import collate_for_training, stream_weights, weighted_loss
 from myna.train.memory_plan import is_out_of_memory, out_of_memory_error, peak_memory
 from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer
 from myna.train.preflight.context import CheckContext, on_all_ranks
@@ -46,7 +46,7 @@ def check_trainable_parameters(context: CheckContext) -> None:
 def check_largest_batch_fits(context: CheckContext) -> int:
     """The largest micro-batch through two optimizer steps, as in training; returns the peak memory."""
     trainer, device = context.trainer, context.trainer.accelerator.device
-    batch = trainer.family.collate(context.memory.sequences)
+    batch = collate_for_training(trainer.family, context.recipe.loss, context.memory.sequences)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with _preserve_weights(trainer):
@@ -65,7 +65,7 @@ def run_two_steps(trainer: Trainer, batch: Batch) -> None:
     objective = accelerator.unwrap_model(trainer.objective).train()
     parameters = list(trainer.trainable_parameters.values())
     optimizer = make_optimizer(parameters, settings, trainer.precision)
-    weights = stream_weights(trainer.family.streams, trainer.recipe.loss)
+    weights = stream_weights(trainer.streams, trainer.recipe.loss)
     accumulates = settings.batch_size > settings.micro_batch_size * accelerator.num_processes
     scale = INITIAL_LOSS_SCALE if trainer.precision.may_overflow else 1.0
 
@@ -103,7 +103,9 @@ def check_gradients(trainer: Trainer) -> None:
     if infinite:
         raise TrainingError(
             f"{len(infinite)} of {len(gradients)} gradients are not finite: {format_names(infinite)}",
-            hint="--set train.precision=" + ("bf16" if trainer.precision.may_overflow else "fp32, to find the cause"),
+            hint="--set train.precision=bf16"
+            if trainer.precision.may_overflow
+            else "lower train.learning_rate, or find the cause with --set train.precision=fp32",
         )
     if not any(bool(_local(gradient).any()) for gradient in gradients.values() if gradient is not None):
         raise TrainingError(

@@ -36,7 +36,7 @@ class CheckContext:
     loader: Loader[RenderedSequence, Batch]
     evaluation: Loader[RenderedSequence, Batch] | None
     memory: MemoryPlan
-    folder: Path
+    folder: Path | None
     log: Callable[[str], None]
     shard: Shard
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from myna.data.codec import Codes
-from myna.data.utterance import normalise_text
+from myna.data.overlap import ComparedClip, find_overlap
 from myna.errors import TrainingError
 from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.files import format_names
@@ -42,7 +42,7 @@ def write_samples(context: CheckContext) -> None:
     ]
     for view in views:
         context.log(f"sample {view.splitlines()[0]}")
-    if context.trainer.accelerator.is_main_process:
+    if context.trainer.accelerator.is_main_process and context.folder is not None:
         context.folder.mkdir(parents=True, exist_ok=True)
         (context.folder / "preflight.txt").write_text("\n".join(views), encoding="utf-8")
 
@@ -54,17 +54,13 @@ def check_evaluation_unseen(context: CheckContext) -> None:
     train, held_out = context.loader, context.evaluation
     trained = train.dataset.utterances if context.recipe.loss.supervise_references else train.reference_sampler.targets
     targets = list(held_out.reference_sampler.targets)
-    keys = trained.keys_among([held_out.dataset.key(target) for target in targets])
-    # There may be a million trained ones, so that only those of the same speakers are compared.
-    same_speakers = trained.by_speakers({target.speaker for target in targets} - {""})
-    words = {(utterance.speaker, _words(utterance.text)) for utterance in same_speakers}
-    same_audio = [target.id for target in targets if held_out.dataset.key(target) in keys]
-    same_words = [target.id for target in targets if (target.speaker, _words(target.text)) in words]
-    leaked = list(dict.fromkeys([*same_audio, *same_words]))
+    key = held_out.dataset.key
+    leaked = find_overlap(trained, [ComparedClip(clip.id, clip.speaker, clip.text, key(clip)) for clip in targets])
     if leaked:
+        same = Counter(leaked.values())
         raise TrainingError(
-            f"{len(leaked)} of {len(targets)} evaluation utterances are trained on too ({len(same_audio)} with the "
-            f"same audio, {len(same_words)} with the same words of the same speaker): {format_names(leaked)}",
+            f"{len(leaked)} of {len(targets)} evaluation utterances are trained on too ({same['audio']} with the same "
+            f"audio, {same['words']} with the same words of the same speaker): {format_names(list(leaked))}",
             hint=f"take them out of one source and run `myna prepare` again for {held_out.dataset.folder} or "
             f"{train.dataset.folder}",
         )
@@ -159,12 +155,6 @@ def check_no_leakage(context: CheckContext) -> None:
 def _same_audio(first: Codes, second: Codes) -> bool:
     shared = min(len(first), len(second))
     return abs(len(first) - len(second)) <= 2 and float((first[:shared] == second[:shared]).mean()) >= SAME_AUDIO_SHARE
-
-
-def _words(text: str) -> str:
-    """A text without its case and punctuation."""
-    letters = (c for c in normalise_text(text).casefold() if not unicodedata.category(c).startswith("P"))
-    return " ".join("".join(letters).split())
 
 
 def _audio_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
