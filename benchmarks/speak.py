@@ -2,11 +2,13 @@
 
 python benchmarks/speak.py --out docs/benchmarks
 python benchmarks/speak.py --out FOLDER --device cpu --tiny     a look at the whole, in a minute
+python benchmarks/speak.py --out docs/benchmarks --fledgling     the shipped small model on this CPU
 
 Weights are random and of the full size, in bf16. Every row has a context of 450 positions at first and 700 at the end,
 10 s of speech, and no early end. `share_of_limit` is the time that memory bandwidth would take for the weights and the
 cache of a step, over the time it took. The first audio is counted from a request with a reference of 5 s to the samples
-of the first window, which are those of the finished file. Writes speak.json and speak.svg.
+of the first window, which are those of the finished file. Writes speak.json and speak.svg; with `--fledgling`,
+speak-fledgling.json: text to samples, prefill and codec included, alone and beside a process that keeps a core busy.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -272,6 +277,51 @@ class Bench:
         return {"host_synchronizations": len(found), "where": sorted({f"{w.filename}:{w.lineno}" for w in found})[:5]}
 
 
+def fledgling(out: Path) -> None:
+    """The shipped model on the CPU: real text, real ends."""
+    from myna.speak.engine import SpeechRequest
+    from myna.speak.loading import load_engine
+
+    start = time.perf_counter()
+    engine = load_engine(model="fledgling", device="cpu")
+    rows: list[dict[str, Any]] = [{"name": "load", "seconds": time.perf_counter() - start}]
+    text = "The birds sing early in the morning, when the light is grey and the garden is still asleep."
+    sampling = replace(engine.family.sampling, max_seconds=10.0)
+
+    def measure(name: str, lines: int) -> None:
+        requests = [SpeechRequest(text, id=str(number)) for number in range(lines)]
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            speeches = engine.speak(requests, sampling)
+            times.append(time.perf_counter() - start)
+        seconds = sum(speech.seconds for speech in speeches)
+        row = {"name": name, "lines": lines, "speech_s": seconds, "wall_s": min(times)}
+        rows.append(row | {"audio_s_per_s": seconds / min(times), "stopped": sum(one.stopped for one in speeches)})
+        print(json.dumps(rows[-1]), flush=True)
+
+    measure("one line", 1)
+    measure("16 lines", 16)
+    times = []
+    for number in range(4):
+        start = time.perf_counter()
+        next(iter(engine.stream(SpeechRequest(text, id=f"first {number}"), sampling)))
+        times.append(time.perf_counter() - start)
+    rows.append({"name": "first sound", "seconds": min(times)})
+    print(json.dumps(rows[-1]), flush=True)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    measure("one line, one core busy", 1)
+    busy.kill()
+    facts = {"date": str(date.today()), "cores": os.cpu_count(), "processor": processor(), "torch": torch.__version__}
+    (out / "speak-fledgling.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def processor() -> str:
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
 def drawing(rows: list[dict[str, Any]]) -> str:
     """Seconds of speech a second, as bars on a logarithmic scale."""
     shown = [row for row in rows if "audio_s_per_s" in row]
@@ -295,9 +345,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--fledgling", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.fledgling:
+        fledgling(arguments.out)
+        return
     bench = Bench(torch.device(arguments.device), arguments.tiny, arguments.out)
     counts = [1, 2] if arguments.tiny else arguments.rows
     positions = CONTEXT + FRAMES + 68

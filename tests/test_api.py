@@ -117,3 +117,16 @@ def test_importing_it_brings_nothing_heavy() -> None:
     probe = f"import sys, myna; sys.exit(', '.join(name for name in {heavy} if name in sys.modules) or 0)"
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_long_texts_and_takes(folder: Path) -> None:
+    voice = myna.load(folder / "model", device="cpu")
+    text = "The wind blew over the hills all night, and in the morning the river had risen above its banks. " * 6
+    speech = voice.speak(text, max_seconds=0.2, seed=1)
+    assert speech.finish_reason == "length" and len(speech.warnings) > 2
+    stream = voice.stream(text, max_seconds=0.2, seed=1)
+    assert np.array_equal(np.concatenate(list(stream)), speech.samples)
+    assert stream.warnings == speech.warnings
+    takes = voice.speak_takes("hi", 2, max_seconds=0.4, seed=3)
+    for number, take in enumerate(takes):
+        assert np.array_equal(take.codes, voice.speak("hi", max_seconds=0.4, seed=3 + number).codes)

@@ -93,7 +93,7 @@ def test_trimmed_imports_change_no_code(tmp_path: Path) -> None:
             "--max-seconds",
             "0.5",
             "--out",
-            "hi.wav",
+            f"{name}.wav",
             "--codes",
             f"{name}.npy",
         )

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import myna.compare
 import myna.doctor
 import myna.evaluate
-import myna.train  # noqa: F401
+import myna.train
+import myna.verify  # noqa: F401
 from myna.api import (
     AnswerModel,
     DataFolder,
@@ -37,6 +38,7 @@ from myna.api import (
     resume,
     split,
     train,
+    verify,
 )
 from myna.errors import MynaError
 from myna.progress import ProgressCallback
@@ -83,6 +85,7 @@ __all__ = [
     "resume",
     "split",
     "train",
+    "verify",
 ]
 
 

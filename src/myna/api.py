@@ -21,7 +21,6 @@ from myna.progress import ProgressCallback, silent
 if TYPE_CHECKING:
     from myna.compare.comparison import Comparison
     from myna.config import Recipe
-    from myna.data.codec import Samples
     from myna.data.importers.validation import TextCheck
     from myna.data.overlap import ComparedClip, TrainedClips
     from myna.data.utterance import Utterance
@@ -30,9 +29,13 @@ if TYPE_CHECKING:
     from myna.models.base import GeneratedAnswer, RenderedSequence, Sampling
     from myna.models.merge import MergeCheck
     from myna.speak.answering import AnswerEngine, DatasetAnswers
-    from myna.speak.engine import Engine, Speech, SpeechRequest
+    from myna.speak.engine import Engine, Speech, SpeechStream
+    from myna.speak.lines_output import SpokenLines
+    from myna.speak.loading import SpeechQuantization
+    from myna.speak.segments import SpeechPlan
     from myna.train.loop import TrainingObserver
     from myna.train.run import Run
+    from myna.verify.certificate import Certificate
 
 PathLike = str | os.PathLike[str]
 SettingOverrides = Mapping[str, Any] | Sequence[str]
@@ -380,11 +383,14 @@ class Voice:
         codec: str | None = None,
         device: str = "auto",
         strength: float = 1.0,
+        quantization: SpeechQuantization = "none",
     ) -> Voice:
         """The voice of a run or an adapter, on its base model or on another `model`; or of an untuned model."""
         from myna.speak.loading import load_engine
 
-        return cls(load_engine(run=run, model=model, codec=codec, device=device, strength=strength))
+        return cls(
+            load_engine(run=run, model=model, codec=codec, device=device, strength=strength, quantization=quantization)
+        )
 
     @property
     def sample_rate(self) -> int:
@@ -397,6 +403,7 @@ class Voice:
         reference: PathLike | Sequence[PathLike] = (),
         reference_text: str | Sequence[str] = (),
         scene: str | None = None,
+        language: str = "",
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -406,14 +413,37 @@ class Voice:
     ) -> Speech:
         """Speak a text in the voice of a reference recording, given with its transcript; or of several, where the text
         has `[SPEAKER0]`, `[SPEAKER1]` tags. The scene, if None, is the one that the run was trained with; sampling
-        settings that are None are those the model asks for."""
-        request, sampling = self._request(
-            text, reference, reference_text, scene, temperature, top_k, top_p, max_seconds, seed
+        settings that are None are those the model asks for.
+
+        A text of more than about 30 seconds is spoken in segments, each continuing those before it; `language` helps to
+        find its sentences. `max_seconds` is the most for one utterance, or one segment: a runaway ends there, or where
+        its text should have long been spoken. `finish_reason` is `length` then, and `warnings` say which words."""
+        plan = self._plan(
+            text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed
         )
-        speech = self.engine.speak([request], sampling, lambda frames: progress("speaking", frames, None))[0]
-        if not len(speech.samples):
-            raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
-        return speech
+        return self._speak_plans([plan], progress)[0]
+
+    def speak_takes(
+        self,
+        text: str,
+        takes: int,
+        *,
+        reference: PathLike | Sequence[PathLike] = (),
+        reference_text: str | Sequence[str] = (),
+        scene: str | None = None,
+        language: str = "",
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_seconds: float = 60.0,
+        seed: int = 0,
+        progress: ProgressCallback = silent,
+    ) -> list[Speech]:
+        """Speak a text several times at once: each take is what `speak` gives with `seed`, `seed` + 1, and so on."""
+        plan = self._plan(
+            text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed
+        )
+        return self._speak_plans([plan.take(number) for number in range(takes)], progress)
 
     def stream(
         self,
@@ -422,34 +452,92 @@ class Voice:
         reference: PathLike | Sequence[PathLike] = (),
         reference_text: str | Sequence[str] = (),
         scene: str | None = None,
+        language: str = "",
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         max_seconds: float = 60.0,
         seed: int = 0,
-    ) -> Iterator[Samples]:
+    ) -> SpeechStream:
         """Speak a text as `speak` does, yielding arrays of samples as they are generated, at `sample_rate`. Together
-        they are the samples of `speak`."""
-        request, sampling = self._request(
-            text, reference, reference_text, scene, temperature, top_k, top_p, max_seconds, seed
+        they are the samples of `speak`; its `finish_reason` and `warnings` are known at the end."""
+        return self.engine.stream_plan(
+            self._plan(text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed)
         )
-        return self.engine.stream(request, sampling)
 
-    def _request(
+    def speak_lines(
+        self,
+        file: PathLike,
+        out: PathLike,
+        *,
+        reference: PathLike | Sequence[PathLike] = (),
+        reference_text: str | Sequence[str] = (),
+        scene: str | None = None,
+        language: str = "",
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_seconds: float = 60.0,
+        seed: int = 0,
+        batch_size: int = 16,
+        force: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> SpokenLines:
+        """Speak the lines of a file into a folder, `batch_size` at a time: a text a line, JSON lines with `text` and
+        perhaps `id`, `reference`, `reference_text`, `scene`, `seed` and `language`, or ChatML. What a line does not say
+        is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
+        and weights, are not spoken again."""
+        from myna.speak.lines import ReferenceRecording, open_lines
+        from myna.speak.lines_output import speak_lines
+
+        pairs = zip(*self._check_references(reference, reference_text), strict=True)
+        references = [ReferenceRecording(Path(recording), transcript) for recording, transcript in pairs]
+        lines = open_lines(Path(file), Path(out), references=references, language=language, force=force)
+        sampling = self._sampling(temperature, top_k, top_p, max_seconds, seed)
+        return speak_lines(
+            self.engine, lines, Path(out), sampling, scene=scene, batch_size=batch_size, progress=progress
+        )
+
+    def _speak_plans(self, plans: Sequence[SpeechPlan], progress: ProgressCallback) -> list[Speech]:
+        spoken = dict(self.engine.speak_plans(plans, lambda frames: progress("speaking", frames, None)))
+        for number, speech in spoken.items():
+            if not len(speech.samples):
+                seed = plans[number].sampling.seed
+                raise SpeakError(
+                    f"the model ended at once with seed {seed}: there is no speech",
+                    hint="try another --seed, or train more",
+                )
+        return [speech for _, speech in sorted(spoken.items())]
+
+    def _plan(
         self,
         text: str,
         reference: PathLike | Sequence[PathLike],
         reference_text: str | Sequence[str],
         scene: str | None,
+        language: str,
         temperature: float | None,
         top_k: int | None,
         top_p: float | None,
         max_seconds: float,
         seed: int,
-    ) -> tuple[SpeechRequest, Sampling]:
+    ) -> SpeechPlan:
         from myna.speak.engine import SpeechRequest
         from myna.speak.validation import check_speech_text
 
+        recordings, transcripts = self._check_references(reference, reference_text)
+        check_speech_text(text, transcripts)
+        engine = self.engine
+        pairs = zip(map(Path, recordings), transcripts, strict=True)
+        references = tuple(engine.reference(recording, transcript) for recording, transcript in pairs)
+        sampling = self._sampling(temperature, top_k, top_p, max_seconds, seed)
+        request = SpeechRequest(text, references, engine.scene if scene is None else scene, id=text)
+        return engine.plan(request, sampling, language=language)
+
+    @staticmethod
+    def _check_references(
+        reference: PathLike | Sequence[PathLike], reference_text: str | Sequence[str]
+    ) -> tuple[list[PathLike], list[str]]:
         recordings = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
         transcripts = [reference_text] if isinstance(reference_text, str) else list(reference_text)
         if len(recordings) != len(transcripts):
@@ -457,14 +545,14 @@ class Voice:
                 f"{len(recordings)} references but {len(transcripts)} reference texts",
                 hint="give the transcript of each reference: --reference REF.wav --reference-text '...'",
             )
-        check_speech_text(text, transcripts)
-        engine = self.engine
-        pairs = zip(map(Path, recordings), transcripts, strict=True)
-        references = tuple(engine.reference(recording, transcript) for recording, transcript in pairs)
+        return recordings, transcripts
+
+    def _sampling(
+        self, temperature: float | None, top_k: int | None, top_p: float | None, max_seconds: float, seed: int
+    ) -> Sampling:
         choices: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {name: value for name, value in choices.items() if value is not None}
-        sampling = replace(engine.family.sampling, max_seconds=max_seconds, seed=seed, **chosen)
-        return SpeechRequest(text, references, engine.scene if scene is None else scene, id=text), sampling
+        return replace(self.engine.family.sampling, max_seconds=max_seconds, seed=seed, **chosen)
 
 
 class AnswerModel:
@@ -602,15 +690,16 @@ def load(
     codec: str | None = None,
     device: str = "auto",
     strength: float = 1.0,
+    quantization: SpeechQuantization = "none",
 ) -> Voice:
     """Open a model that speaks: a run or one of its checkpoints, a LoRA adapter of PEFT, or an untuned model; folders,
     or names on the hub.
 
     `model` is the base of a run or an adapter, where it is not the one that it names; `strength` is how much of what a
-    LoRA has learned is applied.
+    LoRA has learned is applied; `quantization` (int8, nf4) stores the weights smaller, and speaks slower.
     """
     run, model = _run_or_model(source, model)
-    return Voice.open(run=run, model=model, codec=codec, device=device, strength=strength)
+    return Voice.open(run=run, model=model, codec=codec, device=device, strength=strength, quantization=quantization)
 
 
 def load_answer_model(
@@ -773,6 +862,35 @@ def merge(
     return merge_tuned(
         _run_folder(source), Path(out), base=model, layout=layout, strength=strength, dtype=dtype, device=device
     )
+
+
+@report_disk_errors()
+def verify(
+    source: Run | PathLike,
+    out: PathLike | None = None,
+    *,
+    model: str | None = None,
+    codec: str | None = None,
+    device: str = "auto",
+    quick: bool = False,
+    progress: ProgressCallback = silent,
+) -> Certificate:
+    """Compare every path of a model, a run or an adapter with transformers' own and with one another, on this device.
+
+    A failed check is no exception: `certificate.passed` and `certificate.verdict` say how it went. verify.json and
+    verify.html are written into `out`, where given. `model` is as for `load`; `quick` generates less.
+    """
+    from myna.io import check_writable
+    from myna.verify.runner import run_verification
+
+    if out is not None:
+        check_writable(Path(out))
+    certificate = run_verification(
+        _run_folder(source), base=model, codec=codec, device=device, quick=quick, progress=progress
+    )
+    if out is not None:
+        certificate.save(Path(out))
+    return certificate
 
 
 def extract_lora(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from myna.api import Voice
+    from myna.data.codec import Codes
+    from myna.speak.engine import SpeechStream
 
 app = typer.Typer(
     name="myna",
@@ -84,6 +86,10 @@ StrengthOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write over files that are there. Inputs never are.")]
 
+MAX_SECONDS_HELP = (
+    "Where a runaway is cut, at the latest. A text of more than about 30 s is spoken in segments, and each may take as "
+    "long."
+)
 SINGLE_THREAD_PARAMETERS = 50_000_000
 
 _owns_process = False
@@ -345,13 +351,24 @@ def speak(
     ] = None,
     *,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            "--out", "-o", help="Audio file to write: .wav, .flac, .ogg, .mp3. One that exists needs --force."
+            "--out",
+            "-o",
+            help="Audio file to write: .wav, .flac, .ogg, .mp3. One that exists needs --force. With --lines, a folder.",
         ),
-    ],
+    ] = None,
     text_file: Annotated[
         Path | None, typer.Option("--text-file", help="Read the text from this UTF-8 file instead.")
+    ] = None,
+    lines: Annotated[
+        Path | None,
+        typer.Option(
+            "--lines",
+            help="Speak the lines of this file into the folder --out, with a row for each in spoken.jsonl: a text a "
+            "line; or .jsonl with text and, if wanted, id, reference, reference_text, scene, seed, language; or "
+            "ChatML. Given again, it goes on where it was interrupted.",
+        ),
     ] = None,
     reference: Annotated[
         list[Path] | None,
@@ -363,11 +380,18 @@ def speak(
     run: RunOption = None,
     model: UntunedOption = None,
     strength: StrengthOption = 1.0,
+    quantization: Annotated[
+        Literal["none", "int8", "nf4"],
+        typer.Option("--quantization", help="Store the weights smaller, and speak slower: int8, or nf4 for 8 GB."),
+    ] = "none",
     codec: CodecOption = None,
     scene: Annotated[
         str | None,
         typer.Option("--scene", help="A sentence about the room or the manner; if not given, as the run was trained."),
     ] = None,
+    language: Annotated[
+        str, typer.Option("--language", help="Of a long text, such as en or de: helps to find its sentences.")
+    ] = "",
     temperature: Annotated[
         float | None,
         typer.Option("--temperature", min=0.0, help="0 is greedy; if not given, as the model asks."),
@@ -380,30 +404,44 @@ def speak(
         float | None,
         typer.Option("--top-p", min=0.0, max=1.0, help="Sample within this probability; or as the model asks."),
     ] = None,
-    max_seconds: Annotated[float, typer.Option("--max-seconds", min=0.1, help="Where a runaway is cut.")] = 60.0,
+    max_seconds: Annotated[float, typer.Option("--max-seconds", min=0.1, help=MAX_SECONDS_HELP)] = 60.0,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same speech.")] = 0,
+    takes: Annotated[
+        int,
+        typer.Option("--takes", min=1, help="Speak it so many times, with --seed and those after it: NAME-1.wav, ..."),
+    ] = 1,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Write raw audio to standard output as it is generated: signed 16 bits, little-endian, mono, at the "
+            "model's rate, mostly 24000: myna speak ... --stream | aplay -f S16_LE -r 24000",
+        ),
+    ] = False,
+    play: Annotated[
+        bool, typer.Option("--play", help="Play it as it is generated, with ffplay, aplay or afplay.")
+    ] = False,
+    batch_size: BatchSizeOption = 16,
     device: DeviceOption = "auto",
     codes: Annotated[Path | None, typer.Option("--codes", help="Also write the codes, as .npy.")] = None,
     force: ForceOption = False,
 ) -> None:
-    """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it."""
-    from myna.audio.files import check_audio_suffix
+    """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it.
+
+    A text of more than about 30 s is spoken segment by segment, each continuing the one before."""
     from myna.errors import SpeakError
-    from myna.io import atomic_write, check_output_file
     from myna.speak.validation import check_speech_text, read_reference, read_speech_text
 
-    if (text is None) == (text_file is None):
+    if [text, text_file, lines].count(None) != 2:
         raise SpeakError(
-            "give either a text or --text-file",
+            "give either a text, --text-file or --lines",
             hint='myna speak "Good morning." --out morning.wav ...; after -- a text may begin with -o or -m too',
         )
-    text = read_speech_text(text_file) if text_file is not None else str(text)
+    _check_speak_outputs(out, lines=lines, takes=takes, codes=codes, stream=stream, play=play)
     inputs = [*(reference or ()), *([text_file] if text_file is not None else [])]
-    check_audio_suffix(out)
-    check_output_file(out, inputs=inputs, force=force)
-    if codes is not None:
-        codes = codes.with_name(codes.name.removesuffix(".npy") + ".npy")
-        check_output_file(codes, inputs=inputs, force=force)
+    files = _take_files(out, takes) if lines is None and out is not None else []
+    codes_files = _take_files(codes.with_name(codes.name.removesuffix(".npy") + ".npy"), takes) if codes else []
+    _check_speech_files(files, codes_files, inputs, force=force)
     if run is None and model is None:
         raise SpeakError("give --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     if len(reference or ()) != len(reference_text or ()):
@@ -412,7 +450,9 @@ def speak(
             hint="give the transcript of each recording",
         )
     # What is wrong is reported before seconds go into imports.
-    check_speech_text(text, reference_text or ())
+    if lines is None:
+        text = read_speech_text(text_file) if text_file is not None else str(text)
+        check_speech_text(text, reference_text or ())
     for recording in reference or ():
         read_reference(recording)
     if run is not None and not run.exists() and len(run.parts) != 2:  # OWNER/NAME may be on the hub
@@ -424,34 +464,118 @@ def speak(
             from myna.models import find_checkpoint
 
             find_checkpoint(source)
+    settings: dict[str, Any] = {
+        "reference": reference or (),
+        "reference_text": reference_text or (),
+        "scene": scene,
+        "language": language,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "max_seconds": max_seconds,
+        "seed": seed,
+    }
+    if lines is not None:
+        from myna.speak.lines import ReferenceRecording, open_lines
+
+        assert out is not None
+        pairs = zip(reference or (), reference_text or (), strict=True)
+        open_lines(lines, out, references=[ReferenceRecording(*pair) for pair in pairs], force=force)
     from myna import api
-    from myna.terminal import progress_bars
+    from myna.terminal import progress_bars, show_speech, show_spoken_lines
 
     with _fast_start(adapter=run is not None) as threads:
-        voice = api.Voice.open(run=run, model=model, codec=codec, device=device, strength=strength)
-    _restore_threads(voice, threads)
-    with progress_bars() as progress:
-        speech = voice.speak(
-            text,
-            reference=reference or (),
-            reference_text=reference_text or (),
-            scene=scene,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            max_seconds=max_seconds,
-            seed=seed,
-            progress=progress,
+        voice = api.Voice.open(
+            run=run, model=model, codec=codec, device=device, strength=strength, quantization=quantization
         )
-    speech.save(out, force=force)
-    if codes is not None:
-        import numpy as np
+    _restore_threads(voice, threads)
+    if lines is not None:
+        assert out is not None
+        with progress_bars() as progress:
+            spoken = voice.speak_lines(lines, out, **settings, batch_size=batch_size, force=force, progress=progress)
+        show_spoken_lines(spoken, _console())
+    elif stream or play:
+        _stream_speech(voice.stream(str(text), **settings), files, play=play, force=force)
+    else:
+        with progress_bars() as progress:
+            speeches = voice.speak_takes(str(text), takes, **settings, progress=progress)
+        for file, speech in zip(files, speeches, strict=True):
+            speech.save(file, force=force)
+            show_speech(file, speech, _console())
+        for file, speech in zip(codes_files, speeches, strict=False):
+            _save_codes(file, speech.codes)
 
-        with atomic_write(codes) as temporary, temporary.open("wb") as file:
-            np.save(file, speech.codes)
-    end = "stopped by itself" if speech.stopped else f"cut at --max-seconds {max_seconds:g}: it found no end"
-    style = "none" if speech.stopped else "yellow"
-    _console().print(f"{out}: {speech.seconds:.2f} s, {end}", style=style, soft_wrap=True)
+
+def _check_speak_outputs(
+    out: Path | None, *, lines: Path | None, takes: int, codes: Path | None, stream: bool, play: bool
+) -> None:
+    """Refuse outputs that do not go together, and a stream that would go to a terminal or to no player."""
+    from myna.errors import SpeakError
+
+    if out is None and not stream and not play:
+        raise SpeakError("there is nowhere for the speech to go", hint="--out FILE.wav, --play, or --stream | PLAYER")
+    given = {"--takes": takes > 1, "--codes": codes is not None, "--stream": stream, "--play": play}
+    refused = "--lines" if lines is not None else "--stream" if stream else "--play" if play else ""
+    others = [name for name, is_given in given.items() if is_given and name != refused]
+    if refused and others:
+        raise SpeakError(f"{refused} does not go with {others[0]}", hint=f"leave out one of them: {others[0]} first")
+    if lines is not None and out is None:
+        raise SpeakError("--lines needs a folder to speak into", hint="--out FOLDER")
+    if stream and sys.stdout.isatty():
+        raise SpeakError(
+            "--stream writes raw audio, and standard output is a terminal",
+            hint="pipe it: myna speak ... --stream | aplay -f S16_LE -r 24000; or hear it with --play",
+        )
+    if play:
+        from myna.speak.playback import find_player
+
+        find_player()
+
+
+def _take_files(file: Path, takes: int) -> list[Path]:
+    return [file] if takes == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, takes + 1)]
+
+
+def _check_speech_files(files: list[Path], codes_files: list[Path], inputs: list[Path], *, force: bool) -> None:
+    from myna.audio.files import check_audio_suffix
+    from myna.io import check_output_file
+
+    for file in files:
+        check_audio_suffix(file)
+    for file in (*files, *codes_files):
+        check_output_file(file, inputs=inputs, force=force)
+
+
+def _save_codes(file: Path, codes: Codes) -> None:
+    import numpy as np
+
+    from myna.io import atomic_write
+
+    with atomic_write(file) as temporary, temporary.open("wb") as opened:
+        np.save(opened, codes)
+
+
+def _stream_speech(stream: SpeechStream, files: list[Path], *, play: bool, force: bool) -> None:
+    """Play samples, or write them to standard output, as they come; and to a file where one is wanted."""
+    import numpy as np
+
+    from myna.audio.files import write_audio
+    from myna.errors import SpeakError
+    from myna.io import check_output_file
+    from myna.speak.playback import open_player, open_standard_output
+    from myna.terminal import show_stream
+
+    pieces = []
+    with open_player(stream.sample_rate) if play else open_standard_output() as write:
+        for samples in stream:
+            write(samples)
+            pieces.append(samples)
+        if not pieces:
+            raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
+    for file in files:
+        check_output_file(file, force=force)
+        write_audio(file, np.concatenate(pieces), stream.sample_rate)
+    show_stream(stream, sum(map(len, pieces)) / stream.sample_rate, _console(stderr=True))
 
 
 @app.command()
@@ -684,6 +808,35 @@ def merge(
         highlight=False,
         soft_wrap=True,
     )
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="Model, run folder, one of its checkpoints, or a LoRA adapter.")],
+    base: BaseOption = None,
+    codec: CodecOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write verify.json and verify.html into.")
+    ] = None,
+    device: DeviceOption = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Generate less: a minute instead of several.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify a model on this device: our forward, speech, streams, merging and training paths against transformers'
+    own and against one another. Exit code 1 where one differs, and the first difference is named.
+    """
+    from dataclasses import asdict
+
+    from myna import api
+    from myna.terminal import progress_bars, show_certificate
+
+    with progress_bars() as progress:
+        found = api.verify(model, out, model=base, codec=codec, device=device, quick=quick, progress=progress)
+    if as_json:
+        print(json.dumps({"verdict": found.verdict, "passed": found.passed, **asdict(found)}, indent=2))
+    else:
+        show_certificate(found, _console())
+    raise typer.Exit(0 if found.passed else 1)
 
 
 @model_app.command()

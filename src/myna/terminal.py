@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from myna.doctor.check import Check
     from myna.evaluate.evaluation import Evaluation
     from myna.speak.answering import DatasetAnswers
+    from myna.speak.engine import Speech, SpeechStream
+    from myna.speak.lines_output import SpokenLines
+    from myna.verify.certificate import Certificate
 
 STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
 """The mark of a check, the same in ASCII for terminals that have no more, and its colour."""
@@ -158,10 +161,51 @@ def show_checks(checks: Iterator[Check], console: Console) -> list[Check]:
     return shown
 
 
+def show_certificate(certificate: Certificate, console: Console) -> None:
+    """Print every check of a verification, and the verdict."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("check", "result", "difference", "tolerance", "seconds"):
+        table.add_column(title, no_wrap=True, justify="left" if title in ("check", "result") else "right")
+    table.add_column("measured", overflow="fold")
+    styles = {"passed": "green", "failed": "red", "not applicable": "dim"}
+    for check in certificate.checks:
+        figures = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.tolerance)]
+        status = Text(check.status, styles[check.status])
+        table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", Text(check.detail))
+    console.print(table)
+    show_notes([certificate.verdict], console)
+
+
 def show_notes(notes: Sequence[str], console: Console) -> None:
     """Print sentences as they are."""
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_speech(file: Path, speech: Speech, console: Console) -> None:
+    """Print how long a file is, and whether the model found its end; else the words at which it did not."""
+    _show_end(f"{file}: ", speech, speech.seconds, console)
+
+
+def show_stream(stream: SpeechStream, seconds: float, console: Console) -> None:
+    """The same for a stream that has ended."""
+    _show_end("", stream, seconds, console)
+
+
+def _show_end(name: str, speech: Speech | SpeechStream, seconds: float, console: Console) -> None:
+    end = "stopped by itself" if speech.finish_reason == "stop" else "it did not find its end"
+    style = "none" if speech.finish_reason == "stop" and not speech.warnings else "yellow"
+    for line in (f"{name}{seconds:.2f} s, {end}", *speech.warnings):
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_spoken_lines(spoken: SpokenLines, console: Console) -> None:
+    """Print how many lines were spoken, and at which words the model did not find its end."""
+    seconds = sum(row["seconds"] for row in spoken.rows)
+    before = f", {spoken.kept} of them before" if spoken.kept else ""
+    for warning in spoken.warnings:
+        console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    show_notes([f"{spoken.folder}: {len(spoken.rows)} lines{before}, {seconds:.1f} s"], console)
 
 
 def show_recipes(recipes: Mapping[str, Path], console: Console) -> None:

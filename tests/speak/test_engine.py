@@ -21,7 +21,9 @@ from myna.data.conversation import AudioClip, Reference, ReferencePlacement, spe
 from myna.errors import AudioError, MynaError, SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
+from myna.models.quantized import quantized_linears
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
+from myna.speak.loading import load_engine
 from myna.speak.scheduler import generate_codes
 
 GREEDY = Sampling(temperature=0, max_seconds=0.4)
@@ -199,7 +201,7 @@ def test_codes_of_another_codec_are_refused_by_the_clips_name(engine: Engine) ->
 
 def test_speech_is_saved_and_shown_in_notebooks(tmp_path: Path) -> None:
     samples = np.linspace(-1.5, 0.5, 240, dtype=np.float32)
-    speech = Speech(samples, np.zeros((1, 8), np.uint16), stopped=True, sample_rate=24_000)
+    speech = Speech(samples, np.zeros((1, 8), np.uint16), finish_reason="stop", sample_rate=24_000)
     assert speech.seconds == 0.01
     stored = read_audio(speech.save(tmp_path / "out.wav"), sample_rate=24_000)
     [encoded] = re.findall(r'src="data:audio/wav;base64,([^"]+)"', speech._repr_html_())
@@ -224,6 +226,18 @@ def test_a_stream_that_nobody_reads_on_gives_its_row_back(engine: Engine) -> Non
     endless = engine.stream(SpeechRequest("hello"), Sampling(temperature=0, max_seconds=8.0))
     first = next(endless)
     assert len(first) == 2 * engine.codec.hop, "the first window is short"
-    endless.close()  # type: ignore[attr-defined]
+    endless.close()
     after = engine.speak([SpeechRequest("hello")], GREEDY)[0]
     assert len(after.codes) and engine._batch is not None and not engine._batch.busy
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_weights_speak_from_a_model_and_from_a_run(tmp_path: Path, kind: Any) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    engine = load_engine(model=str(folder), device="cpu", quantization=kind)
+    assert len(list(quantized_linears(engine.model))) == 2 * 10, "every projection of both layers"
+    whole = load_engine(model=str(folder), device="cpu")
+    first, second = (one.speak([SpeechRequest("hello")], GREEDY)[0].codes[:, 0] for one in (engine, whole))
+    assert len(first) == len(second) and (first == second).mean() > 0.3, "near the model that it was made of"
+    with pytest.raises(SpeakError, match="fp8 is no way to store weights"):
+        load_engine(model=str(folder), device="cpu", quantization="fp8")  # type: ignore[arg-type]

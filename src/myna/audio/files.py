@@ -158,6 +158,11 @@ def write_audio(path: Path, samples: Samples, sample_rate: int) -> None:
         temporary.write_bytes(content.getbuffer())
 
 
+def pcm16(samples: Samples) -> bytes:
+    """Samples as raw audio: signed 16-bit integers, little-endian."""
+    return bytes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+
+
 class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]
     """A file that libsndfile reads."""
 

@@ -32,13 +32,14 @@ from myna.evaluate.ranking import Constraints, StepScores
 from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System, trainable_fingerprint
+from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
 from myna.io import atomic_write, safe_file_name, save_text
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
 from myna.progress import ProgressCallback, silent
 from myna.report.spectrogram import color_palette, encode_png, mel_spectrogram_pixels
 from myna.speak.engine import Engine
+from myna.speak.fingerprint import trainable_fingerprint
 from myna.train.callbacks import AutocastContext, LoggedSample, SpeechScores
 from myna.train.distributed import ProcessInfo
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from myna.config import DataSettings
-from myna.errors import ConfigError
+from myna.errors import ConfigError, SpeakError
 from myna.evaluate.eval_set import load_eval_set
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalSet
@@ -65,6 +65,8 @@ def evaluate_system(
     tuned = find_tuned(source, model)
     if tuned is None and model is not None:
         raise ConfigError(f"{source} is a model by itself, and has no base", hint="leave out --model, or use --against")
+    if tuned is None and strength != 1.0:
+        raise SpeakError(f"--strength scales the LoRA of a run, and {source} is a model by itself", hint="leave it out")
     # A run is compared with what it was tuned from, and a model with the first of the others.
     bases: list[SpeechSystem] = []
     if tuned is not None:

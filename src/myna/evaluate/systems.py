@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
-
-import torch
 
 from myna.audio.files import Samples
 from myna.data.conversation import AudioClip, Reference
@@ -16,6 +13,7 @@ from myna.evaluate.items import EvalItem, load_clip, recording_key
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.speak.fingerprint import weights_fingerprint
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
 
@@ -73,27 +71,6 @@ class Recordings:
 
     def close(self) -> None:
         pass
-
-
-def weights_fingerprint(engine: Engine) -> str:
-    """Hash of all weights and of how they are used, wherever they were loaded from."""
-    return _hash_weights(engine, "", engine.model.state_dict())
-
-
-def trainable_fingerprint(engine: Engine) -> str:
-    """Hash of a model in training by its trainable parameters: the rest is frozen, and may be large."""
-    parameters = {name: tensor for name, tensor in engine.model.named_parameters() if tensor.requires_grad}
-    return _hash_weights(engine, engine.family.source, parameters)
-
-
-def _hash_weights(engine: Engine, source: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (source, engine.codec.revision, engine.family.prompt_revision, engine.reference_placement):
-        digest.update(part.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 @dataclass(slots=True)

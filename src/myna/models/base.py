@@ -166,6 +166,28 @@ class GeneratedAnswer(NamedTuple):
     """False when the length cap ended it."""
 
 
+class TransformersForward(NamedTuple):
+    """Losses and logits of transformers' own forward pass on one sequence."""
+
+    sums: torch.Tensor
+    """(streams,): cross-entropy summed over targets, in float64 on the CPU."""
+    logits: torch.Tensor
+    """All logits of supervised positions, in fp32 on the CPU: head after head as the objective computes them."""
+
+
+class TransformersGeneration(NamedTuple):
+    """Greedy choices of transformers' own `generate` for one prompt."""
+
+    choices: npt.NDArray[np.int64]
+    """(frames or tokens, codebooks or 1), a delay undone; `IGNORE_INDEX` where it has none to compare."""
+    steps: npt.NDArray[np.int64]
+    """The same shape: the step of each choice. It follows from the choices of earlier steps."""
+    scores: npt.NDArray[np.float32]
+    """(..., classes): logits that each was chosen from; -inf where a class was not allowed."""
+    end: int
+    """The class that ends a stream."""
+
+
 class Family(ABC):
     """Model architecture, as far as training needs to know it."""
 
@@ -296,6 +318,14 @@ class Family(ABC):
         """A conversation with random audio and an answer, to compare two models by their logits."""
 
     @abstractmethod
+    def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
+        """transformers' own forward pass with the same weights, for `myna verify`."""
+
+    @abstractmethod
+    def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
+        """transformers' own `generate`, greedy, for at least so many frames or tokens, for `myna verify`."""
+
+    @abstractmethod
     def save_model(
         self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None
     ) -> Mapping[str, torch.Tensor]:
@@ -342,6 +372,10 @@ class AnsweringFamily(Family):
         self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None
     ) -> list[GeneratedAnswer]:
         """Greedy answers to conversations whose last turn is open; with a Lark `grammar` they follow it."""
+
+    @abstractmethod
+    def greedy_ids(self, model: nn.Module, prompt: RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
+        """Token ids of the answer to one conversation, and whether its end came."""
 
 
 def require_speaking(family: Family) -> SpeakingFamily:

@@ -127,9 +127,8 @@ def _draw(allowed: torch.Tensor, state: RowState, rows: int, books: torch.Tensor
     top_p = state.top_ps[:rows, None, None]
     values = values.masked_fill(beyond | ((above > top_p * mass.sum(-1, keepdim=True)) & (top_p < 1)), -torch.inf)
 
-    key = mix(mix((state.seeds[:rows] & _LOW) ^ 0x9E3779B9) ^ ((state.seeds[:rows] >> 32) & _LOW))
-    key = mix(key ^ state.frames[:rows])[:, None]
-    noise = gumbel_noise(mix(key ^ (2 * books))[..., None], ids)
+    keys = mix(_frame_keys(state, rows)[:, None] ^ (2 * books))
+    noise = gumbel_noise(keys[..., None], ids)
     codes = ids.gather(-1, (values + noise.masked_fill(greedy, 0.0)).argmax(-1, keepdim=True))[..., 0]
 
     window, limit = state.windows[:rows, None], state.limits[:rows, None]
@@ -137,9 +136,16 @@ def _draw(allowed: torch.Tensor, state: RowState, rows: int, books: torch.Tensor
     repeated &= (window > 0) & ~greedy[..., 0]
     if repeated.any():
         every = torch.arange(classes, device=allowed.device)
-        noise = gumbel_noise(mix(key ^ (2 * books + 1))[..., None], every)
+        keys = mix(_frame_keys(state, rows)[:, None] ^ (2 * books + 1))
+        noise = gumbel_noise(keys[..., None], every)
         codes = torch.where(repeated, (allowed + noise).argmax(-1), codes)
     return codes
+
+
+def _frame_keys(state: RowState, rows: int) -> torch.Tensor:
+    """(rows,): the hash of seed and frame."""
+    seeds = state.seeds[:rows]
+    return mix(mix(mix(seeds ^ 0x9E3779B9) ^ (seeds >> 32)) ^ state.frames[:rows])
 
 
 def _repeats(codes: torch.Tensor, state: RowState, rows: int, window: torch.Tensor) -> torch.Tensor:

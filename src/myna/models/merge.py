@@ -37,6 +37,23 @@ class MergeCheck:
     lost_share: float
     """Root-mean-square of that difference, as a share of that between the adapter and the base."""
 
+    @property
+    def tolerance(self) -> float:
+        """The largest difference that rounding explains."""
+        return LOGIT_TOLERANCES[getattr(torch, self.dtype)] * self.largest_logit
+
+    @property
+    def problem(self) -> str | None:
+        """Why the merged model must not be used; None where it may."""
+        if not self.largest_difference <= self.tolerance:
+            return (
+                f"the merged model's logits differ from the adapter's by up to {self.largest_difference:.3g}, of "
+                f"{self.largest_logit:.3g}: more than rounding to {self.dtype} explains"
+            )
+        if self.lost_share > MAX_LOST_SHARE:
+            return f"{self.lost_share:.0%} of what the adapter changes would be lost in rounding to {self.dtype}"
+        return None
+
 
 def merge_adapter(
     family: Family, model: nn.Module, folder: Path, *, layout: str = "transformers", strength: float = 1.0
@@ -52,7 +69,11 @@ def merge_adapter(
     scale_adapter(model, strength)
     adapted = probe_logits(family, model)
     merged = merge_lora(model)
-    check = _compare(base, adapted, probe_logits(family, merged), next(merged.parameters()).dtype)
+    check = compare_merged(base, adapted, probe_logits(family, merged), next(merged.parameters()).dtype)
+    if check.problem is not None:
+        raise ModelError(
+            check.problem, hint="merge it in another type, --dtype float32, or use the adapter as it is: --run"
+        )
     codec = resolve_checkpoint(family.codec_source, None)
     verify_written(folder, family.save_model(merged, folder, layout=layout, codec=codec))
     return check
@@ -76,31 +97,20 @@ def probe_logits(family: Family, model: nn.Module) -> torch.Tensor:
     return torch.cat([logits.float().cpu().flatten() for logits in found])
 
 
-def _compare(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> MergeCheck:
+def compare_merged(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> MergeCheck:
+    """Compare logits of the probe; `dtype` is that of the merged weights."""
+
     def rms(tensor: torch.Tensor) -> float:
         return float(tensor.double().square().mean().sqrt())
 
-    largest, difference = float(adapted.abs().max()), float((merged - adapted).abs().max())
     effect = rms(adapted - base)
-    check = MergeCheck(
+    return MergeCheck(
         dtype=str(dtype).removeprefix("torch."),
         logits=len(adapted),
-        largest_logit=largest,
-        largest_difference=difference,
+        largest_logit=float(adapted.abs().max()),
+        largest_difference=float((merged - adapted).abs().max()),
         lost_share=rms(merged - adapted) / effect if effect else 1.0,
     )
-    if not difference <= LOGIT_TOLERANCES[dtype] * largest:
-        raise ModelError(
-            f"the merged model's logits differ from the adapter's by up to {difference:.3g}, of {largest:.3g}: more "
-            f"than rounding to {check.dtype} explains",
-            hint="merge it in another type, --dtype float32, or use the adapter as it is: --run",
-        )
-    if check.lost_share > MAX_LOST_SHARE:
-        raise ModelError(
-            f"{check.lost_share:.0%} of what the adapter changes would be lost in rounding to {check.dtype}",
-            hint="merge it with --dtype float32, or use the adapter as it is: --run",
-        )
-    return check
 
 
 def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import wave
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from myna.audio.files import write_audio
+from myna.audio.files import pcm16, write_audio
 from myna.data.codec import Codec, Codes, Encoder, Samples
-from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, speech_conversation
-from myna.data.utterance import normalise_text
+from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
+from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
 from myna.errors import SpeakError
 from myna.io import check_output_file
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
-from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, request_sampling
+from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, request_sampling
+from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
 from myna.speak.streaming import StreamDecoder
 from myna.speak.validation import read_reference
 
 MAX_ROWS = 64
 """Requests that are spoken at the same time; the others wait."""
+MAX_SINGLE_THREAD_BYTES = 2**28
+"""Weights of a model that is spoken with on one thread of a CPU."""
 POSITION_BLOCK = 256
 """Caches are made in multiples of this many positions, so that a little longer request finds room."""
 
@@ -47,9 +53,16 @@ class Speech:
 
     samples: Samples
     codes: Codes
-    stopped: bool
-    """False when the length cap ended it: the model did not find its end."""
+    finish_reason: FinishReason
+    """`stop`: the model found its end; `length`: a cap ended it, or a segment of it."""
     sample_rate: int
+    warnings: tuple[str, ...] = ()
+    """Segments of a text that were cut, or not spoken, in words."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the model found its end, in every segment."""
+        return self.finish_reason == "stop"
 
     @property
     def seconds(self) -> float:
@@ -67,7 +80,7 @@ class Speech:
             file.setnchannels(1)
             file.setsampwidth(2)
             file.setframerate(self.sample_rate)
-            file.writeframes((self.samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+            file.writeframes(pcm16(self.samples))
         encoded = base64.b64encode(content.getvalue()).decode()
         return f'<audio controls src="data:audio/wav;base64,{encoded}"></audio>'
 
@@ -93,10 +106,13 @@ class Engine:
         self.reference_placement, self.autocast, self.scene = reference_placement, autocast, scene
         self.max_rows = max_rows
         self._batch: BatchScheduler | None = None
+        parameters = list(model.parameters())
+        is_small = sum(parameter.nbytes for parameter in parameters) < MAX_SINGLE_THREAD_BYTES
+        self._single_thread = is_small and parameters[0].device.type == "cpu"
 
-    def reference(self, recording: Path, text: str) -> Reference:
-        """A reference voice from a recording and its transcript."""
-        samples = read_reference(recording, self.codec.sample_rate)
+    def reference(self, recording: Path, text: str, span: Span | None = None) -> Reference:
+        """A reference voice from a recording, or a span of it, and its transcript."""
+        samples = read_reference(recording, self.codec.sample_rate, span)
         if len(samples) < self.codec.hop:
             raise SpeakError(
                 f"{recording} is shorter than one frame of {1000 / self.codec.frame_rate:g} ms",
@@ -110,7 +126,7 @@ class Engine:
         """Speak requests together; `on_frame` is called with the number of whole frames so far."""
         prompts = [self.family.render(self._conversation(request)) for request in requests]
         max_frames = max(1, int(sampling.max_seconds * self.codec.frame_rate))
-        with self.autocast():
+        with self._computing():
             scheduler = self._scheduler(prompts, max_frames)
             generations = [
                 scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames) for prompt in prompts
@@ -122,54 +138,129 @@ class Engine:
                 if on_frame is not None and longest > frames:
                     on_frame(longest)
                 frames = longest
-        return [
-            Speech(
-                self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32),
-                codes,
-                generation.finish_reason == "stop",
-                self.codec.sample_rate,
-            )
-            for generation in generations
-            for codes in (generation.codes(),)
-        ]
+        return [self._speech(generation.codes(), generation.finish_reason) for generation in generations]
 
-    def stream(self, request: SpeechRequest, sampling: Sampling) -> Iterator[Samples]:
+    def plan(self, request: SpeechRequest, sampling: Sampling, *, split: bool = True, language: str = "") -> SpeechPlan:
+        """How a request will be spoken. A text of more than 30 s, by estimate, is split into segments, unless it has
+        tags of several speakers; `max_seconds` caps each of them, and a budget by the length of its text where that is
+        less. With `split` off it is one segment, capped by `max_seconds` alone."""
+        text, frame_rate = normalise_text(request.text), self.codec.frame_rate
+        cap = max(1, int(sampling.max_seconds * frame_rate))
+        segments, budgets = [text], tuple[int, ...]((cap,))
+        if split:
+            references = request.references
+            pace = max((voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0)
+            if estimate_seconds(text, pace) > MAX_SEGMENT_SECONDS and not SPEAKER_TAG.search(text):
+                segments = [segment.strip() for segment in split_long_text(request.text, language, pace)]
+            budgets = tuple(min(cap, frame_budget(segment, frame_rate, pace)) for segment in segments)
+        prompt = self._segment_prompt(request, segments[0])
+        if len(segments) == 1:
+            return SpeechPlan(request, sampling, (text,), budgets, prompt, len(prompt) + cap + SPARE_POSITIONS)
+        # Prompts are not known before the codes in them are. Each has the references, its text, and up to two more.
+        alone = replace(request, references=())
+        lengths = [len(self.family.render(self._conversation(replace(alone, text=segment)))) for segment in segments]
+        context = 2 * max(lengths) + int(MAX_CONTEXT_SECONDS * frame_rate) + 3 * SPARE_POSITIONS
+        positions = len(prompt) - lengths[0] + max(lengths) + context + max(budgets)
+        return SpeechPlan(request, sampling, tuple(segments), budgets, prompt, positions)
+
+    def speak_plans(
+        self,
+        plans: Sequence[SpeechPlan],
+        on_frame: Callable[[int], None] | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> Iterator[tuple[int, Speech]]:
+        """Speak plans together, yielding each as it ends with its place among them; `on_frame` is called with the
+        number of whole frames of the longest. A caller that stops reading ends those that are left."""
+        rows = min(len(plans), batch_size or self.max_rows)
+        with self._computing():
+            scheduler = self._scheduler_of(rows, max((plan.max_positions for plan in plans), default=0))
+        waiting, spoken, frames = iter(enumerate(plans)), dict[int, SegmentedGeneration](), 0
+        try:
+            while True:
+                # Some wait in the scheduler, so that a row that is free is filled at once.
+                for number, plan in itertools.islice(waiting, 2 * rows - len(spoken)):
+                    spoken[number] = self._begin(plan, scheduler)
+                if not spoken:
+                    break
+                with self._computing():
+                    scheduler.advance()
+                for generation in spoken.values():
+                    generation.follow()
+                if on_frame is not None and (longest := max(one.frames for one in spoken.values())) > frames:
+                    frames = longest
+                    on_frame(frames)
+                for number in [number for number, generation in spoken.items() if generation.finish_reason]:
+                    ended = spoken.pop(number)
+                    yield number, self._speech(ended.codes(), ended.finish_reason, ended.warnings)
+        finally:
+            for generation in spoken.values():
+                generation.cancel()
+
+    def stream(self, request: SpeechRequest, sampling: Sampling) -> SpeechStream:
         """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit.
 
         A caller that stops reading ends the request.
         """
-        prompt = self.family.render(self._conversation(request))
-        max_frames = max(1, int(sampling.max_seconds * self.codec.frame_rate))
-        decoder, done = StreamDecoder(self.codec), 0
-        with self.autocast():
-            scheduler = self._scheduler([prompt], max_frames)
-            generation = scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames)
-        frames = scheduler.run(generation)
+        return self.stream_plan(self.plan(request, sampling, split=False))
+
+    def stream_plan(self, plan: SpeechPlan) -> SpeechStream:
+        """The same for a plan: the samples are those of `speak_plans`."""
+        with self._computing():
+            scheduler = self._scheduler_of(1, plan.max_positions)
+        return SpeechStream(self, self._begin(plan, scheduler), scheduler)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context of all that runs the model: the types of its training, and its threads."""
+        with self._threads(), self.autocast():
+            yield
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """On a CPU, one thread for a small model and its codec: their products are so short that two threads wait for
+        one another most of the time, and nearly all of it where another process has the second core."""
+        if not self._single_thread:
+            yield
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
-            while True:
-                with self.autocast():
-                    count = next(frames, None)
-                if count is None:
-                    break
-                samples = decoder.decode(generation.codes(done))
-                done = count
-                if len(samples):
-                    yield samples
+            yield
         finally:
-            generation.cancel()
-        if len(samples := decoder.finish()):
-            yield samples
+            torch.set_num_threads(threads)
+
+    def _begin(self, plan: SpeechPlan, scheduler: BatchScheduler) -> SegmentedGeneration:
+        return SegmentedGeneration(plan, scheduler, self._segment_prompt, self.codec.frame_rate)
+
+    def _speech(self, codes: Codes, finish_reason: FinishReason | None, warnings: Sequence[str] = ()) -> Speech:
+        assert finish_reason is not None
+        with self._threads():
+            samples = self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32)
+        return Speech(samples, codes, finish_reason, self.codec.sample_rate, tuple(warnings))
 
     def _scheduler(self, prompts: Sequence[RenderedSequence], max_frames: int) -> BatchScheduler:
-        """The batch, made anew where these prompts do not fit it."""
-        rows = min(len(prompts), self.max_rows)
-        positions = max(map(len, prompts), default=0) + max_frames + SPARE_POSITIONS
+        """The batch for these prompts."""
+        return self._scheduler_of(len(prompts), max(map(len, prompts), default=0) + max_frames + SPARE_POSITIONS)
+
+    def _scheduler_of(self, requests: int, positions: int) -> BatchScheduler:
+        """The batch, made anew where these requests do not fit it."""
+        rows = min(requests, self.max_rows)
         current = self._batch
         if current is None or current.decoder.rows < rows or current.decoder.max_positions < positions:
             positions = -(-positions // POSITION_BLOCK) * POSITION_BLOCK
             self._batch = None  # freed before the next is allocated
             self._batch = current = BatchScheduler(self.family.speech_decoder(self.model, max(1, rows), positions))
         return current
+
+    def _segment_prompt(
+        self, request: SpeechRequest, text: str, context: tuple[SpokenSegment, ...] = ()
+    ) -> RenderedSequence:
+        """The open prompt of a segment: earlier segments are turns between the references and its text."""
+        opened = self._conversation(replace(request, text=text))
+        clips = [(said, AudioClip(f"segment {number}", codes)) for number, (said, codes) in enumerate(context)]
+        earlier = [turn for said, clip in clips for turn in (Turn("user", (said,)), Turn("assistant", (clip,)))]
+        return self.family.render(replace(opened, turns=(*opened.turns[:-1], *earlier, opened.turns[-1])))
 
     def _conversation(self, request: SpeechRequest) -> Conversation:
         text = normalise_text(request.text)
@@ -182,6 +273,56 @@ class Engine:
             scene=request.scene,
             reference_placement=self.reference_placement,
         )
+
+
+class SpeechStream(Iterator[Samples]):
+    """Samples of one request as they are generated. `close` ends the request."""
+
+    def __init__(self, engine: Engine, generation: SegmentedGeneration, scheduler: BatchScheduler) -> None:
+        self.sample_rate = engine.codec.sample_rate
+        self._generation = generation
+        self._samples = self._generate(engine, generation, scheduler)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """As of `Speech`, once all is generated."""
+        return self._generation.finish_reason
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """As of `Speech`, for what is generated so far."""
+        return tuple(self._generation.warnings)
+
+    def __next__(self) -> Samples:
+        return next(self._samples)
+
+    def close(self) -> None:
+        self._samples.close()
+        self._generation.cancel()
+
+    def __del__(self) -> None:
+        self._generation.cancel()
+
+    @staticmethod
+    def _generate(
+        engine: Engine, generation: SegmentedGeneration, scheduler: BatchScheduler
+    ) -> Generator[Samples, None, None]:
+        decoder, done = StreamDecoder(engine.codec), 0
+        try:
+            while generation.finish_reason is None:
+                with engine._computing():
+                    scheduler.advance()
+                generation.follow()
+                if (frames := generation.frames) > done:
+                    with engine._threads():
+                        samples = decoder.decode(generation.codes(done))
+                    done = frames
+                    if len(samples):
+                        yield samples
+        finally:
+            generation.cancel()
+        if len(samples := decoder.finish()):
+            yield samples
 
 
 def encode_clip(codec: Encoder, samples: Samples) -> Codes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from myna.data.importers.conversations import ImportedClip, open_text, transcrib
 from myna.data.importers.fields import require_field, require_type
 from myna.data.importers.reading import find_file, json_records, nonblank_lines
 from myna.data.utterance import Span, normalise_text
-from myna.errors import SpeakError
-from myna.io import is_file, safe_file_name
+from myna.errors import OutputError, SpeakError
+from myna.io import claim_folder, is_file, safe_file_name
 from myna.speak.validation import check_speech_text
 
+SPOKEN_FILE, MEDIA_FOLDER = "spoken.jsonl", "media"
+"""In the folder that lines are spoken into: a row for each, and clips that their file carried within it."""
 FIELDS = ("id", "text", "reference", "reference_text", "scene", "seed", "language")
 LINES_HINT = (
     'one text a line; or JSON lines such as {"text": "Good morning.", "id": "greeting", "reference": "anna.wav", '
@@ -51,8 +53,7 @@ class SpeechLine:
 
 def read_lines(file: Path, media: Path) -> list[SpeechLine]:
     """All lines of a file, each checked; `media` is the folder for clips that ChatML carries within it."""
-    if not is_file(file):
-        raise SpeakError(f"{file} is not there", hint="give a file: text, .jsonl or .json")
+    _check_file(file)
     is_json = file.suffix in (".jsonl", ".json")
     lines: list[SpeechLine] = []
     context, ids, names = ImportContext(media), dict[str, int](), set[str]()
@@ -78,6 +79,40 @@ def read_lines(file: Path, media: Path) -> list[SpeechLine]:
     if not lines:
         raise SpeakError(f"{file} has no lines", hint=LINES_HINT)
     return lines
+
+
+def open_lines(
+    file: Path,
+    out: Path,
+    *,
+    references: Sequence[ReferenceRecording] = (),
+    language: str = "",
+    force: bool = False,
+) -> list[SpeechLine]:
+    """The lines of a file, checked and with the folder made for them, before a model is opened. Those that name no
+    reference take `references`, and those that name no language `language`."""
+    _check_file(file)
+    claim_folder(out, "spoken lines", known=(SPOKEN_FILE,), inputs=(file,), force=force)
+    lines = [
+        replace(line, references=line.references or tuple(references), language=line.language or language)
+        for line in read_lines(file, out / MEDIA_FOLDER)
+    ]
+    inputs = {reference.audio.resolve() for line in lines for reference in line.references}
+    for line in lines:
+        if (out / f"{line.name}.wav").resolve() in inputs:
+            raise OutputError(
+                f"{out / line.name}.wav is an input, which is never replaced", hint="choose another --out"
+            )
+        try:
+            check_speech_text(line.text, [reference.text for reference in line.references])
+        except SpeakError as error:
+            raise SpeakError(f"{file}:{line.line}: {error.what}", hint=error.hint) from None
+    return lines
+
+
+def _check_file(file: Path) -> None:
+    if not is_file(file):
+        raise SpeakError(f"{file} is not there", hint="give a file: text, .jsonl or .json")
 
 
 def _text_records(file: Path) -> Iterator[SourceRecord]:

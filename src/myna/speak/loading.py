@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -21,25 +21,45 @@ if TYPE_CHECKING:
     from myna.speak.answering import AnswerEngine
 
 Source = str | os.PathLike[str]
+SpeechQuantization = Literal["none", "int8", "nf4"]
+"""How the weights of a model that speaks are stored. fp8, as training has it, stores them twice and saves nothing."""
 
 
 def load_engine(
-    *, run: Source | None = None, model: str | None = None, codec: str | None = None, device: str, strength: float = 1.0
+    *,
+    run: Source | None = None,
+    model: str | None = None,
+    codec: str | None = None,
+    device: str,
+    strength: float = 1.0,
+    quantization: SpeechQuantization = "none",
 ) -> Engine:
     """The speech engine of a run or an adapter, or of an untuned model. `strength` scales the LoRA, and a `model`
-    beside a run or an adapter is the base model to open it on."""
-    loaded = _load(run, model, codec, device, strength)
+    beside a run or an adapter is the base model to open it on. With a `quantization` the weights are loaded in main
+    memory, merged, and packed onto the device one by one."""
+    if quantization not in get_args(SpeechQuantization):
+        hint = "choose one of: " + ", ".join(get_args(SpeechQuantization))
+        raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
+    target = pick_device(device)
+    place = target if quantization == "none" else torch.device("cpu")
+    loaded = _load(run, model, codec, target, place, strength)
+    if quantization != "none":
+        from myna.models.quantized import quantize
+
+        names = loaded.family.lora_targets(loaded.weights, "comprehensive").adapted
+        loaded = loaded._replace(weights=quantize(loaded.weights, quantization, names, target))
     encoder = require_speaking(loaded.family).load_codec(device=loaded.device)
     _check_trained_with(loaded, encoder)
-    known = loaded.metadata
-    return Engine(loaded.family, loaded.weights, encoder, known.reference_placement, scene=known.scene)
+    known, weights = loaded.metadata, loaded.weights.requires_grad_(False)  # not to be trained: they may be rearranged
+    return Engine(loaded.family, weights, encoder, known.reference_placement, scene=known.scene)
 
 
 def load_answer_engine(*, run: Source | None = None, model: str | None = None, device: str) -> AnswerEngine:
     """The engine of a model that answers in words, as `load_engine`."""
     from myna.speak.answering import AnswerEngine
 
-    loaded = _load(run, model, None, device)
+    target = pick_device(device)
+    loaded = _load(run, model, None, target, target)
     encoder = loaded.family.load_encoder(device=loaded.device)
     _check_trained_with(loaded, encoder)
     return AnswerEngine(loaded.family, loaded.weights, encoder)
@@ -53,27 +73,34 @@ class _Loaded(NamedTuple):
     device: torch.device
 
 
-def _load(run: Source | None, model: str | None, codec: str | None, device: str, strength: float = 1.0) -> _Loaded:
+def _load(
+    run: Source | None,
+    model: str | None,
+    codec: str | None,
+    target: torch.device,
+    place: torch.device,
+    strength: float = 1.0,
+) -> _Loaded:
+    """Weights in the type for the target device, at another place where they are to be packed first."""
     if run is None and model is None:
         raise SpeakError("give --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     if run is None and strength != 1.0:
         raise SpeakError("--strength scales the LoRA of a run", hint="give --run, or leave it out")
-    target = pick_device(device)
     dtype = choose_precision("auto", target).compute_dtype
     if run is None:
-        return _load_model(str(model), codec, dtype, target)
+        return _load_model(str(model), codec, dtype, place)._replace(device=target)
     tuned = require_tuned(run, model)
     if tuned.is_full:
         if strength != 1.0:
             raise SpeakError(f"{run} was trained in full, and has no LoRA", hint="leave out --strength")
         if model is not None:
             raise SpeakError(f"{run} was trained in full, and needs no other model", hint="leave out --model")
-        loaded = _load_model(str(tuned.weights), codec or full_model_codec(tuned), dtype, target)
-        return loaded._replace(name=run, metadata=tuned.metadata)
+        loaded = _load_model(str(tuned.weights), codec or full_model_codec(tuned), dtype, place)
+        return loaded._replace(name=run, metadata=tuned.metadata, device=target)
     from myna.models.lora import merge_lora
 
     family = open_base(tuned, codec)
-    adapted = load_adapted(tuned, family, dtype, target, text_head=None)
+    adapted = load_adapted(tuned, family, dtype, place, text_head=None)
     return _Loaded(family, merge_lora(adapted, strength), run, tuned.metadata, target)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from myna.audio.files import Samples, check_not_silent, read_audio
-from myna.data.utterance import SPEAKER_TAG, normalise_text
+from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
 from myna.errors import SpeakError
 
 MAX_REFERENCE_SECONDS = 60.0
@@ -50,8 +50,9 @@ def read_speech_text(file: Path) -> str:
         raise SpeakError(f"{file} cannot be read: {error}", hint="give a UTF-8 text file") from None
 
 
-def read_reference(recording: Path, sample_rate: int = 24_000) -> Samples:
+def read_reference(recording: Path, sample_rate: int = 24_000, span: Span | None = None) -> Samples:
     """Samples of a recording that is to set a voice; one that is too long, silent or cut short is refused."""
-    samples = read_audio(recording, sample_rate=sample_rate, max_seconds=MAX_REFERENCE_SECONDS)
+    part = (span.start, span.end) if span is not None else None
+    samples = read_audio(recording, sample_rate=sample_rate, span=part, max_seconds=MAX_REFERENCE_SECONDS)
     check_not_silent(recording, samples)
     return samples

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 
-from myna.models.base import RenderedSequence, Sampling
+from myna.models.base import RenderedSequence, Sampling, get_base_model
+from myna.models.higgs_v2.decode.weights import can_join
 from myna.models.higgs_v2.family import HiggsV2
+from myna.models.quantized import quantize
 from myna.speak.scheduler import BatchScheduler, Generation
 
 from .conftest import cloning
@@ -54,6 +57,31 @@ def test_graphs_are_the_eager_steps(family: HiggsV2, models: dict[str, Any], sam
         if np.array_equal(a.codes(), b.codes()):
             assert a.finish_reason == b.finish_reason
             assert np.abs(a.log_probs() - b.log_probs()).max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["adapter", "int8", "nf4"])
+def test_weights_that_are_not_plain_are_graphs_too(family: HiggsV2, kind: str) -> None:
+    """An adapter on the base model, not merged, as in training; and quantized weights."""
+    prompts = prompts_of(family, 6)
+
+    def prepared(device: str) -> Any:
+        model = family.load_model(dtype=torch.float32, device=device, text_head=False)
+        names = family.lora_targets(model, "comprehensive").adapted
+        if kind != "adapter":
+            return quantize(model, kind, names, device).requires_grad_(False)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False))
+        return adapted.to(device)
+
+    models = {"cpu": prepared("cpu")}
+    models["cuda"] = prepared("cuda")
+    if kind == "adapter":
+        models["cuda"].load_state_dict(models["cpu"].state_dict())
+    assert can_join(get_base_model(models["cuda"])) is False
+    eager, graphs = (spoken(family, models[device], prompts, GREEDY, 3) for device in ("cpu", "cuda"))
+    assert np.mean([np.array_equal(a.codes(), b.codes()) for a, b in zip(eager, graphs, strict=True)]) >= 0.8
+    decoder = family.speech_decoder(models["cuda"], 1, 256)
+    assert type(decoder).__name__ == "CudaDecoder"
 
 
 def test_no_step_waits_for_the_device(family: HiggsV2, models: dict[str, Any]) -> None:

@@ -16,7 +16,14 @@ from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.errors import ModelError
-from myna.models.base import RenderedSequence, Sampling, SpeakingFamily, get_base_model
+from myna.models.base import (
+    RenderedSequence,
+    Sampling,
+    SpeakingFamily,
+    TransformersForward,
+    TransformersGeneration,
+    get_base_model,
+)
 from myna.models.codecs import open_codec
 from myna.models.hf_family import HFFamily
 from myna.models.higgs_v2 import checkpoint
@@ -24,7 +31,6 @@ from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.codec import RELEASED_CODEC
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
-from myna.models.higgs_v2.decode.weights import can_join
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
@@ -107,7 +113,7 @@ class HiggsV2(HFFamily, SpeakingFamily):
 
     def speech_decoder(self, model: nn.Module, rows: int, max_positions: int) -> SpeechDecoder:
         core = get_base_model(model)
-        if supports_triton(core.audio_lm_head.weight) and can_join(core):
+        if supports_triton(core.audio_lm_head.weight):
             from myna.models.higgs_v2.decode.cuda import CudaDecoder
 
             return CudaDecoder(core, self.delay, rows, max_positions)
@@ -123,6 +129,16 @@ class HiggsV2(HFFamily, SpeakingFamily):
         voice = Reference("One, two, three.", AudioClip("reference", reference))
         spoken = AudioClip("target", target, target=True)
         return speech_conversation("Four, five.", id="probe", references=(voice,), target=spoken)
+
+    def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
+        from myna.models.higgs_v2.transformers_reference import transformers_forward
+
+        return transformers_forward(get_base_model(model), sequence)
+
+    def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
+        from myna.models.higgs_v2.transformers_reference import transformers_generate
+
+        return transformers_generate(get_base_model(model), prompt, steps)
 
     def save_model(
         self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None

@@ -16,7 +16,14 @@ from torch import nn
 from myna.data.codec import Encoder
 from myna.data.conversation import AudioClip, Conversation, answer_conversation
 from myna.errors import ModelError
-from myna.models.base import AnsweringFamily, GeneratedAnswer, RenderedSequence, get_base_model
+from myna.models.base import (
+    AnsweringFamily,
+    GeneratedAnswer,
+    RenderedSequence,
+    TransformersForward,
+    TransformersGeneration,
+    get_base_model,
+)
 from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
 from myna.models.files import resolve_checkpoint
 from myna.models.hf_family import HFFamily
@@ -103,6 +110,12 @@ class Phi4(HFFamily, AnsweringFamily):
         generated = generate(core, batch, eos_ids, max_tokens, decoder)
         return [GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in generated]
 
+    def greedy_ids(self, model: nn.Module, prompt: RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
+        core = get_base_model(model)
+        batch = self.collate([prompt]).to(next(core.parameters()).device)
+        [generated] = generate(core, batch, checkpoint.eos_ids(self.config), max_tokens)
+        return generated
+
     @property
     def has_text_head(self) -> bool:
         return True
@@ -110,6 +123,17 @@ class Phi4(HFFamily, AnsweringFamily):
     def probe(self) -> Conversation:
         features = np.random.default_rng(0).integers(0, MAX_CODE, (64, self.config.audio_config.input_size), "u2")
         return answer_conversation("What is said?", AudioClip("clip", features), id="probe", answer="One, two, three.")
+
+    def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
+        from myna.models.phi4.transformers_reference import transformers_forward
+
+        return transformers_forward(get_base_model(model), sequence, self.collate([sequence]))
+
+    def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
+        from myna.models.phi4.transformers_reference import transformers_generate
+
+        ends = checkpoint.eos_ids(self.config)
+        return transformers_generate(get_base_model(model), prompt, self.collate([prompt]), steps, ends)
 
     def save_model(
         self,

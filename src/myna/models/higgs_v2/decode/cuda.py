@@ -16,6 +16,8 @@ from myna.models.code_sampling import MAX_REPETITION_WINDOW
 from myna.models.higgs_v2.decode import kernels
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder, audio_positions
 from myna.models.higgs_v2.decode.weights import LayerWeights
+from myna.models.higgs_v2.forward import embed_inputs, run_layer
+from myna.models.higgs_v2.packing import apply_rotary
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.speech_decoder import StepResult
 
@@ -61,7 +63,6 @@ class CudaDecoder(HiggsDecoder):
     def __init__(self, core: Any, delay: DelayPattern, rows: int, max_positions: int) -> None:
         super().__init__(core, delay, rows, max_positions)
         config, device = core.config, self.device
-        assert self._layers is not None
         hidden, dtype = config.hidden_size, self.keys[0].dtype
         self._h = torch.empty(rows, hidden, dtype=torch.float32, device=device)
         self._q = torch.empty(rows, self.heads * self.head_dim, dtype=dtype, device=device)
@@ -74,9 +75,10 @@ class CudaDecoder(HiggsDecoder):
         self._partial_norms = torch.empty(parts, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(rows, self.kv_heads, dtype=torch.int32, device=device)
         half = self.head_dim // 2
+        self._rotary_sin = torch.cat([-self._sin[..., :half], self._sin[..., half:]], -1)
         self._half_cos = self._cos[:, 0, :half].float().contiguous()
         self._half_sin = self._sin[:, 0, half:].float().contiguous()
-        self._table = core.model.embed_audio_tokens.embed_audio_tokens.weight.detach()
+        self._table = core.model.embed_audio_tokens.embed_audio_tokens.weight
         books = delay.codebooks
         self._result = torch.empty(rows, 2 * books + 1, dtype=torch.int32, device=device)
         self._host = torch.empty(RESULT_BUFFERS, rows, 2 * books + 1, dtype=torch.int32, pin_memory=True)
@@ -146,31 +148,37 @@ class CudaDecoder(HiggsDecoder):
         return graph
 
     def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of what a function launches; it is called once before, so that kernels are compiled."""
+        """A graph of what a function launches; it is called once before, so that kernels are compiled. Copies of
+        weights that autocast keeps must be made inside the graph, which sees other weights every time."""
+        torch.clear_autocast_cache()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             launch()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.clear_autocast_cache()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             launch()
+        torch.clear_autocast_cache()
         self._pool = graph.pool()
         return graph
 
     def _launch_step(self, rows: int) -> None:
         state, config, hidden = self.state, self.core.config, self._h.shape[1]
         books, epsilon = self.delay.codebooks, config.rms_norm_eps
-        kernels.embed_kernel[rows, triton.cdiv(hidden, 1024)](
-            state.codes, self._table, self._h, hidden, books, self.classes, BLOCK=1024
-        )
-        assert self._layers is not None
-        for number, weights in enumerate(self._layers):
-            if rows == 1:
-                self._vector_layer(number, weights)
-            else:
-                self._matrix_layer(number, weights, rows)
-        self._head(rows, epsilon)
+        if self._layers is None:
+            self._launch_modules(rows)
+        else:
+            kernels.embed_kernel[rows, triton.cdiv(hidden, 1024)](
+                state.codes, self._table, self._h, hidden, books, self.classes, BLOCK=1024
+            )
+            for number, weights in enumerate(self._layers):
+                if rows == 1:
+                    self._vector_layer(number, weights)
+                else:
+                    self._matrix_layer(number, weights, rows)
+            self._launch_head(rows, epsilon)
         kernels.sample_kernel[rows, books](
             *(self._logits, state.codes, self._result, state.frames, state.ends, state.caps, state.seeds),
             *(state.temperatures, state.top_ks, state.top_ps, state.windows, state.limits, state.history),
@@ -185,6 +193,26 @@ class CudaDecoder(HiggsDecoder):
             BLOCK=32,
             num_warps=1,
         )
+
+    def _launch_modules(self, rows: int) -> None:
+        """The layers and the head through transformers' modules, for weights that are not plain: with an adapter, in
+        training, quantized."""
+        core, positions = self.core, self.state.positions[:rows]
+        row = torch.arange(rows, device=self.device)
+        cos, sin = self._cos[positions], self._rotary_sin[positions]
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            self.keys[layer][row, :, positions] = k.to(self._q.dtype)
+            self.values[layer][row, :, positions] = v.to(self._q.dtype)
+            self._q[:rows] = q.flatten(1)
+            self._attend(layer, rows)
+            return self._attended[:rows].view(rows, self.heads, self.head_dim)
+
+        stream = embed_inputs(core, self.state.codes.new_empty(0), self.state.codes[:rows])
+        for layer in core.model.layers:
+            stream = run_layer(layer, stream, 0, attend)
+        self._logits[:rows] = core.audio_lm_head(core.model.norm(stream))
 
     def _product(self, kernel: Any, outputs: int, per_program: int, *arguments: Any, **sizes: Any) -> None:
         """Launch a product kernel: `per_program` outputs a program, and as many weights for each of them."""
@@ -234,10 +262,10 @@ class CudaDecoder(HiggsDecoder):
             SPLIT=tile.split,
             MAX_SPLITS=triton.next_power_of_2(splits),
             BLOCK_T=tile.block,
-            DEPENDENT=self._dependent and rows == 1,
+            DEPENDENT=self._dependent and rows == 1 and self._layers is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            launch_pdl=self._dependent and rows == 1,
+            launch_pdl=self._dependent and rows == 1 and self._layers is not None,
         )
 
     def _matrix_layer(self, number: int, weights: LayerWeights, rows: int) -> None:
@@ -258,7 +286,7 @@ class CudaDecoder(HiggsDecoder):
         kernels.silu_multiply_kernel[rows, triton.cdiv(wide, 1024)](gate_up, self._gated, wide, BLOCK=1024)
         self._h[:rows] += F.linear(self._gated[:rows], weights.down)
 
-    def _head(self, rows: int, epsilon: float) -> None:
+    def _launch_head(self, rows: int, epsilon: float) -> None:
         norm, weight = self.core.model.norm.weight, self.core.audio_lm_head.weight
         outputs, hidden = weight.shape
         if rows == 1:

@@ -1,0 +1,71 @@
+"""Forward pass and greedy generation as transformers itself does them, to compare ours with.
+
+A clip at a time: in a batch, transformers' padding changes what the audio encoder makes of a clip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig
+
+from myna.models.base import IGNORE_INDEX, RenderedSequence, TransformersForward, TransformersGeneration
+from myna.models.phi4.batch import Phi4Batch
+
+
+@torch.no_grad()
+def transformers_forward(core: Any, sequence: RenderedSequence, batch: Phi4Batch) -> TransformersForward:
+    """The model's own `forward` on one sequence; of the `batch` only the features are used."""
+    logits = core(**_inputs(core, sequence, batch)).logits[0, :-1].float()
+    targets = torch.from_numpy(sequence.labels[1:]).to(logits.device)
+    total = F.cross_entropy(logits, targets, reduction="sum")
+    return TransformersForward(total[None].double().cpu(), logits[targets != IGNORE_INDEX].flatten().cpu())
+
+
+@torch.no_grad()
+def transformers_generate(
+    core: Any, prompt: RenderedSequence, batch: Phi4Batch, tokens: int, eos_ids: tuple[int, ...]
+) -> TransformersGeneration:
+    """The model's own `generate`, greedy, with the logits as they are before any is suppressed.
+
+    A placeholder of audio is never chosen: transformers would look for its clip.
+    """
+    known = core.generation_config
+    core.generation_config = GenerationConfig(
+        eos_token_id=list(eos_ids), pad_token_id=eos_ids[0], suppress_tokens=[core.config.audio_config.audio_token_id]
+    )
+    try:
+        result = core.generate(
+            **_inputs(core, prompt, batch),
+            max_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    finally:
+        core.generation_config = known
+    choices = result.sequences[0, len(prompt) :].cpu().numpy()
+    # Any of the ends stands for the first of them.
+    is_end = np.isin(choices, eos_ids)
+    scores = torch.cat(list(result.logits)).float().cpu().numpy()
+    scores[:, eos_ids[0]] = scores[:, list(eos_ids)].max(1)
+    return TransformersGeneration(
+        choices=np.where(is_end, eos_ids[0], choices)[:, None],
+        steps=np.arange(len(choices))[:, None],
+        scores=scores[:, None],
+        end=eos_ids[0],
+    )
+
+
+def _inputs(core: Any, sequence: RenderedSequence, batch: Phi4Batch) -> dict[str, Any]:
+    device = core.lm_head.weight.device
+    ids = torch.from_numpy(sequence.ids)[None].to(device)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "audio_input_features": batch.padded_features().to(device),
+        "audio_embed_sizes": torch.tensor([len(sequence.codes)], device=device),
+    }

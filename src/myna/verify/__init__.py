@@ -1,0 +1,1 @@
+"""Certificate of a model on the user's own weights and device."""
