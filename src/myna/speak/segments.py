@@ -20,7 +20,7 @@ from myna.speak.scheduler import BatchScheduler, FinishReason, Generation, reque
 if TYPE_CHECKING:
     from myna.speak.engine import SpeechRequest
 
-MAX_CONTEXT_SECONDS = 40.0
+MAX_CONTEXT_SECONDS = 20.0
 """Of earlier segments in a prompt; what is longer is left out."""
 
 SpokenSegment = tuple[str, Codes]
