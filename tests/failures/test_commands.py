@@ -24,7 +24,7 @@ from myna.cli import main
 from myna.config import dump_recipe, load_recipe, shipped_recipes
 from myna.evaluate.runner import resolve_eval_set
 from myna.io import FREE_BYTES
-from myna.speak.engine import Engine
+from myna.speak.engine import Engine, SpeechRequest
 from tests.birds import SAMPLE_RATE, tone_speech
 
 from .tiny_setup import make_recipe
@@ -366,13 +366,13 @@ def test_row_53_a_text_may_begin_with_a_dash(
     monkeypatch: pytest.MonkeyPatch, command: Command, speak: list[object], words: list[str], text: str
 ) -> None:
     Path("text.txt").write_text("-5 degrees\n")
-    spoken, original = [], myna.Voice.speak
+    spoken, original = [], myna.Voice.speak_takes
 
-    def recorded(self: myna.Voice, text: str, **options: Any) -> myna.Speech:
+    def recorded(self: myna.Voice, text: str, *rest: Any, **options: Any) -> list[myna.Speech]:
         spoken.append(text)
-        return original(self, text, **options)
+        return original(self, text, *rest, **options)
 
-    monkeypatch.setattr(myna.Voice, "speak", recorded)
+    monkeypatch.setattr(myna.Voice, "speak_takes", recorded)
     status, output = command("speak", *speak[2:], "--out", "out.wav", *words)
     assert status == 0 and spoken == [text], output
 
@@ -452,13 +452,13 @@ def test_row_43_a_run_speaks_in_the_scene_it_was_trained_in(
 ) -> None:
     """The recipe's, or the one that most of the data names; from a checkpoint and a copied adapter too."""
     scenes: list[str] = []
-    original = Engine.speak
+    original = Engine.plan
 
-    def recorded(self: Engine, requests: Any, *rest: Any) -> Any:
-        scenes.extend(request.scene for request in requests)
-        return original(self, requests, *rest)
+    def recorded(self: Engine, request: SpeechRequest, *rest: Any, **options: Any) -> Any:
+        scenes.append(request.scene)
+        return original(self, request, *rest, **options)
 
-    monkeypatch.setattr(Engine, "speak", recorded)
+    monkeypatch.setattr(Engine, "plan", recorded)
     by_recipe, _ = train_with(data={"scene": RECIPE_SCENE})
     by_data, _ = train_with(data={"train": str(scene_data), "scene": RECIPE_SCENE})
     untold, _ = train_with()
