@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,10 +53,11 @@ def score_systems(
     progress: ProgressCallback = silent,
     before_system: Callable[[System], None] = lambda _: None,
     save_references: bool = False,
+    annotate: Callable[[Mapping[str, Sequence[ItemScores]]], None] = lambda _: None,
 ) -> SystemScores:
     """Audio and scores into `out`; an interrupted evaluation continues where it was. `before_system` is called for
     each system when its turn comes, and may write known results of it. `save_references` writes the clips that set the
-    voice beside what was spoken."""
+    voice beside what was spoken. `annotate` may add to all scores before their table is written, once."""
     names = [system.name for system in systems]
     if len({safe_file_name(name).casefold() for name in names}) < len(names):
         raise ConfigError(f"two systems have one name: {', '.join(names)}", hint="give them as NAME=MODEL_OR_RUN")
@@ -73,6 +74,7 @@ def score_systems(
         system.close()
         _score(system.name, items, results, scorers, speakers, out, workers, progress)
         rows[system.name] = [results.rows[item.id] for item in items]
+    annotate(rows)
     write_item_scores(out / ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
     return SystemScores(eval_set, rows)
 

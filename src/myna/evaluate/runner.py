@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalSet
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.report import evaluation_page
-from myna.evaluate.results import ITEMS_FILE, ITEMS_FOLDER, write_item_scores
+from myna.evaluate.results import ITEMS_FOLDER
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.seen_items import mark_seen_items
 from myna.evaluate.speaker_encoders import RESEMBLYZER
@@ -84,11 +83,17 @@ def evaluate_system(
         *(system, *bases, *others),
     ]
     scorers = Scorers.open(asr, speaker_encoder, device=device)
+    seen_notes: list[str] = []
     scores = score_systems(
-        eval_set, systems, scorers, out, batch_size=batch_size, progress=progress, save_references=True
+        eval_set,
+        systems,
+        scorers,
+        out,
+        batch_size=batch_size,
+        progress=progress,
+        save_references=True,
+        annotate=lambda rows: seen_notes.extend(mark_seen_items(systems, eval_set.items, rows)),
     )
-    seen_notes = mark_seen_items(systems, eval_set.items, scores.rows)
-    write_item_scores(out / ITEMS_FILE, chain.from_iterable(scores.rows.values()))
     metadata = {one.name: one.metadata for one in systems}
     metadata[name] = {**metadata[name], "notes": [*metadata[name].get("notes", ()), *seen_notes]}
     evaluation = Evaluation(scores, scorers, name, out, metadata, settings)
