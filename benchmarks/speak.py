@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 import transformers
 
@@ -42,6 +43,7 @@ from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
 from myna.models.higgs_v2.render import DelayPattern
+from myna.models.quantized import quantize
 from myna.models.triton_support import supports_triton
 from myna.speak.scheduler import BatchScheduler
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
@@ -239,6 +241,19 @@ class Bench:
         seconds = time.perf_counter() - start
         return {**self.speeds(rows, seconds, self.frames), "capture_s": capture}
 
+    def other_weights(self, kind: str, rows: int) -> dict[str, Any]:
+        """A LoRA of rank 16 that is not merged, under autocast as in training; or quantized weights. Changes the model:
+        to be measured last."""
+        names = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
+        names = [name for name in names if ".layers." in name]
+        if kind == "adapter":
+            config = peft.LoraConfig(r=16, target_modules=names, init_lora_weights=False)
+            self.model = peft.get_peft_model(self.model, config).base_model.model
+        else:
+            self.model = quantize(self.model, kind, names, self.device)  # type: ignore[arg-type]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=kind == "adapter"):
+            return self.decode(self.decoder(rows, CONTEXT + FRAMES + 68), rows)
+
     def first_audio(self, codec: HiggsCodec) -> dict[str, Any]:
         scheduler = BatchScheduler(self.decoder(1, 1024))
         times = []
@@ -369,6 +384,14 @@ def main() -> None:
         bench.measure("synchronizations", bench.synchronizations)
     for rows in (1, 8):
         bench.measure(f"transformers generate, {rows} rows", partial(bench.stock, rows, 8 if bench.small else 40))
+    del decoder
+    small, device, out = bench.small, bench.device, bench.out
+    for kind in ("adapter", "nf4", "int8"):
+        measured = bench.rows
+        bench.model = None
+        bench = Bench(device, small, out)  # the last kind has changed its model
+        bench.rows = measured
+        bench.measure(f"ours, {kind}, 1 row", partial(bench.other_weights, kind, 1))
     (arguments.out / "speak.svg").write_text(drawing(bench.rows), encoding="utf-8")
 
 

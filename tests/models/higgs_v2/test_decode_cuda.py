@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,13 @@ import pytest
 import torch
 
 from myna.models.base import RenderedSequence, Sampling, get_base_model
+from myna.models.code_sampling import (
+    MAX_REPETITION_WINDOW,
+    RowState,
+    advance,
+    log_probabilities,
+    sample_frame,
+)
 from myna.models.higgs_v2.decode.weights import can_join
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.quantized import quantize
@@ -57,6 +65,48 @@ def test_graphs_are_the_eager_steps(family: HiggsV2, models: dict[str, Any], sam
         if np.array_equal(a.codes(), b.codes()):
             assert a.finish_reason == b.finish_reason
             assert np.abs(a.log_probs() - b.log_probs()).max() < 1e-3
+
+
+def test_the_kernel_samples_what_torch_samples() -> None:
+    """Random logits, settings and seeds, row by row: the same codes, ends and log-probabilities."""
+    from myna.models.higgs_v2.decode import kernels
+
+    rows, device = 64, torch.device("cuda")
+    state = RowState.create(rows, 8, device)
+    for row in range(rows):
+        sampling = Sampling(
+            temperature=(1.0, 0.7, 0.0, 1.3)[row % 4],
+            top_k=(50, 0, 20, 7)[row // 4 % 4],
+            top_p=(0.95, 1.0, 0.5)[row % 3],
+            repetition_limit=1,
+            seed=row * 12345678901 + 7,
+        )
+        state.set_row(row, position=5, sampling=sampling, max_frames=40, begin=1024)
+    reference = RowState(**{field.name: getattr(state, field.name).cpu() for field in fields(state)})
+    result = torch.zeros(rows, 17, dtype=torch.int32, device=device)
+    torch.manual_seed(1)
+    for step in range(60):
+        logits = torch.randn(rows, 8, 1026, device=device) * 3
+        if step % 2:
+            logits[:, :, :5] += 8
+        codes = sample_frame(logits.cpu(), reference, rows, 1024, 1025)
+        advance(reference, rows, codes, 1025)
+        kernels.sample_kernel[rows, 8](
+            *(logits, state.codes, result, state.frames, state.ends, state.caps, state.seeds, state.temperatures),
+            *(state.top_ks, state.top_ps, state.windows, state.limits, state.history, 8, 1026, 2048, 1024, 1025),
+            HISTORY=MAX_REPETITION_WINDOW,
+        )
+        kernels.advance_kernel[(2,)](
+            *(state.codes, result, state.frames, state.ends, state.positions, state.active, state.history, rows),
+            *(8, 1025),
+            HISTORY=MAX_REPETITION_WINDOW,
+            BLOCK=32,
+        )
+        assert torch.equal(result[:, :8].cpu().long(), codes)
+        log_probs = result[:, 8:16].cpu().view(torch.float32)
+        assert torch.allclose(log_probs, log_probabilities(logits.cpu(), codes), atol=1e-4)
+        for name in ("ends", "frames", "active", "positions"):
+            assert torch.equal(getattr(state, name).cpu(), getattr(reference, name)), (name, step)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "int8", "nf4"])
