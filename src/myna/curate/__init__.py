@@ -1,0 +1,1 @@
+"""Raw recordings to a clean dataset, and the X-ray of it."""

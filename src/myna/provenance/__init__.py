@@ -1,0 +1,1 @@
+"""Marks on what is spoken: watermark, content credentials, and a log."""

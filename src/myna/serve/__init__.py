@@ -1,0 +1,1 @@
+"""HTTP server on the speech engine."""

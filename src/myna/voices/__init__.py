@@ -1,0 +1,1 @@
+"""Named voices and the consent of the people whose they are."""
