@@ -26,7 +26,7 @@ from myna.data.conversation import Conversation
 from myna.errors import ModelError
 
 if TYPE_CHECKING:
-    from myna.models.speech_decoder import SpeechDecoder
+    from myna.models.speech_decoder import AdapterSlots, SpeechDecoder
 
 IGNORE_INDEX = -100
 """The label of a position that is not supervised, torch's default."""
@@ -357,11 +357,28 @@ class SpeakingFamily(Family):
         """Frames of codes per second."""
 
     @abstractmethod
-    def speech_decoder(self, model: nn.Module, rows: int, max_positions: int) -> SpeechDecoder:
-        """A decoding batch of so many rows, each with a cache of so many positions.
+    def speech_decoder(
+        self,
+        model: nn.Module,
+        rows: int,
+        max_positions: int,
+        adapters: AdapterSlots | None = None,
+        *,
+        exact: bool = False,
+    ) -> SpeechDecoder:
+        """A decoding batch of so many rows, each with a cache of so many positions, whose rows may use `adapters`. With
+        `exact` a row's results are the same bits whatever the others do, at some cost.
 
         The weights of a model that is not in training may be rearranged; the model stays what it was.
         """
+
+    @abstractmethod
+    def adapter_slots(self, model: nn.Module, capacity: int, rank: int) -> AdapterSlots:
+        """Room for so many adapters of at most this rank, at first."""
+
+    @abstractmethod
+    def adapter_effect(self, model: nn.Module, adapters: AdapterSlots, name: str) -> float:
+        """The largest change of a logit by an adapter, for a prompt of the family's own."""
 
 
 class AnsweringFamily(Family):

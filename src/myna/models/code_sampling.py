@@ -47,6 +47,10 @@ class RowState:
     """(rows, MAX_REPETITION_WINDOW, codebooks): the last frames, frame f at index f % MAX_REPETITION_WINDOW."""
     log_probs: torch.Tensor
     """(rows, codebooks): of the last frame's codes, under the model's own distribution."""
+    adapters: torch.Tensor
+    """Slot of the row's adapter, or -1."""
+    strengths: torch.Tensor
+    """What the adapter's effect is multiplied by."""
 
     @classmethod
     def create(cls, rows: int, codebooks: int, device: torch.device) -> RowState:
@@ -68,7 +72,10 @@ class RowState:
             limits=zeros(),
             history=zeros(MAX_REPETITION_WINDOW, codebooks),
             log_probs=zeros(codebooks, dtype=torch.float32),
+            adapters=zeros(),
+            strengths=zeros(dtype=torch.float32),
         )
+        state.adapters.fill_(-1)
         state.ends.fill_(-1)
         state.frames.fill_(1)
         return state
@@ -92,6 +99,10 @@ class RowState:
         }
         for name, value in values.items():
             getattr(self, name)[row].fill_(value)  # an assignment would wait for the device
+
+    def part(self, first: int, rows: int) -> RowState:
+        """Some rows, as views."""
+        return RowState(**{field.name: getattr(self, field.name)[first : first + rows] for field in fields(self)})
 
     def copy_row(self, source: int, target: int) -> None:
         for field in fields(self):

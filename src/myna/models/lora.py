@@ -34,6 +34,7 @@ from myna.models.files import (
     write_json,
 )
 from myna.models.quantized import QUANTIZED_LINEARS, quantized_linears
+from myna.models.speech_decoder import LoraMatrices
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter; it is not written to the file."""
@@ -216,6 +217,32 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
             hint="train it for longer, or open a later checkpoint",
         )
     return wrapped.eval()
+
+
+def read_lora_matrices(family: SupportsBaseModel, folder: Path) -> LoraMatrices:
+    """The matrices of a saved adapter, checked against the family's model, which need not be loaded: for a batch in
+    which requests have adapters of their own."""
+    config, tensors = _read_adapter(folder)
+    hint = f"merge it first: myna merge {folder} --out MODEL, and speak with MODEL"
+    if config.use_dora:
+        raise ModelError(f"{folder} is a DoRA, which cannot be applied request by request", hint=hint)
+    if config.modules_to_save:
+        whole = format_names(sorted(config.modules_to_save))
+        raise ModelError(f"{folder} has {whole} trained in full, which every request would share", hint=hint)
+    config.task_type = None
+    model = family.load_model(dtype=torch.float32, device="meta", text_head=False)
+    try:
+        wrapped: nn.Module = PeftModel(model, config)
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
+    if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
+        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
+    matrices = {}
+    for name, module in wrapped.named_modules():
+        if isinstance(module, LoraLayer):
+            a, b = (tensors[f"{name}.lora_{side}.weight"] for side in "AB")
+            matrices[name.removeprefix("base_model.model.")] = (a.float(), b.float() * module.scaling[_ADAPTER])
+    return matrices
 
 
 def initialize_adapter(model: nn.Module, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,30 @@ class PendingStep(Protocol):
         """Wait for it."""
 
 
+LoraMatrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Full module name -> A (rank, inputs) and B (outputs, rank), the scaling in B."""
+
+
+class AdapterSlots(Protocol):
+    """Adapters of a decoding batch, by name: every row may use another one."""
+
+    capacity: int
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def load(self, name: str, matrices: LoraMatrices) -> None:
+        """Take an adapter in while requests go on."""
+
+    def unload(self, name: str) -> None:
+        """Forget a name. Requests that use the adapter go on with it."""
+
+    def acquire(self, name: str) -> int:
+        """The slot of an adapter, kept for a request until it is released."""
+
+    def release(self, slot: int) -> None: ...
+
+
 class SpeechDecoder(Protocol):
     """Decoding batch of a speaking family.
 
@@ -42,6 +67,10 @@ class SpeechDecoder(Protocol):
     max_positions: int
     steps_ahead: int
     """How many steps may be enqueued before the result of the first is read; 0 where a step is over when it returns."""
+    adapters: AdapterSlots | None
+
+    def use_adapter(self, row: int, slot: int, strength: float) -> None:
+        """Let a row use an adapter, from its prefill on until it ends; slot -1 is none."""
 
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
         """Process a prompt into a row of the cache."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import os
 import wave
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
 from myna.errors import SpeakError
 from myna.io import check_output_file
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
+from myna.models.metadata import WeightsMetadata
+from myna.models.speech_decoder import AdapterSlots
 from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, request_sampling
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
@@ -33,6 +37,10 @@ MAX_ROWS = 64
 """Requests that are spoken at the same time; the others wait."""
 MAX_SINGLE_THREAD_BYTES = 2**28
 """Weights of a model that is spoken with on one thread of a CPU."""
+MAX_ADAPTERS = 32
+"""Adapters that an engine holds at the same time."""
+EXACT_POSITIONS = 2048
+"""Positions of an exact batch, whatever its requests."""
 POSITION_BLOCK = 256
 """Caches are made in multiples of this many positions, so that a little longer request finds room."""
 
@@ -45,6 +53,10 @@ class SpeechRequest:
     references: tuple[Reference, ...] = ()
     scene: str = ""
     id: str = "line"
+    adapter: str = ""
+    """Name of an adapter that the engine has loaded (`Engine.load_adapter`); none is the model's own weights."""
+    strength: float = 1.0
+    """What the adapter's effect is multiplied by."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +97,24 @@ class Speech:
         return f'<audio controls src="data:audio/wav;base64,{encoded}"></audio>'
 
 
+class LoadedAdapter(NamedTuple):
+    """An adapter that requests may name."""
+
+    name: str
+    effect: float
+    """The largest change of a logit of a test prompt."""
+    base_checked: bool
+    """Whether the weights of its base model could be compared with those it was trained on."""
+
+
 class Engine:
     """A speaking model with its codec.
 
     `reference_placement` must be where the training put references. A model that is still in training has weights of
     several types, and needs the `autocast` context of its training. `scene` is the one that most of its training had.
+
+    With `exact` a request's codes and samples are the same bits alone and in a crowd: the batch then has the same shape
+    always, `max_rows` rows on a GPU, and on a CPU each row is computed by itself.
     """
 
     def __init__(
@@ -101,14 +126,61 @@ class Engine:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scene: str = "",
         max_rows: int = MAX_ROWS,
+        exact: bool = False,
+        max_adapters: int = MAX_ADAPTERS,
     ) -> None:
         self.family, self.model, self.codec = require_speaking(family), model.eval(), codec
         self.reference_placement, self.autocast, self.scene = reference_placement, autocast, scene
-        self.max_rows = max_rows
+        self.max_rows, self.exact, self.max_adapters = max_rows, exact, max_adapters
         self._batch: BatchScheduler | None = None
+        self._adapter_slots: AdapterSlots | None = None
+        self._adapters: dict[str, WeightsMetadata] = {}
+        self.tuned_with = ""
+        """The run that is merged into the model: adapters need the base model."""
         parameters = list(model.parameters())
         is_small = sum(parameter.nbytes for parameter in parameters) < MAX_SINGLE_THREAD_BYTES
         self._single_thread = is_small and parameters[0].device.type == "cpu"
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
+        """Load the LoRA of a run, or an adapter, beside the model's own weights: a `SpeechRequest` may name it. Others
+        go on meanwhile. It is refused unless it changes the logits of a test prompt."""
+        from myna.speak.loading import read_adapter
+
+        if not name:
+            raise SpeakError("an adapter needs a name", hint="give one, by which requests can ask for it")
+        if name in self._adapters:
+            raise SpeakError(
+                f"an adapter named {name} is loaded already", hint="unload it first, or choose another name"
+            )
+        matrices, metadata, base_checked = read_adapter(self, source)
+        if self._adapter_slots is None:
+            rank = max(len(a) for a, _ in matrices.values())
+            self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, rank)
+            self._batch = None  # made anew, with adapters, by the next request; what runs in the old one goes on
+        slots = self._adapter_slots
+        slots.load(name, matrices)
+        with self._computing():
+            effect = self.family.adapter_effect(self.model, slots, name)
+        if not effect > 0:
+            slots.unload(name)
+            raise SpeakError(
+                f"{source} changes nothing: with it, every logit of a test prompt is what it is without",
+                hint="train it for longer, or load a later checkpoint",
+            )
+        self._adapters[name] = metadata
+        return LoadedAdapter(name, effect, base_checked)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that speak with it go on."""
+        if name not in self._adapters or self._adapter_slots is None:
+            raise SpeakError(f"there is no adapter {name}", hint=f"loaded: {', '.join(self._adapters) or 'none'}")
+        self._adapter_slots.unload(name)
+        del self._adapters[name]
 
     def reference(self, recording: Path, text: str, span: Span | None = None) -> Reference:
         """A reference voice from a recording, or a span of it, and its transcript."""
@@ -129,7 +201,10 @@ class Engine:
         with self._computing():
             scheduler = self._scheduler(prompts, max_frames)
             generations = [
-                scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames) for prompt in prompts
+                scheduler.submit(
+                    *(prompt, request_sampling(sampling, prompt.id), max_frames, request.adapter, request.strength)
+                )
+                for prompt, request in zip(prompts, requests, strict=True)
             ]
             frames = 0
             while scheduler.busy:
@@ -165,24 +240,32 @@ class Engine:
 
     def speak_plans(
         self,
-        plans: Sequence[SpeechPlan],
+        plans: Iterable[SpeechPlan],
         on_frame: Callable[[int], None] | None = None,
         *,
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Speech]]:
         """Speak plans together, yielding each as it ends with its place among them; `on_frame` is called with the
-        number of whole frames of the longest. A caller that stops reading ends those that are left."""
-        rows = min(len(plans), batch_size or self.max_rows)
-        with self._computing():
-            scheduler = self._scheduler_of(rows, max((plan.max_positions for plan in plans), default=0))
-        waiting, spoken, frames = iter(enumerate(plans)), dict[int, SegmentedGeneration](), 0
+        number of whole frames of the longest. Plans may be made one by one: they are read twice a batch ahead. A caller
+        that stops reading ends those that are left."""
+        source, spoken, frames = enumerate(plans), dict[int, SegmentedGeneration](), 0
+        waiting = deque(itertools.islice(source, 2 * (batch_size or self.max_rows)))
+        rows = min(len(waiting), batch_size or self.max_rows)
         try:
             while True:
                 # Some wait in the scheduler, so that a row that is free is filled at once.
-                for number, plan in itertools.islice(waiting, 2 * rows - len(spoken)):
-                    spoken[number] = self._begin(plan, scheduler)
+                waiting.extend(itertools.islice(source, max(0, 2 * rows - len(spoken) - len(waiting))))
                 if not spoken:
-                    break
+                    if not waiting:
+                        break
+                    with self._computing():
+                        scheduler = self._scheduler_of(rows, max(plan.max_positions for _, plan in waiting))
+                # One that does not fit the batch waits until all before it have ended: then the batch is made anew.
+                while waiting and len(spoken) < 2 * rows:
+                    if waiting[0][1].max_positions > scheduler.decoder.max_positions:
+                        break
+                    number, plan = waiting.popleft()
+                    spoken[number] = self._begin(plan, scheduler)
                 with self._computing():
                     scheduler.advance()
                 for generation in spoken.values():
@@ -245,12 +328,20 @@ class Engine:
 
     def _scheduler_of(self, requests: int, positions: int) -> BatchScheduler:
         """The batch, made anew where these requests do not fit it."""
-        rows = min(requests, self.max_rows)
+        rows = max(1, min(requests, self.max_rows))
+        if self.exact:
+            if positions > EXACT_POSITIONS:
+                raise SpeakError(
+                    f"an exact batch has {EXACT_POSITIONS} positions, this needs {positions}",
+                    hint="use a shorter reference or a lower limit of seconds, or leave out exact",
+                )
+            rows, positions = self.max_rows, EXACT_POSITIONS
         current = self._batch
         if current is None or current.decoder.rows < rows or current.decoder.max_positions < positions:
             positions = -(-positions // POSITION_BLOCK) * POSITION_BLOCK
             self._batch = None  # freed before the next is allocated
-            self._batch = current = BatchScheduler(self.family.speech_decoder(self.model, max(1, rows), positions))
+            decoder = self.family.speech_decoder(self.model, rows, positions, self._adapter_slots, exact=self.exact)
+            self._batch = current = BatchScheduler(decoder)
         return current
 
     def _segment_prompt(
@@ -266,12 +357,16 @@ class Engine:
         text = normalise_text(request.text)
         if not text:
             raise SpeakError(f"{request.id} has no text to speak", hint="give some words")
+        known = self._adapters.get(request.adapter)
+        if request.adapter and known is None:
+            hint = f"loaded: {', '.join(self._adapters) or 'none'}"
+            raise SpeakError(f"there is no adapter {request.adapter}", hint=hint)
         return speech_conversation(
             text,
             id=request.id,
             references=request.references,
             scene=request.scene,
-            reference_placement=self.reference_placement,
+            reference_placement=self.reference_placement if known is None else known.reference_placement,
         )
 
 

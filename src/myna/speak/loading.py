@@ -13,6 +13,7 @@ from myna.errors import MynaError, SpeakError
 from myna.models import open_family
 from myna.models.base import Family, require_speaking
 from myna.models.metadata import WeightsMetadata, read_metadata
+from myna.models.speech_decoder import LoraMatrices
 from myna.speak.engine import Engine
 from myna.speak.tuned import TunedWeights, require_tuned
 from myna.train.precision import DTYPES, choose_precision, pick_device
@@ -33,10 +34,11 @@ def load_engine(
     device: str,
     strength: float = 1.0,
     quantization: SpeechQuantization = "none",
+    exact: bool = False,
 ) -> Engine:
     """The speech engine of a run or an adapter, or of an untuned model. `strength` scales the LoRA, and a `model`
     beside a run or an adapter is the base model to open it on. With a `quantization` the weights are loaded in main
-    memory, merged, and packed onto the device one by one."""
+    memory, merged, and packed onto the device one by one. `exact` is as of `Engine`."""
     if quantization not in get_args(SpeechQuantization):
         hint = "choose one of: " + ", ".join(get_args(SpeechQuantization))
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
@@ -51,7 +53,43 @@ def load_engine(
     encoder = require_speaking(loaded.family).load_codec(device=loaded.device)
     _check_trained_with(loaded, encoder)
     known, weights = loaded.metadata, loaded.weights.requires_grad_(False)  # not to be trained: they may be rearranged
-    return Engine(loaded.family, weights, encoder, known.reference_placement, scene=known.scene)
+    engine = Engine(loaded.family, weights, encoder, known.reference_placement, scene=known.scene, exact=exact)
+    engine.tuned_with = "" if run is None else os.fspath(run)
+    return engine
+
+
+class SavedLora(NamedTuple):
+    """A LoRA as it was saved, for a batch whose requests have adapters of their own."""
+
+    matrices: LoraMatrices
+    metadata: WeightsMetadata
+    base_checked: bool
+    """Whether the base model is known to be the one it was trained on: weights that are quantized, rounded otherwise or
+    without the text head cannot be compared."""
+
+
+def read_adapter(engine: Engine, source: Source) -> SavedLora:
+    """The LoRA of a run, or of an adapter, once it is seen to fit the engine's model."""
+    from myna.models.lora import read_lora_matrices
+    from myna.models.quantized import quantized_linears
+
+    family, tuned = engine.family, require_tuned(source, engine.family.source)
+    if engine.tuned_with:
+        raise SpeakError(
+            f"the engine speaks with {engine.tuned_with}, merged into its model: adapters need the base model",
+            hint=f"open the base model, and load {engine.tuned_with} as an adapter too",
+        )
+    if tuned.is_full:
+        raise SpeakError(f"{source} was trained in full, and has no LoRA", hint="open it as a model of its own")
+    known, dtype = tuned.metadata, next(engine.model.parameters()).dtype
+    trained_in = DTYPES.get(known.inputs.get("precision", ""))
+    is_plain = not any(True for _ in quantized_linears(engine.model)) and not known.text_head
+    comparable = is_plain and trained_in is not None and dtype in (trained_in, torch.float32)
+    if comparable:
+        _check_base(tuned, family, engine.model, trained_in)
+    _check_trained_with(_Loaded(family, engine.model, source, known, torch.device("cpu")), engine.codec)
+    checked = comparable and "base model" in known.inputs
+    return SavedLora(read_lora_matrices(family, tuned.adapter), known, checked)
 
 
 def load_answer_engine(*, run: Source | None = None, model: str | None = None, device: str) -> AnswerEngine:

@@ -32,7 +32,11 @@ class Generation:
     sampling: Sampling
     max_frames: int
     _decoder: SpeechDecoder
+    adapter: str = ""
+    strength: float = 1.0
     finish_reason: FinishReason | None = None
+    _slot: int = -1
+    """Of its adapter."""
     _delayed: list[torch.Tensor] = field(default_factory=list)
     _log_probs: list[torch.Tensor] = field(default_factory=list)
     _steps: int = 0
@@ -80,14 +84,21 @@ class BatchScheduler:
     def busy(self) -> bool:
         return bool(self._waiting or self._rows or self._pending)
 
-    def submit(self, prompt: RenderedSequence, sampling: Sampling, max_frames: int) -> Generation:
+    def submit(
+        self, prompt: RenderedSequence, sampling: Sampling, max_frames: int, adapter: str = "", strength: float = 1.0
+    ) -> Generation:
+        """Queue a request, with an adapter that the decoder has loaded or with none."""
         needed = self.decoder.positions(prompt, max_frames)
         if needed > self.decoder.max_positions:
             raise SpeakError(
                 f"{prompt.id} needs {needed} positions, the batch has {self.decoder.max_positions}",
                 hint="use a shorter reference or text, or a lower limit of seconds",
             )
-        generation = Generation(prompt, sampling, max_frames, self.decoder)
+        generation = Generation(prompt, sampling, max_frames, self.decoder, adapter, strength)
+        if adapter:
+            if self.decoder.adapters is None:
+                raise SpeakError(f"there is no adapter {adapter}", hint="load it first")
+            generation._slot = self.decoder.adapters.acquire(adapter)
         self._waiting.append(generation)
         return generation
 
@@ -116,6 +127,7 @@ class BatchScheduler:
         for row in range(len(self._rows) - 1, -1, -1):
             if not self._rows[row].finished:
                 continue
+            self._release(self._rows[row])
             last = self._rows.pop()
             if row < len(self._rows):
                 self.decoder.move_row(len(self._rows), row, len(last.prompt) + last._steps)
@@ -126,16 +138,24 @@ class BatchScheduler:
         while self._waiting and len(self._rows) < self.decoder.rows:
             generation = self._waiting.popleft()
             if generation.finished:
+                self._release(generation)
                 continue
-            row, prompt = len(self._rows), generation.prompt
+            row, prompt, voice = len(self._rows), generation.prompt, (generation._slot, generation.strength)
+            if generation._slot >= 0:
+                self.decoder.use_adapter(row, *voice)
             # Another take of a prompt whose keys and values are still here.
-            source = next((i for i, other in enumerate(self._rows) if other.prompt is prompt), None)
+            takes = (i for i, other in enumerate(self._rows) if other.prompt is prompt)
+            source = next((i for i in takes if (self._rows[i]._slot, self._rows[i].strength) == voice), None)
             if source is None:
                 self.decoder.prefill(row, prompt)
             else:
                 self.decoder.copy_prompt(source, row, len(prompt))
             self.decoder.begin(row, len(prompt), generation.sampling, generation.max_frames)
             self._rows.append(generation)
+
+    def _release(self, generation: Generation) -> None:
+        if generation._slot >= 0 and self.decoder.adapters is not None:
+            self.decoder.adapters.release(generation._slot)
 
     def _read(self) -> None:
         step, generations = self._pending.popleft()

@@ -116,7 +116,8 @@ class SegmentedGeneration:
     def _submit(self, prompt: RenderedSequence) -> Generation:
         number, plan = len(self._finished), self.plan
         sampling = request_sampling(plan.sampling, f"{prompt.id}/{number}" if number else prompt.id)
-        return self._scheduler.submit(prompt, sampling, plan.max_frames[number])
+        request = plan.request
+        return self._scheduler.submit(prompt, sampling, plan.max_frames[number], request.adapter, request.strength)
 
     def _next_prompt(self) -> RenderedSequence:
         number, request = len(self._finished), self.plan.request

@@ -30,12 +30,13 @@ from myna.models.higgs_v2 import checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.codec import RELEASED_CODEC
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder
+from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
+from myna.models.higgs_v2.decode.decoder import HiggsDecoder, prompt_tensors, run_prompt
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
 from myna.models.metadata import read_metadata
-from myna.models.speech_decoder import SpeechDecoder
+from myna.models.speech_decoder import AdapterSlots, SpeechDecoder
 from myna.models.triton_support import supports_triton
 
 
@@ -111,13 +112,37 @@ class HiggsV2(HFFamily, SpeakingFamily):
     def _audio_ids(self) -> tuple[int, int]:
         return self.config.audio_token_id, self.config.audio_delay_token_id
 
-    def speech_decoder(self, model: nn.Module, rows: int, max_positions: int) -> SpeechDecoder:
+    def speech_decoder(
+        self,
+        model: nn.Module,
+        rows: int,
+        max_positions: int,
+        adapters: AdapterSlots | None = None,
+        *,
+        exact: bool = False,
+    ) -> SpeechDecoder:
         core = get_base_model(model)
+        assert adapters is None or isinstance(adapters, HiggsAdapterSlots)
         if supports_triton(core.audio_lm_head.weight):
             from myna.models.higgs_v2.decode.cuda import CudaDecoder
 
-            return CudaDecoder(core, self.delay, rows, max_positions)
-        return HiggsDecoder(core, self.delay, rows, max_positions)
+            return CudaDecoder(core, self.delay, rows, max_positions, adapters, exact)
+        return HiggsDecoder(core, self.delay, rows, max_positions, adapters, exact)
+
+    def adapter_slots(self, model: nn.Module, capacity: int, rank: int) -> AdapterSlots:
+        return HiggsAdapterSlots(get_base_model(model), capacity, rank)
+
+    @torch.inference_mode()
+    def adapter_effect(self, model: nn.Module, adapters: AdapterSlots, name: str) -> float:
+        assert isinstance(adapters, HiggsAdapterSlots)
+        core, slot = get_base_model(model), adapters.acquire(name)
+        device = core.audio_lm_head.weight.device
+        prompt = prompt_tensors(self.render(self.probe()), core.config, device)
+        delta = adapters.delta(torch.tensor([slot], device=device), torch.ones(1, device=device))
+        adapters.release(slot)
+        streams = (run_prompt(core, *prompt, lambda *_: None, used) for used in (None, delta))
+        logits = [core.audio_lm_head(core.model.norm(stream)).float() for stream in streams]
+        return float((logits[0] - logits[1]).abs().max())
 
     @property
     def has_text_head(self) -> bool:

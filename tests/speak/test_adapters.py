@@ -1,0 +1,193 @@
+"""Adapters of single requests in one batch, against the same adapters merged into the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from myna.errors import CheckpointError, ModelError, SpeakError
+from myna.models import open_family
+from myna.models.base import Sampling
+from myna.models.higgs_v2.family import HiggsV2
+from myna.models.higgs_v2.tiny import save_tiny
+from myna.models.lora import load_adapter, merge_lora, save_adapter
+from myna.speak.engine import Engine, SpeechRequest
+from myna.speak.loading import load_engine
+
+GREEDY = Sampling(temperature=0, max_seconds=0.8)
+SAMPLED = Sampling(seed=3, max_seconds=0.8)
+RANKS = {"first": 4, "second": 16, "third": 20}
+"""The last does not fit the slots that the first makes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("adapters") / "model")
+
+
+@pytest.fixture(scope="module")
+def family(model: Path) -> HiggsV2:
+    opened = open_family(str(model))
+    assert isinstance(opened, HiggsV2)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def adapters(family: HiggsV2, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("saved")
+    return {name: write(family, folder / name, r=rank, seed=rank) for name, rank in RANKS.items()}
+
+
+def write(family: HiggsV2, folder: Path, *, r: int, seed: int = 0, mode: str = "comprehensive", **options: Any) -> Path:
+    loaded = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
+    targets = list(family.lora_targets(loaded, mode).adapted)
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=r, lora_alpha=3 * r, target_modules=targets, init_lora_weights=options.pop("init", False), **options
+    )
+    folder.mkdir()
+    save_adapter(peft.get_peft_model(loaded, config), folder)
+    return folder
+
+
+def merged(family: HiggsV2, folder: Path, strength: float = 1.0) -> Engine:
+    loaded = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
+    weights = merge_lora(load_adapter(loaded, folder), strength)
+    return Engine(family, weights, family.load_codec())
+
+
+@pytest.fixture
+def engine(model: Path, adapters: dict[str, Path]) -> Engine:
+    opened = load_engine(model=str(model), device="cpu")
+    for name, folder in adapters.items():
+        assert opened.load_adapter(name, folder).effect > 0
+    return opened
+
+
+def requests(adapter: str, strength: float = 1.0, count: int = 3) -> list[SpeechRequest]:
+    return [SpeechRequest(f"line {n}" * (n + 1), id=f"{n}", adapter=adapter, strength=strength) for n in range(count)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_adapters_in_one_batch_speak_as_their_merged_models(
+    engine: Engine, family: HiggsV2, adapters: dict[str, Path], model: Path, sampling: Sampling
+) -> None:
+    kinds = [("", 1.0), *((name, 1.0) for name in adapters), ("second", 0.5)]
+    crowd = [request for kind in kinds for request in requests(*kind)]
+    spoken = engine.speak(crowd, sampling)
+    plain = load_engine(model=str(model), device="cpu")
+    alone = [plain, *(merged(family, adapters[name], strength) for name, strength in kinds[1:])]
+    for number, other in enumerate(alone):
+        expected = other.speak(requests(""), sampling)
+        for ours, theirs in zip(spoken[3 * number : 3 * number + 3], expected, strict=True):
+            assert np.array_equal(ours.codes, theirs.codes)
+    different = {speech.codes.tobytes() for speech in spoken[::3]}
+    assert len(different) == len(kinds), "every adapter says something else"
+
+
+def test_an_adapter_of_attention_alone_is_merged_speech_too(family: HiggsV2, model: Path, tmp_path: Path) -> None:
+    folder = write(family, tmp_path / "attention", r=8, mode="attention_only")
+    engine = load_engine(model=str(model), device="cpu")
+    engine.load_adapter("a", folder)
+    ours = engine.speak(requests("a"), GREEDY)
+    theirs = merged(family, folder).speak(requests(""), GREEDY)
+    assert all(np.array_equal(a.codes, b.codes) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_takes_share_a_prefill_only_with_the_same_adapter(engine: Engine) -> None:
+    scheduler = engine._scheduler_of(4, 256)
+    prompt = engine.family.render(engine._conversation(SpeechRequest("hello")))
+    generations = [
+        scheduler.submit(prompt, GREEDY, 9, adapter, strength)
+        for adapter, strength in (("", 1.0), ("first", 1.0), ("first", 0.3), ("first", 1.0))
+    ]
+    while scheduler.busy:
+        scheduler.advance()
+    codes = [generation.codes().tobytes() for generation in generations]
+    assert codes[1] == codes[3] and len(set(codes)) == 3
+
+
+def test_an_adapter_is_loaded_and_unloaded_while_others_speak(engine: Engine, adapters: dict[str, Path]) -> None:
+    alone = engine.speak([SpeechRequest("on and on", adapter="first")], GREEDY)[0]
+    stream = engine.stream(SpeechRequest("on and on", adapter="first"), GREEDY)
+    samples = [next(stream)]
+    engine.unload_adapter("first")
+    with pytest.raises(SpeakError, match="no adapter first"):
+        engine.speak([SpeechRequest("again", adapter="first")], GREEDY)
+    engine.load_adapter("fourth", adapters["second"])  # takes no slot that is in use
+    samples += list(stream)
+    assert np.array_equal(np.concatenate(samples), alone.samples)
+    assert engine.adapters == ("second", "third", "fourth")
+
+
+def test_slots_are_used_again(model: Path, adapters: dict[str, Path]) -> None:
+    engine = load_engine(model=str(model), device="cpu")
+    engine.max_adapters = 2
+    for _ in range(3):
+        engine.load_adapter("a", adapters["first"])
+        engine.load_adapter("b", adapters["second"])
+        with pytest.raises(SpeakError, match="all 2 places"):
+            engine.load_adapter("c", adapters["third"])
+        generation = engine.speak([SpeechRequest("hello", adapter="a")], GREEDY)
+        assert generation[0].codes.size
+        engine.unload_adapter("a")
+        engine.unload_adapter("b")
+
+
+def test_an_adapter_without_effect_is_refused(family: HiggsV2, model: Path, tmp_path: Path) -> None:
+    folder = write(family, tmp_path / "untrained", r=4, init=True)
+    engine = load_engine(model=str(model), device="cpu")
+    with pytest.raises(SpeakError, match="changes nothing"):
+        engine.load_adapter("none", folder)
+    assert engine.adapters == ()
+
+
+def test_what_can_only_be_merged_is_said(family: HiggsV2, model: Path, tmp_path: Path) -> None:
+    engine = load_engine(model=str(model), device="cpu")
+    for name, options in (("dora", {"use_dora": True}), ("head", {"modules_to_save": ["audio_lm_head"]})):
+        folder = write(family, tmp_path / name, r=4, **options)
+        with pytest.raises(ModelError, match=r"DoRA|in full") as error:
+            engine.load_adapter(name, folder)
+        assert "myna merge" in error.value.hint
+
+
+def test_an_adapter_of_another_model_is_refused(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(adapters["first"], tmp_path / "wide")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    wider = {name: torch.cat([x, x], 1) if "lora_A" in name else x for name, x in tensors.items()}
+    save_file(wider, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_engine(model=str(model), device="cpu").load_adapter("other", folder)
+
+
+def test_exact_speech_is_the_same_alone_and_in_a_crowd(model: Path, adapters: dict[str, Path]) -> None:
+    engine = load_engine(model=str(model), device="cpu", exact=True)
+    engine.max_rows = 5
+    engine.load_adapter("a", adapters["first"])
+    crowd = [*requests("", count=5), *requests("a", 0.7, count=5)]
+    together = engine.speak(crowd, SAMPLED)
+    for request, speech in zip(crowd, together, strict=True):
+        [alone] = engine.speak([request], SAMPLED)
+        assert np.array_equal(alone.codes, speech.codes) and np.array_equal(alone.samples, speech.samples)
+
+
+def test_exact_log_probabilities_are_the_same_bits(model: Path) -> None:
+    engine = load_engine(model=str(model), device="cpu", exact=True)
+    engine.max_rows = 4
+    scheduler = engine._scheduler_of(1, 256)
+    prompts = [engine.family.render(engine._conversation(request)) for request in requests("", count=4)]
+    together = [scheduler.submit(prompt, SAMPLED, 9) for prompt in prompts]
+    while scheduler.busy:
+        scheduler.advance()
+    for prompt, crowd in zip(prompts, together, strict=True):
+        alone = scheduler.submit(prompt, SAMPLED, 9)
+        while scheduler.busy:
+            scheduler.advance()
+        assert np.array_equal(alone.log_probs(), crowd.log_probs())
