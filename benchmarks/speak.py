@@ -41,9 +41,10 @@ from myna.models.base import RenderedSequence, Sampling
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
+from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
 from myna.models.higgs_v2.render import DelayPattern
-from myna.models.quantized import quantize
+from myna.models.quantized import QuantizedLinear, quantize, quantized_linears, supports_fp8
 from myna.models.triton_support import supports_triton
 from myna.speak.scheduler import BatchScheduler
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
@@ -52,6 +53,7 @@ CONTEXT, FRAMES = 450, 250
 BANDWIDTH = 4.3e12
 """Bytes a second that an H200's memory was seen to deliver."""
 REFERENCE_FRAMES, PROMPT_TEXT = 125, 60
+ADAPTER_RANK = 16
 CODEC_STEPS = 16
 """Steps between two calls of the codec, which takes the frames of all rows at once."""
 SYNC_WARNING = "synchronizing CUDA operation"
@@ -77,12 +79,14 @@ class Bench:
         self.delay = DelayPattern(config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id)
         self.facts["model_seconds"] = time.perf_counter() - start
 
-    def decoder(self, rows: int, positions: int) -> HiggsDecoder:
+    def decoder(
+        self, rows: int, positions: int, adapters: HiggsAdapterSlots | None = None, *, exact: bool = False
+    ) -> HiggsDecoder:
         if supports_triton(self.model.audio_lm_head.weight):
             from myna.models.higgs_v2.decode.cuda import CudaDecoder
 
-            return CudaDecoder(self.model, self.delay, rows, positions)
-        return HiggsDecoder(self.model, self.delay, rows, positions)
+            return CudaDecoder(self.model, self.delay, rows, positions, adapters, exact)
+        return HiggsDecoder(self.model, self.delay, rows, positions, adapters, exact)
 
     def codec(self) -> HiggsCodec:
         if self.small:
@@ -155,6 +159,13 @@ class Bench:
             for name, parameter in self.model.named_parameters()
             if ".mlp." not in name and "embed" not in name
         )
+        packed = [
+            tensor.nbytes
+            for name, module in self.model.named_modules()
+            if isinstance(module, QuantizedLinear) and ".mlp." not in name
+            for tensor in module.packed_tensors
+        ]
+        weights += sum(packed)
         config, context = self.config, CONTEXT + frames / 2
         cache = (
             2 * config.num_hidden_layers * config.num_key_value_heads * self.model.model.layers[0].self_attn.head_dim
@@ -185,13 +196,17 @@ class Bench:
             times.append(time.perf_counter() - start)
         return self.speeds(rows, times[1] - times[0], frames)
 
-    def decode(self, decoder: HiggsDecoder, rows: int, codec: HiggsCodec | None = None) -> dict[str, Any]:
-        """Steps of rows that do not end, results read behind them; with a codec, until all samples are on the host."""
+    def decode(
+        self, decoder: HiggsDecoder, rows: int, codec: HiggsCodec | None = None, adapters: int = 0
+    ) -> dict[str, Any]:
+        """Steps of rows that do not end, results read behind them; with a codec, until all samples are on the host.
+        With so many adapters, the rows take turns."""
         sampling = Sampling(temperature=1.0)
 
         def begin() -> None:
             for row in range(rows):
                 decoder.begin(row, CONTEXT, sampling, 10**6)
+                decoder.use_adapter(row, row % adapters if adapters else -1, 1.0)
 
         for cache in (*decoder.keys, *decoder.values):
             cache[:rows, :, :CONTEXT].normal_()
@@ -241,18 +256,44 @@ class Bench:
         seconds = time.perf_counter() - start
         return {**self.speeds(rows, seconds, self.frames), "capture_s": capture}
 
-    def other_weights(self, kind: str, rows: int) -> dict[str, Any]:
-        """A LoRA of rank 16 that is not merged, under autocast as in training; or quantized weights. Changes the model:
-        to be measured last."""
+    def change_weights(self, kind: str) -> None:
+        """A LoRA of rank 16 inside the model, as in training; or quantized weights. Changes the model: to be measured
+        last."""
         names = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
         names = [name for name in names if ".layers." in name]
         if kind == "adapter":
-            config = peft.LoraConfig(r=16, target_modules=names, init_lora_weights=False)
+            config = peft.LoraConfig(r=ADAPTER_RANK, target_modules=names, init_lora_weights=False)
             self.model = peft.get_peft_model(self.model, config).base_model.model
         else:
             self.model = quantize(self.model, kind, names, self.device)  # type: ignore[arg-type]
+            for linear in quantized_linears(self.model):
+                linear.drop_backward()
+
+    def decode_changed(self, kind: str, rows: int) -> dict[str, Any]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=kind == "adapter"):
             return self.decode(self.decoder(rows, CONTEXT + FRAMES + 68), rows)
+
+    def adapter_slots(self, count: int) -> tuple[HiggsAdapterSlots, dict[str, Any]]:
+        """Adapters of rank 16 on every projection, random; and how long one takes to load."""
+        slots = HiggsAdapterSlots(self.model, count, ADAPTER_RANK)
+        linears = {name: module for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
+        generator, seconds = torch.Generator().manual_seed(0), 0.0
+        for number in range(count):
+            if number < 2:  # the others get the same matrices: to draw them takes longer than all else
+                matrices = {
+                    name: (
+                        torch.randn(ADAPTER_RANK, linear.in_features, generator=generator) * 0.02,
+                        torch.randn(linear.out_features, ADAPTER_RANK, generator=generator) * 0.02,
+                    )
+                    for name, linear in linears.items()
+                    if ".layers." in name
+                }
+            start = time.perf_counter()
+            slots.load(str(number), matrices)
+            self.synchronize()
+            seconds = time.perf_counter() - start
+        size = sum(group.a.nbytes + group.b.nbytes for layers in slots.groups.values() for group in layers)
+        return slots, {"load_s": seconds, "mib_each": size / count / 2**20}
 
     def first_audio(self, codec: HiggsCodec) -> dict[str, Any]:
         scheduler = BatchScheduler(self.decoder(1, 1024))
@@ -373,6 +414,19 @@ def main() -> None:
     decoder = bench.decoder(max(counts), positions)
     for rows in counts:
         bench.measure(f"ours, {rows} rows", partial(bench.decode, decoder, rows))
+    adapter_rows = 2 if arguments.tiny else 64
+    slots, facts = bench.adapter_slots(2 if arguments.tiny else 32)
+    bench.facts["adapters"] = facts
+    adapted = bench.decoder(adapter_rows, positions, slots)
+    for rows, count in ((1, 1), (adapter_rows, 0), (adapter_rows, 1), (adapter_rows, 8), (adapter_rows, 32)):
+        count = min(count, slots.capacity)
+        name = f"ours, {rows} rows, {count} adapters"
+        bench.measure(name, partial(bench.decode, adapted, rows, adapters=count))
+    del adapted, slots
+    exact = bench.decoder(adapter_rows, positions, exact=True)
+    for rows in (1, adapter_rows):
+        bench.measure(f"ours, exact, {rows} rows", partial(bench.decode, exact, rows))
+    del exact
     codec = bench.codec()
     start = time.perf_counter()
     warm_up(codec, max(counts))
@@ -386,12 +440,17 @@ def main() -> None:
         bench.measure(f"transformers generate, {rows} rows", partial(bench.stock, rows, 8 if bench.small else 40))
     del decoder
     small, device, out = bench.small, bench.device, bench.out
-    for kind in ("adapter", "nf4", "int8"):
-        measured = bench.rows
+    for kind in ("fp8", "int8", "nf4", "adapter"):
+        measured, facts = bench.rows, bench.facts
         bench.model = None
         bench = Bench(device, small, out)  # the last kind has changed its model
-        bench.rows = measured
-        bench.measure(f"ours, {kind}, 1 row", partial(bench.other_weights, kind, 1))
+        bench.rows, bench.facts = measured, facts
+        if kind == "fp8" and not supports_fp8(device):
+            continue
+        bench.change_weights(kind)
+        for rows in (1, adapter_rows):
+            name = "in training" if kind == "adapter" else kind
+            bench.measure(f"ours, {name}, {rows} rows", partial(bench.decode_changed, kind, rows))
     (arguments.out / "speak.svg").write_text(drawing(bench.rows), encoding="utf-8")
 
 

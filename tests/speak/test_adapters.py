@@ -20,6 +20,7 @@ from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import load_adapter, merge_lora, save_adapter
 from myna.speak.engine import Engine, SpeechRequest
 from myna.speak.loading import load_engine
+from myna.speak.scheduler import BatchScheduler
 
 GREEDY = Sampling(temperature=0, max_seconds=0.8)
 SAMPLED = Sampling(seed=3, max_seconds=0.8)
@@ -71,6 +72,11 @@ def engine(model: Path, adapters: dict[str, Path]) -> Engine:
     return opened
 
 
+def finish(scheduler: BatchScheduler) -> None:
+    while scheduler.busy:
+        scheduler.advance()
+
+
 def requests(adapter: str, strength: float = 1.0, count: int = 3) -> list[SpeechRequest]:
     return [SpeechRequest(f"line {n}" * (n + 1), id=f"{n}", adapter=adapter, strength=strength) for n in range(count)]
 
@@ -108,8 +114,7 @@ def test_takes_share_a_prefill_only_with_the_same_adapter(engine: Engine) -> Non
         scheduler.submit(prompt, GREEDY, 9, adapter, strength)
         for adapter, strength in (("", 1.0), ("first", 1.0), ("first", 0.3), ("first", 1.0))
     ]
-    while scheduler.busy:
-        scheduler.advance()
+    finish(scheduler)
     codes = [generation.codes().tobytes() for generation in generations]
     assert codes[1] == codes[3] and len(set(codes)) == 3
 
@@ -184,10 +189,8 @@ def test_exact_log_probabilities_are_the_same_bits(model: Path) -> None:
     scheduler = engine._scheduler_of(1, 256)
     prompts = [engine.family.render(engine._conversation(request)) for request in requests("", count=4)]
     together = [scheduler.submit(prompt, SAMPLED, 9) for prompt in prompts]
-    while scheduler.busy:
-        scheduler.advance()
+    finish(scheduler)
     for prompt, crowd in zip(prompts, together, strict=True):
         alone = scheduler.submit(prompt, SAMPLED, 9)
-        while scheduler.busy:
-            scheduler.advance()
+        finish(scheduler)
         assert np.array_equal(alone.log_probs(), crowd.log_probs())

@@ -19,17 +19,21 @@ SHIPPED = {"fledgling": Path(__file__).parent / "fledgling"}
 """Checkpoint folders of the models that come with the package, by the names that users type."""
 
 
+def is_model_name(source: str) -> bool:
+    """Whether a source names a model that ships, or a built-in configuration; a folder of that name is never meant."""
+    from myna.models.higgs_v2.builtin import BUILTIN_NAMES as HIGGS_V2_NAMES
+    from myna.models.phi4.builtin import BUILTIN_NAMES as PHI4_NAMES
+
+    return source in (*SHIPPED, *HIGGS_V2_NAMES, *PHI4_NAMES)
+
+
 def find_checkpoint(source: str, revision: str | None = None) -> Path | None:
     """Folder of a checkpoint that is shipped, on disk, or on the hub, downloaded if need be; None for a built-in
     configuration. Imports neither torch nor transformers, so that a wrong name is reported at once."""
     from myna.models.files import resolve_checkpoint
-    from myna.models.higgs_v2.builtin import BUILTIN_NAMES as HIGGS_V2_NAMES
-    from myna.models.phi4.builtin import BUILTIN_NAMES as PHI4_NAMES
 
-    if source in (*HIGGS_V2_NAMES, *PHI4_NAMES):
-        return None
     if source not in SHIPPED:
-        return resolve_checkpoint(source, revision)
+        return None if is_model_name(source) else resolve_checkpoint(source, revision)
     folder = SHIPPED[source]
     if revision is not None:
         raise ModelError(

@@ -57,8 +57,10 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
 
 def absolute_source(source: str) -> str:
     """A source that can be opened from any working directory: the full path of a folder, or the hub name as it is."""
+    from myna.models import is_model_name
+
     folder = Path(source).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else source
+    return str(folder.absolute()) if folder.is_dir() and not is_model_name(source) else source
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

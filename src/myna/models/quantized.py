@@ -88,6 +88,9 @@ class QuantizedLinear(nn.Linear):
         """The buffers that hold the weight."""
         return list(self.buffers(recurse=False))
 
+    def drop_backward(self) -> None:
+        """Free what only a backward pass needs."""
+
     def weight_sample(self) -> torch.Tensor:
         """A few numbers that identify the weight."""
         return self.codes.flatten()[:16].float()
@@ -145,6 +148,9 @@ class Fp8Linear(QuantizedLinear):
         codes, scale = _quantize_rows(weight, powers_of_two=True)
         codes_back, scale_back = _quantize_rows(weight.t(), powers_of_two=True)
         return {"codes": codes, "scale": scale, "codes_back": codes_back, "scale_back": scale_back}
+
+    def drop_backward(self) -> None:
+        self.codes_back, self.scale_back = self.codes_back[:0].clone(), self.scale_back[:0].clone()
 
     def _unpack(self, scale: torch.Tensor) -> torch.Tensor:
         return (self.codes.float() * scale).to(self.dtype)
@@ -226,9 +232,15 @@ class Nf4Linear(QuantizedLinear):
 
     def _unpack(self, scale: torch.Tensor) -> torch.Tensor:
         blocks = self.level_pairs.index_select(0, self.codes.int()).view(-1, NF4_BLOCK_SIZE)
-        absmax = (self.block_scales * scale).to(self.dtype).view(-1, 1)[: len(blocks)]
-        weight = blocks.mul_(absmax).flatten()
+        weight = blocks.mul_(self._absmax(scale)[: len(blocks), None]).flatten()
         return weight[: self.out_features * self.in_features].view(self.out_features, self.in_features)
+
+    def block_absmax(self) -> torch.Tensor:
+        """The absmax of each block, and of the padding behind the last, in the compute type."""
+        return self._absmax(self.scale)
+
+    def _absmax(self, scale: torch.Tensor) -> torch.Tensor:
+        return (self.block_scales * scale).to(self.dtype).flatten()
 
 
 QUANTIZED_LINEARS: dict[str, type[QuantizedLinear]] = {kind.kind: kind for kind in (Fp8Linear, Int8Linear, Nf4Linear)}

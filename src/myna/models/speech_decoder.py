@@ -67,7 +67,10 @@ class SpeechDecoder(Protocol):
     max_positions: int
     steps_ahead: int
     """How many steps may be enqueued before the result of the first is read; 0 where a step is over when it returns."""
-    adapters: AdapterSlots | None
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Adapters that its rows may use."""
 
     def use_adapter(self, row: int, slot: int, strength: float) -> None:
         """Let a row use an adapter, from its prefill on until it ends; slot -1 is none."""

@@ -27,6 +27,8 @@ from myna.io import check_output_file
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
 from myna.models.metadata import WeightsMetadata
 from myna.models.speech_decoder import AdapterSlots
+from myna.provenance.origin import SpeechOrigin
+from myna.provenance.record import write_speech
 from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, request_sampling
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
@@ -70,6 +72,8 @@ class Speech:
     sample_rate: int
     warnings: tuple[str, ...] = ()
     """Segments of a text that were cut, or not spoken, in words."""
+    origin: SpeechOrigin | None = None
+    """Of speech that leaves Myna: files of it are signed and logged. None for speech that is only measured."""
 
     @property
     def stopped(self) -> bool:
@@ -83,7 +87,10 @@ class Speech:
     def save(self, path: Path | str, *, force: bool = False) -> Path:
         """Write an audio file, in the format that its name asks for; over one that is there only with `force`."""
         check_output_file(Path(path), force=force)
-        write_audio(Path(path), self.samples, self.sample_rate)
+        if self.origin is None:
+            write_audio(Path(path), self.samples, self.sample_rate)
+        else:
+            write_speech(Path(path), self.samples, self.sample_rate, self.origin)
         return Path(path)
 
     def _repr_html_(self) -> str:
@@ -160,8 +167,8 @@ class Engine:
         matrices, metadata, base_checked = read_adapter(self, source)
         if self._adapter_slots is None:
             rank = max(len(a) for a, _ in matrices.values())
-            self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, rank)
             self._batch = None  # made anew, with adapters, by the next request; what runs in the old one goes on
+            self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, rank)
         slots = self._adapter_slots
         slots.load(name, matrices)
         with self._computing():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 from torch import nn
 
+from myna.config import Quantization
 from myna.data.codec import Encoder
 from myna.errors import MynaError, SpeakError
 from myna.models import open_family
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from myna.speak.answering import AnswerEngine
 
 Source = str | os.PathLike[str]
-SpeechQuantization = Literal["none", "int8", "nf4"]
-"""How the weights of a model that speaks are stored. fp8, as training has it, stores them twice and saves nothing."""
 
 
 def load_engine(
@@ -33,23 +32,30 @@ def load_engine(
     codec: str | None = None,
     device: str,
     strength: float = 1.0,
-    quantization: SpeechQuantization = "none",
+    quantization: Quantization = "none",
     exact: bool = False,
 ) -> Engine:
     """The speech engine of a run or an adapter, or of an untuned model. `strength` scales the LoRA, and a `model`
     beside a run or an adapter is the base model to open it on. With a `quantization` the weights are loaded in main
     memory, merged, and packed onto the device one by one. `exact` is as of `Engine`."""
-    if quantization not in get_args(SpeechQuantization):
-        hint = "choose one of: " + ", ".join(get_args(SpeechQuantization))
+    if quantization not in get_args(Quantization):
+        hint = "choose one of: " + ", ".join(get_args(Quantization))
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
     target = pick_device(device)
     place = target if quantization == "none" else torch.device("cpu")
     loaded = _load(run, model, codec, target, place, strength)
     if quantization != "none":
-        from myna.models.quantized import quantize
+        from myna.models.quantized import quantize, quantized_linears, supports_fp8
 
+        if quantization == "fp8" and not supports_fp8(target):
+            raise SpeakError(
+                f"fp8 weights need a GPU with 8-bit products (CUDA capability 8.9 or more), this is {target}",
+                hint="--quantization int8, nf4 for the least memory, or none",
+            )
         names = loaded.family.lora_targets(loaded.weights, "comprehensive").adapted
         loaded = loaded._replace(weights=quantize(loaded.weights, quantization, names, target))
+        for linear in quantized_linears(loaded.weights):
+            linear.drop_backward()
     encoder = require_speaking(loaded.family).load_codec(device=loaded.device)
     _check_trained_with(loaded, encoder)
     known, weights = loaded.metadata, loaded.weights.requires_grad_(False)  # not to be trained: they may be rearranged

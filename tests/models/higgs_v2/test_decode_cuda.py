@@ -134,6 +134,87 @@ def test_weights_that_are_not_plain_are_graphs_too(family: HiggsV2, kind: str) -
     assert type(decoder).__name__ == "CudaDecoder"
 
 
+@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_adapters_of_rows_are_those_of_the_eager_steps(
+    family: HiggsV2, models: dict[str, Any], sampling: Sampling, rows: int
+) -> None:
+    """Three adapters and none in one batch, at two strengths; the last one needs wider slots than the first."""
+    prompts, results = prompts_of(family, 24), {}
+    for device, model in models.items():
+        slots = family.adapter_slots(model, 4, 8)
+        for number, rank in enumerate((4, 16, 20)):
+            slots.load(str(number), random_lora(family, model, rank, number))
+        scheduler = BatchScheduler(family.speech_decoder(model, rows, 512, slots))
+        results[device] = [
+            scheduler.submit(prompt, sampling, 6 + n % 9, "" if n % 4 == 3 else str(n % 4), 1.0 if n % 2 else 0.6)
+            for n, prompt in enumerate(prompts)
+        ]
+        while scheduler.busy:
+            scheduler.advance()
+    same = [np.array_equal(a.codes(), b.codes()) for a, b in zip(results["cpu"], results["cuda"], strict=True)]
+    assert np.mean(same) >= 0.9
+    for equal, a, b in zip(same, results["cpu"], results["cuda"], strict=True):
+        if equal:
+            assert np.abs(a.log_probs() - b.log_probs()).max() < 2e-3
+
+
+def random_lora(family: HiggsV2, model: Any, rank: int, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    linears = {name: model.get_submodule(name) for name in family.lora_targets(model, "comprehensive").adapted}
+    return {
+        name: (
+            torch.randn(rank, linear.in_features, generator=generator) * 0.2,
+            torch.randn(linear.out_features, rank, generator=generator) * 0.2,
+        )
+        for name, linear in linears.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_rows_are_the_same_bits_alone_and_in_a_crowd(family: HiggsV2, dtype: torch.dtype) -> None:
+    model = family.load_model(dtype=dtype, device="cuda", text_head=False).requires_grad_(False)
+    slots = family.adapter_slots(model, 2, 8)
+    slots.load("a", random_lora(family, model, 8, 0))
+    scheduler = BatchScheduler(family.speech_decoder(model, 16, 512, slots, exact=True))
+    prompts, sampling = prompts_of(family, 40), Sampling(seed=5)
+
+    def submit(number: int) -> Generation:
+        return scheduler.submit(prompts[number], sampling, 6 + number % 9, "a" if number % 3 == 0 else "")
+
+    crowd = [submit(number) for number in range(40)]
+    while scheduler.busy:
+        scheduler.advance()
+    for number in (0, 1, 7, 18, 39):
+        alone = submit(number)
+        while scheduler.busy:
+            scheduler.advance()
+        assert np.array_equal(alone.codes(), crowd[number].codes())
+        assert np.array_equal(alone.log_probs(), crowd[number].log_probs())
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
+def test_kernels_read_quantized_weights_as_their_modules_do(family: HiggsV2, kind: str, rows: int) -> None:
+    model = family.load_model(dtype=torch.bfloat16, device="cuda", text_head=False)
+    names = family.lora_targets(model, "comprehensive").adapted
+    model = quantize(model, kind, names, "cuda").requires_grad_(False)  # type: ignore[arg-type]
+    logits = {}
+    for path in ("kernels", "modules"):
+        decoder: Any = family.speech_decoder(model, rows, 256)
+        assert decoder._packed is not None
+        if path == "modules":
+            decoder._packed, decoder._fp8_products = None, False
+        for row, prompt in enumerate(prompts_of(family, rows)):
+            decoder.prefill(row, prompt)
+            decoder.begin(row, len(prompt), GREEDY, 9)
+        decoder.step(rows, 200).result()
+        logits[path] = decoder._logits.clone()
+    difference = (logits["kernels"] - logits["modules"]).norm() / logits["modules"].norm()
+    # A single row of fp8 is multiplied with inputs that are not rounded to fp8.
+    assert difference < (0.06 if kind == "fp8" else 0.02)
+
+
 def test_no_step_waits_for_the_device(family: HiggsV2, models: dict[str, Any]) -> None:
     scheduler = BatchScheduler(family.speech_decoder(models["cuda"], 2, 512))
     first, second = prompts_of(family, 2)

@@ -43,7 +43,7 @@ class MelCodec:
 
     @classmethod
     def open(cls, folder: str | Path, device: torch.device | str = "cpu") -> MelCodec:
-        config, tensors = _read_config(Path(folder)), _read_tensors(Path(folder))
+        config, tensors = read_mel_codec_config(Path(folder)), read_mel_codec_tensors(Path(folder))
         network = MelCodecNetwork(config)
         problems = state_dict_problems(shapes_of(network.state_dict()), shapes_of(tensors))
         bad = [name for name, x in tensors.items() if not x.is_floating_point() or not x.isfinite().all()]
@@ -103,7 +103,8 @@ def save_mel_codec(network: MelCodecNetwork, folder: Path) -> None:
         (written / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_config(folder: Path) -> MelCodecConfig:
+def read_mel_codec_config(folder: Path) -> MelCodecConfig:
+    """Rates and sizes out of a codec's folder."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -123,7 +124,8 @@ def _read_config(folder: Path) -> MelCodecConfig:
         raise ModelError(f"{path}: {error}", hint=COPY_AGAIN_HINT) from None
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_mel_codec_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights of a codec, out of one file or several, in the precision of the files."""
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, pickle_hint=COPY_AGAIN_HINT):
         with open_safetensors(file) as stored:

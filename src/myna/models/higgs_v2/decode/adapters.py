@@ -1,18 +1,20 @@
 """LoRA matrices of several adapters in one decoding batch, and the layers with what they add.
 
 Each adapter has a slot in stacked tensors of fixed size, its rank padded with zeros, so that every row of a batch can
-use its own. Here they are applied with plain products; `cuda.py` does the same in its kernels.
+use its own. Here they are applied with plain products; `cuda.py` does the same with its kernels: the A of all slots lie
+below the weight that shares their input and are multiplied together with it, and a kernel behind the product adds B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from myna.errors import SpeakError
+from myna.models.higgs_v2.decode.weights import can_join, extend_weight
 from myna.models.higgs_v2.forward import AttentionFunction
 from myna.models.speech_decoder import LoraMatrices
 
@@ -34,14 +36,16 @@ AdapterDelta = Callable[[str, int, torch.Tensor], torch.Tensor]
 
 
 class GroupMatrices(NamedTuple):
-    """The matrices of a group, of all layers and slots."""
+    """The matrices of a group in one layer, of all slots."""
 
     a: torch.Tensor
-    """(layers, slots, projections, rank, inputs)."""
+    """(slots, projections, rank, inputs)."""
     b: torch.Tensor
-    """(layers, slots, rank, outputs of all projections), the adapter's scaling included."""
+    """(slots, rank, outputs of all projections), the adapter's scaling included."""
     outputs: tuple[int, ...]
     """Of each projection."""
+    extended: torch.Tensor | None
+    """The group's weight with A below it, so that one product gives both; None where weights are not plain."""
 
 
 class HiggsAdapterSlots:
@@ -53,26 +57,36 @@ class HiggsAdapterSlots:
         """Changes when the tensors are allocated anew."""
         self._names: dict[str, int] = {}
         self._uses = [0] * capacity
+        self.groups: dict[str, list[GroupMatrices]] = {}
         self._allocate(_padded(rank))
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._names)
 
+    @torch.no_grad()
     def _allocate(self, rank: int) -> None:
+        before = self.groups if self.version else None
         weight = self.core.audio_lm_head.weight
-        layers, first = len(self.core.model.layers), self.core.model.layers[0]
-        before = getattr(self, "groups", None)
-        self.rank, self.groups = rank, dict[str, GroupMatrices]()
-        for group, projections in GROUPS.items():
-            linears = [first.get_submodule(name) for name in projections]
-            outputs = tuple(linear.out_features for linear in linears)
-            a = weight.new_zeros(layers, self.capacity, len(linears), rank, linears[0].in_features)
-            b = weight.new_zeros(layers, self.capacity, rank, sum(outputs))
-            if before is not None:
-                a[:, :, :, : before[group].a.shape[3]] = before[group].a
-                b[:, :, : before[group].b.shape[2]] = before[group].b
-            self.groups[group] = GroupMatrices(a, b, outputs)
+        extend = weight.device.type == "cuda" and can_join(self.core)
+        self.rank, self.groups = rank, {group: [] for group in GROUPS}
+        for number, layer in enumerate(self.core.model.layers):
+            for group, projections in GROUPS.items():
+                linears = [layer.get_submodule(name) for name in projections]
+                outputs, inputs = tuple(linear.out_features for linear in linears), linears[0].in_features
+                size = (self.capacity, len(linears), rank, inputs)
+                extended = None
+                if extend and not group.startswith("text"):
+                    extended = extend_weight(linears, self.capacity * len(linears) * rank)
+                    a = extended[sum(outputs) :].view(size).zero_()
+                else:
+                    a = weight.new_zeros(size)
+                b = weight.new_zeros(self.capacity, rank, sum(outputs))
+                if before is not None:
+                    old = before[group][number]
+                    a[:, :, : old.a.shape[2]] = old.a
+                    b[:, : old.b.shape[1]] = old.b
+                self.groups[group].append(GroupMatrices(a, b, outputs, extended))
         self.version += 1
 
     @torch.inference_mode()
@@ -93,15 +107,14 @@ class HiggsAdapterSlots:
 
     def _write(self, slot: int, matrices: LoraMatrices) -> None:
         for group, projections in GROUPS.items():
-            a, b, outputs = self.groups[group]
-            a[:, slot], b[:, slot] = 0, 0
-            for layer in range(len(a)):
-                parts = b[layer, slot].split(list(outputs), dim=1)
+            for layer, (a, b, outputs, _) in enumerate(self.groups[group]):
+                a[slot], b[slot] = 0, 0
+                parts = torch.split(b[slot], list(outputs), 1)
                 for number, projection in enumerate(projections):
                     pair = matrices.get(f"model.layers.{layer}.{projection}")
                     if pair is not None:
                         rank = len(pair[0])
-                        a[layer, slot, number, :rank] = pair[0].to(a)
+                        a[slot, number, :rank] = pair[0].to(a)
                         parts[number][:rank] = pair[1].t().to(b)
 
     def unload(self, name: str) -> None:
@@ -116,6 +129,11 @@ class HiggsAdapterSlots:
     def release(self, slot: int) -> None:
         self._uses[slot] -= 1
 
+    def slots_in_use(self, slots: Sequence[int]) -> int:
+        """How many of the first slots these rows' adapters lie in: none, a power of two, or all."""
+        last = max(slots, default=-1)
+        return 0 if last < 0 else min(1 << last.bit_length(), self.capacity)
+
     def _require(self, name: str) -> int:
         if name not in self._names:
             known = ", ".join(self._names) or "none"
@@ -128,11 +146,11 @@ class HiggsAdapterSlots:
         factor = torch.where(slot >= 0, strength, 0.0)
 
         def add(group: str, layer: int, x: torch.Tensor) -> torch.Tensor:
-            a, b, outputs = self.groups[group]
-            own_a, own_b = a[layer].index_select(0, index)[0], b[layer].index_select(0, index)[0]
+            a, b, outputs, _ = self.groups[group][layer]
+            own_a, own_b = a.index_select(0, index)[0], b.index_select(0, index)[0]
             shrunk = F.linear(x.to(a.dtype), own_a.flatten(0, 1)).float() * factor
-            parts = shrunk.to(b.dtype).split(self.rank, dim=1)
-            return torch.cat([s @ w for s, w in zip(parts, own_b.split(list(outputs), dim=1), strict=True)], 1)
+            parts = torch.split(shrunk.to(b.dtype), self.rank, 1)
+            return torch.cat([s @ w for s, w in zip(parts, torch.split(own_b, list(outputs), 1), strict=True)], 1)
 
         return add
 
@@ -142,10 +160,10 @@ class HiggsAdapterSlots:
         factors = torch.where(slots >= 0, strengths, 0.0)[:, None]
 
         def add(group: str, layer: int, x: torch.Tensor) -> torch.Tensor:
-            a, b, outputs = self.groups[group]
-            shrunk = torch.bmm(a[layer].index_select(0, index).flatten(1, 2), x.to(a.dtype)[..., None])[..., 0]
-            parts = (shrunk.float() * factors).to(b.dtype)[:, None].split(self.rank, dim=2)
-            weights = b[layer].index_select(0, index).split(list(outputs), dim=2)
+            a, b, outputs, _ = self.groups[group][layer]
+            shrunk = torch.bmm(a.index_select(0, index).flatten(1, 2), x.to(a.dtype)[..., None])[..., 0]
+            parts = torch.split((shrunk.float() * factors).to(b.dtype)[:, None], self.rank, 2)
+            weights = torch.split(b.index_select(0, index), list(outputs), 2)
             return torch.cat([torch.bmm(s, w) for s, w in zip(parts, weights, strict=True)], 2)[:, 0]
 
         return add
@@ -159,7 +177,7 @@ def run_adapted_layer(
     text, audio = stream[:num_text], stream[num_text:]
     x = torch.cat([layer.input_layernorm(text), layer.audio_input_layernorm(audio)])
     q, k, v = (projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj))
-    added = delta("qkv", number, x).split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+    added = torch.split(delta("qkv", number, x), [q.shape[1], k.shape[1], v.shape[1]], 1)
     q, k, v = ((y + part).unflatten(-1, (-1, attention.head_dim)) for y, part in zip((q, k, v), added, strict=True))
     attended = attend(number, q, k, v).flatten(1)
     stream = stream + (attention.o_proj(attended) + delta("out", number, attended)).to(stream.dtype)

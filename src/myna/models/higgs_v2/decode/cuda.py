@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from myna._compat import scaled_mm
 from myna.models.base import RenderedSequence
-from myna.models.code_sampling import MAX_REPETITION_WINDOW
+from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
 from myna.models.higgs_v2.decode import kernels
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder, audio_positions
-from myna.models.higgs_v2.decode.weights import LayerWeights
-from myna.models.higgs_v2.forward import embed_inputs, run_layer
+from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
+from myna.models.higgs_v2.decode.decoder import HiggsDecoder, audio_positions, run_layers
+from myna.models.higgs_v2.decode.weights import Weight, WeightFormat, pack_weights, packed_format
+from myna.models.higgs_v2.forward import embed_inputs
 from myna.models.higgs_v2.packing import apply_rotary
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.speech_decoder import StepResult
@@ -30,6 +32,10 @@ RESULT_BUFFERS = 4
 PROMPT_BUCKET = 64
 """Prompts are padded to a multiple of this, in text and in audio positions, so that few graphs serve all."""
 LOG2_E = 1.4426950408889634
+ADAPTER_CHUNK = 16
+"""Ranks of an adapter that a kernel reads at once."""
+NORM_WARPS = 16
+"""The same with adapters and without, since the order of a sum depends on it."""
 
 
 class DecodeAttentionTile(NamedTuple):
@@ -60,8 +66,16 @@ class CudaDecoder(HiggsDecoder):
 
     steps_ahead = 2
 
-    def __init__(self, core: Any, delay: DelayPattern, rows: int, max_positions: int) -> None:
-        super().__init__(core, delay, rows, max_positions)
+    def __init__(
+        self,
+        core: Any,
+        delay: DelayPattern,
+        rows: int,
+        max_positions: int,
+        adapters: HiggsAdapterSlots | None = None,
+        exact: bool = False,
+    ) -> None:
+        super().__init__(core, delay, rows, max_positions, adapters, exact)
         config, device = core.config, self.device
         hidden, dtype = config.hidden_size, self.keys[0].dtype
         self._h = torch.empty(rows, hidden, dtype=torch.float32, device=device)
@@ -84,9 +98,23 @@ class CudaDecoder(HiggsDecoder):
         self._host = torch.empty(RESULT_BUFFERS, rows, 2 * books + 1, dtype=torch.int32, pin_memory=True)
         self._copied = [torch.cuda.Event() for _ in range(RESULT_BUFFERS)]  # type: ignore[no-untyped-call]
         self._steps = 0
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._prompt_graphs: dict[tuple[int, int], PromptGraph] = {}
+        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        """By rows, slots in use and `_adapter_version`."""
+        self._prompt_graphs: dict[tuple[int, int, int], PromptGraph] = {}
+        """By text positions, audio positions and `_adapter_version`."""
         self._pool: Any = None
+        self._format: WeightFormat | None = "plain" if self._layers is not None else packed_format(core)
+        self._packed = pack_weights(core) if self._layers is None and self._format is not None else None
+        self._levels = None
+        if self._format == "nf4":
+            pairs = core.model.layers[0].self_attn.q_proj.level_pairs
+            self._levels = pairs.contiguous().view(torch.int32).flatten()
+        # Products of several rows in fp8; int8 and nf4 are unpacked for them.
+        self._fp8_products = self._packed is not None and self._packed[0].qkv.values.dtype == torch.float8_e4m3fn
+        if self._fp8_products:
+            wide = config.intermediate_size
+            self._codes8 = torch.empty(rows, max(hidden, wide), dtype=torch.float8_e4m3fn, device=device)
+            self._scales8 = torch.empty(rows, 1, dtype=torch.float32, device=device)
         # A kernel that may start while the one before it ends, on GPUs that can.
         self._dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
 
@@ -106,29 +134,31 @@ class CudaDecoder(HiggsDecoder):
         text_ids = np.pad(prompt.ids[~is_audio], (0, spare))
         codes = np.pad(prompt.codes, ((0, sizes[1] - len(audio)), (0, 0)))
         inputs = torch.from_numpy(np.concatenate([[row], text_ids, codes.ravel(), order]))
-        key = (sizes[0], sizes[1])
+        key = (sizes[0], sizes[1], self._adapter_version(self._row_slots[row] >= 0))
         if key not in self._prompt_graphs:
             self._prompt_graphs[key] = self._capture_prefill(*key, inputs)
         graph = self._prompt_graphs[key]
         graph.inputs.copy_(inputs.pin_memory(), non_blocking=True)
         graph.graph.replay()
 
-    def _capture_prefill(self, text: int, audio: int, inputs: torch.Tensor) -> PromptGraph:
+    def _capture_prefill(self, text: int, audio: int, adapter_version: int, inputs: torch.Tensor) -> PromptGraph:
         """The first inputs warm it up, into the row that they are meant for."""
         static, books = inputs.to(self.device), self.delay.codebooks
         row, text_ids, codes, order = torch.split(static, [1, text, audio * books, text + audio])
 
         def run() -> None:
-            self._prefill(row, text_ids, codes.view(audio, books), order)
+            self._prefill(row, text_ids, codes.view(audio, books), order, adapter_version > 0)
 
         return PromptGraph(self._captured(run), static)
 
     @torch.inference_mode()
     def step(self, rows: int, longest: int) -> EnqueuedStep:  # noqa: ARG002 - the graph reads the lengths itself
-        bucket = self.bucket(rows)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture_step(bucket)
-        self._graphs[bucket].replay()
+        used = self.slots_in_use(rows)
+        version = self._adapter_version(used > 0)
+        key = (self.bucket(rows), used, version)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture_step(key[0], adapted=version > 0)
+        self._graphs[key].replay()
         number = self._steps % RESULT_BUFFERS
         self._host[number, :rows].copy_(self._result[:rows], non_blocking=True)
         self._copied[number].record()
@@ -137,12 +167,33 @@ class CudaDecoder(HiggsDecoder):
 
     def bucket(self, rows: int) -> int:
         """The batch size that so many rows run as."""
+        if self.exact:
+            return self.rows
         return min((size for size in ROW_BUCKETS if rows <= size <= self.rows), default=self.rows)
 
-    def _capture_step(self, rows: int) -> torch.cuda.CUDAGraph:
+    def _adapter_version(self, adapted: bool) -> int:
+        """0 without adapters; else it changes when the adapters' tensors are allocated anew, and graphs that read the
+        old ones are dropped."""
+        if self.adapters is None or not adapted:
+            return 0
+        version = self.adapters.version
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[-1] in (0, version)}
+        self._prompt_graphs = {key: graph for key, graph in self._prompt_graphs.items() if key[-1] in (0, version)}
+        return version
+
+    def slots_in_use(self, rows: int) -> int:
+        """How many adapter slots a step of the first rows multiplies by: as few as they need, or all if it is to be the
+        same product always."""
+        if self.adapters is None:
+            return 0
+        if self.exact:
+            return self.adapters.capacity
+        return self.adapters.slots_in_use(self._row_slots[:rows])
+
+    def _capture_step(self, rows: int, adapted: bool) -> torch.cuda.CUDAGraph:
         saved = {field.name: getattr(self.state, field.name).clone() for field in fields(self.state)}
         self.state.active.zero_()  # the warm-up moves no row on
-        graph = self._captured(lambda: self._launch_step(rows))
+        graph = self._captured(lambda: self._launch_step(rows, adapted))
         for name, tensor in saved.items():
             getattr(self.state, name).copy_(tensor)
         return graph
@@ -164,21 +215,19 @@ class CudaDecoder(HiggsDecoder):
         self._pool = graph.pool()
         return graph
 
-    def _launch_step(self, rows: int) -> None:
-        state, config, hidden = self.state, self.core.config, self._h.shape[1]
-        books, epsilon = self.delay.codebooks, config.rms_norm_eps
-        if self._layers is None:
-            self._launch_modules(rows)
-        else:
+    def _launch_step(self, rows: int, adapted: bool) -> None:
+        state, hidden, books = self.state, self._h.shape[1], self.delay.codebooks
+        single = rows == 1 and not adapted
+        if self._layers is not None or self._packed is not None:
             kernels.embed_kernel[rows, triton.cdiv(hidden, 1024)](
                 state.codes, self._table, self._h, hidden, books, self.classes, BLOCK=1024
             )
-            for number, weights in enumerate(self._layers):
-                if rows == 1:
-                    self._vector_layer(number, weights)
-                else:
-                    self._matrix_layer(number, weights, rows)
-            self._launch_head(rows, epsilon)
+            if single:
+                self._vector_layers()
+            else:
+                self._matrix_layers(rows, adapted)
+        else:
+            self._launch_modules(rows, adapted)
         kernels.sample_kernel[rows, books](
             *(self._logits, state.codes, self._result, state.frames, state.ends, state.caps, state.seeds),
             *(state.temperatures, state.top_ks, state.top_ps, state.windows, state.limits, state.history),
@@ -194,9 +243,9 @@ class CudaDecoder(HiggsDecoder):
             num_warps=1,
         )
 
-    def _launch_modules(self, rows: int) -> None:
-        """The layers and the head through transformers' modules, for weights that are not plain: with an adapter, in
-        training, quantized."""
+    def _launch_modules(self, rows: int, adapted: bool) -> None:
+        """The layers and the head through transformers' modules, for weights that no kernel reads: in training, or with
+        an adapter in the model."""
         core, positions = self.core, self.state.positions[:rows]
         row = torch.arange(rows, device=self.device)
         cos, sin = self._cos[positions], self._rotary_sin[positions]
@@ -209,10 +258,10 @@ class CudaDecoder(HiggsDecoder):
             self._attend(layer, rows)
             return self._attended[:rows].view(rows, self.heads, self.head_dim)
 
-        stream = embed_inputs(core, self.state.codes.new_empty(0), self.state.codes[:rows])
-        for layer in core.model.layers:
-            stream = run_layer(layer, stream, 0, attend)
-        self._logits[:rows] = core.audio_lm_head(core.model.norm(stream))
+        stream, delta = embed_inputs(core, self.state.codes.new_empty(0), self.state.codes[:rows]), None
+        if adapted and self.adapters is not None:
+            delta = self.adapters.row_deltas(self.state.adapters[:rows], self.state.strengths[:rows])
+        self._logits[:rows] = core.audio_lm_head(core.model.norm(run_layers(core, stream, 0, attend, delta)))
 
     def _product(self, kernel: Any, outputs: int, per_program: int, *arguments: Any, **sizes: Any) -> None:
         """Launch a product kernel: `per_program` outputs a program, and as many weights for each of them."""
@@ -226,32 +275,45 @@ class CudaDecoder(HiggsDecoder):
             launch_pdl=self._dependent,
         )
 
-    def _vector_layer(self, number: int, weights: LayerWeights) -> None:
-        """A layer for a single row: five kernels."""
-        keys, values, hidden = self.keys[number], self.values[number], self._h.shape[1]
-        epsilon, inner, wide = self.core.config.rms_norm_eps, self._q.shape[1], self._gated.shape[1]
+    def _vector_layers(self) -> None:
+        """The layers and the head for a single row: five kernels a layer."""
+        hidden, inner, wide = self._h.shape[1], self._q.shape[1], self._gated.shape[1]
+        core, levels, epsilon = self.core, self._levels, self.core.config.rms_norm_eps
+        for number, weights in enumerate(self._layers or self._packed or []):
+            qkv, out, gate_up, down = (
+                (weight.values, weight.scales) for weight in (weights.qkv, weights.out, weights.gate_up, weights.down)
+            )
+            self._product(
+                *(kernels.qkv_kernel, (self.heads + 2 * self.kv_heads) * self.head_dim // 2, 2),
+                *(self._h, weights.attention_norm, *qkv, levels, self._q, self.keys[number], self.values[number]),
+                *(self._half_cos, self._half_sin, self.state.positions, epsilon, self.max_positions),
+                **{"K": hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads, "D": self.head_dim},
+                FORMAT=self._format,
+            )
+            self._attend(number, 1, dependent=self._dependent)
+            self._product(
+                *(kernels.residual_kernel, hidden, 2, self._attended, *out, levels, self._h),
+                K=inner,
+                FORMAT=self._format,
+            )
+            self._product(
+                *(kernels.swiglu_kernel, wide, 2, self._h, weights.mlp_norm, *gate_up, levels, self._gated, epsilon),
+                K=hidden,
+                N=wide,
+                FORMAT=self._format,
+            )
+            self._product(
+                *(kernels.residual_kernel, hidden, 2, self._gated, *down, levels, self._h),
+                K=wide,
+                FORMAT=self._format,
+            )
+        outputs, head = len(core.audio_lm_head.weight), core.audio_lm_head.weight
         self._product(
-            *(kernels.qkv_kernel, (self.heads + 2 * self.kv_heads) * self.head_dim // 2, 2),
-            *(self._h, weights.attention_norm, weights.qkv, None, self._q, keys, values),
-            *(self._half_cos, self._half_sin, self.state.positions, epsilon, self.max_positions),
-            **{"K": hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads, "D": self.head_dim, "QUANTIZED": False},
-        )
-        self._attend(number, 1)
-        self._product(
-            *(kernels.residual_kernel, hidden, 2, self._attended, weights.out, None, self._h),
-            **{"K": inner, "QUANTIZED": False},
-        )
-        self._product(
-            *(kernels.swiglu_kernel, wide, 2, self._h, weights.mlp_norm, weights.gate_up, None, self._gated),
-            *(epsilon,),
-            **{"K": hidden, "N": wide, "QUANTIZED": False},
-        )
-        self._product(
-            *(kernels.residual_kernel, hidden, 2, self._gated, weights.down, None, self._h),
-            **{"K": wide, "QUANTIZED": False},
+            *(kernels.head_kernel, outputs, 4, self._h, core.model.norm.weight, head, self._logits, epsilon),
+            **{"K": hidden, "N": outputs},
         )
 
-    def _attend(self, number: int, rows: int) -> None:
+    def _attend(self, number: int, rows: int, *, dependent: bool = False) -> None:
         tile = decode_attention_tile(rows)
         splits = triton.cdiv(self.max_positions, tile.split)
         kernels.decode_attention_kernel[rows, self.kv_heads, splits](
@@ -262,42 +324,143 @@ class CudaDecoder(HiggsDecoder):
             SPLIT=tile.split,
             MAX_SPLITS=triton.next_power_of_2(splits),
             BLOCK_T=tile.block,
-            DEPENDENT=self._dependent and rows == 1 and self._layers is not None,
+            DEPENDENT=dependent,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            launch_pdl=self._dependent and rows == 1 and self._layers is not None,
+            launch_pdl=dependent,
         )
 
-    def _matrix_layer(self, number: int, weights: LayerWeights, rows: int) -> None:
-        """A layer for many rows: cuBLAS products with our kernels between them."""
-        hidden, epsilon, wide = self._h.shape[1], self.core.config.rms_norm_eps, self._gated.shape[1]
-        block = triton.next_power_of_2(hidden)
-        x = torch.empty(rows, hidden, dtype=self._q.dtype, device=self.device)
-        kernels.rms_norm_kernel[(rows,)](self._h, weights.attention_norm, x, epsilon, hidden, BLOCK=block)
-        kernels.rotate_and_store_kernel[rows, self.heads + 2 * self.kv_heads](
-            *(F.linear(x, weights.qkv), self._q, self.keys[number], self.values[number], self._half_cos),
-            *(self._half_sin, self.state.positions, self.max_positions, self.heads, self.kv_heads, self.head_dim),
-            num_warps=1,
-        )
-        self._attend(number, rows)
-        update = F.linear(self._attended[:rows], weights.out)
-        kernels.add_rms_norm_kernel[(rows,)](self._h, update, weights.mlp_norm, x, epsilon, hidden, BLOCK=block)
-        gate_up = F.linear(x, weights.gate_up)
-        kernels.silu_multiply_kernel[rows, triton.cdiv(wide, 1024)](gate_up, self._gated, wide, BLOCK=1024)
-        self._h[:rows] += F.linear(self._gated[:rows], weights.down)
+    def _matrix_layers(self, rows: int, adapted: bool) -> None:
+        """The layers and the head for several rows: cuBLAS's products, and kernels of ours between them, which add what
+        the rows' adapters add."""
+        core, layers = self.core, self._layers or self._packed or []
+        x = torch.empty(rows, self._h.shape[1], dtype=self._q.dtype, device=self.device)
+        batch = MatrixBatch(self, rows, adapted)
+        batch.add_and_normalize(None, layers[0].attention_norm, x)
+        for number, weights in enumerate(layers):
+            qkv = batch.product(x, weights.qkv, "qkv", number)
+            kernels.rotate_and_store_kernel[rows, self.heads + 2 * self.kv_heads](
+                *(qkv.values, self._q, self.keys[number], self.values[number], self._half_cos, self._half_sin),
+                *(self.state.positions, *qkv.adapters, self.max_positions, *qkv.strides),
+                *(self.heads, self.kv_heads, self.head_dim, batch.rank, batch.chunk),
+                num_warps=1,
+            )
+            self._attend(number, rows)
+            attended = self._attended[:rows]
+            batch.quantize(attended)
+            batch.add_and_normalize(batch.product(attended, weights.out, "out", number), weights.mlp_norm, x)
+            gate_up = batch.product(x, weights.gate_up, "gate_up", number)
+            batch.gate(gate_up)
+            norm = layers[number + 1].attention_norm if number + 1 < len(layers) else core.model.norm.weight
+            batch.add_and_normalize(batch.product(self._gated[:rows], weights.down, "down", number), norm, x)
+        self._logits[:rows] = F.linear(x, core.audio_lm_head.weight)
 
-    def _launch_head(self, rows: int, epsilon: float) -> None:
-        norm, weight = self.core.model.norm.weight, self.core.audio_lm_head.weight
-        outputs, hidden = weight.shape
-        if rows == 1:
-            self._product(
-                *(kernels.head_kernel, outputs, 4, self._h, norm, weight, self._logits, epsilon),
-                **{"K": hidden, "N": outputs},
+
+class Product(NamedTuple):
+    """Outputs of a product, and what a kernel needs to add the adapters' part to them."""
+
+    values: torch.Tensor
+    shrunk: torch.Tensor | None
+    """(rows, slots, projections, rank): the input through the A of the slots in use."""
+    b: torch.Tensor | None
+    state: RowState
+
+    @property
+    def adapters(self) -> tuple[torch.Tensor | None, ...]:
+        return self.shrunk, self.b, self.state.adapters, self.state.strengths
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.values.stride(0), 0 if self.shrunk is None else self.shrunk.stride(0)
+
+
+class MatrixBatch:
+    """Products of several rows in one step, with the adapters of those rows, if any has one."""
+
+    def __init__(self, decoder: CudaDecoder, rows: int, adapted: bool) -> None:
+        self.decoder, self.rows = decoder, rows
+        self.adapters = decoder.adapters if adapted else None
+        self.rank = 0 if self.adapters is None else self.adapters.rank
+        self.chunk = min(self.rank, ADAPTER_CHUNK)
+        self.quantized = decoder._fp8_products
+        self.codes = (decoder._codes8, decoder._scales8) if self.quantized else (None, None)
+
+    def product(self, x: torch.Tensor, weight: Weight, group: str, layer: int) -> Product:
+        """x W' and the input through the adapters' A, in one product where A lies below W. In fp8, x is read as it was
+        quantized last."""
+        decoder, state = self.decoder, self.decoder.state
+        if self.adapters is None:
+            return Product(self._multiply(x, weight), None, None, state)
+        a, b, _, extended = self.adapters.groups[group][layer]
+        outputs, used = b.shape[2], decoder.slots_in_use(self.rows)
+        ranks = used * a.shape[1] * a.shape[2]
+        if extended is not None:
+            y = F.linear(x, extended[: outputs + ranks])
+            return Product(y, y[:, outputs:], b, state)
+        return Product(self._multiply(x, weight), F.linear(x, a[:used].flatten(0, 2)), b, state)
+
+    def _multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        decoder, inputs = self.decoder, x.shape[1]
+        if weight.scales is None:
+            return F.linear(x, weight.values)
+        if self.quantized:
+            codes = decoder._codes8.flatten()[: self.rows * inputs].view(self.rows, inputs)
+            scales = {"scale_a": decoder._scales8[: self.rows], "scale_b": weight.scales[None]}
+            return scaled_mm(codes, weight.values.t(), **scales, out_dtype=torch.bfloat16)
+        outputs = len(weight.values)
+        values = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
+        kernels.unpack_kernel[(outputs // 2,)](
+            *(weight.values, weight.scales, decoder._levels, values),
+            K=inputs,
+            BLOCK_N=2,
+            BLOCK_K=triton.next_power_of_2(inputs),
+            FORMAT=decoder._format,
+        )
+        return F.linear(x, values)
+
+    def add_and_normalize(self, update: Product | None, norm: torch.Tensor, x: torch.Tensor) -> None:
+        """The residual stream plus an update, and its norm in x, and in fp8 where products are."""
+        decoder, hidden = self.decoder, x.shape[1]
+        arguments: tuple[Any, ...] = (None, (None,) * 4, (0, 0))
+        if update is not None:
+            arguments = (update.values, update.adapters, update.strides)
+        values, adapters, strides = arguments
+        kernels.add_rms_norm_kernel[(self.rows,)](
+            *(decoder._h, values, norm, x, *self.codes, *adapters, decoder.core.config.rms_norm_eps, *strides, hidden),
+            BLOCK=triton.next_power_of_2(hidden),
+            ADD=update is not None,
+            RANK=self.rank if update is not None else 0,
+            CHUNK=self.chunk,
+            QUANTIZE=self.quantized,
+            num_warps=NORM_WARPS,
+        )
+
+    def gate(self, gate_up: Product) -> None:
+        """SwiGLU, also in fp8 where products are."""
+        gated, rows = self.decoder._gated, self.rows
+        wide = gated.shape[1]
+        if gate_up.shrunk is None:
+            block = triton.next_power_of_2(wide) if self.quantized else 1024
+            kernels.silu_multiply_kernel[rows, triton.cdiv(wide, block)](
+                *(gate_up.values, gated, *self.codes, wide, block, self.quantized),
+                num_warps=8 if self.quantized else 4,
             )
             return
-        x = torch.empty(rows, hidden, dtype=weight.dtype, device=self.device)
-        kernels.rms_norm_kernel[(rows,)](self._h, norm, x, epsilon, hidden, BLOCK=triton.next_power_of_2(hidden))
-        self._logits[:rows] = F.linear(x, weight)
+        ranks = self.decoder.slots_in_use(rows) * self.rank
+        block_rows, block_ranks = min(64, max(16, triton.next_power_of_2(rows))), min(64, ranks)
+        kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, 64)](
+            *(gate_up.values, gated, *gate_up.adapters, rows, ranks, *gate_up.strides),
+            *(wide, self.rank, block_rows, 64, block_ranks),
+            num_warps=4,
+            num_stages=3,
+        )
+        self.quantize(gated[:rows])
+
+    def quantize(self, x: torch.Tensor) -> None:
+        """Rows in fp8, where products are."""
+        if self.quantized:
+            block = triton.next_power_of_2(x.shape[1])
+            kernels.quantize_rows_kernel[(self.rows,)](x, *self.codes, x.shape[1], BLOCK=block)
 
 
 class EnqueuedStep:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from myna.models.base import RenderedSequence, Sampling
 from myna.models.code_sampling import RowState, advance, log_probabilities, sample_frame
 from myna.models.higgs_v2.decode.adapters import AdapterDelta, HiggsAdapterSlots, run_adapted_layer
-from myna.models.higgs_v2.decode.weights import LayerWeights, can_join, join_head, join_weights
+from myna.models.higgs_v2.decode.weights import LayerWeights, Weight, can_join, join_head, join_weights
 from myna.models.higgs_v2.forward import AttentionFunction, embed_inputs, run_layer
 from myna.models.higgs_v2.packing import apply_rotary, rotary_tables
 from myna.models.higgs_v2.render import DelayPattern
@@ -70,17 +70,21 @@ class HiggsDecoder:
 
     @torch.inference_mode()
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
-        self._prefill(torch.tensor([row], device=self.device), *prompt_tensors(prompt, self.core.config, self.device))
+        parts = prompt_tensors(prompt, self.core.config, self.device)
+        self._prefill(torch.tensor([row], device=self.device), *parts, self._row_slots[row] >= 0)
 
-    def _prefill(self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor) -> None:
-        """One sequence into its row of the cache; the stream's position i is the sequence's position `order[i]`."""
+    def _prefill(
+        self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, adapted: bool
+    ) -> None:
+        """One sequence into its row of the cache, with the row's adapter; the stream's position i is the sequence's
+        position `order[i]`."""
 
         def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
                 cache[:, :, : x.shape[2]].index_copy_(0, row, x.to(cache.dtype))
 
         delta = None
-        if self.adapters is not None and any(slot >= 0 for slot in self._row_slots):
+        if self.adapters is not None and adapted:
             state = self.state
             delta = self.adapters.delta(state.adapters.index_select(0, row), state.strengths.index_select(0, row))
         run_prompt(self.core, text_ids, codes, order, store, delta)
@@ -195,8 +199,8 @@ class HiggsDecoder:
         attend: Any,
         delta: AdapterDelta | None,
     ) -> torch.Tensor:
-        def project(group: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            y = F.linear(x, weight)
+        def project(group: str, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+            y = F.linear(x, weight.values)
             return y if delta is None else y + delta(group, number, x)
 
         epsilon = self.core.config.rms_norm_eps

@@ -22,36 +22,73 @@ def _wait(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(w, rows, k, K: tl.constexpr):
-    """Whole rows of a weight (outputs, inputs), each read once a step."""
-    place = w + rows[:, None].to(tl.int64) * K + k[None, :]
-    return tl.load(place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+def _inputs(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """The inputs that a program loads weights of; of nf4, which has two in a byte, the pairs of them."""
+    return tl.arange(0, BLOCK_K // 2) if FORMAT == "nf4" else tl.arange(0, BLOCK_K)
 
 
 @triton.jit
-def _load_scale(scale, rows, QUANTIZED: tl.constexpr):
+def _load_weight(w, scales, levels, rows, k, K: tl.constexpr, FORMAT: tl.constexpr):
+    """Whole rows of a weight (outputs, inputs), each read once a step; of nf4 also the second input of each pair."""
+    row = rows[:, None].to(tl.int64)
+    if FORMAT == "nf4":
+        inside = (k < K // 2)[None, :]
+        codes = tl.load(w + row * (K // 2) + k[None, :], mask=inside, other=0, eviction_policy="evict_first")
+        absmax = tl.load(scales + row * (K // 64) + (k // 32)[None, :], mask=inside, other=0.0).to(tl.float32)
+        pair = tl.load(levels + codes.to(tl.int32))
+        first = ((pair << 16).to(tl.float32, bitcast=True) * absmax).to(tl.bfloat16)
+        second = ((pair & -65536).to(tl.float32, bitcast=True) * absmax).to(tl.bfloat16)
+    else:
+        first = tl.load(w + row * K + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        second = first
+    return first, second
+
+
+@triton.jit
+def _load_scale(scales, rows, FORMAT: tl.constexpr):
     """What to multiply each output by."""
-    return tl.load(scale + rows) if QUANTIZED else tl.full(rows.shape, 1.0, tl.float32)
+    return tl.load(scales + rows) if FORMAT == "row_scales" else tl.full(rows.shape, 1.0, tl.float32)
 
 
 @triton.jit
-def _load_normed(h, norm, k, eps, K: tl.constexpr, dtype: tl.constexpr):
-    """RMS norm of the residual stream, rounded to the type of the weights."""
-    x = tl.load(h + k, mask=k < K, other=0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-    return (x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+def _load_input(x_in, k, K: tl.constexpr, FORMAT: tl.constexpr):
+    """The input of a single row; of nf4 the first and the second of each pair."""
+    if FORMAT == "nf4":
+        first = tl.load(x_in + 2 * k, mask=2 * k < K, other=0.0).to(tl.float32)
+        second = tl.load(x_in + 2 * k + 1, mask=2 * k < K, other=0.0).to(tl.float32)
+    else:
+        first = tl.load(x_in + k, mask=k < K, other=0.0).to(tl.float32)
+        second = first
+    return first, second
 
 
 @triton.jit
-def _product(weight, x):
-    return tl.sum(weight.to(tl.float32) * x[None, :], 1)
+def _load_normed(h, norm, k, eps, K: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """RMS norm of the residual stream, rounded to the compute type; as `_load_input`."""
+    first, second = _load_input(h, k, K, FORMAT)
+    norm_first, norm_second = _load_input(norm, k, K, FORMAT)
+    squares = tl.sum(first * first, 0)
+    if FORMAT == "nf4":
+        squares += tl.sum(second * second, 0)
+    rstd = tl.rsqrt(squares / K + eps)
+    first = (first * rstd * norm_first).to(dtype).to(tl.float32)
+    second = (second * rstd * norm_second).to(dtype).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _product(weight, x, FORMAT: tl.constexpr):
+    total = weight[0].to(tl.float32) * x[0][None, :]
+    if FORMAT == "nf4":
+        total += weight[1].to(tl.float32) * x[1][None, :]
+    return tl.sum(total, 1)
 
 
 @triton.jit
 def qkv_kernel(
-    h, norm, w, w_scale, q_out, k_cache, v_cache, cos, sin, positions, eps, max_positions,
+    h, norm, w, scales, levels, q_out, k_cache, v_cache, cos, sin, positions, eps, max_positions,
     K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, query-key-value product, rotary embedding of a single row; keys and values go to the cache.
 
@@ -62,14 +99,14 @@ def qkv_kernel(
     dtype: tl.constexpr = k_cache.dtype.element_ty
     head = tl.program_id(0) // blocks
     d = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    low_weight = _load_weight(w, head * D + d, k, K)
-    high_weight = _load_weight(w, head * D + half + d, k, K)
-    low_scale = _load_scale(w_scale, head * D + d, QUANTIZED)
-    high_scale = _load_scale(w_scale, head * D + half + d, QUANTIZED)
+    k = _inputs(BLOCK_K, FORMAT)
+    low_weight = _load_weight(w, scales, levels, head * D + d, k, K, FORMAT)
+    high_weight = _load_weight(w, scales, levels, head * D + half + d, k, K, FORMAT)
+    low_scale = _load_scale(scales, head * D + d, FORMAT)
+    high_scale = _load_scale(scales, head * D + half + d, FORMAT)
     _wait(DEPENDENT)
-    x = _load_normed(h, norm, k, eps, K, dtype)
-    low, high = _product(low_weight, x) * low_scale, _product(high_weight, x) * high_scale
+    x = _load_normed(h, norm, k, eps, K, dtype, FORMAT)
+    low, high = _product(low_weight, x, FORMAT) * low_scale, _product(high_weight, x, FORMAT) * high_scale
     position = tl.load(positions)
     if head < HEADS + KV_HEADS:
         c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
@@ -93,35 +130,36 @@ def qkv_kernel(
 
 @triton.jit
 def residual_kernel(
-    x_in, w, w_scale, h,
+    x_in, w, scales, levels, h,
     K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h += x W'."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    weight = _load_weight(w, n, k, K)
-    scale = _load_scale(w_scale, n, QUANTIZED)
+    k = _inputs(BLOCK_K, FORMAT)
+    weight = _load_weight(w, scales, levels, n, k, K, FORMAT)
+    scale = _load_scale(scales, n, FORMAT)
     _wait(DEPENDENT)
-    x = tl.load(x_in + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(h + n, tl.load(h + n) + _product(weight, x) * scale)
+    x = _load_input(x_in, k, K, FORMAT)
+    tl.store(h + n, tl.load(h + n) + _product(weight, x, FORMAT) * scale)
 
 
 @triton.jit
 def swiglu_kernel(
-    h, norm, w, w_scale, out, eps,
+    h, norm, w, scales, levels, out, eps,
     K: tl.constexpr, N: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm, gate and up products (gate rows first in the weight), SwiGLU."""
     dtype: tl.constexpr = out.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    gate_weight, up_weight = _load_weight(w, n, k, K), _load_weight(w, N + n, k, K)
-    gate_scale, up_scale = _load_scale(w_scale, n, QUANTIZED), _load_scale(w_scale, N + n, QUANTIZED)
+    k = _inputs(BLOCK_K, FORMAT)
+    gate_weight = _load_weight(w, scales, levels, n, k, K, FORMAT)
+    up_weight = _load_weight(w, scales, levels, N + n, k, K, FORMAT)
+    gate_scale, up_scale = _load_scale(scales, n, FORMAT), _load_scale(scales, N + n, FORMAT)
     _wait(DEPENDENT)
-    x = _load_normed(h, norm, k, eps, K, dtype)
-    gate, up = _product(gate_weight, x) * gate_scale, _product(up_weight, x) * up_scale
+    x = _load_normed(h, norm, k, eps, K, dtype, FORMAT)
+    gate, up = _product(gate_weight, x, FORMAT) * gate_scale, _product(up_weight, x, FORMAT) * up_scale
     tl.store(out + n, (gate * tl.sigmoid(gate) * up).to(dtype))
 
 
@@ -134,10 +172,10 @@ def head_kernel(
     """Norm and the audio head's product; fp32 logits."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    weight = _load_weight(w, tl.minimum(n, N - 1), k, K)
+    weight = _load_weight(w, None, None, tl.minimum(n, N - 1), k, K, "plain")
     _wait(DEPENDENT)
-    x = _load_normed(h, norm, k, eps, K, w.dtype.element_ty)
-    tl.store(logits + n, _product(weight, x), mask=n < N)
+    x = _load_normed(h, norm, k, eps, K, w.dtype.element_ty, "plain")
+    tl.store(logits + n, _product(weight, x, "plain"), mask=n < N)
 
 
 @triton.jit
@@ -223,40 +261,72 @@ def embed_kernel(codes, table, h, K: tl.constexpr, BOOKS: tl.constexpr, CLASSES:
 
 
 @triton.jit
-def rms_norm_kernel(h, norm, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Norm of one row, for batches whose products go to cuBLAS."""
-    b = tl.program_id(0)
-    k = tl.arange(0, BLOCK)
-    x = tl.load(h + b * K + k, mask=k < K, other=0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-    y = x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(out + b * K + k, y.to(out.dtype.element_ty), mask=k < K)
+def _expand(
+    shrunk, w, slot, strength, projection, n,
+    PROJECTIONS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What a row's adapter adds to outputs n: nothing without one. `shrunk` is the row's input through the A of all
+    slots, and B is (slots, RANK, N)."""
+    total = tl.zeros(n.shape, tl.float32)
+    for first in range(0, RANK, CHUNK):
+        r = first + tl.arange(0, CHUNK)
+        inside = (n < N)[None, :] & (slot >= 0)
+        weight = tl.load(w + (slot * RANK + r)[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(shrunk + (slot * PROJECTIONS + projection) * RANK + r, mask=slot >= 0, other=0.0)
+        total += tl.sum(weight * own.to(tl.float32)[:, None], 0)
+    return total * strength
 
 
 @triton.jit
-def add_rms_norm_kernel(h, update, norm, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
-    """h += update, and the norm of the result."""
+def _store_quantized(y, codes, scale, b, k, K: tl.constexpr):
+    """A row as fp8 codes with a scale that maps its absmax to the largest fp8."""
+    largest = tl.maximum(tl.max(tl.abs(y), 0) / 448.0, 1.1754944e-38)
+    tl.store(codes + b * K + k, (y / largest).to(tl.float8e4nv), mask=k < K)
+    tl.store(scale + b, largest)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    h, update, norm, out, codes, scale, shrunk, w, slots, strengths, eps, update_stride, shrunk_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """h += update and what the row's adapter adds to it; and the norm of the result, also in fp8 if it is to be."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     x = tl.load(h + b * K + k, mask=k < K, other=0.0)
-    x += tl.load(update + b * K + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(h + b * K + k, x, mask=k < K)
+    if ADD:
+        x += tl.load(update + b * update_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        if RANK > 0:
+            slot, strength = tl.load(slots + b), tl.load(strengths + b)
+            x += _expand(shrunk + b * shrunk_stride, w, slot, strength, 0, k, 1, K, RANK, CHUNK)
+        tl.store(h + b * K + k, x, mask=k < K)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
     y = x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
     tl.store(out + b * K + k, y.to(out.dtype.element_ty), mask=k < K)
+    if QUANTIZE:
+        _store_quantized(y, codes, scale, b, k, K)
 
 
 @triton.jit
 def rotate_and_store_kernel(
-    qkv, q_out, k_cache, v_cache, cos, sin, positions, max_positions,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    qkv, q_out, k_cache, v_cache, cos, sin, positions, shrunk, w, slots, strengths, max_positions,
+    qkv_stride, shrunk_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding and cache write of one row's head, for batches whose products go to cuBLAS."""
+    """What the row's adapter adds, rotary embedding, and cache write of one row's head, behind cuBLAS's product."""
     half: tl.constexpr = D // 2
+    outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     b, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, half)
-    source = qkv + (b * (HEADS + 2 * KV_HEADS) + head) * D + d
+    source = qkv + b * qkv_stride + head * D + d
     low, high = tl.load(source).to(tl.float32), tl.load(source + half).to(tl.float32)
+    if RANK > 0:
+        slot, strength = tl.load(slots + b), tl.load(strengths + b)
+        projection = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
+        own, n = shrunk + b * shrunk_stride, head * D + d
+        low += _expand(own, w, slot, strength, projection, n, 3, outputs, RANK, CHUNK)
+        high += _expand(own, w, slot, strength, projection, n + half, 3, outputs, RANK, CHUNK)
     position = tl.load(positions + b)
     dtype: tl.constexpr = k_cache.dtype.element_ty
     if head < HEADS + KV_HEADS:
@@ -280,13 +350,77 @@ def rotate_and_store_kernel(
 
 
 @triton.jit
-def silu_multiply_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
-    """SwiGLU of (rows, 2 N), gate first."""
+def silu_multiply_kernel(gate_up, out, codes, scale, N: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr):
+    """SwiGLU of (rows, 2 N), gate first. With QUANTIZE a program has a whole row."""
     b = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + b * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(gate_up + b * 2 * N + N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + b * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=n < N)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out + b * N + n, y.to(out.dtype.element_ty), mask=n < N)
+    if QUANTIZE:
+        _store_quantized(tl.where(n < N, y, 0.0), codes, scale, b, n, N)
+
+
+@triton.jit
+def adapted_silu_multiply_kernel(
+    gate_up, out, shrunk, w, slots, strengths, rows, ranks, gate_up_stride, shrunk_stride,
+    N: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`silu_multiply_kernel` with what the rows' adapters add: the most of all their outputs, so that B, (ranks of all
+    slots, 2 N), is read once for all rows. A row's part of the product with another slot is zero."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.load(slots + m, mask=m < rows, other=-1)
+    strength = tl.load(strengths + m, mask=m < rows, other=0.0)
+    precision: tl.constexpr = "ieee" if w.dtype.element_ty == tl.float32 else "tf32"
+    gate_added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up_added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, ranks, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        own = (k // RANK)[None, :] == slot[:, None]
+        place = shrunk + m[:, None] * shrunk_stride + (k // RANK * 2 * RANK + k % RANK)[None, :]
+        inside = (k < ranks)[:, None] & (n < N)[None, :]
+        matrix = w + k[:, None] * (2 * N) + n[None, :]
+        gate_shrunk = tl.load(place, mask=own, other=0.0).to(w.dtype.element_ty)
+        up_shrunk = tl.load(place + RANK, mask=own, other=0.0).to(w.dtype.element_ty)
+        gate_matrix = tl.load(matrix, mask=inside, other=0.0)
+        up_matrix = tl.load(matrix + N, mask=inside, other=0.0)
+        gate_added = tl.dot(gate_shrunk, gate_matrix, gate_added, input_precision=precision)
+        up_added = tl.dot(up_shrunk, up_matrix, up_added, input_precision=precision)
+    inside = (m < rows)[:, None] & (n < N)[None, :]
+    source = gate_up + m[:, None] * gate_up_stride + n[None, :]
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32) + gate_added * strength[:, None]
+    up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32) + up_added * strength[:, None]
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out + m[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize_rows_kernel(x, codes, scale, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows in fp8."""
+    b = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
+    _store_quantized(tl.load(x + b * K + k, mask=k < K, other=0.0).to(tl.float32), codes, scale, b, k, K)
+
+
+@triton.jit
+def unpack_kernel(
+    w, scales, levels, out,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """A quantized weight (outputs, inputs) in the compute type, for products of several rows."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = _inputs(BLOCK_K, FORMAT)
+    first, second = _load_weight(w, scales, levels, n, k, K, FORMAT)
+    row = out + n[:, None].to(tl.int64) * K
+    if FORMAT == "nf4":
+        inside = (2 * k < K)[None, :]
+        tl.store(row + 2 * k[None, :], first, mask=inside)
+        tl.store(row + 2 * k[None, :] + 1, second, mask=inside)
+    else:
+        values = first.to(tl.float32) * _load_scale(scales, n, FORMAT)[:, None]
+        tl.store(row + k[None, :], values.to(out.dtype.element_ty), mask=(k < K)[None, :])
 
 
 @triton.jit

@@ -4,27 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from myna.models.quantized import NF4_BLOCK_SIZE, Fp8Linear, Int8Linear, Nf4Linear
+
 MAX_COPIED_BYTES = 2**30
 """Models of more than this are not copied."""
+
+WeightFormat = Literal["plain", "row_scales", "nf4"]
+"""Of the weights that kernels read: numbers; codes with a scale per output (fp8, int8); nf4 with a scale per block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """Weight of a product as it is read."""
+
+    values: torch.Tensor
+    """(outputs, inputs); or bytes of two nf4 levels, (outputs, inputs / 2)."""
+    scales: torch.Tensor | None = None
+    """Of each output, fp32; or of each nf4 block, (outputs, inputs / 64)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer; each weight is (outputs, inputs)."""
+    """One decoder layer."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Weight
     """Query heads, key heads, value heads."""
-    out: torch.Tensor
+    out: Weight
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Weight
     """Gate rows, then up rows."""
-    down: torch.Tensor
+    down: Weight
+
+
+def packed_format(core: Any) -> WeightFormat | None:
+    """The format that kernels can read the layers in without unpacking them; None where they are not quantized, or not
+    in this way."""
+    linears = [linear for layer in core.model.layers for linear in _linears(layer)]
+    kinds = {type(linear) for linear in linears}
+    if len(kinds) != 1 or any(linear.bias is not None for linear in linears):
+        return None
+    [kind] = kinds
+    if kind is Nf4Linear:
+        # Blocks must not run over the end of a row, and bytes are looked up as pairs of bf16.
+        whole = all(linear.in_features % NF4_BLOCK_SIZE == 0 for linear in linears)
+        return "nf4" if whole and linears[0].dtype == torch.bfloat16 else None
+    return "row_scales" if kind in (Fp8Linear, Int8Linear) else None
+
+
+def pack_weights(core: Any) -> list[LayerWeights]:
+    """The layers' quantized weights, joined; the modules keep views of the codes."""
+    return [_join_layer(layer, _pack) for layer in core.model.layers]
+
+
+def _pack(linears: Sequence[Any]) -> Weight:
+    codes = _concatenate([linear.codes for linear in linears])
+    parts = torch.split(codes, [len(linear.codes) for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.codes = part
+    if not isinstance(linears[0], Nf4Linear):
+        return Weight(codes, torch.cat([linear.scale[:, 0].float() for linear in linears]))
+    inputs = linears[0].in_features
+    blocks = [linear.block_absmax()[: len(linear.codes) * 2 // NF4_BLOCK_SIZE] for linear in linears]
+    return Weight(codes.view(-1, inputs // 2), torch.cat(blocks).view(-1, inputs // NF4_BLOCK_SIZE))
 
 
 def can_join(core: Any) -> bool:
@@ -45,7 +92,7 @@ def join_weights(core: Any) -> list[LayerWeights]:
     a copy that does.
     """
     join = _input_major if _is_copied(core) else _join
-    return [_join_layer(layer, join) for layer in core.model.layers]
+    return [_join_layer(layer, lambda linears: Weight(join(linears))) for layer in core.model.layers]
 
 
 def join_head(core: Any) -> torch.Tensor:
@@ -58,7 +105,7 @@ def _is_copied(core: Any) -> bool:
     return small and bool(core.audio_lm_head.weight.device.type == "cpu")
 
 
-def _join_layer(layer: Any, join: Callable[[Sequence[nn.Linear]], torch.Tensor]) -> LayerWeights:
+def _join_layer(layer: Any, join: Callable[[Sequence[Any]], Weight]) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.audio_mlp
     return LayerWeights(
         attention_norm=layer.audio_input_layernorm.weight.detach(),
@@ -84,14 +131,35 @@ def _linears(layer: Any) -> list[Any]:
 
 
 def _join(linears: Sequence[nn.Linear]) -> torch.Tensor:
-    first, sizes = linears[0].weight, [len(linear.weight) for linear in linears]
-    if len(linears) == 1:
-        return first.detach()
-    offset = first.storage_offset()
-    shared = [linear.weight.untyped_storage().data_ptr() for linear in linears]
-    if len(set(shared)) == 1 and first.untyped_storage().nbytes() == sum(sizes) * first.shape[1] * first.element_size():
-        return first.detach().as_strided((sum(sizes), first.shape[1]), (first.shape[1], 1), offset)  # joined before
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    for linear, part in zip(linears, torch.split(weight, sizes), strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    return weight
+    weights = [linear.weight.detach() for linear in linears]
+    joined = _concatenate(weights)
+    _point_at(linears, joined)
+    return joined
+
+
+def extend_weight(linears: Sequence[nn.Linear], rows: int) -> torch.Tensor:
+    """The joined weight of layers with so many rows more, which are not initialized; the layers keep views of it."""
+    weights = [linear.weight.detach() for linear in linears]
+    outputs = sum(map(len, weights))
+    extended = weights[0].new_empty(outputs + rows, weights[0].shape[1])
+    torch.cat(weights, out=extended[:outputs])
+    _point_at(linears, extended)
+    return extended
+
+
+def _point_at(linears: Sequence[nn.Linear], joined: torch.Tensor) -> None:
+    first = 0
+    for linear in linears:
+        linear.weight = nn.Parameter(joined[first : first + len(linear.weight)], requires_grad=False)
+        first += len(linear.weight)
+
+
+def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors one below the other: themselves, where each already begins where the one before ends."""
+    first, length = tensors[0], sum(map(len, tensors))
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    places = [tensor.data_ptr() for tensor in tensors]
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    if len(storages) == 1 and places[1:] == ends[:-1]:
+        return first.as_strided((length, *first.shape[1:]), first.stride(), first.storage_offset())
+    return torch.cat(list(tensors))
