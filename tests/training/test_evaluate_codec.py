@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import soundfile
 import torch
 from safetensors.torch import save_file
 
 import evaluate_codec
-from codec_evaluation import metrics
+from codec_evaluation import metrics, real_speech
 from corpus_making.held_out import is_held_out
 from myna.audio.files import Samples
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import CheckpointError, ConfigError
+from myna.errors import CheckpointError, ConfigError, DataError
 from myna.evaluate.ecapa import EcapaNetwork
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork
@@ -112,3 +116,87 @@ def test_ecapa_takes_its_own_weights_and_no_others(tmp_path: Path) -> None:
     save_file(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"other\.safetensors does not hold"):
         metrics.ecapa_similarity(tmp_path / "other.safetensors")
+
+
+class FakeMetrics:
+    """Hears the level of a clip as words, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def measure(self, samples: Samples, rate: int, language: str) -> dict[str, Any]:
+        assert rate == 24_000 and language == "es"
+        self.calls += 1
+        loud = float(np.sqrt(np.mean(samples**2))) > 0.1
+        text = "uno dos tres cuatro" if loud else "uno dos"
+        return {"transcript": text, "looped": False, "embedding": [1.0, 0.0], "level": -20.0}
+
+
+class QuietCodec:
+    """A codec that loses half of everything."""
+
+    revision, sample_rate, hop = "quiet", 24_000, 960
+
+    def encode(self, clips: Samples) -> Samples:
+        return clips
+
+    def decode(self, codes: Samples) -> Samples:
+        return 0.1 * codes
+
+
+def real_clips(folder: Path, name: str, speakers: list[str]) -> None:
+    rows = []
+    for number, speaker in enumerate(speakers):
+        content = io.BytesIO()
+        wave = 0.3 * np.sin(2 * np.pi * 200 * np.arange(48_000) / 24_000)
+        soundfile.write(content, wave, 24_000, format="OGG", subtype="OPUS")
+        audio = {"bytes": content.getvalue(), "path": "x.ogg"}
+        rows.append(
+            {"id": f"{name}-{number}", "text": "", "speaker": speaker, "language": "es", "seconds": 2.0, "audio": audio}
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}-0.parquet")
+
+
+def test_words_that_change_are_counted_against_the_original(tmp_path: Path) -> None:
+    real_clips(tmp_path / "judge", "studio", ["anna", "bert", "anna"])
+    (sets,) = real_speech.real_sets([tmp_path / "judge"], [], 2).items()
+    assert sets[0] == "studio" and len(sets[1]) == 2
+    measured = list(real_speech.measure_clips(*sets, QuietCodec(), tmp_path / "work", FakeMetrics()))
+    scores = real_speech.score_set(measured)
+    assert scores["words changed"] == 0.5 and scores["ECAPA original / round trip"] == 1.0
+    assert "word errors before" not in scores, "no texts are known"
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    real_clips(tmp_path / "judge", "studio", ["anna", "bert", "anna"])
+    ((name, clips),) = real_speech.real_sets([tmp_path / "judge"], [], 9).items()
+    metrics_used = FakeMetrics()
+    list(real_speech.measure_clips(name, clips[:1], QuietCodec(), tmp_path / "work", metrics_used))
+    assert metrics_used.calls == 2
+    first = list(real_speech.measure_clips(name, clips, QuietCodec(), tmp_path / "work", metrics_used))
+    assert metrics_used.calls == 6
+    other = QuietCodec()
+    other.revision = "another"
+    again = list(real_speech.measure_clips(name, clips, other, tmp_path / "work", metrics_used))
+    assert metrics_used.calls == 9, "originals are heard once for all codecs"
+    assert real_speech.score_set(first) == real_speech.score_set(again)
+
+
+def test_of_a_corpus_that_is_trained_on_only_held_out_speakers_judge(tmp_path: Path) -> None:
+    real_clips(tmp_path / "en-real", "part", [*STRANGERS, "anna"])
+    assert not is_held_out("anna")
+    sets = real_speech.real_sets([], [tmp_path / "en-real"], 9)
+    assert {clip["speaker"] for clip in sets["en-real"]} == set(STRANGERS)
+
+
+def test_real_recordings_need_the_models_that_hear_them(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="real recordings need"):
+        evaluate_codec.main(["--codec", "identity", "--judge", str(tmp_path)])
+    with pytest.raises(SystemExit, match="nothing to evaluate"):
+        evaluate_codec.main(["--codec", "identity"])
+
+
+def test_a_folder_without_recordings_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no parquet"):
+        real_speech.real_sets([tmp_path], [], 9)

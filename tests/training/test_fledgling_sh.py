@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,12 @@ exit 0
 """
 
 
-def calls_of(home: Path, *stages: str, **settings: str) -> list[list[str]]:
+def calls_of(home: Path, *stages: str, fake: str = FAKE_PYTHON, **settings: str) -> list[list[str]]:
     """Arguments of every call of Python in these stages."""
     for folder in ("bundle/0/texts", "bundle/0/kokoro", "bundle/1/natural"):
         (home / folder).mkdir(parents=True, exist_ok=True)
     fake_python, log = home / "python", home / "log"
-    fake_python.write_text(FAKE_PYTHON.format(python=shlex.quote(sys.executable), log=shlex.quote(str(log))))
+    fake_python.write_text(fake.format(python=shlex.quote(sys.executable), log=shlex.quote(str(log))))
     fake_python.chmod(0o755)
     log.write_text("")
     places = {"PYTHON": fake_python, "DATA": home / "data", "BUNDLE": home / "bundle", "RUNS": home / "runs"}
@@ -52,11 +53,8 @@ def test_a_decoder_is_trained_within_its_budget_and_nothing_else_is(tmp_path: Pa
     assert option(trained, "--init-from") == (codec or "src/myna/models/fledgling/codec")
     assert "--decoder-only" in trained and trained[-2:] == ["--learning-rate", "1e-4"]
     assert 500 < int(option(trained, "--seconds")) < 600 and option(trained, "--out").endswith("runs/decoder/codec")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "codec.safetensors",
-        "codec.json",
-        "codec_progress.json",
-    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"codec", "progress.json"}
+    assert {path.name for path in (tmp_path / "out/codec").iterdir()} == {"model.safetensors", "config.json"}
     assert calls_of(tmp_path, "decoder", BUDGET="600", CODEC=codec) == [], "typed again, nothing is left to do"
 
 
@@ -88,3 +86,32 @@ def test_a_fledgling_is_trained_further_with_its_codec(tmp_path: Path) -> None:
     (other / "model.safetensors").write_text("other codes")
     with pytest.raises(AssertionError, match="was trained with other codes"):
         calls_of(tmp_path, "codec", "encode", INIT_FROM=str(begun), CODEC=str(other), RUNS=str(tmp_path / "again"))
+
+
+def test_a_codec_for_real_voices_is_trained_on_all_speech_of_the_bundle(tmp_path: Path) -> None:
+    for name in ("0/real/en-real/part-0", "1/real/en-real/part-1", "1/real/studio/all", "0/background/music"):
+        file = tmp_path / "bundle" / f"{name}.parquet"
+        file.parent.mkdir(parents=True)
+        file.touch()
+    calls = calls_of(tmp_path, "voices", BUDGET="900", REAL_WEIGHTS="en-real=0.2", REAL_WEIGHT="0.07")
+    by_script = {Path(words[0]).name: words for words in calls}
+    assert "--clean" in by_script["natural_corpus.py"] and "--clean" in by_script["espeak_corpus.py"]
+    trained, data = by_script["train_codec.py"], tmp_path / "data"
+    assert [word for before, word in pairwise(trained) if before == "--source"] == [
+        f"{data}/natural_augmented=0.45",
+        f"{data}/espeak_codec=0.1",
+        f"{data}/real/en-real=0.2",
+        f"{data}/real/studio=0.07",
+    ]
+    assert sorted(path.name for path in (data / "real/en-real").iterdir()) == ["part-0.parquet", "part-1.parquet"]
+    assert "--augment" in trained and option(trained, "--background").endswith("background/music.parquet")
+    assert 700 < int(option(trained, "--seconds")) <= 810 and (tmp_path / "out/codec/config.json").is_file()
+    assert calls_of(tmp_path, "voices", BUDGET="900") == [], "typed again, nothing is left to do"
+
+
+def test_a_codec_is_trained_on_what_there_is(tmp_path: Path) -> None:
+    """Without Kokoro, natural or real speech; what is missing is named."""
+    fake = FAKE_PYTHON.replace("echo", '[[ "$1" == *natural* ]] && exit 1\necho', 1)
+    calls = calls_of(tmp_path, "voices", BUDGET="900", fake=fake)
+    trained = next(words for words in calls if words[0].endswith("train_codec.py"))
+    assert trained.count("--source") == 1 and option(trained, "--source").endswith("espeak_codec=0.1")

@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 import train_codec
 from codec_training import checkpoint, profiling
 from codec_training.ctc import alphabet_of, ctc_loss, letter_ids, letters_of
-from codec_training.depthwise import shifted_convs_are_faster, use_shifted_convs
+from codec_training.depthwise import compile_blocks, fastest_convs, use_shifted_convs
 from codec_training.device_dataset import DeviceDataset
 from codec_training.discriminators import Discriminators, PeriodDiscriminator, SpectrogramDiscriminator
-from codec_training.evaluation import perplexity
+from codec_training.evaluation import HeldOutWindows, perplexity
 from codec_training.mel_loss import MelDistance
 from codec_training.quantizer import EMAQuantizer
 from codec_training.recordings import (
@@ -366,20 +366,21 @@ def test_a_spectrogram_discriminator_sees_both_parts_of_every_bin() -> None:
     torch.testing.assert_close(image[0, 1::2].permute(2, 0, 1).flatten(0, 1), due[:256].imag, atol=1e-4, rtol=0)
 
 
-def test_shifted_filters_are_those_of_the_library() -> None:
-    torch.manual_seed(0)
-    block, x = ConvNeXtBlock(6, 7, 2), torch.randn(2, 20, 6, requires_grad=True)
+def test_shifted_and_compiled_filters_are_those_of_the_library() -> None:
     found = []
-    for shifted in (False, True):
-        if shifted:
-            use_shifted_convs(block)
+    for change in (None, use_shifted_convs, compile_blocks):
+        torch.manual_seed(0)
+        block, x = ConvNeXtBlock(6, 7, 2), torch.randn(2, 20, 6, requires_grad=True)
+        if change is not None:
+            change(block)
         y = block(x)
         found.append((y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])))
         assert set(block.state_dict()) >= {"around.weight", "around.bias"}
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    _, timings = shifted_convs_are_faster(block, 1, 9, nullcontext)
-    assert "library" in timings and "shifts" in timings
+    for other in found[1:]:
+        for one, due in zip(other, found[0], strict=True):
+            torch.testing.assert_close(one, due, atol=1e-5, rtol=1e-4)
+    best, timings = fastest_convs(ConvNeXtBlock(6, 7, 2), 1, 9, nullcontext)
+    assert best in timings and all(name in timings for name in ("library", "shifts", "compiled"))
 
 
 # Training
@@ -738,7 +739,8 @@ def test_losses_that_are_not_finite_stop_it(dataset: DeviceDataset, monkeypatch:
     broken = trainer(dataset)
     monkeypatch.setattr(broken, "mean_losses", lambda _: {"mel": float("nan")})
     with pytest.raises(TrainingError, match="no longer finite"):
-        train_codec._log(broken, checkpoint.Progress("ab"), 1, 1.0)
+        windows = HeldOutWindows({}, broken.model.network.config, CPU)
+        train_codec._log(broken, checkpoint.Progress("ab"), 1, 1.0, windows)
 
 
 def test_the_rate_rises_and_falls() -> None:

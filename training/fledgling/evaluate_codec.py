@@ -6,6 +6,14 @@
 Word errors by faster-whisper before and after, speaker similarity by ECAPA and Resemblyzer, STOI, PESQ, and codebook
 perplexity. Word errors and similarity are measured if their models are args. `--codec identity` returns its input, to
 evaluate the metrics themselves.
+
+Real recordings that nothing was trained on (`--judge`, as real_corpora.py makes them, and speakers of a corpus that are
+held out, `--held-out`) are judged by what changes between the recording and its round trip: words and characters of the
+transcripts, ECAPA, level. Clips that are measured are kept in `--work`, and not measured again:
+
+    python training/fledgling/evaluate_codec.py --codec runs/codec/codec --judge data/fledgling/real/judge \\
+        --held-out CORPUS/en-real --whisper WHISPER_FOLDER --ecapa ecapa.safetensors --work runs/codec/real \\
+        --out runs/codec/real.json
 """
 
 from __future__ import annotations
@@ -13,7 +21,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shlex
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -25,28 +35,36 @@ from rich.progress import track
 
 from codec_evaluation import metrics
 from codec_evaluation.metrics import RoundTripMetric
+from codec_evaluation.real_speech import RealMetrics, measure_clips, other_speaker_similarity, real_sets, score_set
 from codec_training.evaluation import perplexity
 from codec_training.recordings import Recording, clip_summary, decode, recordings, round_robin_by_speaker
 from myna.audio.files import Samples, write_audio
 from myna.data.codec import Codec
-from myna.errors import DataError, MynaError
+from myna.errors import ConfigError, DataError, MynaError
 from myna.evaluate.dependencies import as_mono_16khz
 from myna.models.codecs import open_codec
 
 RATE = 24_000
 TARGETS = {"word errors added": ("<=", 0.01), "ecapa": (">=", 0.80), "stoi": (">=", 0.93)}
 """Targets of the fledgling codec."""
+STUDIO = {"words changed": ("<=", 0.10), "ECAPA original / round trip": (">=", 0.65)}
+REAL_TARGETS = {
+    **dict.fromkeys(("asterisk-es", "asterisk-it", "asterisk-ru"), STUDIO),
+    "fillets-cs": {"characters changed": ("<=", 0.25), "ECAPA original / round trip": (">=", 0.65)},
+}
+"""Targets on real recordings that the codec never heard: studio voices, and acted dialogue."""
 MIN_SECONDS = 1.0
 """Of a clip: neither STOI nor PESQ says anything about a shorter recording."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    options.command = sys.argv[1:] if arguments is None else arguments
     try:
         report = evaluate(options)
     except MynaError as error:
         sys.exit(f"{error}")
-    print(table(report))
+    print("\n".join(part(report) for part, key in ((table, "sources"), (real_table, "real")) if report[key]))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -54,9 +72,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.set_defaults(command=[])
     add = made.add_argument
     add("--codec", required=True, help="a codec's folder, or `identity`")
-    add("--source", type=Path, action="append", required=True, help="corpus, as for train_codec.py; may be repeated")
+    add("--source", type=Path, action="append", default=[], help="corpus, as for train_codec.py; may be repeated")
+    add("--judge", type=Path, action="append", default=[], help="folder of real recordings; may be repeated")
+    add("--held-out", type=Path, action="append", default=[], help="the same, of which only held-out speakers are used")
+    add(
+        "--work", type=Path, default=Path("runs/codec_evaluation"), help="folder of what is measured of real recordings"
+    )
     add("--clips", type=int, default=40, help="of each source, spread over all held-out speakers")
     add("--all-speakers", action="store_true", help="not only held-out speakers")
     add("--whisper", metavar="FOLDER", help="a CTranslate2 Whisper model, or a name to download: count word errors")
@@ -73,9 +97,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    metrics_used = _metrics(options)
+    if not (options.source or options.judge or options.held_out):
+        raise ConfigError("there is nothing to evaluate on", hint="name a corpus: --source, --judge or --held-out")
     codec = None if options.codec == "identity" else open_codec(options.codec)
-    report: dict[str, Any] = {"codec": options.codec, "revision": codec.revision if codec else None, "sources": {}}
+    report: dict[str, Any] = {
+        "codec": options.codec,
+        "revision": codec.revision if codec else None,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", "training/fledgling/evaluate_codec.py", *options.command]),
+        "sources": {},
+        "real": {},
+    }
+    if options.judge or options.held_out:
+        report["real"] = _evaluate_real(codec, options)
+    metrics_used = _metrics(options) if options.source else []
     for source in options.source:
         found = [
             recording
@@ -91,6 +126,29 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{source}: {clip_summary(chosen)}", flush=True)
         report["sources"][source.stem] = _evaluate_source(codec, chosen, metrics_used, options, source.stem)
     return report
+
+
+def _evaluate_real(codec: Codec | None, options: argparse.Namespace) -> dict[str, Any]:
+    if codec is None or not options.whisper or not options.ecapa:
+        raise ConfigError(
+            "real recordings need a codec and the models that hear its round trips",
+            hint="add --codec FOLDER --whisper FOLDER --ecapa FILE",
+        )
+    metrics_used = RealMetrics.open(options.whisper, options.ecapa)
+    measured = {}
+    for name, clips in real_sets(options.judge, options.held_out, options.clips).items():
+        if clips:
+            bar = track(clips, name, transient=True)
+            measured[name] = list(measure_clips(name, bar, codec, options.work, metrics_used))
+    other = other_speaker_similarity(measured)
+    return {
+        name: {
+            "clips": len(some),
+            "speakers": len({clip["speaker"] for clip, _, _ in some}),
+            "scores": score_set(some) | {"ECAPA other speakers": other},
+        }
+        for name, some in measured.items()
+    }
 
 
 def _seconds(recording: Recording) -> float:
@@ -179,6 +237,20 @@ def table(report: dict[str, Any]) -> str:
         f"perplexity, {name}: {source['perplexity']}" for name, source in sources.items() if "perplexity" in source
     ]
     return "\n".join(lines)
+
+
+def real_table(report: dict[str, Any]) -> str:
+    """Text table: sets of real recordings as rows."""
+    titles = ("words changed", "characters changed", "ECAPA original / round trip", "ECAPA same speaker")
+    lines = [f"{'real recordings':<16}{'clips':>6}" + "".join(f"{title:>29}" for title in titles)]
+    for name, row in report["real"].items():
+        cells = []
+        for title in titles:
+            sign, bound = REAL_TARGETS.get(name, {}).get(title, ("", None))
+            cells.append(f"{row['scores'][title]:.3f}" + (f" ({sign} {bound:.2f})" if bound is not None else ""))
+        lines.append(f"{name:<16}{row['clips']:>6}" + "".join(f"{cell:>29}" for cell in cells))
+    other = next(iter(report["real"].values()))["scores"]["ECAPA other speakers"]
+    return "\n".join([*lines, f"ECAPA of other speakers: {other:.3f}"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 # Trains fledgling on one machine with a GPU, stage by stage: bash training/fledgling/fledgling.sh STAGE...
 #
 #   all      everything below in $BUDGET seconds: what is late shortens what comes after it
+#   voices   instead: a codec for real voices in $BUDGET seconds; natural and eSpeak speech without channels, then the
+#            codec with augmentation on the GPU, on those and on the real speech of the bundle
 #   decoder  instead: decoder-only training of $CODEC, or of the shipped codec, in $BUDGET seconds, with the same codes;
 #            corpora, then the decoder, and no language model
 #
@@ -9,6 +11,7 @@
 #   corpora  natural speech, synthesized and augmented, and corpora of eSpeak voices
 #                                                                        ($NATURAL_SECONDS and 20 s)
 #   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
+#   collect  copy what there is of the codec to $OUT, at any time
 #   encode   the initial checkpoint, and the codes of all clips          (50 s)
 #   trial    sixty steps, to see how many fit into the time
 #   train    the language model                                          ($TRAIN_SECONDS)
@@ -29,6 +32,10 @@ CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in a
 CODEC_TOTAL=${CODEC_TOTAL:-}
 CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source: 15 hours and more, of all speakers
 CODEC_OPTIONS=${CODEC_OPTIONS:-}
+NATURAL_WEIGHT=${NATURAL_WEIGHT:-0.45}   # of each source in a batch of the codec's training
+ESPEAK_WEIGHT=${ESPEAK_WEIGHT:-0.1}
+REAL_WEIGHTS=${REAL_WEIGHTS:-en-real=0.28 festvox-ru=0.07 asterisk-fr=0.05 gcin-zh=0.03} # by its folders in the bundle
+REAL_WEIGHT=${REAL_WEIGHT:-0.02}         # of real speech that is not named there
 INIT_FROM=${INIT_FROM:-}               # a fledgling to train further, with its codec; else random weights
 CODEC=${CODEC:-${INIT_FROM:+$INIT_FROM/codec}} # an existing codec: none is trained
 INIT_OPTIONS=${INIT_OPTIONS:-}
@@ -48,6 +55,7 @@ TRAIN_SECONDS=${TRAIN_SECONDS:-600}
 LIMIT=${LIMIT:-}                         # seconds of a command after which it is told to stop and to save a checkpoint
 DATA=${DATA:-data/fledgling}
 BUNDLE=${BUNDLE:-$DATA/bundle}           # the parts that pack_offline.py made
+PARTS=${PARTS:-0}                        # of the bundle that `voices` waits for before the codec is trained
 RUNS=${RUNS:-runs}
 SET=${SET:-}                             # more settings for the language model: "--set train.learning_rate=1e-3"
 HERE=training/fledgling
@@ -120,14 +128,75 @@ natural_corpus() {
 
 codec() {
   [ -z "$CODEC" ] || { mkdir -p "$RUNS/codec" && cp -r "$CODEC" "$RUNS/codec/codec"; return; }
+  local sources=() backgrounds=()
+  codec_source "$DATA/natural_augmented" "$NATURAL_WEIGHT" "natural speech"
+  codec_source "$DATA/espeak_codec" "$ESPEAK_WEIGHT" "eSpeak's speech"
+  real_sources
+  [ ${#sources[@]} -gt 0 ] || { say "there is no speech to train on"; return 1; }
+  for file in "$BUNDLE"/*/background/*.parquet; do [ ! -e "$file" ] || backgrounds+=(--background "$file"); done
+  [ ${#backgrounds[@]} -gt 0 ] || say "the bundle has no backgrounds: only synthetic ones are used"
   # shellcheck disable=SC2086
-  $PYTHON $HERE/train_codec.py --source "$DATA/natural_augmented=0.7" --source "$DATA/espeak_codec=0.3" \
+  $PYTHON $HERE/train_codec.py "${sources[@]}" "${backgrounds[@]}" --augment \
     --out "$RUNS/codec" --seconds "$CODEC_SECONDS" --total "${CODEC_TOTAL:-$CODEC_SECONDS}" --limit "$CODEC_CLIPS" \
     $CODEC_OPTIONS
+  collect
+}
+
+codec_source() { # FOLDER WEIGHT DESCRIPTION
+  if [ -e "$1/manifest.jsonl" ]; then sources+=(--source "$1=$2"); else say "there is no $3 in $1: trained without"; fi
+}
+
+real_sources() { # parts of one corpus may lie in several parts of the bundle
+  local file name weight
+  rm -rf "$DATA/real"
+  for file in "$BUNDLE"/*/real/*/*.parquet; do
+    [ -e "$file" ] || { say "the bundle has no real speech: trained without"; return 0; }
+    name=$(basename "$(dirname "$file")")
+    mkdir -p "$DATA/real/$name"
+    ln -s "$(realpath "$file")" "$DATA/real/$name/"
+  done
+  for name in "$DATA"/real/*; do
+    weight=$(tr ' ' '\n' <<<"$REAL_WEIGHTS" | sed -n "s/^$(basename "$name")=//p")
+    sources+=(--source "$name=${weight:-$REAL_WEIGHT}")
+  done
+}
+
+collect() { # eight files
   [ -n "${OUT:-}" ] || return 0
-  cp "$RUNS/codec/codec/model.safetensors" "$OUT/codec.safetensors"
-  cp "$RUNS/codec/codec/config.json" "$OUT/codec.json"
-  cp "$RUNS/codec/progress.json" "$OUT/codec_progress.json"
+  [ -d "$RUNS/codec/codec" ] || { say "there is no codec yet"; return 0; }
+  rm -rf "$OUT/codec" && cp -r "$RUNS/codec/codec" "$OUT/codec"
+  for file in portable.safetensors progress.json round_trips.npz; do
+    [ ! -e "$RUNS/codec/$file" ] || cp "$RUNS/codec/$file" "$OUT/"
+  done
+}
+
+voices() { # with a clock and a folder of their own; whatever is missing, the codec is trained on the rest
+  local CODEC="" RUNS=$RUNS/voices CODEC_CLIPS=${VOICES_CLIPS:-12000}
+  # Frames at the edges of a window lack the decoder's context, so more are decoded than compared.
+  local CODEC_OPTIONS="--window 32 --loss-frames 24 --log-every 20 --checkpoint-every 120 $CODEC_OPTIONS"
+  mkdir -p "$RUNS"
+  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
+  [ -e "$RUNS/plan.voices" ] || voices_corpora ||
+    say "not all corpora could be made: the codec is trained on what there is"
+  wait_for_parts
+  planned CODEC_SECONDS voices
+  stage codec
+}
+
+voices_corpora() { # many voices, a few clips of each, in a process of its own, which may fail
+  INIT_FROM="" CODEC="" OUT="" HOURS=0 CHANNELS="" CODEC_HOURS="${VOICES_ESPEAK_HOURS:-3}" \
+    NATURAL_SECONDS="${NATURAL_SECONDS:-40}" NATURAL_HOURS="${VOICES_HOURS:-15}" \
+    NATURAL_SPEAKERS="${VOICES_SPEAKERS:-2400}" bash $HERE/fledgling.sh corpora
+}
+
+wait_for_parts() { # they may still be on their way while natural speech is made
+  local waited=0
+  while [ "$(find "$BUNDLE" -mindepth 1 -maxdepth 1 -name '[0-9]*' | wc -l)" -lt "$PARTS" ]; do
+    [ $waited -lt 240 ] || { say "of $PARTS parts of the bundle some did not come: trained without them"; return 0; }
+    [ $waited -gt 0 ] || say "waits for the $PARTS parts of the bundle"
+    sleep 2
+    waited=$((waited + 2))
+  done
 }
 
 decoder() { # two stages, with a clock and a folder of their own
@@ -194,7 +263,7 @@ export_model() {
   $PYTHON $HERE/export_fledgling.py --run "$RUNS/language_model" --codec "$DATA/init/codec" --out "$DATA/exported"
   if [ -n "${OUT:-}" ]; then # a flat folder of few files
     cp "$DATA"/exported/*.safetensors "$OUT"/
-    cp "$DATA/exported/codec/model.safetensors" "$OUT/codec.safetensors"
+    rm -rf "$OUT/codec" && cp -r "$DATA/exported/codec" "$OUT/codec"
     tar -C "$DATA/exported" --exclude='*.safetensors' -czf "$OUT/rest.tgz" .
     tar -czf "$OUT/metrics.tgz" "$RUNS"/*/metrics.jsonl "$RUNS"/*/log.txt "$RUNS"/*/config.yaml
   fi
@@ -235,7 +304,7 @@ unpack
 for stage in "$@"; do
   case $stage in
     export) say export; export_model ;; # `export` is a word of the shell
-    all | decoder | check | corpora | codec | encode | trial | train) say "$stage"; "$stage" ;;
+    all | voices | decoder | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -1,15 +1,17 @@
-"""Bundle for a machine without network, in parts of a limited size: wheels, texts, Kokoro, natural speech.
+"""Bundle for a machine without network, in parts of a limited size: wheels, texts, Kokoro, speech, backgrounds.
 
 python training/fledgling/pack_offline.py --texts data/fledgling/texts --kokoro data/fledgling/kokoro \\
-    --natural PARQUET_FOLDER --out data/fledgling/bundle
+    --natural PARQUET_FOLDER --real PARQUET_FOLDER_OR_FILE... --background AUDIO_FOLDER --out data/fledgling/bundle
 
-espeak-ng is packed without the dictionaries of other languages. The first part holds the wheels and the texts; files of
-Kokoro and natural speech go where they fit.
+espeak-ng is packed without the dictionaries of other languages. The first part holds wheels and texts; the other files
+go where they fit. Real speech keeps the name of its folder or file, by which `fledgling.sh` weighs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,11 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import soundfile
+import soxr  # type: ignore[import-untyped]
 
 from corpus_making.espeak import DICTIONARIES
 from myna.errors import DataError, MynaError
@@ -29,8 +36,20 @@ WHEELS = (
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 
 
+MIN_BACKGROUND_SECONDS, MAX_BACKGROUND_SECONDS = 1.0, 12.0
+"""Of a recording without speech: shorter ones would be repeated too often, longer ones are cut."""
+
+
 def pack(
-    texts: Path, natural: Sequence[Path], out: Path, python: str, limit: int, kokoro: Path | None = None
+    texts: Path,
+    natural: Sequence[Path],
+    out: Path,
+    python: str,
+    limit: int,
+    kokoro: Path | None = None,
+    real: Sequence[Path] = (),
+    backgrounds: Sequence[Path] = (),
+    real_limit: int = 2**60,
 ) -> list[int]:
     """Write the parts; their sizes in bytes."""
     if out.exists():
@@ -38,8 +57,13 @@ def pack(
     first = out / "0"
     shutil.copytree(texts, first / "texts")
     _wheels(first / "wheels", python)
+    for folder in backgrounds:
+        _pack_backgrounds(folder, first / "background" / f"{folder.name}.parquet")
     sizes = [_size(first)]
-    for file, name in (*_kokoro(kokoro), *_natural(natural)):
+    thinned = out / "thinned"
+    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real)):
+        if name.startswith("real/"):
+            file = _thin(file, thinned / name, real_limit)
         size = file.stat().st_size
         if size > limit:
             raise DataError(f"{file} is larger than a part", hint=f"--limit {size / 2**20 + 1:.0f}")
@@ -48,6 +72,7 @@ def pack(
         home = out / str(part) / name
         home.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, home)
+    shutil.rmtree(thinned, ignore_errors=True)
     return sizes
 
 
@@ -59,6 +84,44 @@ def _kokoro(folder: Path | None) -> Iterator[tuple[Path, str]]:
 def _natural(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     for file in sorted(file for folder in folders for file in folder.glob("*.parquet")):
         yield file, f"natural/{file.parent.name}-{file.name}"
+
+
+def _real(sources: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    for source in sources:
+        files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
+        if not files:
+            raise DataError(f"{source} has no parquet files", hint="name a folder of them, or a file")
+        for file in files:
+            name = source.name if source.is_dir() else re.sub(r"-\d+$", "", source.stem)
+            yield file, f"real/{name}/{file.name}"
+
+
+def _thin(file: Path, out: Path, limit: int) -> Path:
+    """The file, or a copy with every n-th row that is no larger than `limit`."""
+    every = -(-file.stat().st_size // limit)
+    if every == 1:
+        return file
+    table = pq.read_table(file)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.take(list(range(0, len(table), every))), out)
+    return out
+
+
+def _pack_backgrounds(folder: Path, out: Path) -> None:
+    """The audio files of a folder as one parquet file of Opus, mono at 24 kHz, as a source of `train_codec.py`."""
+    rows = []
+    for file in sorted(path for path in folder.rglob("*") if path.suffix in (".flac", ".wav", ".ogg", ".mp3")):
+        samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
+        mono = soxr.resample(samples.mean(1), rate, 24_000)[: int(MAX_BACKGROUND_SECONDS * 24_000)]
+        if len(mono) >= MIN_BACKGROUND_SECONDS * 24_000:
+            coded = io.BytesIO()
+            soundfile.write(coded, mono, 24_000, format="OGG", subtype="OPUS")
+            audio = {"bytes": coded.getvalue(), "path": file.name}
+            rows.append({"id": file.stem, "speaker": "background", "text": "", "audio": audio})
+    if not rows:
+        raise DataError(f"{folder} has no audio file of a second or more", hint="name a folder of FLAC or WAV files")
+    out.parent.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), out)
 
 
 def _wheels(out: Path, python: str) -> None:
@@ -95,13 +158,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, required=True, help="folder made by extract_texts.py")
     parser.add_argument("--natural", type=Path, nargs="*", default=[], help="folders of parquet files")
+    parser.add_argument("--real", type=Path, nargs="*", default=[], help="real speech: parquet files, or their folders")
+    parser.add_argument("--real-limit", type=float, default=1e6, help="MiB of a file of real speech; rows are left out")
+    parser.add_argument("--background", type=Path, nargs="*", default=[], help="folders of audio files without speech")
     parser.add_argument("--kokoro", type=Path, help="folder made by export_kokoro.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--python", default="3.12", help="version of Python over there")
     parser.add_argument("--limit", type=float, default=56, help="MiB of a part; the checkout is copied beside it")
     args = parser.parse_args()
     try:
-        sizes = pack(args.texts, args.natural, args.out, args.python, int(args.limit * 2**20), args.kokoro)
+        limit = int(args.limit * 2**20)
+        sizes = pack(
+            args.texts,
+            args.natural,
+            args.out,
+            args.python,
+            limit,
+            args.kokoro,
+            args.real,
+            args.background,
+            int(args.real_limit * 2**20),
+        )
     except MynaError as error:
         parser.exit(1, f"{error}\n")
     for number, size in enumerate(sizes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-Stage = Literal["corpora", "codec", "decoder", "train"]
+Stage = Literal["corpora", "codec", "voices", "decoder", "train"]
 
 LANGUAGE_MODEL_SHARE = 0.45
 """The share of the whole that the language model must have."""
@@ -22,6 +22,7 @@ OVERHEAD_SECONDS: dict[str, int] = {
     "before corpora": 15,
     "corpora": 20,
     "codec": 35,
+    "voices": 90,
     "encode": 110,
     "trial": 40,
     "train": 35,
@@ -29,7 +30,7 @@ OVERHEAD_SECONDS: dict[str, int] = {
 }
 """Seconds beside the work itself: programs start, files are read, speech is shaped, kernels are chosen. By the runs of
 2026-11-15 and 16 on an H200 with 16 cores; of corpora and codes, for the 250 hours that are expected next."""
-MIN_SECONDS: dict[Stage, int] = {"corpora": 30, "codec": 60, "decoder": 60, "train": 30}
+MIN_SECONDS: dict[Stage, int] = {"corpora": 30, "codec": 60, "voices": 60, "decoder": 60, "train": 30}
 """Below this a stage is not worth its start; a plan that is that late takes a little more than it was args."""
 
 
@@ -51,6 +52,8 @@ def seconds_for(stage: Stage, budget: float, elapsed: float, *, codec_exists: bo
             wanted = min(CORPORA_SHARE * budget, free)
         case "codec":
             wanted = left - OVERHEAD_SECONDS["codec"] - after_codec - LANGUAGE_MODEL_SHARE * budget
+        case "voices":  # lossy codecs, compilation, and an evaluation at the end
+            wanted = left - OVERHEAD_SECONDS["voices"]
         case "decoder":  # after which nothing comes
             wanted = left - OVERHEAD_SECONDS["codec"]
         case "train":

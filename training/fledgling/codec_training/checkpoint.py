@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from codec_training.trainer import CodecTrainer
 from myna.errors import CheckpointError
 from myna.io import atomic_write
-from myna.models.mel_codec.codec import save_mel_codec
+from myna.models.mel_codec.codec import read_mel_codec_tensors, save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork
 
 STATE, PORTABLE, PROGRESS = "state.safetensors", "portable.safetensors", "progress.json"
@@ -84,7 +84,7 @@ def resume(out: Path, trainer: CodecTrainer) -> Resumed:
                         part: tensor.to(parameter.device) for part, tensor in kept.items() if tensor is not None
                     }
         return Resumed(f"everything, from {out / STATE}", with_moments=True)
-    weights = {f"network.{name}": tensor for name, tensor in load_file(out / "codec" / "model.safetensors").items()}
+    weights = {f"network.{name}": tensor for name, tensor in read_mel_codec_tensors(out / "codec").items()}
     tensors = {name: tensor.float() for name, tensor in (weights | load_file(out / PORTABLE)).items()}
     tensors["quantiser.sums"] = tensors["network.quantiser.books"] * tensors["quantiser.counts"][..., None]
     _load_weights(trainer, tensors)
@@ -92,9 +92,14 @@ def resume(out: Path, trainer: CodecTrainer) -> Resumed:
     return Resumed(f"weights alone, from {out / 'codec'} and {out / PORTABLE}", with_moments=False)
 
 
+def codec_folder(folder: Path) -> Path:
+    """The codec of a training's folder, or the folder itself."""
+    return folder / "codec" if (folder / "codec").is_dir() else folder
+
+
 def load_initial_weights(codec: Path, network: MelCodecNetwork) -> None:
-    """Load the weights of an earlier codec. Codebooks are initialised anew, and discriminators start from scratch."""
-    weights = load_file(codec / "model.safetensors")
+    """Load the weights of an earlier codec."""
+    weights = read_mel_codec_tensors(codec)
     try:
         network.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     except RuntimeError as error:
@@ -103,10 +108,34 @@ def load_initial_weights(codec: Path, network: MelCodecNetwork) -> None:
         ) from None
 
 
+def load_training_modules(folder: Path, trainer: CodecTrainer) -> bool:
+    """Load discriminators, and where encoder and codebooks are trained also the CTC head and the codebooks' statistics,
+    of an earlier training whose codec is loaded already; whether the codebooks go on."""
+    if not (folder / PORTABLE).is_file():
+        raise CheckpointError(
+            f"{folder} has no {PORTABLE}", hint="copy it too, or name the codec's folder alone to start without it"
+        )
+    model, tensors = trainer.model, {name: tensor.float() for name, tensor in load_file(folder / PORTABLE).items()}
+    parts = ["discriminators"] if trainer.step_config.decoder_only else ["discriminators", "ctc_head"]
+    try:
+        for part in parts:
+            own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+            model.get_submodule(part).load_state_dict(own)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder} does not fit this training: {error}",
+            hint="use its --discriminator-width and sources, or name the codec's folder alone",
+        ) from None
+    model.quantiser.counts.copy_(tensors["quantiser.counts"])
+    model.quantiser.sums.copy_(model.network.quantiser.books * model.quantiser.counts[..., None])
+    trainer.ema.reset()
+    return True
+
+
 def check_same_codes(codec: Path, network: MelCodecNetwork) -> None:
     """Refuse to resume decoder training with another encoder or other codebooks than it was begun with."""
     kept = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("decoder.")}
-    given = load_file(codec / "model.safetensors")
+    given = read_mel_codec_tensors(codec)
     if changed := [name for name, tensor in kept.items() if not torch.equal(tensor.cpu(), given[name].float())]:
         raise CheckpointError(
             f"the checkpoint is not of {codec}: {changed[0]} differs",

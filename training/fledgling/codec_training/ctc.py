@@ -7,6 +7,7 @@ transcripts do it: a small CTC head on the first codebook has to predict the let
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 from myna.models.mel_codec.network import ConvNeXtBlock
 
 BLANK = 0
+MIN_LETTER_SHARE = 1e-4
+"""Of all letters: rarer ones are in no alphabet, and texts with them have no CTC target."""
 LOG_ZERO = -1e30
 """Log probability of the impossible; finite, so that differences of two stay numbers."""
 
@@ -27,7 +30,9 @@ def letters_of(text: str) -> str:
 
 
 def alphabet_of(texts: Iterable[str]) -> str:
-    return "".join(sorted({symbol for text in texts for symbol in letters_of(text)}))
+    """Letters that are common enough to be learned."""
+    counts = Counter(symbol for text in texts for symbol in letters_of(text))
+    return "".join(sorted(symbol for symbol, count in counts.items() if count >= MIN_LETTER_SHARE * counts.total()))
 
 
 def letter_ids(texts: Sequence[str], alphabet: str) -> tuple[torch.Tensor, torch.Tensor]:

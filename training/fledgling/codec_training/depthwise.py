@@ -7,6 +7,7 @@ Which is faster is measured.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 from myna.models.mel_codec.network import ConvNeXtBlock
 
 WARM_UP_RUNS, TIMED_RUNS = 3, 10
+MIN_COMPILED_GAIN = 0.75
+"""Compiled blocks are used if they take less than this share of the others' time."""
 
 
 class ShiftedDepthwiseConv(nn.Conv1d):
@@ -31,8 +34,11 @@ class ShiftedDepthwiseConv(nn.Conv1d):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-        shifted = F.pad(x, (0, 0, size // 2, size // 2)).unfold(1, size, 1)
-        return ((shifted * weight).sum(-1) + bias).transpose(1, 2)
+        padded = F.pad(x, (0, 0, size // 2, size // 2))
+        if torch.compiler.is_compiling():  # slices become one kernel, and so do their gradients
+            total = bias + sum(padded[:, n : n + x.shape[1]] * weight[:, n] for n in range(size))
+            return total.transpose(1, 2)
+        return ((padded.unfold(1, size, 1) * weight).sum(-1) + bias).transpose(1, 2)
 
 
 def use_shifted_convs(module: nn.Module) -> None:
@@ -46,21 +52,39 @@ def use_shifted_convs(module: nn.Module) -> None:
             block.around = new
 
 
-def shifted_convs_are_faster(
+def compile_blocks(module: nn.Module) -> None:
+    """Shifted convolutions, with each block at the rate of subframes compiled to a few kernels. Blocks at the rate of
+    frames have a quarter of the work, and each of their shapes would cost seconds of compilation."""
+    use_shifted_convs(module)
+    for name, block in module.named_modules():
+        if isinstance(block, ConvNeXtBlock) and (not name or "fine" in name.split(".")):
+            block.compile(dynamic=False)
+
+
+def fastest_convs(
     block: ConvNeXtBlock, clips: int, places: int, autocast: Callable[[], AbstractContextManager[Any]]
-) -> tuple[bool, str]:
-    """Whether shifted convolutions are faster in forward and backward of such a block, and the timings as text."""
+) -> tuple[str, str]:
+    """The fastest of `library`, `shifts` and `compiled` in forward and backward of such a block, and the timings as
+    text. Compilation takes some 20 s in all, so that a small gain does not count."""
     device, width = block.norm.weight.device, block.norm.normalized_shape[0]
     x = torch.randn(clips, places, width, device=device, requires_grad=True)
     kernel, expansion = block.around.kernel_size[0], block.expand.out_features // width
     timings = {}
-    for name in ("library", "shifts"):
+    for name, change in (("library", None), ("shifts", use_shifted_convs), ("compiled", compile_blocks)):
         block_copy = ConvNeXtBlock(width, kernel, expansion).to(device)
-        if name == "shifts":
-            use_shifted_convs(block_copy)
-        timings[name] = 1000 * _seconds(block_copy, x, autocast)
+        if change is not None:
+            change(block_copy)
+        try:
+            timings[name] = 1000 * _seconds(block_copy, x, autocast)
+        except RuntimeError as error:
+            if name != "compiled":
+                raise
+            print(f"blocks are not compiled, since one could not be: {str(error).splitlines()[0]}")
     summary = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in timings.items())
-    return timings["shifts"] < timings["library"], summary
+    best = min(("library", "shifts"), key=timings.__getitem__)
+    if timings.get("compiled", math.inf) < MIN_COMPILED_GAIN * timings[best]:
+        best = "compiled"
+    return best, summary
 
 
 def _seconds(block: ConvNeXtBlock, x: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> float:

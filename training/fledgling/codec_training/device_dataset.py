@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from codec_training.augmentation import Augmentation, interpolate
 from codec_training.ctc import letter_ids
 from codec_training.recordings import DecodedClip, pcm_to_float
 
@@ -46,8 +47,11 @@ class DeviceDataset:
         window: int,
         noise: float,
         device: torch.device,
+        augmentation: Augmentation | None = None,
     ) -> None:
+        """`noise` is the share of clips with white noise where there is no augmentation."""
         assert window <= context
+        self.augmentation = augmentation
         self.hop, self.context, self.window, self.noise, self.device = hop, context, window, noise, device
         clips = [clip for source in sources for clip in source]
         lengths = torch.tensor([len(clip.samples) for clip in clips])
@@ -70,10 +74,12 @@ class DeviceDataset:
         chosen = torch.searchsorted(self.cumulative_shares, torch.rand(clips, device=device)).clamp(
             max=len(self.cumulative_shares) - 1
         )
-        lengths = self.lengths[chosen]
+        starts, stored = self.starts[chosen], self.lengths[chosen]
+        lengths, speed_places = self._played_lengths(stored)
         begins = self._begins(lengths, size)
-        waves = self._cut(self.starts[chosen], lengths, begins, size)
-        waves = self._random_level(waves)
+        waves = self._cut(starts, stored, begins, size)
+        if speed_places is not None:
+            waves[::2] = self._played(starts[::2], stored[::2], begins[::2], size, speed_places)
 
         frames = torch.arange(self.context, device=device)[None] * self.hop + begins[:, None]
         mask = (frames < lengths[:, None]) & (frames + self.hop > 0)
@@ -86,6 +92,12 @@ class DeviceDataset:
         window_start = (first + torch.rand(clips, device=device) * (last - first + 1)).long()
 
         whole = (begins <= 0) & (begins + size >= lengths)
+        if self.augmentation is None:
+            waves = self._random_level(waves)
+        else:
+            active = mask[:, :, None].expand(-1, -1, self.hop).reshape(clips, size)
+            waves, replaced = self.augmentation(waves, active)
+            whole = whole & ~replaced
         return AudioBatch(
             waves, mask, window_start, self.letters[chosen], torch.where(whole, self.letter_counts[chosen], 0)
         )
@@ -103,6 +115,33 @@ class DeviceDataset:
         inside = (positions >= 0) & (positions < lengths[:, None])
         samples = self.samples[(starts[:, None] + positions).clamp(0, len(self.samples) - 1)]
         return pcm_to_float(samples) * inside
+
+    def _played_lengths(self, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Lengths of the clips as they are played, every other one at a random speed, and the places of the speeds."""
+        if self.augmentation is None:
+            return stored, None
+        places = self.augmentation.draw_speeds(len(stored[::2]))
+        played = stored.clone()
+        played[::2] = (stored[::2] / self.augmentation.speeds[places]).long()
+        return played, places
+
+    def _played(
+        self, starts: torch.Tensor, lengths: torch.Tensor, begins: torch.Tensor, size: int, speed_places: torch.Tensor
+    ) -> torch.Tensor:
+        """As `_cut`, of clips that are played at other speeds."""
+        assert self.augmentation is not None
+        positions = (begins[:, None] + torch.arange(size, device=self.device)).double()
+        positions = positions * self.augmentation.speeds[speed_places][:, None]
+        inside = (positions >= 0) & (positions <= lengths[:, None] - 1)
+        first = starts[:, None]
+        samples = interpolate(
+            self.samples,
+            first,
+            first + lengths[:, None] - 1,
+            first + positions,
+            self.augmentation.sinc_rows[speed_places],
+        )
+        return samples / 32767 * inside
 
     def _random_level(self, waves: torch.Tensor) -> torch.Tensor:
         uniform = torch.rand(4, len(waves), 1, device=self.device)

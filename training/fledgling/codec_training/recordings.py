@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from codec_training.lossy import lossy_round_trip
 from corpus_making.held_out import is_held_out
 from myna.data.manifest import read_manifest
 from myna.errors import DataError
@@ -136,7 +138,11 @@ def decode_pcm(data: bytes, sample_rate: int) -> PCM:
         if (file.subtype, file.channels, file.samplerate) == ("PCM_16", 1, sample_rate):
             plain: PCM = file.read(dtype="int16")
             return plain
-    return np.round(decode(data, sample_rate).clip(-1, 1) * 32767).astype(np.int16)
+    return _to_pcm(decode(data, sample_rate))
+
+
+def _to_pcm(samples: npt.NDArray[np.float32]) -> PCM:
+    return np.round(samples.clip(-1, 1) * 32767).astype(np.int16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +154,15 @@ class DecodedClip:
     samples: PCM
 
 
-def decode_all(found: Sequence[Recording], sample_rate: int) -> list[DecodedClip]:
-    """Decode all recordings in threads; files and decoders release the GIL."""
+def decode_all(found: Sequence[Recording], sample_rate: int, lossy_share: float = 0.0) -> list[DecodedClip]:
+    """Decode all recordings in threads; files and decoders release the GIL. A share of them, drawn by their ids, goes
+    through a lossy codec."""
 
     def decode_one(recording: Recording) -> DecodedClip:
-        return DecodedClip(recording.speaker, recording.text, decode_pcm(recording.data, sample_rate))
+        samples, rng = decode_pcm(recording.data, sample_rate), random.Random(f"lossy/{recording.id}")
+        if rng.random() < lossy_share and len(samples) > sample_rate // 4:
+            samples = _to_pcm(lossy_round_trip(samples.astype(np.float32) / 32767, sample_rate, rng))
+        return DecodedClip(recording.speaker, recording.text, samples)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(decode_one, found))

@@ -28,13 +28,17 @@ PARAMETERS = ("encoder.", "decoder.decoder.")
 PREDICTED = re.compile(r"^(F0|N|F0_proj|N_proj|shared|lstm)\b")
 """Modules of the predictor that are called from outside of it, and so lack its name in those of their nodes."""
 STYLES = "voices.safetensors"
+SCALE = " scale"
+"""Ends the names of the scales of tensors in 8 bits."""
 HOW = "python training/fledgling/export_kokoro.py --out FOLDER, where there is network; then name FOLDER"
 LARGEST = 26 * 2**20
 """Bytes of a file."""
+MIN_MATRIX = 8192
+"""Weights of a tensor that is worth 8 bits."""
 
 
 def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Path]:
-    """Weights and styles of voices in half precision; the files."""
+    """Weights in 8 bits with a scale for each row, vectors and styles of voices in half precision; the files."""
     try:
         import onnx  # type: ignore[import-not-found]
     except ImportError:
@@ -42,7 +46,9 @@ def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Pa
     graph = onnx.load(str(onnx_file)).graph
     stored = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
     nodes = ((node.op_type, node.name, list(node.input)) for node in graph.node)
-    weights = {name: tensor.half().contiguous() for name, tensor in parameters(nodes, stored).items()}
+    weights = {
+        name: tensor for whole, matrix in parameters(nodes, stored).items() for name, tensor in _stored(whole, matrix)
+    }
     contents = {f"kokoro-{number}.safetensors": part for number, part in enumerate(_parts(weights))}
     contents[STYLES] = {name: torch.from_numpy(table.astype(np.float16)) for name, table in styles.items()}
     for name, part in contents.items():
@@ -56,7 +62,22 @@ def read(folders: Iterable[Path]) -> dict[str, Tensor]:
     files = sorted(file for folder in folders for file in folder.glob("kokoro-*.safetensors"))
     if not files:
         raise DataError("there are no weights of Kokoro", hint=HOW)
-    return {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        name: tensor.float() * stored[name + SCALE] if tensor.dtype == torch.int8 else tensor.float()
+        for name, tensor in stored.items()
+        if not name.endswith(SCALE)
+    }
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor as it is written: in 8 bits, with scales, if it is a matrix; scales and vectors must not become 0."""
+    if tensor.ndim < 2 or tensor.numel() < MIN_MATRIX:
+        yield name, tensor.half().contiguous()
+        return
+    scale = tensor.abs().amax(tuple(range(1, tensor.ndim)), keepdim=True).float().clamp(min=1e-12) / 127
+    yield name, (tensor / scale).round().to(torch.int8).contiguous()
+    yield name + SCALE, scale
 
 
 def read_styles(folders: Iterable[Path]) -> dict[str, npt.NDArray[np.float32]]:

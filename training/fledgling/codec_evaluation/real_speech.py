@@ -1,0 +1,173 @@
+"""Round trips of real recordings: what a recogniser hears and a speaker encoder recognises, before and after.
+
+Texts are not needed: what counts is how many words (or characters) of the original's transcript change.
+
+WORK/originals/SET/ID.json      transcript and speaker embedding of a recording
+WORK/REVISION/SET/ID.json       the same of its round trip through the codec of that revision, and its level
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from pyarrow import parquet
+
+from codec_training.recordings import decode
+from corpus_making.held_out import is_held_out
+from myna.audio.files import Samples
+from myna.audio.signal_measures import speech_level_db
+from myna.data.hash_rng import string_hash
+from myna.errors import DataError
+from myna.evaluate.asr import ASR
+from myna.evaluate.ecapa import EcapaEncoder
+from myna.evaluate.wer import ErrorCount, character_errors, word_errors
+from myna.io import atomic_write
+
+CLIP_SECONDS = (1.5, 12.0)
+"""Bounds of a clip: a shorter one has too few words, a longer one takes long."""
+COLUMNS = ["id", "text", "speaker", "language", "seconds", "audio"]
+
+Clip = Mapping[str, Any]
+"""A row of a parquet file of recordings."""
+Scores = dict[str, float]
+
+
+class SpeechMeasures(Protocol):
+    """Measures a recording, or its round trip."""
+
+    def measure(self, samples: Samples, rate: int, language: str) -> dict[str, Any]:
+        """`transcript`, `looped`, `embedding` (of length one) and `level` in dB."""
+
+
+class RoundTripCodec(Protocol):
+    """What a round trip needs of a codec."""
+
+    @property
+    def revision(self) -> str: ...
+    @property
+    def sample_rate(self) -> int: ...
+    @property
+    def hop(self) -> int: ...
+    def encode(self, clips: Samples) -> Any: ...
+    def decode(self, codes: Any) -> Samples: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RealMetrics:
+    """The models that hear a recording and its round trip."""
+
+    asr: ASR
+    speaker_encoder: EcapaEncoder
+
+    @classmethod
+    def open(cls, whisper: str, ecapa: Path) -> RealMetrics:
+        return cls(ASR.open(whisper), EcapaEncoder.open(ecapa))
+
+    def measure(self, samples: Samples, rate: int, language: str) -> dict[str, Any]:
+        transcript = self.asr.transcribe(samples, rate, language)
+        return {
+            "transcript": transcript.text,
+            "looped": transcript.looped,
+            "embedding": self.speaker_encoder.embed(samples, rate).tolist(),
+            "level": speech_level_db(samples, rate),
+        }
+
+
+def real_sets(folders: Iterable[Path], held_out_folders: Iterable[Path], clips: int) -> dict[str, list[Clip]]:
+    """Up to `clips` clips of each set, by a hash of their names. Of `held_out_folders` only speakers that are held out.
+
+    A set is NAME-0.parquet, NAME-1.parquet ...; parts without a name of their own are called after their folder.
+    """
+    found: defaultdict[str, list[Clip]] = defaultdict(list)
+    for folders_used, only_held_out in ((folders, False), (held_out_folders, True)):
+        for file in (file for folder in folders_used for file in _parts(folder)):
+            name = file.stem.rpartition("-")[0] or file.stem
+            name = file.parent.name if name == "part" else name
+            for clip in parquet.read_table(file, columns=COLUMNS).to_pylist():
+                fits = CLIP_SECONDS[0] <= clip["seconds"] <= CLIP_SECONDS[1]
+                if fits and (not only_held_out or is_held_out(clip["speaker"])):
+                    found[name].append(clip)
+    return {name: sorted(some, key=lambda clip: string_hash(clip["id"]))[:clips] for name, some in found.items()}
+
+
+def _parts(folder: Path) -> list[Path]:
+    if not (parts := sorted(folder.glob("*.parquet"))):
+        raise DataError(
+            f"{folder} holds no parquet files", hint=f"python training/fledgling/real_corpora.py --out {folder.parent}"
+        )
+    return parts
+
+
+def measure_clips(
+    name: str, clips: Iterable[Clip], codec: RoundTripCodec, work: Path, metrics: SpeechMeasures
+) -> Iterator[tuple[Clip, dict[str, Any], dict[str, Any]]]:
+    """Each clip with the measures of the original and of its round trip; what is in `work` is not measured again."""
+    for clip in clips:
+        files = [work / which / name / f"{clip['id']}.json" for which in ("originals", codec.revision)]
+        measured = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None for file in files]
+        if None in measured:
+            samples = decode(clip["audio"]["bytes"], codec.sample_rate)
+            samples = samples[: len(samples) // codec.hop * codec.hop]
+            for index, file in enumerate(files):
+                if measured[index] is None:
+                    heard = codec.decode(codec.encode(samples[None])[0]) if index else samples
+                    measured[index] = metrics.measure(heard, codec.sample_rate, clip["language"])
+                    with atomic_write(file) as temporary:
+                        temporary.write_text(json.dumps(measured[index], ensure_ascii=False), encoding="utf-8")
+        yield clip, measured[0], measured[1]
+
+
+def score_set(measured: Sequence[tuple[Clip, dict[str, Any], dict[str, Any]]]) -> Scores:
+    """Words and characters changed, similarity and level of the round trips; errors where texts are known."""
+
+    def rate(count: Any, which: tuple[int, int]) -> float:
+        pairs = [(_text(row[which[0]]), _text(row[which[1]]), row[0]["language"]) for row in measured]
+        return float(sum((count(*pair) for pair in pairs if pair[0]), ErrorCount()).rate)
+
+    similarities = [_cosine(original, copy) for _, original, copy in measured]
+    levels = [copy["level"] - original["level"] for _, original, copy in measured]
+    same = [
+        _cosine(measured[i][1], measured[j][1])
+        for i in range(len(measured))
+        for j in range(i)
+        if measured[i][0]["speaker"] == measured[j][0]["speaker"]
+    ]
+    scores = {
+        "words changed": rate(word_errors, (1, 2)),
+        "characters changed": rate(character_errors, (1, 2)),
+        "ECAPA original / round trip": float(np.mean(similarities)),
+        "ECAPA same speaker": float(np.mean(same)) if same else float("nan"),
+        "level change, dB": float(np.mean(levels)),
+        "loops": float(np.mean([copy["looped"] for _, _, copy in measured])),
+    }
+    if any(clip["text"] for clip, _, _ in measured):
+        scores |= {
+            f"{unit} errors {when}": rate(count, (0, which))
+            for unit, count in (("word", word_errors), ("character", character_errors))
+            for when, which in (("before", 1), ("after", 2))
+        }
+    return scores
+
+
+def other_speaker_similarity(sets: Mapping[str, Sequence[tuple[Clip, dict[str, Any], dict[str, Any]]]]) -> float:
+    """Mean similarity of originals of different speakers, of all sets."""
+    rows = [(clip["speaker"], original["embedding"]) for measured in sets.values() for clip, original, _ in measured]
+    embeddings = np.array([embedding for _, embedding in rows])
+    speakers = np.array([speaker for speaker, _ in rows])
+    others = speakers[:, None] != speakers[None]
+    return float((embeddings @ embeddings.T)[others].mean()) if others.any() else float("nan")
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return str(row["transcript"] if "transcript" in row else row["text"])
+
+
+def _cosine(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    """Of embeddings of length one, or zeros."""
+    return float(np.dot(first["embedding"], second["embedding"]))
