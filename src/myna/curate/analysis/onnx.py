@@ -1,0 +1,26 @@
+"""ONNX models, run by onnxruntime on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from myna.curate.analysis.models import INSTALL
+from myna.curate.analysis.weights import FETCH_COMMAND
+from myna.errors import CheckpointError
+from myna.evaluate.dependencies import import_optional
+
+
+def open_onnx(file: Path, threads: int = 0) -> Any:
+    """A session with this many threads; 0 lets onnxruntime choose."""
+    runtime = import_optional("onnxruntime", INSTALL)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    try:
+        return runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be opened: {str(error).splitlines()[0]}",
+            hint=f"make the folder anew: rm -r {file.parent} && {FETCH_COMMAND}",
+        ) from error

@@ -1,0 +1,339 @@
+"""Corrections of a dataset by hand: an append-only log (`corrections.jsonl`), applied to tables.
+
+A correction is a line of JSON: another text, a clip dropped or restored, another speaker, two speakers merged, edges
+moved. The later one wins. Applying the log twice gives what applying it once gives.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from myna.config import Settings
+from myna.curate.edges import move_edges
+from myna.curate.schema import TABLE_FILE
+from myna.data.utterance import normalise_text
+from myna.errors import ConfigError, DataError
+
+CORRECTIONS_FILE = "corrections.jsonl"
+LOCK_FILE = ".corrections.lock"
+CORRECTED = "corrected"
+"""Source of a text that a person has given."""
+DROPPED_BY_HAND = "dropped by hand"
+RECOGNITION_MEASURES = (
+    "avg_log_prob",
+    "compression_ratio",
+    "cer",
+    "edge_cer",
+    "characters_per_second",
+    "unique_word_share",
+)
+"""Measures of a recognised text, which say nothing of one that a person has given."""
+
+
+def _spoken_text(text: str) -> str:
+    if not (plain := normalise_text(text)):
+        raise ValueError("there is no text; drop the clip instead")
+    return plain
+
+
+Name = Annotated[str, Field(min_length=1)]
+SpokenText = Annotated[str, AfterValidator(_spoken_text)]
+Milliseconds = Annotated[int, Field(ge=0)]
+Notify = Callable[[str], None]
+
+
+class _CorrectionLine(Settings):
+    time: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+class TextCorrection(_CorrectionLine):
+    """The right text of a clip."""
+
+    action: Literal["text"] = "text"
+    clip: Name
+    text: SpokenText
+
+
+class ClipDrop(_CorrectionLine):
+    """A clip not to be used."""
+
+    action: Literal["drop"] = "drop"
+    clip: Name
+
+
+class ClipRestore(_CorrectionLine):
+    """A clip to be used, whatever dropped it."""
+
+    action: Literal["restore"] = "restore"
+    clip: Name
+
+
+class SpeakerCorrection(_CorrectionLine):
+    """The right speaker of a clip."""
+
+    action: Literal["speaker"] = "speaker"
+    clip: Name
+    speaker: Name
+
+
+class SpeakerMerge(_CorrectionLine):
+    """A speaker who is another one."""
+
+    action: Literal["merge"] = "merge"
+    speaker: Name
+    into: Name
+
+
+class EdgeMove(_CorrectionLine):
+    """Where a clip begins and ends in its recording; None leaves an edge where it is."""
+
+    action: Literal["edges"] = "edges"
+    clip: Name
+    start_ms: Milliseconds | None = None
+    end_ms: Milliseconds | None = None
+
+
+class TornLine(_CorrectionLine):
+    """What a process left that was killed while it wrote: kept, and without effect."""
+
+    action: Literal["torn"] = "torn"
+    content: str
+
+
+Correction = TextCorrection | ClipDrop | ClipRestore | SpeakerCorrection | SpeakerMerge | EdgeMove | TornLine
+_LINE: TypeAdapter[Correction] = TypeAdapter(Annotated[Correction, Field(discriminator="action")])
+
+
+def make_correction(
+    clip: str | None,
+    *,
+    text: str | None = None,
+    drop: bool = False,
+    restore: bool = False,
+    speaker: str | None = None,
+    start: float | None = None,
+    end: float | None = None,
+) -> Correction:
+    """A correction from what a person gives: exactly one thing, and a clip unless it is two speakers, A=B."""
+    moved = start is not None or end is not None
+    if (text is not None) + drop + restore + (speaker is not None) + moved != 1:
+        options = "--text, --drop, --restore, --speaker, or --start and --end"
+        raise ConfigError("a correction is one thing", hint=f"give one of {options}")
+    try:
+        if speaker is not None and clip is None:
+            name, equals, into = speaker.partition("=")
+            if not equals:
+                raise ConfigError(f"--speaker {speaker} names no clip and no second speaker", hint="--speaker A=B")
+            return SpeakerMerge(speaker=name, into=into)
+        if clip is None:
+            raise ConfigError("which clip?", hint="name its id, which is on the X-ray: myna correct DIR CLIP ...")
+        if text is not None:
+            return TextCorrection(clip=clip, text=text)
+        if speaker is not None:
+            return SpeakerCorrection(clip=clip, speaker=speaker)
+        if moved:
+            edges = [None if seconds is None else round(1000 * seconds) for seconds in (start, end)]
+            return EdgeMove(clip=clip, start_ms=edges[0], end_ms=edges[1])
+        return ClipDrop(clip=clip) if drop else ClipRestore(clip=clip)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}: {first['msg']}", hint="see `myna correct --help`") from None
+
+
+def load_corrections(folder: Path, notify: Notify = lambda _: None) -> list[Correction]:
+    """The corrections of a folder in their order; none without a file. A torn last line is left out, and told."""
+    path = folder / CORRECTIONS_FILE
+    if not path.is_file():
+        return []
+    whole, torn = _split_torn(path.read_bytes())
+    corrections = []
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                corrections.append(_LINE.validate_json(line))
+            except ValidationError as error:
+                reason = error.errors(include_url=False)[0]
+                where = ".".join(map(str, reason["loc"]))
+                problem = f"{path}:{number} is no correction: {where + ': ' if where else ''}{reason['msg']}"
+                raise DataError(problem, hint="mend or remove that line") from None
+    if torn:
+        notify(f"{path}: the last line was not written whole, and is left out: {torn.decode(errors='replace')[:80]}")
+    return corrections
+
+
+def _split_torn(content: bytes) -> tuple[bytes, bytes]:
+    """The whole lines, and what follows the last of them if that is no correction."""
+    whole, newline, tail = content.rpartition(b"\n")
+    try:
+        _LINE.validate_json(tail)
+    except ValidationError:
+        return whole + newline, tail
+    return content, b""
+
+
+def append_correction(folder: Path, correction: Correction) -> None:
+    """Add a correction: on the disk when this returns, and not at all if it raises. Processes wait for one another."""
+    from filelock import FileLock
+
+    path = folder / CORRECTIONS_FILE
+    line = correction.model_dump_json(exclude_none=True).encode() + b"\n"
+    with FileLock(folder / LOCK_FILE), path.open("a+b", buffering=0) as file:
+        file.seek(0)
+        whole, torn = _split_torn(file.read())
+        if torn:
+            left = TornLine(content=torn.decode(errors="backslashreplace"))
+            line = left.model_dump_json().encode() + b"\n" + line
+        elif whole and not whole.endswith(b"\n"):
+            line = b"\n" + line
+        file.truncate(len(whole))
+        try:
+            written = file.write(line)
+            if written != len(line):
+                raise OSError(28, os.strerror(28), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(len(whole))
+            file.write(torn)
+            raise
+
+
+# Tables
+
+
+def apply_corrections(table: pa.Table, corrections: Sequence[Correction], notify: Notify = lambda _: None) -> pa.Table:
+    """A curation table with the texts, speakers and edges that were given by hand, still tiling every recording.
+
+    To be called before the decision. A correction of a clip that is not there any more has no effect, and is told.
+    """
+    rows = _RowIndex(table, corrections)
+    for correction in corrections:
+        if (clip := getattr(correction, "clip", None)) is not None and clip not in rows:
+            notify(f"there is no clip {clip} any more: its correction ({correction.action}) has no effect")
+    texts = {rows[c.clip]: c.text for c in corrections if isinstance(c, TextCorrection) and c.clip in rows}
+    table = _set_texts(table, texts)
+    table = _set_speakers(table, corrections, rows)
+    moves = [(rows[c.clip], c.start_ms, c.end_ms) for c in corrections if isinstance(c, EdgeMove) and c.clip in rows]
+    return move_edges(table, moves, notify) if moves else table
+
+
+def apply_hand_decisions(table: pa.Table, corrections: Sequence[Correction]) -> pa.Table:
+    """A decided table with the clips that were dropped or restored by hand; to be called after the decision."""
+    rows = _RowIndex(table, corrections)
+    decisions = [c for c in corrections if isinstance(c, ClipDrop | ClipRestore) and c.clip in rows]
+    keep = {rows[c.clip]: isinstance(c, ClipRestore) for c in decisions}
+    if not keep:
+        return table
+    statuses, reasons = _strings(table, "status"), _strings(table, "reason")
+    for row, is_kept in keep.items():
+        statuses[row], reasons[row] = ("kept", "") if is_kept else ("dropped", DROPPED_BY_HAND)
+    return _with_columns(table, status=statuses, reason=reasons)
+
+
+def is_corrected(table: pa.Table, corrections: Sequence[Correction]) -> bool:
+    """Whether a decided table holds all corrections already."""
+    corrected = apply_hand_decisions(apply_corrections(table, corrections), corrections)
+    columns = ["id", "start_ms", "end_ms", "speaker", "text", "status"]
+    return bool(corrected.select(columns).equals(table.select(columns)))
+
+
+def check_correction(table: pa.Table, corrections: Sequence[Correction], correction: Correction) -> None:
+    """Refuse a correction that would have no effect on a table that `corrections` were applied to."""
+    if isinstance(correction, SpeakerMerge | SpeakerCorrection):
+        target = correction.into if isinstance(correction, SpeakerMerge) else correction.speaker
+        merged = {c.speaker: c.into for c in corrections if isinstance(c, SpeakerMerge)}
+        if target in merged:
+            raise DataError(f"{target} was merged into {merged[target]}", hint=f"use {merged[target]} instead")
+    if isinstance(correction, SpeakerMerge):
+        speakers = sorted(set(filter(None, table["speaker"].unique().to_pylist())))
+        for name in {correction.speaker, correction.into}.difference(speakers):
+            raise DataError(f"there is no speaker {name}", hint=f"the speakers are {', '.join(speakers[:20])}")
+        if correction.speaker == correction.into:
+            raise DataError(f"{correction.speaker} is one speaker already", hint="name two: --speaker A=B")
+        return
+    assert not isinstance(correction, TornLine)
+    rows = _RowIndex(table, [correction])
+    if correction.clip not in rows:
+        raise DataError(f"there is no clip {correction.clip}", hint=f"the ids are in {TABLE_FILE} and on the X-ray")
+    row = table.slice(rows[correction.clip], 1)
+    if row["kind"][0].as_py() != "clip":
+        raise DataError(
+            f"{correction.clip} is a gap, not a clip", hint="a clip beside it can be made longer: --start, --end"
+        )
+    if isinstance(correction, ClipRestore) and not row["text"][0].as_py():
+        raise DataError(f"{correction.clip} has no text", hint="give it one first: --text")
+    if isinstance(correction, EdgeMove):
+        problems: list[str] = []
+        move_edges(table, [(rows[correction.clip], correction.start_ms, correction.end_ms)], problems.append)
+        if problems:
+            raise DataError(problems[0], hint="the times of the clips around it are on the X-ray's timeline")
+
+
+class _RowIndex(dict[str, int]):
+    """Row numbers of the clips that corrections name."""
+
+    def __init__(self, table: pa.Table, corrections: Iterable[Correction]) -> None:
+        import pyarrow.compute as pc
+
+        clips = sorted({c.clip for c in corrections if not isinstance(c, SpeakerMerge | TornLine)})
+        found = pc.index_in(pa.array(clips, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
+        super().__init__((clip, row) for clip, row in zip(clips, found, strict=True) if row is not None)
+
+
+def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
+    values: npt.NDArray[np.object_] = table[name].to_numpy(zero_copy_only=False).astype(object)
+    return values.copy()
+
+
+def _with_columns(table: pa.Table, **columns: Any) -> pa.Table:
+    for name, values in columns.items():
+        field = table.schema.field(name)
+        table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+    return table
+
+
+def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
+    if not texts:
+        return table
+    at = np.fromiter(texts, np.int64)
+    values = np.array(list(texts.values()), object)
+    columns: dict[str, Any] = {name: _strings(table, name) for name in ("text", "text_source", "normalised_text")}
+    columns["text"][at] = columns["normalised_text"][at] = values
+    columns["text_source"][at] = CORRECTED
+    for name in RECOGNITION_MEASURES:
+        columns[name] = np.array(table[name].to_numpy(zero_copy_only=False), np.float32)
+        columns[name][at] = math.nan
+    return _with_columns(table, **columns)
+
+
+def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _RowIndex) -> pa.Table:
+    changes = [c for c in corrections if isinstance(c, SpeakerMerge | SpeakerCorrection)]
+    if not changes:
+        return table
+    encoded = table["speaker"].combine_chunks().dictionary_encode()
+    codes = encoded.indices.to_numpy(zero_copy_only=False).copy()
+    names = encoded.dictionary.to_pylist()
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def number(name: str) -> int:
+        if name not in numbers:
+            numbers[name] = len(names)
+            names.append(name)
+        return numbers[name]
+
+    for change in changes:
+        if isinstance(change, SpeakerMerge):
+            codes[codes == number(change.speaker)] = number(change.into)
+        elif change.clip in rows:
+            codes[rows[change.clip]] = number(change.speaker)
+    return _with_columns(table, speaker=np.array(names, object)[codes])

@@ -1,0 +1,150 @@
+"""Decision of a curation: which clips are kept and why others are not, from the table and the thresholds alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from myna.curate.schema import DROP_REASONS, DropReason
+from myna.curate.settings import CurateSettings
+from myna.curate.table import set_columns
+from myna.data.text_normalization import base_language
+
+MIN_MUSIC_GAP_SHARE = 0.5
+"""Share of music from which a gap is music and not merely no speech."""
+MIN_LOOP_WORDS = 10
+"""Texts of fewer words may repeat one."""
+MIN_PACE_CLIPS = 20
+"""Clips of a speaker that tell how fast that speaker is."""
+TYPICAL_WORD_CHARACTERS = 6
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+GIVEN_REASONS: tuple[DropReason, ...] = ("unreadable", "duplicate")
+"""Of rows that were never listened to."""
+
+
+def decide(table: pa.Table, settings: CurateSettings) -> pa.Table:
+    """The table with `status` and `reason` of every row. Of several reasons the first in `DROP_REASONS` is given."""
+    holds = _reasons(table, settings)
+    reason = np.full(len(table), "", object)
+    for name in reversed(DROP_REASONS):
+        if name in holds:
+            reason[holds[name]] = name
+    if not settings.keep.duplicates:
+        _drop_duplicates(table, reason)
+    listened = _strings(table, "part") != ""
+    reason[~listened] = _strings(table, "reason")[~listened]
+    return set_columns(table, {"status": np.where(reason == "", "kept", "dropped"), "reason": reason})
+
+
+def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, BoolArray]:
+    """For each reason, the rows that it holds for. A comparison with NaN is false: a missing measure drops nothing."""
+    keep, cut = settings.keep, settings.cut
+    clip = _strings(table, "kind") == "clip"
+
+    def measure(name: str) -> FloatArray:
+        return np.asarray(table[name].to_numpy(), np.float64)
+
+    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
+    seconds = (ends - starts) / 1000
+    text = _strings(table, "text")
+    at_start, at_end = starts == 0, ends == _recording_ends(table)
+    gap_ms = 1000 * cut.min_gap
+    low_pace, high_pace = keep.characters_per_second
+    pace = measure("characters_per_second")
+    loop = measure("unique_word_share") < keep.min_unique_word_share
+    long_text = pace * seconds >= MIN_LOOP_WORDS * TYPICAL_WORD_CHARACTERS
+    similarity = np.fmin(measure("start_speaker_similarity"), measure("end_speaker_similarity"))
+    holds: dict[DropReason, BoolArray] = {
+        "no speech": ~clip,
+        "music": np.where(
+            clip, measure("music_share") > keep.max_music_share, measure("music_share") > MIN_MUSIC_GAP_SHARE
+        ),
+        "too short": clip & (seconds < keep.seconds[0]),
+        "no silent cut": clip
+        & (
+            (seconds > cut.hard_seconds[1])
+            | (~at_start & (measure("start_gap_ms") < gap_ms))
+            | (~at_end & (measure("end_gap_ms") < gap_ms))
+        ),
+        "too long": clip & (seconds > keep.seconds[1]),
+        "overlap": clip & (measure("overlap_share") > keep.max_overlap_share),
+        "mixed speakers": clip & (similarity < keep.min_speaker_similarity),
+        "other speaker": clip & (_strings(table, "speaker") == ""),
+        "clipped": clip & (measure("clipped_share") > keep.max_clipped_share),
+        "narrow band": clip & (measure("bandwidth_hz") < keep.min_bandwidth_hz),
+        "noisy": clip & (measure("snr_db") < keep.min_snr_db),
+        "low quality": clip & (measure("dnsmos_ovrl") < keep.min_dnsmos_ovrl),
+        "wrong language": clip & _wrong_language(table, settings),
+        "doubtful text": clip
+        & (
+            (text == "")
+            | (measure("cer") > keep.max_cer)
+            | (measure("edge_cer") > keep.max_edge_cer)
+            | (measure("avg_log_prob") < keep.min_avg_log_prob)
+            | (measure("compression_ratio") > keep.max_compression_ratio)
+            | (loop & long_text)
+        ),
+        "pace": clip & ((pace < low_pace) | (pace > high_pace) | _implausible_pace(table, pace, settings)),
+    }
+    holds["other speaker"] |= clip & (measure("speaker_similarity") < keep.min_speaker_similarity)
+    # A gap of music is music, not silence; a clip of it has its own reason before the length.
+    holds["no speech"] &= ~holds["music"]
+    return holds
+
+
+def _drop_duplicates(table: pa.Table, reason: npt.NDArray[np.object_]) -> None:
+    """Of clips that repeat one another, one stays: the first that nothing else speaks against."""
+    original, ids = _strings(table, "duplicate_of"), _strings(table, "id")
+    copies = np.flatnonzero(original != "")
+    originals = set(original[copies])
+    kept = {id for id, why in zip(ids, reason, strict=True) if id in originals and not why} if originals else set()
+    for row in copies:
+        if not reason[row] and original[row] not in kept:
+            kept.add(original[row])
+        else:
+            reason[row] = "duplicate"
+
+
+def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
+    return np.asarray(pc.fill_null(table[name], "").to_numpy(zero_copy_only=False), object)
+
+
+def _recording_ends(table: pa.Table) -> npt.NDArray[np.int64]:
+    """The end of the recording of each row."""
+    codes = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    ends = np.zeros(int(codes.max(initial=-1)) + 1, np.int64)
+    np.maximum.at(ends, codes, table["end_ms"].to_numpy())
+    return np.asarray(ends[codes], np.int64)
+
+
+def _wrong_language(table: pa.Table, settings: CurateSettings) -> BoolArray:
+    """Of another language than those to keep, or that of most of the speech, or of an uncertain one."""
+    names = np.array([base_language(name) for name in _strings(table, "language")], object)
+    wanted = {base_language(name) for name in settings.keep.languages}
+    if not wanted and (names != "").any():
+        seconds = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
+        present = sorted(set(names[names != ""]))
+        wanted = {max(present, key=lambda name: int(seconds[names == name].sum()))}
+    unsure = np.asarray(table["language_probability"].to_numpy() < settings.keep.min_language_probability)
+    return np.asarray((names != "") & (~np.isin(names, list(wanted)) | unsure), np.bool_)
+
+
+def _implausible_pace(table: pa.Table, pace: FloatArray, settings: CurateSettings) -> BoolArray:
+    """Far outside the quartiles of the speaker's other clips."""
+    far = np.zeros(len(table), np.bool_)
+    if settings.keep.pace_iqr is None:
+        return far
+    encoded = table["speaker"].combine_chunks().dictionary_encode()
+    codes = encoded.indices.to_numpy(zero_copy_only=False)
+    order = np.argsort(codes, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
+        known = rows[np.isfinite(pace[rows])]
+        if len(known) >= MIN_PACE_CLIPS:
+            low, high = np.percentile(pace[known], [25, 75])
+            reach = settings.keep.pace_iqr * (high - low)
+            far[known] = (pace[known] < low - reach) | (pace[known] > high + reach)
+    return far

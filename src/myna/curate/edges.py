@@ -1,0 +1,92 @@
+"""Edges of clips in a curation table, moved by hand: the segments still tile every recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from myna.curate.schema import empty_row
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    row: int
+    start: int
+    end: int
+    is_gap: bool
+    new_id: str = ""
+
+
+def move_edges(
+    table: pa.Table, moves: Sequence[tuple[int, int | None, int | None]], notify: Callable[[str], None]
+) -> pa.Table:
+    """A clip grows into the gaps beside it, and leaves gaps where it shrinks; other clips are never touched.
+
+    `moves` are row, start and end in milliseconds, in the order they were made; None leaves an edge. What cannot be
+    moved that far stays, and `notify` is told.
+    """
+    places = list(zip(table["recording"].to_pylist(), table["audio"].to_pylist(), strict=True))
+    times = zip(table["start_ms"].to_pylist(), table["end_ms"].to_pylist(), table["kind"].to_pylist(), strict=True)
+    segments: dict[tuple[str, str], list[_Segment]] = {places[row]: [] for row, *_ in moves}
+    for row, (place, (start, end, kind)) in enumerate(zip(places, times, strict=True)):
+        if place in segments:
+            segments[place].append(_Segment(row, start, end, kind == "gap"))
+    before = {one.row: [one] for place in segments.values() for one in place}
+    wanted: dict[int, tuple[int | None, int | None]] = {}
+    for row, start, end in moves:
+        _move(segments[places[row]], row, start, end)
+        last = wanted.get(row, (None, None))
+        wanted[row] = (last[0] if start is None else start, last[1] if end is None else end)
+    after: dict[int, list[_Segment]] = {row: [] for row in before}
+    for one in (one for place in segments.values() for one in place):
+        after[one.row].append(one)
+    for row, edges in wanted.items():
+        [clip] = [one for one in after[row] if not one.new_id]
+        if edges[0] not in (None, clip.start) or edges[1] not in (None, clip.end):
+            low, high = _room(segments[places[row]], row)
+            room = f"it can lie between {low} and {high} ms, where other clips begin"
+            notify(f"{table['id'][row].as_py()} stays at {clip.start} to {clip.end} ms: {room}")
+    return _rebuild(table, {row: of for row, of in after.items() if of != before[row]})
+
+
+def _room(segments: Sequence[_Segment], row: int) -> tuple[int, int]:
+    """The first and the last moment that a clip can be moved to."""
+    at = next(n for n, one in enumerate(segments) if one.row == row and not one.new_id)
+    first = at - 1 if at and segments[at - 1].is_gap else at
+    last = at + 1 if segments[at + 1 : at + 2] and segments[at + 1].is_gap else at
+    return segments[first].start, segments[last].end
+
+
+def _move(segments: list[_Segment], row: int, new_start: int | None, new_end: int | None) -> None:
+    at = next(n for n, one in enumerate(segments) if one.row == row and not one.new_id)
+    clip, (low, high) = segments[at], _room(segments, row)
+    start = clip.start if new_start is None else new_start
+    end = clip.end if new_end is None else new_end
+    if not low <= start < end <= high:
+        return
+    first, last = at - (low < clip.start), at + (high > clip.end)
+    before = segments[first] if first < at else _Segment(row, low, start, True, "before")
+    after = segments[last] if last > at else _Segment(row, end, high, True, "after")
+    moved = (replace(before, end=start), replace(clip, start=start, end=end), replace(after, start=end))
+    segments[first : last + 1] = [one for one in moved if one.start < one.end]
+
+
+def _rebuild(table: pa.Table, segments: dict[int, list[_Segment]]) -> pa.Table:
+    """The table with the rows of `segments` replaced; a new gap holds nothing but its place."""
+    pieces, done = [], 0
+    for row in sorted(segments):
+        pieces.append(table.slice(done, row - done))
+        [line] = table.slice(row, 1).to_pylist()
+        kept = {key: line[key] for key in ("recording", "recording_hash", "part", "audio")}
+        gap = empty_row() | kept | {"kind": "gap", "status": "dropped", "reason": "no speech"}
+        lines = [
+            (gap | {"id": f"{line['id']}-{one.new_id}"} if one.new_id else line)
+            | {"start_ms": one.start, "end_ms": one.end}
+            | {"audio_start_ms": line["audio_start_ms"] + one.start - line["start_ms"]}
+            for one in segments[row]
+        ]
+        pieces.append(pa.Table.from_pylist(lines, schema=table.schema))
+        done = row + 1
+    return pa.concat_tables([*pieces, table.slice(done)])

@@ -1,0 +1,266 @@
+"""Recordings of a curation: found, decoded in blocks to mono at 24 kHz, and cut at pauses into parts kept as FLAC."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import soxr  # type: ignore[import-untyped]
+
+from myna.audio.files import AudioFileError, Samples, stream_audio
+from myna.audio.signal_measures import clipped_share
+from myna.curate.settings import ListenSettings
+from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
+from myna.errors import DataError
+from myna.io import atomic_write, file_hash, fsync
+
+SAMPLE_RATE = 24_000
+SAMPLES_PER_MS = SAMPLE_RATE // 1000
+RECORDING_SUFFIXES = frozenset(
+    (*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES, ".mpg", ".mpeg", ".ts", ".flv", ".mp2", ".ac3", ".w64", ".rf64")
+)
+"""Of files in a folder that are opened; a file that is named itself is opened whatever its name."""
+SCRIPT_SUFFIXES = (".txt", ".srt", ".vtt")
+RECORDINGS_FOLDER, PARTS_FOLDER = "recordings", "parts"
+SILENT_CHANNEL_POWER = 1e-3
+"""Power of a channel, relative to the loudest, below which nobody speaks into it."""
+CANCELLED_POWER = 0.1
+"""Power of the mix of the channels, relative to the loudest, below which they cancel each other out."""
+CLIPPING_PEAK = 0.05
+"""Peak of a second below which extremes in a row are rounding, not clipping."""
+PART_SEARCH_SHARE = 1 / 3
+"""Last share of a full part in which the pause to cut at is looked for."""
+
+Pcm = npt.NDArray[np.int16]
+FindSpeech = Callable[[Samples], Sequence[tuple[float, float]]]
+"""Voice activity of mono samples at 24 kHz: starts and ends in seconds."""
+
+
+def as_samples(pcm: Pcm) -> Samples:
+    """16-bit PCM as samples of a full scale of 1."""
+    return np.asarray(pcm, np.float32) / np.float32(32767)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingFile:
+    """A file that was found."""
+
+    path: Path
+    name: str
+    """Its path relative to the source folder, with / between names: the column `recording`."""
+
+    @property
+    def script(self) -> Path | None:
+        """A text or subtitles of the same name beside it."""
+        files = (self.path.with_suffix(suffix) for suffix in SCRIPT_SUFFIXES)
+        return next((file for file in files if file != self.path and file.is_file()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class PartAudio:
+    """A stretch of a recording, decoded."""
+
+    start_ms: int
+    end_ms: int
+    pcm_hash: str
+    audio: str
+    """Its FLAC within the folder of the curation."""
+    clipped: dict[str, float] = field(default_factory=dict)
+    """Share of clipped samples of each second that has any, by its number within the recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRecording:
+    """A recording, decoded."""
+
+    file_hash: str
+    recording_hash: str
+    """SHA-256 of its 16-bit PCM; empty where there is none."""
+    duration_ms: int
+    """What could be decoded, and what the header promises beyond it."""
+    parts: tuple[PartAudio, ...]
+    problem: str = ""
+    """Why it could not be decoded, or not to its end."""
+
+    def save(self, folder: Path) -> None:
+        path = _record_path(folder, self.file_hash)
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8")
+            fsync(temporary)
+
+    @classmethod
+    def load(cls, folder: Path, file_hash: str) -> DecodedRecording | None:
+        """None where it was not decoded yet, or a part of it is gone."""
+        try:
+            tree: dict[str, Any] = json.loads(_record_path(folder, file_hash).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        parts = tuple(PartAudio(**part) for part in tree.pop("parts"))
+        complete = all((folder / part.audio).is_file() for part in parts)
+        return cls(**tree, parts=parts) if complete else None
+
+
+def _record_path(folder: Path, file_hash: str) -> Path:
+    return folder / RECORDINGS_FOLDER / f"{file_hash}.json"
+
+
+def find_recordings(sources: Sequence[Path], *, out: Path) -> list[RecordingFile]:
+    """Files of the sources by name, those of folders by their suffix; what is in `out` is left alone."""
+    found: dict[str, Path] = {}
+    for source in sources:
+        if not source.exists():
+            raise DataError(f"there is no {source}", hint="check the path")
+        prefix = f"{source.name}/" if len(sources) > 1 and source.is_dir() else ""
+        for path in _files_below(source, out.resolve()) if source.is_dir() else [source]:
+            name = prefix + (path.relative_to(source).as_posix() if source.is_dir() else path.name)
+            if found.get(name, path).resolve() != path.resolve():
+                name = path.resolve().as_posix()
+            found[name] = path
+    if not found:
+        raise DataError(
+            f"no recording in {', '.join(map(str, sources))}",
+            hint=f"looked for {', '.join(sorted(RECORDING_SUFFIXES))}; name other files themselves",
+        )
+    return [RecordingFile(path, name) for name, path in sorted(found.items())]
+
+
+def _files_below(folder: Path, out: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and (here / name).resolve() != out)
+        yield from (
+            here / name
+            for name in sorted(files)
+            if not name.startswith(".") and Path(name).suffix.lower() in RECORDING_SUFFIXES
+        )
+
+
+def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_speech: FindSpeech) -> DecodedRecording:
+    """Decode a file into the parts folder of a curation, unless that was done before. Holds one part in memory."""
+    content = file_hash(path)
+    if earlier := DecodedRecording.load(folder, content):
+        return earlier
+    writer = _PartWriter(folder, content, settings, find_speech)
+    missing_seconds, problem = 0.0, ""
+    try:
+        weights = _channel_weights(path)
+        with stream_audio(path) as (info, blocks):
+            missing_seconds = info.seconds
+            resampler = soxr.ResampleStream(info.sample_rate, SAMPLE_RATE, 1, dtype="float32", quality="VHQ")
+            for second in _whole_seconds(blocks, info.sample_rate):
+                missing_seconds -= len(second) / info.sample_rate
+                writer.add(resampler.resample_chunk(second @ weights), _clipped_share(second))
+            writer.add(resampler.resample_chunk(np.empty(0, np.float32), last=True), 0.0)
+    except AudioFileError as error:
+        problem = f"{error.defect}{error.detail and ': ' + error.detail}"
+        missing_seconds = max(missing_seconds, error.missing_seconds)
+    parts, recording_hash = writer.finish()
+    duration_ms = parts[-1].end_ms if parts else 0
+    duration_ms += round(1000 * missing_seconds) if problem and missing_seconds > 0 else 0
+    decoded = DecodedRecording(content, recording_hash, duration_ms, parts, problem)
+    decoded.save(folder)
+    return decoded
+
+
+def _whole_seconds(blocks: Iterator[npt.NDArray[np.float32]], sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
+    """The same samples, a second at a time."""
+    rest: npt.NDArray[np.float32] | None = None
+    for block in blocks:
+        joined = block if rest is None else np.concatenate([rest, block])
+        whole = len(joined) // sample_rate * sample_rate
+        yield from (joined[start : start + sample_rate] for start in range(0, whole, sample_rate))
+        rest = joined[whole:]
+    if rest is not None and len(rest):
+        yield rest
+
+
+def _clipped_share(second: npt.NDArray[np.float32]) -> float:
+    """Of the worst channel, at the file's own rate: resampling rounds the plateaus off."""
+    return max(clipped_share(channel) if np.abs(channel).max() >= CLIPPING_PEAK else 0.0 for channel in second.T)
+
+
+def _channel_weights(path: Path) -> npt.NDArray[np.float32]:
+    """How channels are mixed: those that somebody speaks into alike; the loudest alone where they cancel out."""
+    covariance = np.ones((1, 1))
+    with suppress(AudioFileError), stream_audio(path) as (info, blocks):  # told when it is decoded
+        if info.channels == 1:
+            return np.ones(1, np.float32)
+        covariance = np.zeros((info.channels, info.channels))
+        for block in blocks:
+            covariance += block.T.astype(np.float64) @ block
+    channels = len(covariance)
+    power = np.diag(covariance)
+    active = power >= SILENT_CHANNEL_POWER * power.max()
+    weights = active / active.sum()
+    if weights @ covariance @ weights < CANCELLED_POWER * power.max():
+        weights = np.eye(channels)[power.argmax()]
+    return np.asarray(weights, np.float32)
+
+
+class _PartWriter:
+    """Collects samples, and writes a part whenever there are enough for one."""
+
+    def __init__(self, folder: Path, file_hash: str, settings: ListenSettings, find_speech: FindSpeech) -> None:
+        self._folder, self._file_hash, self._find_speech = folder, file_hash, find_speech
+        self._longest = round(settings.part_minutes * 60 * SAMPLE_RATE)
+        self._pause = settings.part_pause
+        self._pending: list[Pcm] = []
+        self._pending_samples, self._start_ms, self._seconds = 0, 0, 0
+        self._clipped: dict[int, float] = {}
+        self._hash = hashlib.sha256()
+        self._parts: list[PartAudio] = []
+
+    def add(self, samples: Samples, clipped: float) -> None:
+        pcm = np.rint(samples.clip(-1, 1) * 32767).astype("<i2")
+        self._hash.update(pcm.tobytes())
+        self._pending.append(pcm)
+        self._pending_samples += len(pcm)
+        if clipped:
+            self._clipped[self._seconds] = clipped
+        self._seconds += 1
+        if self._pending_samples >= self._longest:
+            joined = np.concatenate(self._pending)
+            cut_ms = self._cut_ms(joined)
+            self._write(joined[: cut_ms * SAMPLES_PER_MS])
+            rest = joined[cut_ms * SAMPLES_PER_MS :].copy()
+            self._pending, self._pending_samples = [rest], len(rest)
+
+    def finish(self) -> tuple[tuple[PartAudio, ...], str]:
+        """The parts, and the hash of all of them together."""
+        if self._pending_samples:
+            joined = np.concatenate(self._pending)
+            self._write(np.pad(joined, (0, -len(joined) % SAMPLES_PER_MS)))  # to the full millisecond
+        return tuple(self._parts), self._hash.hexdigest() if self._parts else ""
+
+    def _cut_ms(self, pcm: Pcm) -> int:
+        """The middle of the longest pause near the end; without one long enough, the end."""
+        from_sample = round(len(pcm) * (1 - PART_SEARCH_SHARE))
+        speech = self._find_speech(as_samples(pcm[from_sample:]))
+        length = (len(pcm) - from_sample) / SAMPLE_RATE
+        edges = [0.0, *(time for span in speech for time in span), length]
+        start, end = max(zip(edges[::2], edges[1::2], strict=True), key=lambda gap: gap[1] - gap[0])
+        if end - start < self._pause:
+            return len(pcm) // SAMPLES_PER_MS
+        return from_sample // SAMPLES_PER_MS + round(1000 * (start + end) / 2)
+
+    def _write(self, pcm: Pcm) -> None:
+        start, end = self._start_ms, self._start_ms + len(pcm) // SAMPLES_PER_MS
+        name = f"{PARTS_FOLDER}/{self._file_hash}-{start}.flac"
+        content = io.BytesIO()
+        soundfile.write(content, pcm, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+        with atomic_write(self._folder / name) as temporary:
+            temporary.write_bytes(content.getbuffer())
+            fsync(temporary)
+        clipped = {str(second): share for second, share in self._clipped.items() if start <= 1000 * second < end}
+        self._parts.append(PartAudio(start, end, hashlib.sha256(pcm.tobytes()).hexdigest(), name, clipped))
+        self._start_ms = end

@@ -1,0 +1,264 @@
+"""First pass over one part: voice activity, speakers, words, cuts, a second transcription and every raw measure.
+
+`refine` is a pure function of the part's samples, the models and the settings; engines only map it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import soundfile
+
+from myna.audio.files import Samples
+from myna.curate.cutting import (
+    CutClip,
+    RecognisedWord,
+    SpanMs,
+    Stretch,
+    assign_words,
+    chunk_speech,
+    cut_clips,
+    merge_speech,
+)
+from myna.curate.models import CurationModels, SpeakerActivity
+from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS, as_samples
+from myna.curate.schema import SCHEMA, empty_row
+from myna.curate.settings import CurateSettings
+from myna.curate.text_measures import measure_text
+from myna.evaluate.asr import TimedTranscript
+
+EDGE_MS = 1500
+"""Length of the first and the last piece of a clip that are compared with its speaker."""
+CHUNK_PAD_MS = 200
+"""Of what lies around the speech that is recognised at once."""
+MIN_MEASURED_GAP_MS = 1000
+"""Gaps from this length on are listened to for music."""
+UNKNOWN_SPEAKER = ""
+MIN_VOICE_MS = 1000
+"""Of a stretch whose voice may overrule the speaker turns."""
+CLEAR_COSINE_MARGIN = 0.1
+"""By which another speaker must be nearer for that."""
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a recording to be refined; its audio is a FLAC."""
+
+    id: str
+    recording_hash: str
+    start_ms: int
+    end_ms: int
+    audio: str
+    """Path of the FLAC within the folder of the curation."""
+    clipped: dict[str, float] = field(default_factory=dict)
+    """Share of clipped samples by second of the recording."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ms - self.start_ms) / 1000
+
+    def read(self, folder: Path) -> Samples:
+        pcm, _ = soundfile.read(folder / self.audio, dtype="int16")
+        return as_samples(pcm)
+
+
+def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:
+    return hashlib.sha256(f"{recording_hash} {start_ms} {end_ms}".encode()).hexdigest()[:16]
+
+
+def refine(part: Part, samples: Samples, models: CurationModels, settings: CurateSettings) -> pa.Table:
+    """The rows of a part: clips and gaps that tile it, without a decision, a recording's name or a linked speaker."""
+    length = part.end_ms - part.start_ms
+    found = [(round(1000 * start), round(1000 * end)) for start, end in models.find_speech(samples, SAMPLE_RATE)]
+    speech = merge_speech(found, length, round(1000 * settings.cut.min_gap))
+    speakers = models.find_speakers(samples, SAMPLE_RATE)
+    transcripts = _transcribe(samples, speech, models, settings.listen.language)
+    voices = [models.embed(_cut(samples, *span), SAMPLE_RATE) for span in speech]
+    stretches = _stretches(speech, transcripts, _stretch_speakers(speech, voices, speakers))
+    clips = cut_clips(stretches, length, settings.cut)
+    rows = [_clip_row(part, samples, clip, _source(clip, transcripts), models, speakers) for clip in clips]
+    for row, voice in zip(rows, _clip_voices(clips, speech, voices), strict=True):
+        row["embedding"] = voice
+    _compare_ends(rows, samples, part, models)
+    rows += [_gap_row(part, samples, gap, models) for gap in _gaps(clips, length)]
+    rows.sort(key=lambda row: row["start_ms"])
+    return pa.Table.from_pylist([empty_row() | row for row in rows], SCHEMA)
+
+
+def _cut(samples: Samples, start_ms: int, end_ms: int) -> Samples:
+    return samples[max(0, start_ms) * SAMPLES_PER_MS : end_ms * SAMPLES_PER_MS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Stretches that were recognised at once."""
+
+    start_ms: int
+    end_ms: int
+    first: int
+    after: int
+    transcript: TimedTranscript
+
+
+def _transcribe(samples: Samples, speech: list[SpanMs], models: CurationModels, language: str) -> list[_Chunk]:
+    chunks = []
+    for first, after in chunk_speech(speech):
+        before = speech[first - 1][1] if first else 0
+        behind = speech[after][0] if after < len(speech) else len(samples) // SAMPLES_PER_MS
+        start = max(before, speech[first][0] - CHUNK_PAD_MS)
+        end = min(behind, speech[after - 1][1] + CHUNK_PAD_MS)
+        transcript = models.transcribe(_cut(samples, start, end), SAMPLE_RATE, language or None)
+        chunks.append(_Chunk(start, end, first, after, transcript))
+    return chunks
+
+
+def _stretches(speech: list[SpanMs], chunks: list[_Chunk], speakers: list[str]) -> list[Stretch]:
+    words: list[tuple[RecognisedWord, ...]] = []
+    for chunk in chunks:
+        offset = chunk.start_ms
+        recognised = [
+            RecognisedWord(word.text, offset + round(1000 * word.start), offset + round(1000 * word.end))
+            for word in chunk.transcript.words
+        ]
+        words += assign_words(recognised, speech[chunk.first : chunk.after])
+    return [
+        Stretch(start, end, speaker, group)
+        for (start, end), speaker, group in zip(speech, speakers, words, strict=True)
+    ]
+
+
+def _stretch_speakers(speech: list[SpanMs], voices: list[FloatArray], speakers: SpeakerActivity | None) -> list[str]:
+    """The one who speaks most of each stretch by the speaker turns, unless its voice is clearly another's."""
+    if speakers is None:
+        return [UNKNOWN_SPEAKER] * len(speech)
+    labels = []
+    for (start, end), voice in zip(speech, voices, strict=True):
+        shares = speakers.speaker_shares(start / 1000, end / 1000)
+        label = max(shares, key=lambda speaker: shares[speaker]) if shares else None
+        if len(speakers.embeddings) and end - start >= MIN_VOICE_MS:
+            cosines = [cosine(voice, mean) for mean in speakers.embeddings]
+            nearest = int(np.argmax(cosines))
+            if label is None or cosines[nearest] > cosines[label] + CLEAR_COSINE_MARGIN:
+                label = nearest
+        labels.append(UNKNOWN_SPEAKER if label is None else str(label))
+    return labels
+
+
+def _clip_voices(clips: list[CutClip], speech: list[SpanMs], voices: list[FloatArray]) -> list[FloatArray]:
+    """The mean voice of the stretches of each clip."""
+    voice_of = dict(zip(speech, voices, strict=True))
+    means = []
+    for clip in clips:
+        spans = [(one.start_ms, one.end_ms) for one in clip.stretches]
+        weights = [end - start for start, end in spans]
+        mean = np.average([voice_of[span] for span in spans], axis=0, weights=weights)
+        means.append(np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-12), np.float32))
+    return means
+
+
+def _source(clip: CutClip, chunks: list[_Chunk]) -> list[TimedTranscript]:
+    """The transcripts that the clip's words come from."""
+    start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
+    return [chunk.transcript for chunk in chunks if chunk.start_ms < end and start < chunk.end_ms]
+
+
+def _clip_row(
+    part: Part,
+    samples: Samples,
+    clip: CutClip,
+    sources: list[TimedTranscript],
+    models: CurationModels,
+    speakers: SpeakerActivity | None,
+) -> dict[str, Any]:
+    audio = _cut(samples, clip.start_ms, clip.end_ms)
+    language = sources[0].language
+    check = models.check(audio, SAMPLE_RATE, language or None)
+    overlap = speakers.overlap_share(clip.start_ms / 1000, clip.end_ms / 1000) if speakers is not None else math.nan
+    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | models.measure(audio, SAMPLE_RATE)
+    row |= {
+        "local_speaker": clip.stretches[0].speaker,
+        "text": clip.text,
+        "text_source": "recognised" if clip.text else "",
+        "normalised_text": models.normalise_text(clip.text, language),
+        "check_text": check.text,
+        "language": language,
+        "language_probability": min(source.language_probability for source in sources),
+        "avg_log_prob": min(source.avg_log_prob for source in sources),
+        "compression_ratio": max(source.compression_ratio for source in sources),
+        "overlap_share": overlap,
+        "clipped_share": _clipped(part, clip.start_ms, clip.end_ms),
+        "start_gap_ms": clip.start_gap_ms,
+        "end_gap_ms": clip.end_gap_ms,
+        "fingerprint": models.fingerprint(audio, SAMPLE_RATE),
+    }
+    return row | measure_text(clip.text, check.text, language, len(audio) / SAMPLE_RATE)
+
+
+def _segment(part: Part, start_ms: int, end_ms: int, kind: str) -> dict[str, Any]:
+    start, end = part.start_ms + start_ms, part.start_ms + end_ms
+    return {
+        "id": segment_id(part.recording_hash, start, end),
+        "recording_hash": part.recording_hash,
+        "part": part.id,
+        "start_ms": start,
+        "end_ms": end,
+        "kind": kind,
+        "audio": part.audio,
+        "audio_start_ms": start_ms,
+    }
+
+
+def _clipped(part: Part, start_ms: int, end_ms: int) -> float:
+    """From the shares of the seconds that the span touches."""
+    first, last = part.start_ms + start_ms, part.start_ms + end_ms
+    seconds = range(first // 1000, (last - 1) // 1000 + 1)
+    covered = [min(last, 1000 * (second + 1)) - max(first, 1000 * second) for second in seconds]
+    shares = [part.clipped.get(str(second), 0.0) for second in seconds]
+    return sum(share * span for share, span in zip(shares, covered, strict=True)) / (last - first)
+
+
+def _compare_ends(rows: list[dict[str, Any]], samples: Samples, part: Part, models: CurationModels) -> None:
+    """Cosines of the first and the last 1.5 s of each clip with the mean voice of its speaker in the part."""
+    by_speaker: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if len(row["embedding"]):
+            by_speaker.setdefault(row["local_speaker"], []).append(row)
+    for group in by_speaker.values():
+        weights = [row["end_ms"] - row["start_ms"] for row in group]
+        centroid = np.average([row["embedding"] for row in group], axis=0, weights=weights)
+        for row in group:
+            start = row["start_ms"] - part.start_ms
+            end = row["end_ms"] - part.start_ms
+            pieces = {"start": (start, min(end, start + EDGE_MS)), "end": (max(start, end - EDGE_MS), end)}
+            for edge, (first, last) in pieces.items():
+                embedding = models.embed(_cut(samples, first, last), SAMPLE_RATE)
+                row[f"{edge}_speaker_similarity"] = cosine(embedding, centroid)
+
+
+def cosine(one: npt.ArrayLike, other: npt.ArrayLike) -> float:
+    """Of two embeddings; NaN where one is zero."""
+    first, second = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(first @ second) / norm if norm else math.nan
+
+
+def _gaps(clips: list[CutClip], length_ms: int) -> list[SpanMs]:
+    edges = [0, *(time for clip in clips for time in (clip.start_ms, clip.end_ms)), length_ms]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
+
+
+def _gap_row(part: Part, samples: Samples, gap: SpanMs, models: CurationModels) -> dict[str, Any]:
+    start, end = gap
+    row = _segment(part, start, end, "gap")
+    if end - start >= MIN_MEASURED_GAP_MS:
+        row["music_share"] = models.music_share(_cut(samples, start, end), SAMPLE_RATE)
+    return row

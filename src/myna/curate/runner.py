@@ -1,0 +1,256 @@
+"""A curation from end to end: recordings are listened to once, then the table is decided and exported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
+from myna.curate.decision import decide
+from myna.curate.duplicates import mark_duplicates
+from myna.curate.engine import OpenModels, ProcessPool, WorkerContext, default_workers, findings_path
+from myna.curate.export import assign_splits, name_clips, write_clips, write_curated_manifest
+from myna.curate.models import NO_ASR, CurationModels
+from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
+from myna.curate.refine import Part
+from myna.curate.schema import TABLE_FILE
+from myna.curate.script import apply_scripts, read_script
+from myna.curate.settings import CurateSettings
+from myna.curate.speakers import enrolment_embeddings, link_table_speakers, loudness_gains
+from myna.curate.table import Recordings, assemble_table, find_copies, write_segments
+from myna.errors import ConfigError, DataError, OutputError
+from myna.io import claim_folder, save_text
+from myna.progress import ProgressCallback, silent
+
+INDEX_FILE = "recordings.json"
+LOCK_FILE = ".lock"
+FOLDER_KIND = "curation"
+MAX_NAMED_FILES = 5
+"""Unreadable files that a note names."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedRecording:
+    """A recording of a curated folder."""
+
+    name: str
+    file_hash: str
+    script: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CurationIndex:
+    """What the table of a folder is made of: `recordings.json`."""
+
+    first_pass: str
+    """Hash of the settings and models of the first pass."""
+    models: list[str]
+    recordings: list[IndexedRecording]
+
+    def save(self, folder: Path) -> None:
+        save_text(folder / INDEX_FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> CurationIndex:
+        try:
+            tree = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+            return cls(tree["first_pass"], tree["models"], [IndexedRecording(**one) for one in tree["recordings"]])
+        except FileNotFoundError:
+            problem = f"{folder} is no curated folder: it has no {INDEX_FILE}"
+            raise DataError(problem, hint="name recordings: myna curate SOURCE --out DIR") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder / INDEX_FILE} is damaged: {error}", hint="give the sources again") from None
+
+
+@dataclass(frozen=True, slots=True)
+class CurationResult:
+    """A curated folder. It can stand wherever a path is expected."""
+
+    folder: Path
+    recordings: int
+    seconds: float
+    """Of all recordings."""
+    kept_seconds: float
+    clips: int
+    speakers: dict[str, float]
+    """Seconds kept of each speaker, the most first."""
+    dropped: dict[str, float]
+    """Seconds dropped by reason, the most first."""
+    notes: tuple[str, ...] = ()
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+
+def run_curation(
+    sources: Sequence[Path],
+    out: Path,
+    settings: CurateSettings,
+    *,
+    script: Path | None = None,
+    workers: int | None = None,
+    limit: int | None = None,
+    open_models: OpenModels = CurationModels.open,
+    progress: ProgressCallback = silent,
+) -> CurationResult:
+    """Curate the sources into a folder; without sources, decide again what it holds.
+
+    Stopped and called again, it goes on where it was: parts that are done are not listened to again.
+    """
+    claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
+    with _lock(out):
+        notes: list[str] = []
+        if sources:
+            index = _listen(sources, out, settings, script, workers, limit, open_models, progress, notes)
+        else:
+            index = CurationIndex.load(out)
+            if index.first_pass != settings.first_pass_hash(index.models):
+                raise ConfigError(
+                    "settings under `listen` or `cut` were changed, and need the recordings to be listened to again",
+                    hint=f"name the recordings: myna curate SOURCE --out {out}",
+                )
+        table = _decide_table(out, index, settings, open_models, notes)
+        progress("deciding", 1, 1)
+        write_clips(out, table, progress)
+        write_segments(out, table)
+        write_curated_manifest(out, table)
+        settings.save(out)
+    return summarize(out, table, notes)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(folder / LOCK_FILE, timeout=0):
+            yield
+    except Timeout:
+        raise OutputError(
+            f"another process is curating into {folder}", hint="wait for it, or choose another folder with --out"
+        ) from None
+
+
+def _listen(
+    sources: Sequence[Path],
+    out: Path,
+    settings: CurateSettings,
+    script: Path | None,
+    workers: int | None,
+    limit: int | None,
+    open_models: OpenModels,
+    progress: ProgressCallback,
+    notes: list[str],
+) -> CurationIndex:
+    """The first pass over everything that was not listened to before."""
+    files = find_recordings(sources, out=out)[:limit]
+    with ProcessPool(WorkerContext(out, settings, open_models), workers or default_workers()) as pool:
+        decoded: dict[Path, DecodedRecording] = {}
+        for path, one in pool.decode(file.path for file in files):
+            decoded[path] = one
+            progress("decoding", len(decoded), len(files))
+        recordings = [(file, decoded[file.path]) for file in files]
+        names = pool.model_names()
+        parts = part_list(recordings, settings.first_pass_hash(names))
+        unique = [part for group in parts.values() for part in group]
+        pending = [part for part in unique if not findings_path(out, part).is_file()]
+        total = round(sum(part.seconds for part in unique))
+        done = total - sum(part.seconds for part in pending)
+        progress("listening", round(done), total)
+        for part, _ in pool.refine(sorted(pending, key=lambda part: -part.seconds)):
+            done += part.seconds
+            progress("listening", round(done), total)
+    damaged = [f"{file.name}: {one.problem}" for file, one in recordings if one.problem]
+    notes += [f"could not be read to its end: {problem}" for problem in damaged[:MAX_NAMED_FILES]]
+    if len(damaged) > MAX_NAMED_FILES:
+        notes.append(f"and {len(damaged) - MAX_NAMED_FILES} more; the table has all, with the reason `unreadable`")
+    scripts = {file.name: str(path.absolute()) if (path := script or file.script) else None for file in files}
+    entries = [IndexedRecording(file.name, one.file_hash, scripts[file.name]) for file, one in recordings]
+    index = CurationIndex(settings.first_pass_hash(names), names, entries)
+    index.save(out)
+    return index
+
+
+def part_list(recordings: Recordings, first_pass: str) -> dict[str, list[Part]]:
+    """The parts to refine, by recording; none of a recording that is a copy of another."""
+    copies = find_copies(recordings)
+    parts = {}
+    for file, decoded in recordings:
+        if file.name not in copies:
+            parts[file.name] = [
+                Part(
+                    hashlib.sha256(
+                        f"{decoded.recording_hash} {one.pcm_hash} {one.start_ms} {one.end_ms} {first_pass}".encode()
+                    ).hexdigest(),
+                    decoded.recording_hash,
+                    one.start_ms,
+                    one.end_ms,
+                    one.audio,
+                    one.clipped,
+                )
+                for one in decoded.parts
+            ]
+    return parts
+
+
+def _decide_table(
+    out: Path, index: CurationIndex, settings: CurateSettings, open_models: OpenModels, notes: list[str]
+) -> pa.Table:
+    """The second pass: everything that follows from the rows of the parts."""
+    recordings = []
+    for one in index.recordings:
+        decoded = DecodedRecording.load(out, one.file_hash)
+        if decoded is None:
+            raise DataError(f"{one.name} is gone from {out}", hint="give the sources again")
+        recordings.append((RecordingFile(Path(one.name), one.name), decoded))
+    parts = part_list(recordings, index.first_pass)
+    findings = {part.id: findings_path(out, part) for group in parts.values() for part in group}
+    if missing := [path for path in findings.values() if not path.is_file()]:
+        raise DataError(f"{missing[0]} is gone", hint="give the sources again")
+    table = assemble_table(recordings, parts, findings)
+    scripts = {one.name: read_script(Path(one.script)) for one in index.recordings if one.script}
+    table = apply_scripts(table, scripts)
+    enrolled = None
+    if settings.speakers.enrolment:
+        models = open_models(settings.listen.model_copy(update={"asr": NO_ASR, "check_asr": None}), 0)
+        enrolled = enrolment_embeddings(settings.speakers.enrolment, models)
+    table = link_table_speakers(table, settings.speakers, enrolled)
+    table = mark_duplicates(table)
+    corrections = load_corrections(out, notes.append)
+    table = apply_corrections(table, corrections, notes.append)
+    table = apply_hand_decisions(decide(table, settings), corrections)
+    table = name_clips(loudness_gains(table, settings.loudness))
+    return assign_splits(table, out, settings.split)
+
+
+def summarize(folder: Path, table: pa.Table, notes: Sequence[str] = ()) -> CurationResult:
+    """Hours kept and dropped of a decided table. They add up to the length of all recordings, to the millisecond."""
+    lengths = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()).tolist()
+    kept: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    clips = 0
+    columns = (table[name].to_pylist() for name in ("status", "reason", "speaker"))
+    for length, status, reason, speaker in zip(lengths, *columns, strict=True):
+        if status == "kept":
+            kept[speaker] += length
+            clips += 1
+        else:
+            dropped[reason] += length
+    assert kept.total() + dropped.total() == sum(lengths)
+    return CurationResult(
+        folder,
+        len(set(table["recording"].to_pylist())),
+        sum(lengths) / 1000,
+        kept.total() / 1000,
+        clips,
+        {name: length / 1000 for name, length in kept.most_common()},
+        {name: length / 1000 for name, length in dropped.most_common()},
+        tuple(notes),
+    )

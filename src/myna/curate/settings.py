@@ -1,0 +1,168 @@
+"""Settings of a curation: what is listened with, where is cut, and what is kept.
+
+`listen` and `cut` belong to the first pass: changing them means listening again. All others re-decide in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from myna.config import Count, Positive, Settings, Share, override, parse_settings, read_settings_tree
+from myna.curate.schema import SETTINGS_FILE
+from myna.errors import ConfigError
+from myna.io import save_text
+
+Cosine = Annotated[float, Field(ge=-1, le=1)]
+
+
+class ListenSettings(Settings):
+    """Models of the first pass."""
+
+    asr: str = "base"
+    """Name or folder of a Whisper for faster-whisper; `none` does without text, and then keeps no clip."""
+    check_asr: str | None = None
+    """Another Whisper for the second transcription of each clip; by default the same one."""
+    models: str | None = None
+    """Folder of the models that `tools/fetch_curation_models.py` makes; by default `.cache/curation`."""
+    language: str = ""
+    """Language of the recordings, such as `en`; by default each stretch of speech has it detected."""
+    device: str = Field(default="cpu", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """Where the models run."""
+    part_minutes: Positive = 30.0
+    """Longest part of a recording that is worked on at once."""
+    part_pause: Positive = 0.5
+    """Seconds of pause at which a recording is cut into parts."""
+
+
+class CutSettings(Settings):
+    """Where clips begin and end."""
+
+    min_gap: Positive = 0.15
+    """Seconds of silence that a cut needs; it lies in the middle of them."""
+    edge_silence: Positive = 0.1
+    """Seconds of silence kept at either end, where there are as many."""
+    seconds: tuple[Positive, Positive] = (3.0, 12.0)
+    """Lengths that sentences are joined to."""
+    hard_seconds: tuple[Positive, Positive] = (1.0, 20.0)
+    """Shortest and longest clip that is made, as far as there are silences to cut in."""
+    max_pause: Positive = 1.0
+    """Longest silence within a clip, in seconds."""
+
+
+class SpeakerSettings(Settings):
+    """Who speaks."""
+
+    number: Count | None = None
+    """Speakers in all recordings together; by default found by `threshold`."""
+    threshold: Cosine | None = None
+    """Cosine from which two voices are one; by default the speaker encoder's own."""
+    enrolment: tuple[str, ...] = ()
+    """Recordings of the speakers to keep, each as FILE or NAME=FILE; everyone else is dropped."""
+    enrolment_threshold: Cosine = 0.45
+    """Cosine with an enrolment from which a speaker is that one."""
+    min_share: Share = 0.02
+    """Speakers with less of all speech are nobody: their clips are `other speaker`."""
+
+
+class KeepSettings(Settings):
+    """What a clip must be like to be kept. A measure that was not made drops nothing."""
+
+    seconds: tuple[Positive, Positive] = (1.0, 20.0)
+    """Shortest and longest clip."""
+    max_overlap_share: Share = 0.02
+    """Share of the clip in which two speak."""
+    max_music_share: Share = 0.1
+    """Share of the clip that is music."""
+    min_snr_db: float = 15.0
+    """Speech above everything else, in dB."""
+    min_bandwidth_hz: float = 7000.0
+    """Highest frequency in it: a telephone has 3,400."""
+    max_clipped_share: Share = 0.001
+    """Share of samples cut off at full scale."""
+    min_dnsmos_ovrl: float = 3.0
+    """Predicted quality, from 1 to 5."""
+    min_speaker_similarity: Cosine = 0.25
+    """Cosine of the clip, and of its first and last 1.5 s, with its speaker."""
+    languages: tuple[str, ...] = ()
+    """Languages to keep; by default that of most of the speech."""
+    min_language_probability: Share = 0.8
+    """The recogniser's certainty of the language."""
+    min_avg_log_prob: float = -1.0
+    """The recogniser's certainty of the text, as a mean log probability."""
+    max_compression_ratio: Positive = 2.4
+    """Of the text by zlib: more is a loop."""
+    min_unique_word_share: Share = 0.4
+    """Different words among all of them: fewer is a loop. For texts of ten words and more."""
+    max_cer: Annotated[float, Field(ge=0)] = 0.1
+    """Character error rate between both transcriptions."""
+    max_edge_cer: Annotated[float, Field(ge=0)] = 0.2
+    """The same of the first and the last 12 characters: a cut word."""
+    characters_per_second: tuple[float, float] = (4.0, 25.0)
+    """Slowest and fastest speech."""
+    pace_iqr: Positive | None = 3.0
+    """Interquartile ranges beyond the quartiles of its speaker from which a pace is implausible."""
+    duplicates: bool = False
+    """Keep clips that repeat another one."""
+
+
+class LoudnessSettings(Settings):
+    """Loudness of the exported clips: one gain for each speaker and recording."""
+
+    target_lufs: Annotated[float, Field(le=0)] | None = -23.0
+    """Loudness by BS.1770; null leaves it as it is."""
+    max_peak_dbfs: Annotated[float, Field(le=0)] = -1.0
+    """No gain lifts a sample above this."""
+
+
+class HoldOutSettings(Settings):
+    """What is held out, as `myna split` does it."""
+
+    texts: Annotated[int, Field(ge=0)] = 10
+    """Texts to hold out, but never more than a tenth of them."""
+    speakers: Annotated[int, Field(ge=0)] = 0
+    """Speakers to hold out."""
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class CurateSettings(Settings):
+    """The complete settings of a curation."""
+
+    listen: ListenSettings = ListenSettings()
+    cut: CutSettings = CutSettings()
+    speakers: SpeakerSettings = SpeakerSettings()
+    keep: KeepSettings = KeepSettings()
+    loudness: LoudnessSettings = LoudnessSettings()
+    split: HoldOutSettings = HoldOutSettings()
+
+    def first_pass_hash(self, models: Sequence[str]) -> str:
+        """Identifies what the rows of a part depend on, besides its audio."""
+        listen = self.listen.model_dump(include={"language"})
+        tree = {"listen": listen, "cut": self.cut.model_dump(mode="json"), "models": list(models)}
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        tree = self.model_dump(mode="json")
+        save_text(folder / SETTINGS_FILE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def load_curate_settings(
+    folder: Path | None, overrides: Sequence[str] = (), file: Path | None = None
+) -> CurateSettings:
+    """Settings of a curation: those of `file`, or else those its folder was made with, and `--set KEY=VALUE` on top."""
+    path = file or (folder / SETTINGS_FILE if folder is not None else None)
+    tree: dict[str, Any] = {}
+    if path is not None and (file is not None or path.exists()):
+        try:
+            tree = read_settings_tree(path, CurateSettings, hint="write KEY: VALUE lines, or leave --settings away")
+        except FileNotFoundError:
+            raise ConfigError(f"there is no file {path}", hint="check the path given with --settings") from None
+    for setting in overrides:
+        override(tree, setting, CurateSettings)
+    return parse_settings(CurateSettings, tree, where=f"{path or 'settings'} with --set" if overrides else str(path))

@@ -1,0 +1,62 @@
+"""Models that are missing or damaged, and measures without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from myna.curate.analysis import AnalysisModels, AnalysisSettings, capabilities, load_models, measure
+from myna.curate.analysis.models import FILES
+from myna.curate.analysis.music import SpeechMusicNoiseNetwork, log_mel_patches
+from myna.curate.analysis.segmentation import SegmentationNetwork
+from myna.curate.schema import MEASURES
+from myna.errors import CheckpointError
+from tests.curate.analysis.signals import SAMPLE_RATE, babble
+
+
+def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -> None:
+    settings = AnalysisSettings(folder=tmp_path)
+    models = load_models(settings)
+    assert models == AnalysisModels()
+    report = {one.name: one for one in capabilities(settings)}
+    assert all(not report[name].available for name in FILES)
+    assert all("make curation-models" in report[name].what_to_install for name in FILES)
+    assert all(one.what_is_lost for one in report.values())
+
+
+def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path) -> None:
+    save_file(SegmentationNetwork().state_dict(), tmp_path / "segmentation.safetensors")
+    save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "speech_music_noise.safetensors")
+    models = load_models(AnalysisSettings(folder=tmp_path))
+    assert models.segmentation is not None
+    assert models.music is not None
+    assert set(models.versions) == {"segmentation", "music"}
+
+
+def test_a_file_with_other_weights_is_refused(tmp_path: Path) -> None:
+    save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "segmentation.safetensors")
+    with pytest.raises(CheckpointError, match="does not fit SegmentationNetwork"):
+        load_models(AnalysisSettings(folder=tmp_path))
+
+
+def test_without_models_measures_are_nan_and_signal_measures_are_there() -> None:
+    values = measure(babble(3, 1), SAMPLE_RATE, AnalysisModels())
+    assert set(values) <= set(MEASURES)
+    missing = {name for name, value in values.items() if np.isnan(value)}
+    assert missing == {"music_share", "snr_db", "dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig"}
+    assert values["clipped_share"] == 0
+    assert values["bandwidth_hz"] > 3000
+
+
+def test_music_of_any_length_has_a_share_and_silence_none() -> None:
+    network = SpeechMusicNoiseNetwork().eval()
+    for seconds in (0.1, 0.7, 3.0):
+        assert 0 <= network.music_share(babble(seconds, 2), SAMPLE_RATE) <= 1
+    assert network.music_share(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE) == 0
+    patches = log_mel_patches(babble(3, 2, 16_000))
+    assert patches.shape[1:] == (68, 21)
+    assert patches.mean((1, 2)) == pytest.approx(0, abs=1e-4)
+    assert patches.std((1, 2)) == pytest.approx(1, abs=1e-4)

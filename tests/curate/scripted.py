@@ -1,0 +1,131 @@
+"""A raw recording for tests, its truth, and models that need no weights: a recogniser that knows what is said where.
+
+The recogniser answers with the words whose times lie in the samples it is given, found by the samples themselves, and
+with times that are as wrong as Whisper's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soxr  # type: ignore[import-untyped]
+
+from myna.audio.files import Samples, read_audio, write_audio
+from myna.audio.signal_measures import speech_spans
+from myna.curate.analysis import AnalysisModels
+from myna.curate.engine import OpenModels
+from myna.curate.models import CurationModels
+from myna.curate.recordings import SAMPLE_RATE
+from myna.curate.settings import ListenSettings
+from myna.data.manifest import read_manifest
+from myna.evaluate.asr import TimedTranscript, TimedWord
+
+RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
+WORD_START_ERROR, WORD_END_ERROR = -0.053, -0.153
+"""Seconds: the medians of whisper-base."""
+SECOND_VOICE = 0.82
+"""Speed, and pitch with it, at which the same recordings are another voice."""
+
+
+@dataclass(frozen=True)
+class SpokenSentence:
+    text: str
+    voice: str
+    start: float
+    end: float
+
+    @property
+    def words(self) -> list[TimedWord]:
+        """Its words, their times shared out by letters."""
+        words = self.text.split()
+        ends = np.cumsum([len(word) + 1 for word in words]) / sum(len(word) + 1 for word in words)
+        times = self.start + (self.end - self.start) * np.concatenate([[0.0], ends])
+        return [TimedWord(f" {word}", *map(float, times[n : n + 2])) for n, word in enumerate(words)]
+
+
+def make_recording(count: int, *, seed: int = 0, first: int = 0) -> tuple[Samples, list[SpokenSentence]]:
+    """Sentences of two voices, one after the other, with silences between them; 24 kHz."""
+    random = np.random.default_rng(seed)
+    pieces: list[Samples] = []
+    sentences: list[SpokenSentence] = []
+
+    def silence(seconds: float) -> None:
+        pieces.append((1e-4 * random.normal(size=round(seconds * SAMPLE_RATE))).astype(np.float32))
+
+    silence(0.4)
+    for number, clip in enumerate(read_manifest(RECORDINGS / "manifest.jsonl")[first : first + count]):
+        voice = "high" if number // 3 % 2 == 0 else "low"
+        samples = read_audio(clip.audio, sample_rate=SAMPLE_RATE)
+        if voice == "low":
+            samples = soxr.resample(samples, SAMPLE_RATE, SAMPLE_RATE / SECOND_VOICE).astype(np.float32)
+        loud = np.flatnonzero(np.abs(samples) > 0.02)
+        samples = samples[loud[0] : loud[-1]]
+        start = sum(map(len, pieces)) / SAMPLE_RATE
+        sentences.append(SpokenSentence(clip.text, voice, start, start + len(samples) / SAMPLE_RATE))
+        pieces.append(samples)
+        silence(float(random.uniform(0.5, 1.4)))
+    return np.concatenate(pieces), sentences
+
+
+def write_recording(path: Path, count: int, *, seed: int = 0, first: int = 0) -> list[SpokenSentence]:
+    samples, sentences = make_recording(count, seed=seed, first=first)
+    write_audio(path, samples, SAMPLE_RATE)
+    return sentences
+
+
+class ScriptedRecogniser:
+    """Knows recordings and what is said in them."""
+
+    def __init__(self, recordings: tuple[tuple[Path, tuple[SpokenSentence, ...]], ...]) -> None:
+        self._known = [(read_audio(path, sample_rate=SAMPLE_RATE), sentences) for path, sentences in recordings]
+
+    name = "scripted recogniser"
+
+    def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript:
+        assert sample_rate == SAMPLE_RATE
+        for recording, sentences in self._known:
+            start = find_samples(recording, samples)
+            if start is not None:
+                words = [
+                    TimedWord(
+                        word.text,
+                        max(0.0, word.start - start + WORD_START_ERROR),
+                        max(0.0, word.end - start + WORD_END_ERROR),
+                    )
+                    for sentence in sentences
+                    for word in sentence.words
+                    if word.start >= start - 0.05 and word.end <= start + len(samples) / SAMPLE_RATE + 0.05
+                ]
+                return TimedTranscript(tuple(words), language or "en", 1.0, -0.2, 1.2)
+        raise AssertionError("samples of no recording that is known")
+
+
+def find_samples(recording: Samples, samples: Samples) -> float | None:
+    """Where in a recording samples were cut out, in seconds; FLAC has rounded them to 16 bits."""
+    loudest = int(np.abs(samples).argmax())
+    size = min(400, len(samples) - loudest)
+    pattern = samples[loudest : loudest + size]
+    for place in np.flatnonzero(np.abs(recording - samples[loudest]) < 1e-4):
+        window = recording[place : place + size]
+        if len(window) == size and np.abs(window - pattern).max() < 1e-3:
+            return float(place - loudest) / SAMPLE_RATE
+    return None
+
+
+def _open(
+    recordings: tuple[tuple[Path, tuple[SpokenSentence, ...]], ...], _settings: ListenSettings, _threads: int
+) -> CurationModels:
+    recogniser = ScriptedRecogniser(recordings)
+    return CurationModels(find_speech, recogniser, recogniser, AnalysisModels())
+
+
+def find_speech(samples: Samples, sample_rate: int) -> list[tuple[float, float]]:
+    return speech_spans(samples, sample_rate)
+
+
+def scripted_models(recordings: dict[Path, list[SpokenSentence]]) -> OpenModels:
+    """Opens models for these recordings, in any process."""
+    return functools.partial(_open, tuple((path, tuple(sentences)) for path, sentences in recordings.items()))
