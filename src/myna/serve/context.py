@@ -1,0 +1,237 @@
+"""What all routes of a server share: the engine, its voices and adapters, and how a request becomes a message."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.requests import HTTPConnection
+
+from myna.audio.files import Samples
+from myna.errors import DataError
+from myna.provenance.origin import SpeechOrigin, display_name, weights_sha256
+from myna.provenance.speech_log import check_log, log_speech
+from myna.serve.api_errors import ApiError
+from myna.serve.engine_client import EngineClient
+from myna.serve.messages import EngineSettings, SpeakMessage
+from myna.serve.metrics import ServerMetrics
+from myna.serve.schemas import MAX_CHARACTERS, InlineReference, SpeechSettings
+from myna.serve.uploads import UploadDecoder, recording_bytes
+from myna.speak.tuned import find_tuned
+from myna.speak.validation import read_reference
+from myna.voices.store import VoiceStore
+
+DEFAULT_VOICE = "default"
+"""The model's own voice, without a reference."""
+OPENAI_VOICES = frozenset(
+    ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
+)
+"""Voices that programs send if nobody has chosen one: the model's own, unless a voice of that name is stored."""
+OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
+"""The same of models."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What is served, where, and to whom."""
+
+    engine: EngineSettings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_characters: int = MAX_CHARACTERS
+    adapter_folders: tuple[Path, ...] = ()
+    """Folders below which adapters may be loaded while the server runs; none: it is not allowed."""
+    voices: Path | None = None
+    """Folder of stored voices, in place of the user's own."""
+    asr: str | None = None
+    """Recogniser that checks consents; without one none are taken."""
+    drain_seconds: float = 30.0
+
+    @property
+    def model(self) -> str:
+        """Id of the model in /v1/models."""
+        return display_name(self.engine.source)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSpeech:
+    """A request that was checked: its message to the engine, and where the speech comes from."""
+
+    message: SpeakMessage
+    origin: SpeechOrigin
+
+    def take(self, number: int) -> PreparedSpeech:
+        """The same with another seed."""
+        seed = self.message.sampling["seed"] + number
+        sampling = {**self.message.sampling, "seed": seed}
+        return PreparedSpeech(replace(self.message, sampling=sampling), replace(self.origin, seed=seed))
+
+
+@dataclass(eq=False)
+class ServerContext:
+    """State of a server, one for all requests."""
+
+    settings: ServerSettings
+    client: EngineClient
+    metrics: ServerMetrics
+    store: VoiceStore
+    uploads: UploadDecoder
+    adapter_sources: dict[str, str]
+    """Names and folders of adapters."""
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    _voice_samples: dict[str, tuple[Samples, str]] = field(default_factory=dict)
+    _weights: dict[str, str] = field(default_factory=dict)
+    """Hashes of trained weights, by source."""
+
+    @classmethod
+    def create(cls, settings: ServerSettings) -> ServerContext:
+        check_log()
+        client = EngineClient(settings.engine)
+        store = VoiceStore(settings.voices)
+        adapters = dict(settings.engine.adapters)
+        return cls(settings, client, ServerMetrics(client), store, UploadDecoder(), adapters)
+
+    @property
+    def sample_rate(self) -> int:
+        assert self.client.known is not None, "a model has been loaded"
+        return self.client.known.sample_rate
+
+    def resolve_model(self, name: str) -> str:
+        """Name of the adapter that a request asks for, empty for the model itself."""
+        base, adapters = self.settings.model, self.client.adapters
+        adapter = name.removeprefix(f"{base}:")
+        if adapter in adapters:
+            return adapter
+        if name in ("", base) or name in OPENAI_MODELS:
+            return ""
+        raise ApiError(
+            404,
+            f"there is no model {name[:80]!r}; there are: {', '.join((base, *adapters))}",
+            param="model",
+            code="model_not_found",
+        )
+
+    async def prepare(self, body: SpeechSettings, text: str, *, priority: int = 0, session: str = "") -> PreparedSpeech:
+        """Check a request, and turn it into a message without an id."""
+        if len(text) > self.settings.max_characters:
+            limit = f"at most {self.settings.max_characters} characters are spoken at a time, these are {len(text)}"
+            raise ApiError(400, limit, param="input", code="string_above_max_length")
+        if not text.strip():
+            raise ApiError(400, "there is no text to speak", param="input")
+        await self.client.wait_until_loaded()
+        adapter = self.resolve_model(body.model)
+        references, voice, consent = await self._references(body)
+        chosen = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p}
+        sampling: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+        message = SpeakMessage(
+            "",
+            text,
+            references,
+            adapter,
+            body.strength,
+            body.instructions,
+            body.language,
+            sampling | {"seed": body.seed, "max_seconds": body.max_seconds},
+            body.speed,
+            priority,
+            session,
+        )
+        source = self.adapter_sources.get(adapter, self.settings.engine.source)
+        origin = SpeechOrigin(
+            self.settings.model,
+            adapter or (display_name(source) if await self._weights_hash(source) else ""),
+            await self._weights_hash(source),
+            voice,
+            consent,
+            text,
+            body.seed,
+            self.client.known.watermark if self.client.known is not None else "",
+        )
+        return PreparedSpeech(message, origin)
+
+    async def _references(self, body: SpeechSettings) -> tuple[tuple[tuple[Samples, str], ...], str, str]:
+        """References of a request with their transcripts; name and consent of a stored voice."""
+        given = body.reference if isinstance(body.reference, list) else [body.reference] if body.reference else []
+        if body.ref_audio is not None:
+            given = [InlineReference.model_construct(audio=body.ref_audio, text=body.ref_text or ""), *given]
+        elif body.ref_text is not None:
+            raise ApiError(400, "ref_text is the transcript of ref_audio, which is missing", param="ref_audio")
+        if given:
+            decoded = []
+            for reference in given:
+                if not reference.text.strip():
+                    raise ApiError(400, "a reference needs its transcript", param="ref_text")
+                data = recording_bytes(reference.audio, param="ref_audio")
+                samples = await self.uploads.decode(data, self.sample_rate, param="ref_audio")
+                decoded.append((samples, reference.text))
+            return tuple(decoded), "reference", ""
+        return await self._stored_voice(body.voice_name)
+
+    async def _stored_voice(self, name: str) -> tuple[tuple[tuple[Samples, str], ...], str, str]:
+        if name in ("", DEFAULT_VOICE):
+            return (), "", ""
+        try:
+            voice = await asyncio.to_thread(self.store.get_voice, name)
+        except DataError:
+            if name in OPENAI_VOICES:
+                return (), "", ""
+            names = await asyncio.to_thread(self.voice_names)
+            raise ApiError(
+                400,
+                f"there is no voice {name[:80]!r}; there are: {', '.join(names)}",
+                param="voice",
+                code="voice_not_found",
+            ) from None
+        if voice.id not in self._voice_samples:
+            self._voice_samples[voice.id] = await asyncio.to_thread(self._read_voice, name)
+        return (self._voice_samples[voice.id],), voice.name, voice.consent.id
+
+    def _read_voice(self, name: str) -> tuple[Samples, str]:
+        recording, text = self.store.reference(self.store.get_voice(name))
+        return read_reference(recording, self.sample_rate), text
+
+    def voice_names(self) -> list[str]:
+        return [DEFAULT_VOICE, *(voice.name for voice in self.store.list_voices())]
+
+    def forget_voice(self, id: str) -> None:
+        self._voice_samples.pop(id, None)
+
+    async def _weights_hash(self, source: str) -> str:
+        """Of the weights of a run or an adapter; empty for an untuned model."""
+        if source not in self._weights:
+            tuned = await asyncio.to_thread(find_tuned, source, self.settings.engine.model)
+            self._weights[source] = await asyncio.to_thread(weights_sha256, tuned.weights) if tuned else ""
+        return self._weights[source]
+
+    async def log(self, origin: SpeechOrigin, audio: bytes, details: Mapping[str, Any]) -> None:
+        """Add what was given out to the speech log."""
+        await asyncio.to_thread(log_speech, "streamed", origin, audio, **details)
+
+
+def server_context(connection: HTTPConnection) -> ServerContext:
+    context: ServerContext = connection.app.state.context
+    return context
+
+
+async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result | None:
+    """The result of a coroutine, which is cancelled if the client goes away; None then."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    gone, task = asyncio.ensure_future(wait_for_disconnect()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (gone, task):
+            one.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)

@@ -1,0 +1,267 @@
+"""The engine process as the HTTP process sees it: started, watched, restarted, and asked for speech."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import Event, Thread
+from typing import Any
+
+from myna.serve.api_errors import ApiError
+from myna.serve.messages import (
+    AudioPiece,
+    CancelMessage,
+    EngineInfo,
+    EngineMessage,
+    EngineSettings,
+    Failure,
+    RequestEnd,
+    RequestEvent,
+    StepReport,
+)
+
+MAX_RESTART_SECONDS = 30.0
+"""Between two attempts to start the engine."""
+STOP_SECONDS = 10.0
+"""That the engine process has to end by itself."""
+STALLED_SECONDS = 60.0
+"""Without a sign of life while there is work, after which the server no longer counts as healthy."""
+RETRY_RANGE = (1, 60)
+"""Seconds told to clients in Retry-After."""
+
+log = logging.getLogger("myna.serve")
+
+
+class EngineJob:
+    """One request to the engine: its events as they come. Leaving it early cancels it."""
+
+    def __init__(self, client: EngineClient, id: str) -> None:
+        self._client, self.id = client, id
+        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self.end: RequestEnd | None = None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Audio as it comes; an error of the engine is raised. The end is in `end` afterwards."""
+        while self.end is None:
+            event = await self._events.get()
+            if isinstance(event, AudioPiece):
+                yield event.pcm
+                continue
+            self.end = event
+        if self.end.failure is not None:
+            raise ApiError.of_failure(self.end.failure)
+
+    async def result(self) -> tuple[bytes, RequestEnd]:
+        """All audio, and the end."""
+        audio = b"".join([piece async for piece in self.pieces()])
+        assert self.end is not None
+        return audio, self.end
+
+    def cancel(self) -> None:
+        self._client.cancel(self)
+
+
+class EngineClient:
+    """Starts the engine process, starts it anew when it dies, and passes requests and audio between it and asyncio.
+
+    All methods belong to the event loop; one thread of its own reads the pipe.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.info: EngineInfo | None = None
+        """None while the model is being loaded."""
+        self.known: EngineInfo | None = None
+        """Of the last model that was loaded."""
+        self.adapters: tuple[str, ...] = ()
+        self.load_failure: Failure | None = None
+        self.speaking = self.waiting = self.restarts = 0
+        self.on_report: Callable[[StepReport], None] = lambda _: None
+        self._jobs: dict[str, EngineJob] = {}
+        self._unsent: list[EngineMessage] = []
+        self._numbers = itertools.count()
+        self._seconds: deque[float] = deque(maxlen=32)
+        """How long the last requests took."""
+        self._began: dict[str, float] = {}
+        self._heard = time.monotonic()
+        self._connection: Connection | None = None
+        self._process: BaseProcess | None = None
+        self._closing = Event()
+        self._changed = asyncio.Event()
+        self._thread: Thread | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Requests that are spoken or wait at a time."""
+        return self.settings.rows + self.settings.max_waiting
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def ready(self) -> bool:
+        return self.info is not None and not self._closing.is_set()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine does its work; one that is being loaded may yet do it."""
+        stalled = bool(self._jobs) and self.ready and time.monotonic() - self._heard > STALLED_SECONDS
+        return self.load_failure is None and not stalled
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = Thread(target=self._run, name="engine pipe", daemon=True)
+        self._thread.start()
+
+    async def wait_until_loaded(self) -> None:
+        """Wait until a model has been loaded once; an error of loading it is raised."""
+        while self.known is None and self.load_failure is None:
+            await self._changed.wait()
+            self._changed.clear()
+        self._check_loaded()
+
+    def _check_loaded(self) -> None:
+        if self.load_failure is not None:
+            raise ApiError(503, f"the model cannot be loaded: {self.load_failure.message}")
+
+    async def close(self) -> None:
+        """End the engine process."""
+        self._closing.set()
+        if self._thread is None:
+            return
+        if self.info is not None and self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        if self._thread.is_alive() and self._process is not None:  # it is being loaded, or hangs
+            self._process.kill()
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+
+    def submit(self, make_message: Callable[[str], EngineMessage], *, counts: bool = True) -> EngineJob:
+        """Send a message with an id of its own; refused where the queue is full, unless it `counts` as no request."""
+        self._check_loaded()
+        if counts and self.in_flight >= self.capacity:
+            raise ApiError(
+                429,
+                f"{self.in_flight} requests are spoken or waiting, and no more are taken; try again in a moment",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"retry-after": str(self._retry_seconds())},
+            )
+        job = EngineJob(self, f"request {next(self._numbers)}")
+        self._jobs[job.id], self._began[job.id] = job, time.monotonic()
+        self.send(make_message(job.id))
+        return job
+
+    def send(self, message: EngineMessage) -> None:
+        """Send a message, or keep it until the engine is ready."""
+        if self.info is None or self._connection is None:
+            self._unsent.append(message)
+            return
+        with contextlib.suppress(OSError):  # it has just died: the thread that reads from it will tell
+            self._connection.send(message)
+
+    def cancel(self, job: EngineJob) -> None:
+        """End a request that nobody waits for any more."""
+        if self._jobs.pop(job.id, None) is not None:
+            self._began.pop(job.id, None)
+            self._unsent = [one for one in self._unsent if getattr(one, "id", "") != job.id]
+            self.send(CancelMessage(job.id))
+
+    def _retry_seconds(self) -> int:
+        """Until about half of those that wait have had their turn."""
+        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+        expected = math.ceil(mean * self.settings.max_waiting / (2 * self.settings.rows))
+        return min(max(expected, RETRY_RANGE[0]), RETRY_RANGE[1])
+
+    # In the event loop, called by the thread.
+
+    def _receive(self, message: EngineInfo | Failure | StepReport) -> None:
+        self._heard = time.monotonic()
+        match message:
+            case EngineInfo():
+                self.info = self.known = message
+                self.adapters, self.load_failure = message.adapters, None
+                unsent, self._unsent = self._unsent, []
+                for one in unsent:
+                    self.send(one)
+            case Failure():
+                self.load_failure = message
+                self._fail_all(message)
+            case StepReport():
+                self.speaking, self.waiting, self.adapters = message.speaking, message.waiting, message.adapters
+                for event in message.events:
+                    self._deliver(event)
+                self.on_report(message)
+        self._changed.set()
+
+    def _deliver(self, event: RequestEvent) -> None:
+        job = self._jobs.get(event.id)
+        if job is None:
+            return
+        job._events.put_nowait(event)
+        if isinstance(event, RequestEnd):
+            del self._jobs[event.id]
+            self._seconds.append(time.monotonic() - self._began.pop(event.id))
+
+    def _died(self, exit_code: int | None, is_told: Event) -> None:
+        """The engine process has ended: what it was doing is lost, what it was not sent yet waits for the next."""
+        self.info, self.speaking, self.waiting = None, 0, 0
+        self.restarts += 1
+        log.error("the engine process ended with code %s; it is started again", exit_code)
+        unsent = {getattr(message, "id", "") for message in self._unsent}
+        failure = Failure("the engine stopped while it was speaking; it is being started again", is_users=False)
+        self._fail_all(failure, keep=unsent)
+        is_told.set()
+
+    def _fail_all(self, failure: Failure, keep: set[str] | None = None) -> None:
+        for id in [id for id in self._jobs if not keep or id not in keep]:
+            self._deliver(RequestEnd(id, failure=failure))
+
+    # In the thread.
+
+    def _run(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        pause = 0.0
+        while not self._closing.wait(pause):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_engine, args=(self.settings, theirs), name="engine", daemon=True)
+            process.start()
+            theirs.close()
+            self._connection, self._process = ours, process
+            was_ready = False
+            try:
+                while True:
+                    message: Any = ours.recv()
+                    was_ready = was_ready or isinstance(message, EngineInfo)
+                    self._loop.call_soon_threadsafe(self._receive, message)
+            except (EOFError, OSError):
+                pass  # it has died, or is to end
+            self._connection = None
+            process.join(STOP_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            ours.close()
+            if not self._closing.is_set():
+                is_told = Event()
+                self._loop.call_soon_threadsafe(self._died, process.exitcode, is_told)
+                is_told.wait(STOP_SECONDS)
+            pause = 0.0 if was_ready else min(max(1.0, 2 * pause), MAX_RESTART_SECONDS)
+
+
+def _run_engine(settings: EngineSettings, connection: Connection) -> None:
+    """Main function of the engine process. This process does without torch, and so does not import its module."""
+    from myna.serve.engine_process import run_engine
+
+    run_engine(settings, connection)

@@ -1,0 +1,362 @@
+"""Engine process: holds the model, and turns requests from the pipe into audio, step by step."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import time
+import traceback
+from collections import OrderedDict
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Protocol
+
+from myna.audio.files import Samples, pcm16
+from myna.data.conversation import AudioClip, Reference
+from myna.data.utterance import normalise_text
+from myna.errors import ConfigError, MynaError, SpeakError
+from myna.serve.messages import (
+    AdapterMessage,
+    AnswerMessage,
+    AudioPiece,
+    CancelMessage,
+    EndSessionMessage,
+    EngineInfo,
+    EngineMessage,
+    EngineSettings,
+    Failure,
+    RequestEnd,
+    RequestEvent,
+    SpeakMessage,
+    StepReport,
+)
+from myna.serve.tempo import TempoFilter
+from myna.speak.answering import AnswerEngine, AudioQuestion
+from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.speak.live import LiveBatch, SampleFilter, StreamEvent
+from myna.speak.segments import MAX_CONTEXT_SECONDS, SpeechPlan, SpokenSegment
+from myna.speak.validation import check_speech_text
+
+MAX_CACHED_REFERENCES = 256
+"""Encoded references that are kept: those of the voices, and of clients that send theirs with every request."""
+REPORT_SECONDS = 0.25
+"""The load is reported so often, where no step has brought anything."""
+WARM_UP_TEXTS = ("Good morning.", "Good morning, and welcome. " * 4, "Good morning, and welcome. " * 12)
+
+
+def run_engine(settings: EngineSettings, connection: Connection) -> None:
+    """Main function of the engine process. It ends when the other end of the pipe is closed, and then only: a terminal
+    or a service manager sends its signals to the HTTP process too, which first waits for its requests."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    inbox: SimpleQueue[EngineMessage | None] = SimpleQueue()
+    Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    try:
+        worker = open_worker(settings)
+    except MynaError as error:
+        connection.send(Failure.of(error))
+        return
+    connection.send(worker.info)
+    reported = 0.0
+    while True:
+        messages = _read_inbox(inbox, wait=not worker.busy)
+        if None in messages:
+            return
+        began = time.perf_counter()
+        events = [event for message in messages if message is not None for event in _handle(worker, message)]
+        if worker.busy:
+            events += worker.step()
+        now = time.perf_counter()
+        if not events and now - reported < REPORT_SECONDS:
+            continue
+        reported = now
+        try:
+            connection.send(StepReport(tuple(events), worker.speaking, worker.waiting, now - began, worker.adapters))
+        except OSError:  # nobody reads any more
+            return
+
+
+def _receive(connection: Connection, inbox: SimpleQueue[EngineMessage | None]) -> None:
+    while True:
+        try:
+            inbox.put(connection.recv())
+        except (EOFError, OSError):
+            inbox.put(None)
+            return
+
+
+def _read_inbox(inbox: SimpleQueue[EngineMessage | None], *, wait: bool) -> list[EngineMessage | None]:
+    messages = [inbox.get()] if wait else []
+    while True:
+        try:
+            messages.append(inbox.get_nowait())
+        except Empty:
+            return messages
+
+
+def _handle(worker: Worker, message: EngineMessage) -> list[RequestEvent]:
+    """Pass a message on. What fails because of it fails this request alone."""
+    id = getattr(message, "id", "")
+    try:
+        return worker.handle(message)
+    except MynaError as error:
+        return [RequestEnd(id, failure=Failure.of(error))]
+    except Exception:  # noqa: BLE001 - a bug that one request has found must not end all others
+        traceback.print_exc(file=sys.stderr)
+        return [RequestEnd(id, failure=Failure("the request could not be processed", is_users=False))]
+
+
+class Worker(Protocol):
+    """A loaded model that takes messages and does its work in steps."""
+
+    info: EngineInfo
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def speaking(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    def handle(self, message: EngineMessage) -> list[RequestEvent]: ...
+
+    def step(self) -> list[RequestEvent]: ...
+
+
+def open_worker(settings: EngineSettings) -> Worker:
+    """The model of the settings, loaded and warm: one that speaks, or one that answers."""
+    from myna.models import open_family
+    from myna.models.base import AnsweringFamily
+    from myna.speak.loading import load_answer_engine, load_engine, open_base
+    from myna.speak.tuned import find_tuned
+
+    tuned = find_tuned(settings.source, settings.model)
+    run, model = (settings.source, settings.model) if tuned is not None else (None, settings.source)
+    if tuned is None:
+        family = open_family(settings.source)
+    else:
+        family = open_family(str(tuned.weights)) if tuned.is_full else open_base(tuned, settings.codec)
+    if isinstance(family, AnsweringFamily):
+        if settings.adapters:
+            raise ConfigError("a model that answers takes no adapters", hint="serve the run itself: myna serve RUN")
+        return AnswerWorker(load_answer_engine(run=run, model=model, device=settings.device))
+    engine = load_engine(
+        run=run,
+        model=model,
+        codec=settings.codec,
+        device=settings.device,
+        strength=settings.strength,
+        quantization=settings.quantization,
+        exact=settings.exact,
+    )
+    return SpeechWorker(engine, settings)
+
+
+class SpeechWorker:
+    """A model that speaks, with its running batch."""
+
+    def __init__(self, engine: Engine, settings: EngineSettings) -> None:
+        self._engine = engine
+        device = next(engine.model.parameters()).device
+        watermark = ""
+        if settings.watermark:
+            from myna.provenance.watermark import MARK_NAME, check_installed
+
+            check_installed()
+            watermark = MARK_NAME
+        self._device, self._marked = device, settings.watermark
+        self._batch = LiveBatch(
+            engine,
+            rows=settings.rows,
+            positions=settings.positions,
+            max_waiting=settings.max_waiting,
+            adapter_rank=settings.adapter_rank,
+        )
+        for name, source in settings.adapters.items():
+            engine.load_adapter(name, source)
+        self._references: OrderedDict[bytes, AudioClip] = OrderedDict()
+        self._sessions: dict[str, list[SpokenSegment]] = {}
+        self._session_of: dict[str, tuple[str, str]] = {}
+        """Session and text of requests that belong to one."""
+        self._warm_up()
+        self.info = EngineInfo(engine.codec.sample_rate, False, engine.adapters, watermark, str(device))
+
+    @property
+    def busy(self) -> bool:
+        return self._batch.busy
+
+    @property
+    def speaking(self) -> int:
+        return self._batch.speaking
+
+    @property
+    def waiting(self) -> int:
+        return self._batch.waiting
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self._engine.adapters
+
+    def _warm_up(self) -> None:
+        """Speak in every number of rows, and prompts of several lengths: what is compiled or captured is so then."""
+        batch, frame = self._batch, 1 / self._engine.codec.frame_rate
+        for number in range(batch.rows):
+            text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
+            sampling = replace(self._engine.family.sampling, max_seconds=(number + 1.5) * frame)
+            plan = self._engine.plan(SpeechRequest(text, id=text), sampling, split=False)
+            batch.submit(f"warm-up {number}", plan, filters=self._filters(1.0))
+        while batch.busy:
+            batch.step()
+
+    def handle(self, message: EngineMessage) -> list[RequestEvent]:
+        match message:
+            case SpeakMessage():
+                plan = self._plan(message)
+                self._batch.submit(message.id, plan, filters=self._filters(message.speed), priority=message.priority)
+                if message.session:
+                    self._session_of[message.id] = message.session, normalise_text(message.text)
+            case CancelMessage():
+                self._batch.cancel(message.id)
+            case EndSessionMessage():
+                self._sessions.pop(message.session, None)
+            case AdapterMessage():
+                if message.source is not None:
+                    self._engine.load_adapter(message.name, message.source)
+                else:
+                    self._engine.unload_adapter(message.name)
+                return [RequestEnd(message.id)]
+            case AnswerMessage():
+                raise SpeakError("this model speaks, and answers no questions", hint="serve a model that answers")
+        return []
+
+    def step(self) -> list[RequestEvent]:
+        return [one for event in self._batch.step() for one in self._report(event)]
+
+    def _report(self, event: StreamEvent) -> list[RequestEvent]:
+        pieces: list[RequestEvent] = [AudioPiece(event.id, pcm16(event.samples))] if len(event.samples) else []
+        if (end := event.end) is None:
+            return pieces
+        session, text = self._session_of.pop(event.id, ("", ""))
+        if session and end.finish_reason == "stop" and len(end.codes):
+            self._sessions[session] = [*self._sessions.get(session, [])[:1], (text, end.codes)]
+        failure = Failure.of(end.error) if end.error is not None else None
+        tokens = end.prompt_tokens, len(end.codes)
+        return [*pieces, RequestEnd(event.id, end.finish_reason, end.warnings, *tokens, failure=failure)]
+
+    def _plan(self, message: SpeakMessage) -> SpeechPlan:
+        engine = self._engine
+        check_speech_text(message.text, [text for _, text in message.references])
+        references = tuple(
+            Reference(normalise_text(text), self._encoded(samples)) for samples, text in message.references
+        )
+        request = SpeechRequest(
+            message.text,
+            references,
+            engine.scene if message.scene is None else message.scene,
+            id=message.text,
+            adapter=message.adapter,
+            strength=message.strength,
+        )
+        sampling = replace(engine.family.sampling, **message.sampling)
+        plan = engine.plan(request, sampling, language=message.language)
+        context = self._sessions.get(message.session, [])
+        # As between the segments of a long text: with a reference, the one before is enough, and what does not fit is
+        # left out.
+        for earlier in (context[-1:] if references else context, context[-1:]):
+            if earlier and sum(len(codes) for _, codes in earlier) <= MAX_CONTEXT_SECONDS * engine.codec.frame_rate:
+                prompt = engine._segment_prompt(request, plan.segments[0], tuple(earlier))
+                if self._batch.fits(prompt, plan.max_frames[0]):
+                    return replace(plan, prompt=prompt)
+        return plan
+
+    def _encoded(self, samples: Samples) -> AudioClip:
+        key = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
+        if key not in self._references:
+            codec = self._engine.codec
+            if len(samples) < codec.hop:
+                raise SpeakError("a reference is shorter than one frame", hint="give a few seconds of the voice")
+            with self._engine._threads():
+                self._references[key] = AudioClip(key.hex(), encode_clip(codec, samples))
+            if len(self._references) > MAX_CACHED_REFERENCES:
+                self._references.popitem(last=False)
+        self._references.move_to_end(key)
+        return self._references[key]
+
+    def _filters(self, speed: float) -> list[SampleFilter]:
+        filters: list[SampleFilter] = []
+        rate = self._engine.codec.sample_rate
+        if speed != 1.0:
+            filters.append(TempoFilter(speed, rate))
+        if self._marked:
+            from myna.provenance.watermark import StreamWatermark
+
+            filters.append(StreamWatermark(rate, device=str(self._device)))
+        return filters
+
+
+class AnswerWorker:
+    """A model that answers questions about recordings, as many at a time as its engine's batch holds."""
+
+    def __init__(self, engine: AnswerEngine) -> None:
+        self._engine, self._waiting = engine, list[AnswerMessage]()
+        device = str(next(engine.model.parameters()).device)
+        self.info = EngineInfo(engine.encoder.sample_rate, True, (), "", device)
+        self.adapters: tuple[str, ...] = ()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def speaking(self) -> int:
+        return 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def handle(self, message: EngineMessage) -> list[RequestEvent]:
+        match message:
+            case AnswerMessage():
+                if len(message.samples) < self._engine.encoder.hop:
+                    raise SpeakError("the recording is shorter than one frame", hint="send a recording of speech")
+                self._waiting.append(message)
+            case CancelMessage():
+                cancelled = [one for one in self._waiting if one.id == message.id]
+                self._waiting = [one for one in self._waiting if one.id != message.id]
+                return [RequestEnd(one.id, "cancelled") for one in cancelled]
+            case SpeakMessage() | AdapterMessage():
+                raise SpeakError(
+                    "this model answers questions about recordings, and does not speak",
+                    hint="send recordings to /v1/audio/assessments, or serve a model that speaks",
+                )
+        return []
+
+    def step(self) -> list[RequestEvent]:
+        """Answer those that wait and ask for the same kind of answer as the first."""
+        from myna.data.pronunciation.grammar import answer_grammar
+
+        first, engine = self._waiting[0], self._engine
+        kind = first.max_tokens, first.constrained
+        batch = [one for one in self._waiting if (one.max_tokens, one.constrained) == kind][: engine.batch_size]
+        ids = {one.id for one in batch}
+        self._waiting = [one for one in self._waiting if one.id not in ids]
+        engine.grammar = answer_grammar() if first.constrained else None
+        try:
+            questions = [AudioQuestion(one.id, encode_clip(engine.encoder, one.samples), one.question) for one in batch]
+            answers = list(engine.answer(questions, first.max_tokens))
+        except MynaError as error:
+            return [RequestEnd(one.id, failure=Failure.of(error)) for one in batch]
+        return [
+            RequestEnd(one.id, "stop" if answer.stopped else "length", text=answer.text)
+            for one, answer in zip(batch, answers, strict=True)
+        ]

@@ -1,0 +1,128 @@
+"""Bodies of requests and responses, as OpenAI's client and the other speech servers have them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from myna.serve.encoders import AudioFormat
+
+MAX_CHARACTERS = 4096
+"""Of a text, as OpenAI has it."""
+MAX_RECORDING_CHARACTERS = 14 * 2**20
+"""Of a recording in base64."""
+MAX_BATCH_ITEMS = 32
+MAX_TAKES = 8
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _check_unicode(cls, value: Any) -> Any:
+        """JSON can spell halves of characters, which no text holds."""
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError("this is no Unicode text")
+        return value
+
+
+class VoiceId(_Body):
+    """A voice by its id, as OpenAI's client sends custom voices."""
+
+    id: str = Field(max_length=256)
+
+
+class InlineReference(_Body):
+    """A recording of a voice, with what is said in it."""
+
+    audio: str = Field(max_length=MAX_RECORDING_CHARACTERS, description="Recording in base64, or a data URL.")
+    text: str = Field(max_length=MAX_CHARACTERS, description="What is said in it.")
+
+
+class SpeechSettings(_Body):
+    """What can be said about speech beside its text. All but the first six are fields of our own (`extra_body`)."""
+
+    model: str = Field(default="", max_length=256, description="A model or an adapter of /v1/models.")
+    voice: str | VoiceId = Field(default="", description="A voice of /v1/audio/voices; empty: the model's own.")
+    instructions: str | None = Field(
+        default=None, max_length=MAX_CHARACTERS, description="A sentence about the room or the manner (the scene)."
+    )
+    response_format: AudioFormat = "mp3"
+    speed: float = Field(default=1.0, ge=0.25, le=4.0, description="Tempo; the pitch stays.")
+    stream_format: Literal["audio", "sse"] = Field(
+        default="audio", description="Raw audio as it is made, or server-sent events."
+    )
+    stream: bool | None = Field(default=None, description="Taken for compatibility: responses are always streamed.")
+    seed: int = Field(default=0, ge=0, lt=2**53, description="Same seed, same speech.")
+    temperature: float | None = Field(default=None, ge=0.0, le=5.0, description="0 is greedy.")
+    top_k: int | None = Field(default=None, ge=0, le=100_000)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    max_seconds: float = Field(default=60.0, gt=0.0, le=600.0, description="Where a runaway is cut, at the latest.")
+    strength: float = Field(default=1.0, ge=0.0, le=4.0, description="Scale of the adapter that `model` names.")
+    language: str = Field(default="", max_length=32, description="Of a long text: helps to find its sentences.")
+    ref_audio: str | None = Field(
+        default=None, max_length=MAX_RECORDING_CHARACTERS, description="Recording of the voice, in base64."
+    )
+    ref_text: str | None = Field(default=None, max_length=MAX_CHARACTERS, description="What is said in `ref_audio`.")
+    reference: InlineReference | Annotated[list[InlineReference], Field(max_length=4)] | None = Field(
+        default=None, description="The same as one object; several for [SPEAKER0], [SPEAKER1] tags."
+    )
+
+    @property
+    def voice_name(self) -> str:
+        return self.voice if isinstance(self.voice, str) else self.voice.id
+
+
+class SpeechBody(SpeechSettings):
+    """Body of `POST /v1/audio/speech`."""
+
+    input: str = Field(description="The text to speak.")
+    takes: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_TAKES,
+        description="Speak it so often, with `seed` and those after it; answered as JSON.",
+    )
+
+
+class BatchItem(_Body):
+    """One text of a batch. What it does not say is as in `defaults`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    input: str
+
+
+class SpeechBatchBody(_Body):
+    """Body of `POST /v1/audio/speech/batch`."""
+
+    items: list[BatchItem] = Field(min_length=1, max_length=MAX_BATCH_ITEMS)
+    defaults: dict[str, Any] = Field(default_factory=dict, description="Fields of a speech request, for all items.")
+
+
+class LoadAdapterBody(_Body):
+    """Body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    lora_path: str = Field(min_length=1, max_length=4096, description="A folder below one of the allowed folders.")
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(_Body):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str = Field(min_length=1, max_length=64)
+    lora_int_id: int | None = None
+
+
+class SpokenItem(BaseModel):
+    """Speech of one text, or of one take."""
+
+    index: int
+    audio: str = Field(description="The file, in base64.")
+    format: AudioFormat
+    seed: int
+    finish_reason: str
+    warnings: list[str]
+    error: dict[str, Any] | None = None

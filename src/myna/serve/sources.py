@@ -1,0 +1,48 @@
+"""What a server is given to serve: a model, a run, or several runs on one base model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from myna.errors import ConfigError
+from myna.provenance.origin import display_name
+from myna.speak.tuned import find_tuned
+
+
+class ServedSources(NamedTuple):
+    """The model to open, and adapters to load beside it, by name."""
+
+    source: str
+    adapters: dict[str, str]
+
+
+def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters: bool = False) -> ServedSources:
+    """One source is opened as it is: a LoRA is merged into its model, which speaks fastest. Several, each perhaps as
+    NAME=SOURCE, are adapters of one base model; so is one with `keep_adapters`, as others can only be loaded beside the
+    base model."""
+    named = [_split_name(source) for source in sources]
+    tuned = [find_tuned(source, model) for _, source in named]
+    has_lora = [one is not None and not one.is_full for one in tuned]
+    if len(named) == 1 and (model is None or has_lora[0]) and not (keep_adapters and has_lora[0]):
+        return ServedSources(named[0][1], {})
+    first = 0 if has_lora[0] else 1
+    if (first == 1 and model is not None) or not all(has_lora[first:]):
+        others = ", ".join(source for (_, source), is_lora in zip(named, has_lora, strict=True) if not is_lora)
+        raise ConfigError(
+            f"only one base model can be served, and {others} is no LoRA",
+            hint="myna serve MODEL RUN ..., or myna serve RUN ... [--model BASE]; another server serves another model",
+        )
+    known = tuned[0]
+    base = named[0][1] if first or known is None else known.base_source
+    adapters = dict[str, str]()
+    for name, source in named[first:]:
+        if name in adapters or name == display_name(base):
+            raise ConfigError(f"two models are named {name}", hint=f"give a name of your own: NAME={source}")
+        adapters[name] = source
+    return ServedSources(base, adapters)
+
+
+def _split_name(source: str) -> tuple[str, str]:
+    name, separator, rest = source.partition("=")
+    return (name, rest) if separator and name and rest else (display_name(source).rpartition("/")[2], source)

@@ -1,0 +1,223 @@
+"""Routes that speak: /v1/audio/speech, as raw audio, as server-sent events, and in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.types import Receive, Scope, Send
+
+from myna.serve.api_errors import ApiError, validation_error
+from myna.serve.context import PreparedSpeech, ServerContext, server_context, unless_disconnected
+from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole
+from myna.serve.engine_client import EngineJob
+from myna.serve.messages import RequestEnd
+from myna.serve.schemas import BatchItem, SpeechBatchBody, SpeechBody, SpeechSettings, SpokenItem
+
+SEND_SECONDS = 60.0
+"""That a client may take to read what it was sent, before it counts as gone."""
+QUEUE_RETRY_SECONDS = 0.2
+"""Between attempts of a batch to find room in the queue."""
+
+router = APIRouter(tags=["speech"])
+log = logging.getLogger("myna.serve")
+
+
+@router.post(
+    "/v1/audio/speech",
+    response_class=Response,
+    responses={200: {"content": {media: {} for media in (*MEDIA_TYPES.values(), "text/event-stream")}}},
+)
+async def create_speech(body: SpeechBody, request: Request) -> Response:
+    """Speak a text. The audio is sent as it is made."""
+    context = server_context(request)
+    prepared = await context.prepare(body, body.input)
+    if body.takes == 1:
+        return SpeechResponse(context, body, prepared)
+    if body.stream_format == "sse":
+        raise ApiError(400, "several takes are answered as JSON, not as events", param="takes")
+    takes = [_speak_whole(context, prepared.take(number), body) for number in range(body.takes)]
+    items = await unless_disconnected(request.receive, asyncio.gather(*takes))
+    return JSONResponse({"results": [item.model_dump() | {"index": n} for n, item in enumerate(items or ())]})
+
+
+@router.post("/v1/audio/speech/batch")
+async def create_speech_batch(body: SpeechBatchBody, request: Request) -> JSONResponse:
+    """Speak several texts; the answer comes when all are spoken, and an item that fails has an error of its own."""
+    context = server_context(request)
+    items = [_merge_item(item, body.defaults, number) for number, item in enumerate(body.items)]
+    turns = asyncio.Semaphore(context.settings.engine.rows)
+
+    async def speak(number: int, item: SpeechBody) -> SpokenItem:
+        async with turns:
+            try:
+                prepared = await context.prepare(item, item.input, priority=1)
+                spoken = await _speak_whole(context, prepared, item, wait=True)
+            except ApiError as error:
+                return SpokenItem(
+                    index=number,
+                    audio="",
+                    format=item.response_format,
+                    seed=item.seed,
+                    finish_reason="error",
+                    warnings=[],
+                    error=error.body["error"],
+                )
+            return spoken.model_copy(update={"index": number})
+
+    work = asyncio.gather(*(speak(number, item) for number, item in enumerate(items)))
+    spoken = await unless_disconnected(request.receive, work) or []
+    failed = sum(item.error is not None for item in spoken)
+    counts = {"total": len(spoken), "succeeded": len(spoken) - failed, "failed": failed}
+    return JSONResponse({"results": [item.model_dump() for item in spoken], **counts})
+
+
+def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> SpeechBody:
+    try:
+        return SpeechBody.model_validate({**defaults, **item.model_dump()})
+    except ValidationError as error:
+        problem = validation_error(error.errors(include_url=False))
+        message, param = f"items.{number}: {problem.message}", f"items.{number}.{problem.param}"
+        raise ApiError(400, message, param=param) from None
+
+
+async def _speak_whole(
+    context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, *, wait: bool = False
+) -> SpokenItem:
+    """Speech as one file; with `wait`, a full queue is waited for."""
+    while True:
+        try:
+            job = submit_speech(context, prepared)
+            break
+        except ApiError as error:
+            if not wait or error.status != 429:
+                raise
+            await asyncio.sleep(QUEUE_RETRY_SECONDS)
+    try:
+        pcm, end = await job.result()
+    finally:
+        job.cancel()
+    await context.log(prepared.origin, pcm, {"finish_reason": end.finish_reason})
+    return SpokenItem(
+        index=0,
+        audio=base64.b64encode(encode_whole(pcm, body.response_format, context.sample_rate)).decode(),
+        format=body.response_format,
+        seed=prepared.origin.seed,
+        finish_reason=end.finish_reason or "error",
+        warnings=list(end.warnings),
+    )
+
+
+def submit_speech(context: ServerContext, prepared: PreparedSpeech) -> EngineJob:
+    return context.client.submit(lambda id: replace(prepared.message, id=id))
+
+
+class SpeechResponse(Response):
+    """Streamed speech. The status is sent with the first audio, so that what fails before it has one of its own; what
+    fails behind it aborts the connection, or is an event. A client that goes away ends its request."""
+
+    def __init__(self, context: ServerContext, body: SpeechBody, prepared: PreparedSpeech) -> None:
+        super().__init__()
+        self._context, self._prepared = context, prepared
+        self._format: AudioFormat = body.response_format
+        self._is_sse = body.stream_format == "sse"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        began = time.monotonic()
+        job = submit_speech(self._context, self._prepared)
+        try:
+            await unless_disconnected(receive, self._stream(job, send, began))
+        finally:
+            job.cancel()
+
+    async def _stream(self, job: EngineJob, send: Send, began: float) -> None:
+        is_started, given = False, bytearray()
+
+        async def send_body(data: bytes, *, more: bool = True) -> None:
+            nonlocal is_started
+            if not is_started:
+                is_started = True
+                self._context.metrics.observe_first_audio(time.monotonic() - began)
+                await send({"type": "http.response.start", "status": 200, "headers": self._response_headers()})
+            message = {"type": "http.response.body", "body": data, "more_body": more}
+            await asyncio.wait_for(send(message), SEND_SECONDS)
+
+        try:
+            async for data in self._encoded(job, given):
+                await send_body(
+                    _event("speech.audio.delta", audio=base64.b64encode(data).decode()) if self._is_sse else data
+                )
+            assert job.end is not None
+            await send_body(self._done_event(job.end) if self._is_sse else b"", more=False)
+        except ApiError as error:
+            if not is_started:
+                raise
+            log.error("request %s failed after its first audio: %s", self._prepared.origin.id, error.message)
+            if self._is_sse:
+                await send_body(_event("speech.audio.error", **error.body), more=False)
+            # Raw audio that ended as usual would pass for the whole: without a last chunk the connection is aborted.
+        except TimeoutError:
+            log.warning("request %s: its client no longer reads", self._prepared.origin.id)
+        finally:
+            if given:
+                reason = job.end.finish_reason if job.end is not None else "cancelled"
+                await asyncio.shield(self._context.log(self._prepared.origin, bytes(given), {"finish_reason": reason}))
+
+    async def _encoded(self, job: EngineJob, given: bytearray) -> AsyncIterator[bytes]:
+        encoder = AudioEncoder(self._format, self._context.sample_rate)
+        try:
+            async for pcm in job.pieces():
+                given += pcm
+                if data := encoder.push(pcm):
+                    yield data
+            if not given:
+                seed = self._prepared.origin.seed
+                raise ApiError(
+                    500,
+                    f"the model ended at once with seed {seed}: there is no speech; try another seed",
+                    code="no_speech",
+                    headers={"x-should-retry": "false"},
+                )
+            if data := encoder.finish():
+                yield data
+        finally:
+            encoder.close()
+
+    def _response_headers(self) -> list[tuple[bytes, bytes]]:
+        origin = self._prepared.origin
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8" if self._is_sse else MEDIA_TYPES[self._format],
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+            "x-request-id": origin.id,
+            "x-sample-rate": str(self._context.sample_rate),
+            "x-channels": "1",
+            "x-bit-depth": "16",
+            "x-watermark": origin.watermark or "none",
+        }
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    def _done_event(self, end: RequestEnd) -> bytes:
+        usage = {
+            "input_tokens": end.input_tokens,
+            "output_tokens": end.output_tokens,
+            "total_tokens": end.input_tokens + end.output_tokens,
+        }
+        return _event("speech.audio.done", usage=usage, finish_reason=end.finish_reason, warnings=list(end.warnings))
+
+
+def _delta_event(data: bytes) -> bytes:
+    return _event("speech.audio.delta", audio=base64.b64encode(data).decode())
+
+
+def _event(kind: str, **content: Any) -> bytes:
+    return f"data: {json.dumps({'type': kind, **content})}\n\n".encode()

@@ -1,0 +1,102 @@
+"""Recordings that clients send: decoded in a process of their own, with limits of size, memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+from myna.audio.files import Samples, check_not_silent, read_audio
+from myna.errors import AudioError
+from myna.io import sniff_suffix
+from myna.serve.api_errors import ApiError
+from myna.speak.validation import MAX_REFERENCE_SECONDS
+
+MAX_UPLOAD_BYTES = 10 * 2**20
+"""As OpenAI has it for samples of voices."""
+MAX_DECODE_SECONDS = 20.0
+MAX_DECODE_BYTES = 2 * 2**30
+"""Of memory, of all kinds, in the process that decodes."""
+RECORDING_NAME = "recording"
+
+
+class UploadDecoder:
+    """Decodes recordings one after another, in a process that may fail without harm."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._turn = asyncio.Lock()
+
+    async def decode(
+        self, data: bytes, sample_rate: int, *, param: str, max_seconds: float = MAX_REFERENCE_SECONDS
+    ) -> Samples:
+        """Mono samples of an encoded recording; `param` names the field it came in."""
+        if len(data) > MAX_UPLOAD_BYTES:
+            raise ApiError(413, f"a recording has at most {MAX_UPLOAD_BYTES // 2**20} MiB", param=param)
+        async with self._turn:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(1, context, initializer=_limit_memory)
+            pending = asyncio.get_running_loop().run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
+            try:
+                return await asyncio.wait_for(pending, MAX_DECODE_SECONDS)
+            except AudioError as error:
+                raise ApiError.of(error, param=param) from None
+            except (BrokenProcessPool, MemoryError, TimeoutError):
+                self.close()
+                raise ApiError(400, "the recording cannot be decoded within the limits", param=param) from None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_DECODE_BYTES, MAX_DECODE_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MAX_UPLOAD_BYTES, 2 * MAX_UPLOAD_BYTES))
+
+
+def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, RECORDING_NAME + sniff_suffix(data))
+        path.write_bytes(data)
+        try:
+            samples = read_audio(path, sample_rate=sample_rate, max_seconds=max_seconds)
+            check_not_silent(path, samples)
+        except AudioError as error:  # without the path, which nobody outside knows
+            raise AudioError(error.what.replace(str(path), RECORDING_NAME), hint=error.hint) from None
+        return np.ascontiguousarray(samples)
+
+
+def recording_bytes(text: str, *, param: str) -> bytes:
+    """The recording in a field of JSON: base64, or a data URL. Addresses and paths are refused: nothing that a request
+    says makes the server fetch or open anything."""
+    if text.startswith("data:"):
+        header, _, text = text.partition(",")
+        if not header.endswith(";base64"):
+            raise ApiError(400, f"{param}: a data URL must be in base64", param=param)
+    elif "://" in text[:64] or (text.startswith(("/", ".", "~")) and len(text) < 4096):
+        raise ApiError(
+            400,
+            f"{param}: addresses and paths are not opened; send the recording itself, in base64 or as a data URL",
+            param=param,
+            code="url_not_allowed",
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ApiError(400, f"{param}: this is neither base64 nor a data URL", param=param) from None

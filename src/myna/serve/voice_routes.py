@@ -1,0 +1,169 @@
+"""Routes of voices and consents: those of OpenAI's client, and the list that other servers have."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Form, Request, UploadFile
+
+from myna.audio.files import Samples, write_audio
+from myna.errors import MynaError
+from myna.serve.api_errors import ApiError
+from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context
+from myna.voices.sentences import sentence_of_day
+from myna.voices.store import Consent, StoredVoice
+
+if TYPE_CHECKING:
+    from myna.voices.consent import ConsentChecker
+
+SAMPLE_RATE = 24_000
+"""Of recordings that are kept."""
+
+router = APIRouter(tags=["voices"])
+NameField = Annotated[str, Form(max_length=64)]
+
+
+@router.get("/v1/audio/voices")
+async def list_voices(request: Request) -> dict[str, Any]:
+    """Voices that a request may name. `default` is the model's own."""
+    voices = await _in_store(server_context(request).store.list_voices)
+    return {
+        "voices": [DEFAULT_VOICE, *(voice.name for voice in voices)],
+        "uploaded_voices": [_voice_fields(voice) for voice in voices],
+        "object": "list",
+        "data": [_voice_object(voice) for voice in voices],
+    }
+
+
+@router.post("/v1/audio/voices")
+async def create_voice(
+    request: Request,
+    name: NameField,
+    audio_sample: UploadFile,
+    consent: Annotated[str, Form(max_length=128)],
+    ref_text: Annotated[str, Form(max_length=4096)] = "",
+) -> dict[str, Any]:
+    """Store a voice from a recording, checked against the recording of a consent."""
+    context = server_context(request)
+    checker = await _checker(context)
+    samples = await _decoded(context, audio_sample, "audio_sample")
+    texts = [ref_text] if ref_text else []
+    voice = await _in_store(
+        _with_file, samples, lambda file: context.store.create_voice(name, [file], consent, checker, texts=texts)
+    )
+    return _voice_object(voice)
+
+
+@router.get("/v1/audio/voices/{voice_id}")
+async def retrieve_voice(voice_id: str, request: Request) -> dict[str, Any]:
+    return _voice_object(await _in_store(server_context(request).store.get_voice, voice_id, status=404))
+
+
+@router.delete("/v1/audio/voices/{voice_id}")
+async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
+    """Remove a voice with its recordings."""
+    context = server_context(request)
+    voice = await _in_store(context.store.delete_voice, voice_id, status=404)
+    context.forget_voice(voice.id)
+    return {"id": voice.id, "object": "audio.voice.deleted", "deleted": True}
+
+
+@router.get("/v1/audio/consent_sentence", tags=["consents"])
+async def retrieve_consent_sentence(name: str, language: str = "en") -> dict[str, str]:
+    """The sentence that the speaker reads aloud, today."""
+    sentence = await _in_store(sentence_of_day, name, language)
+    return {"name": name, "language": sentence.language, "sentence": sentence.text}
+
+
+@router.post("/v1/audio/voice_consents", tags=["consents"])
+async def create_voice_consent(
+    request: Request, name: NameField, recording: UploadFile, language: Annotated[str, Form(max_length=32)]
+) -> dict[str, Any]:
+    """Store a consent, once its sentence was recognised in the recording."""
+    context = server_context(request)
+    checker = await _checker(context)
+    samples = await _decoded(context, recording, "recording")
+    consent = await _in_store(
+        _with_file, samples, lambda file: context.store.create_consent(name, file, language, checker)
+    )
+    return _consent_object(consent)
+
+
+@router.get("/v1/audio/voice_consents", tags=["consents"])
+async def list_voice_consents(request: Request) -> dict[str, Any]:
+    data = [_consent_object(one) for one in await _in_store(server_context(request).store.list_consents)]
+    ids = [one["id"] for one in data] or [None]
+    return {"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+
+
+@router.get("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
+async def retrieve_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
+    return _consent_object(await _in_store(server_context(request).store.get_consent, consent_id, status=404))
+
+
+@router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
+async def delete_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
+    """Remove a consent that no voice rests on."""
+    context = server_context(request)
+    await _in_store(context.store.get_consent, consent_id, status=404)
+    consent = await _in_store(context.store.delete_consent, consent_id, status=409)
+    return {"id": consent.id, "object": "audio.voice_consent.deleted", "deleted": True}
+
+
+async def _in_store(function: Any, *arguments: Any, status: int = 400) -> Any:
+    """Call a function of the store in a thread; its errors are those of the request."""
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    except MynaError as error:
+        raise ApiError(status, f"{error.what} ({error.hint})") from None
+
+
+async def _checker(context: ServerContext) -> ConsentChecker:
+    if context.settings.asr is None:
+        raise ApiError(
+            403,
+            "this server takes no new voices: it has no recogniser to check consents with (start it with --asr base, "
+            "or add voices on its machine: myna voice add)",
+            code="consent_checks_unavailable",
+        )
+    checker: ConsentChecker = await _in_store(_open_checker, context.settings.asr, status=503)
+    return checker
+
+
+@cache
+def _open_checker(asr: str) -> ConsentChecker:
+    from myna.voices.consent import ConsentChecker
+
+    return ConsentChecker.open(asr)
+
+
+async def _decoded(context: ServerContext, upload: UploadFile, param: str) -> Samples:
+    return await context.uploads.decode(await upload.read(), SAMPLE_RATE, param=param)
+
+
+def _with_file(samples: Samples, use: Any) -> Any:
+    """Pass samples on as a file: what is kept is what was decoded, not what was sent."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "recording.flac")
+        write_audio(file, samples, SAMPLE_RATE)
+        return use(file)
+
+
+def _voice_object(voice: StoredVoice) -> dict[str, Any]:
+    known = {"id": voice.id, "name": voice.name, "created_at": voice.created_at}
+    return {"object": "audio.voice", **known, "type": "audio_sample"}
+
+
+def _voice_fields(voice: StoredVoice) -> dict[str, Any]:
+    """As vLLM-Omni lists them."""
+    known = {"name": voice.name, "consent": voice.consent.id, "created_at": voice.created_at}
+    return {**known, "ref_text": voice.recordings[0].text, "language": voice.language}
+
+
+def _consent_object(consent: Consent) -> dict[str, Any]:
+    known = {"id": consent.id, "name": consent.name, "language": consent.language, "created_at": consent.created_at}
+    return {"object": "audio.voice_consent", **known}

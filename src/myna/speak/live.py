@@ -1,0 +1,300 @@
+"""Running batch: streams that come and go at any time, decoded together step by step."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from myna.data.codec import Codes, PendingSamples, Samples
+from myna.errors import MynaError, SpeakError
+from myna.models.base import RenderedSequence
+from myna.speak.engine import Engine
+from myna.speak.scheduler import BatchScheduler, FinishReason
+from myna.speak.segments import SegmentedGeneration, SpeechPlan
+from myna.speak.streaming import CodeStream, decode_streams, warm_up
+
+LEAD_SECONDS = 1.0
+"""A stream that is further ahead of its playback than this leaves the codec to the others."""
+SHORT_LEAD_SECONDS = 0.25
+"""While a stream is no further ahead than this, at most one prompt is let in a step."""
+
+
+class QueueFullError(SpeakError):
+    """As many requests are spoken and waiting as are allowed."""
+
+
+class SampleFilter(Protocol):
+    """What is done to the samples of one stream before they are given out, a change of tempo or a watermark."""
+
+    def push(self, samples: Samples, /) -> Samples:
+        """The next samples in, those that are ready out."""
+
+    def finish(self) -> Samples:
+        """The last ones."""
+
+
+class StreamEnd(NamedTuple):
+    """How a stream ended."""
+
+    finish_reason: FinishReason | None
+    """None where an error ended it."""
+    warnings: tuple[str, ...]
+    codes: Codes
+    """(frames, codebooks): all that was generated."""
+    prompt_tokens: int
+    error: MynaError | None = None
+
+
+class StreamEvent(NamedTuple):
+    """What a step has brought for a stream: samples, the end, or both."""
+
+    id: str
+    samples: Samples
+    end: StreamEnd | None = None
+
+
+@dataclass(eq=False)
+class _Stream:
+    id: str
+    plan: SpeechPlan
+    filters: Sequence[SampleFilter]
+    generation: SegmentedGeneration | None = None
+    code_stream: CodeStream | None = None
+    playback_ends: float | None = None
+    """When a client that plays from the first sample on has played all that it was given."""
+    cancelled: bool = False
+
+    @property
+    def generated(self) -> bool:
+        return self.generation is not None and self.generation.finish_reason is not None
+
+    def lead(self, now: float) -> float:
+        """Seconds that it is ahead of its playback; what was not heard yet has none to lose."""
+        return self.playback_ends - now if self.playback_ends is not None else 0.0
+
+    def filtered(self, samples: Samples, *, last: bool) -> Samples:
+        """Samples through the filters, one after another; `last` flushes each into the next."""
+        for one in self.filters:
+            samples = one.push(samples)
+            if last:
+                samples = np.concatenate([samples, one.finish()])
+        return samples
+
+
+@dataclass(order=True)
+class _Waiting:
+    priority: int
+    number: int
+    stream: _Stream = field(compare=False)
+
+
+class LiveBatch:
+    """Continuously running batch of an engine, with a bounded queue in front of it.
+
+    `submit` and `cancel` may be called from any thread, `step` from one. All that the streams need is allocated at the
+    start: `rows` streams are spoken at a time, with prompts and frames of at most `positions` together, and with an
+    `adapter_rank` room for adapters up to that rank. The samples of a stream are those of `Engine.speak_plans`, bit for
+    bit, whatever else is in the batch.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        rows: int,
+        positions: int,
+        max_waiting: int,
+        adapter_rank: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._clock = engine, clock
+        self.rows, self.max_waiting = rows, max_waiting
+        with engine._computing():
+            if adapter_rank is not None and engine._adapter_slots is None:
+                engine._adapter_slots = engine.family.adapter_slots(engine.model, engine.max_adapters, adapter_rank)
+            self._scheduler = BatchScheduler(
+                engine.family.speech_decoder(engine.model, rows, positions, engine._adapter_slots, exact=engine.exact)
+            )
+            warm_up(engine.codec, rows)
+        self._inbox: SimpleQueue[_Waiting | str] = SimpleQueue()
+        self._queue: list[_Waiting] = []
+        self._streams: list[_Stream] = []
+        self._decoding: tuple[list[_Stream], PendingSamples] | None = None
+        self._numbers, self._lock, self._open = itertools.count(), Lock(), 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._queue or self._streams or self._scheduler.busy or not self._inbox.empty())
+
+    @property
+    def speaking(self) -> int:
+        """Streams that have a row."""
+        return sum(not stream.generated for stream in self._streams)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have none yet."""
+        return len(self._queue)
+
+    def fits(self, prompt: RenderedSequence, max_frames: int) -> bool:
+        """Whether a prompt and its frames find room in a row."""
+        decoder = self._scheduler.decoder
+        return decoder.positions(prompt, max_frames) <= decoder.max_positions
+
+    def submit(self, id: str, plan: SpeechPlan, *, filters: Sequence[SampleFilter] = (), priority: int = 0) -> None:
+        """Queue a request under an id of its own; a lower `priority` comes first, then whoever came first."""
+        with self._lock:
+            if self._open >= self.rows + self.max_waiting:
+                raise QueueFullError(
+                    f"{self._open} requests are spoken or waiting, and no more are taken", hint="try again in a moment"
+                )
+            self._open += 1
+            self._inbox.put(_Waiting(priority, next(self._numbers), _Stream(id, plan, filters)))
+
+    def cancel(self, id: str) -> None:
+        """End a request; its row is free with the next step. One that has ended is no concern."""
+        self._inbox.put(id)
+
+    def step(self) -> list[StreamEvent]:
+        """Advance all streams by one frame; what that has brought."""
+        events = self._read_inbox() + self._let_in()
+        if self._scheduler.busy:
+            with self._engine._computing():
+                self._scheduler.advance()
+        for stream in list(self._streams):
+            if not stream.generated:
+                events += self._collect(stream)
+        # Where steps run behind the host, so does the codec: the next step is enqueued before its samples are awaited.
+        is_behind = self._scheduler.decoder.steps_ahead > 0
+        if is_behind:
+            events += self._fetch()
+        self._decode()
+        if not is_behind or not self._scheduler.busy:
+            events += self._fetch()
+        self._open_less(sum(event.end is not None for event in events))
+        return events
+
+    def _open_less(self, ended: int) -> None:
+        with self._lock:
+            self._open -= ended
+
+    def _read_inbox(self) -> list[StreamEvent]:
+        events: list[StreamEvent] = []
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                return events
+            if isinstance(message, _Waiting):
+                heapq.heappush(self._queue, message)
+                continue
+            for waiting in [one for one in self._queue if one.stream.id == message]:
+                self._queue.remove(waiting)
+                heapq.heapify(self._queue)
+                events.append(self._cancelled(waiting.stream))
+            for stream in [one for one in self._streams if one.id == message]:
+                self._streams.remove(stream)
+                events.append(self._cancelled(stream))
+
+    def _cancelled(self, stream: _Stream) -> StreamEvent:
+        stream.cancelled = True
+        if stream.generation is not None:
+            stream.generation.cancel()
+        return self._end(stream, "cancelled")
+
+    def _let_in(self) -> list[StreamEvent]:
+        """Give free rows to those that wait; one a step while a stream is about to run dry."""
+        events: list[StreamEvent] = []
+        now = self._clock()
+        leads = [stream.lead(now) for stream in self._streams if stream.playback_ends is not None]
+        allowed = 1 if min(leads, default=LEAD_SECONDS) < SHORT_LEAD_SECONDS else self.rows
+        while self._queue and self.speaking < self.rows and allowed:
+            allowed -= 1
+            stream = heapq.heappop(self._queue).stream
+            try:
+                stream.generation = self._engine._begin(stream.plan, self._scheduler)
+            except MynaError as error:
+                events.append(self._end(stream, None, error))
+                continue
+            stream.code_stream = CodeStream(self._engine.codec)
+            self._streams.append(stream)
+        return events
+
+    def _collect(self, stream: _Stream) -> list[StreamEvent]:
+        """Pass new frames of a stream on to its codec windows, and go on with its next segment."""
+        generation, codes = stream.generation, stream.code_stream
+        assert generation is not None and codes is not None
+        try:
+            generation.follow()
+        except MynaError as error:  # a later segment does not fit
+            self._streams.remove(stream)
+            generation.cancel()
+            stream.cancelled = True
+            return [self._end(stream, None, error)]
+        if generation.frames > codes.frames:
+            codes.push(generation.codes(codes.frames))
+        if stream.generated:
+            codes.end()
+        return []
+
+    def _decode(self) -> None:
+        """Start decoding the windows of all streams that are due."""
+        now = self._clock()
+        due = [stream for stream in self._streams if stream.generated or stream.lead(now) < LEAD_SECONDS]
+        if due:
+            with self._engine._threads():
+                pending = decode_streams(self._engine.codec, [_code_stream(stream) for stream in due])
+            self._decoding = due, pending
+
+    def _fetch(self) -> list[StreamEvent]:
+        """Samples that were being decoded."""
+        if self._decoding is None:
+            return []
+        streams, pending = self._decoding
+        self._decoding = None
+        events = []
+        with self._engine._threads():
+            decoded = pending()
+        for stream, samples in zip(streams, decoded, strict=True):
+            if stream.cancelled:
+                continue
+            finished = _code_stream(stream).finished
+            if stream.filters and (finished or len(samples)):
+                samples = stream.filtered(samples, last=finished)
+            if len(samples):
+                start = stream.playback_ends if stream.playback_ends is not None else self._clock()
+                stream.playback_ends = start + len(samples) / self._engine.codec.sample_rate
+            if finished:
+                self._streams.remove(stream)
+                assert stream.generation is not None
+                events.append(self._end(stream, stream.generation.finish_reason, samples=samples))
+            elif len(samples):
+                events.append(StreamEvent(stream.id, samples))
+        return events
+
+    def _end(
+        self,
+        stream: _Stream,
+        reason: FinishReason | None,
+        error: MynaError | None = None,
+        samples: Samples | None = None,
+    ) -> StreamEvent:
+        generation = stream.generation
+        codes = generation.codes() if generation is not None else np.zeros((0, self._engine.codec.codebooks), np.uint16)
+        warnings = tuple(generation.warnings) if generation is not None else ()
+        end = StreamEnd(reason, warnings, codes, len(stream.plan.prompt), error)
+        return StreamEvent(stream.id, samples if samples is not None else np.zeros(0, np.float32), end)
+
+
+def _code_stream(stream: _Stream) -> CodeStream:
+    assert stream.code_stream is not None
+    return stream.code_stream

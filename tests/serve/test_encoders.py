@@ -1,0 +1,98 @@
+"""Formats of responses: whatever the pieces, they decode to what was encoded."""
+
+from __future__ import annotations
+
+import io
+import wave
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from myna.audio.files import pcm16, read_audio
+from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole
+from myna.serve.tempo import TempoFilter
+
+RATE = 24_000
+
+
+def tone(seconds: float) -> np.ndarray:
+    return (0.4 * np.sin(2 * np.pi * 220 * np.arange(round(seconds * RATE)) / RATE)).astype(np.float32)
+
+
+def decode(data: bytes, format: str) -> np.ndarray:
+    """Samples of a file in [-1, 1], by FFmpeg."""
+    if format == "pcm":
+        return np.frombuffer(data, "<i2") / np.float32(32767)
+    with av.open(io.BytesIO(data), "r") as file:
+        resampler = av.AudioResampler("flt", "mono", RATE)
+        frames = [one for frame in file.decode(audio=0) for one in resampler.resample(frame)]
+        frames += resampler.resample(None)
+        return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
+
+
+@pytest.mark.parametrize("format", MEDIA_TYPES)
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.lists(st.integers(0, 36_000), max_size=6))
+def test_pieces_of_any_size_are_one_file(format: AudioFormat, cuts: list[int]) -> None:
+    samples = tone(1.5)
+    encoder, data = AudioEncoder(format, RATE), b""
+    for piece in np.split(samples, sorted(cuts)):
+        data += encoder.push(pcm16(piece))
+    data += encoder.finish()
+    decoded = decode(data, format)
+    assert abs(len(decoded) - len(samples)) < 0.1 * RATE
+    level = np.sqrt(np.mean(decoded[RATE // 4 : RATE] ** 2))
+    assert level == pytest.approx(0.4 / np.sqrt(2), rel=0.06), "LAME takes 5 % off"
+    crossings = int((np.diff(decoded[RATE // 4 : RATE // 4 + RATE // 2] > 0)).sum())
+    assert abs(crossings - 220) <= 2, "half a second of 220 Hz"
+
+
+@pytest.mark.parametrize("format", ["flac", "wav", "pcm"])
+def test_lossless_formats_lose_nothing(format: AudioFormat) -> None:
+    samples = tone(0.5)
+    decoded = decode(encode_whole(pcm16(samples), format, RATE), format)
+    assert np.abs(decoded - samples).max() < 1.1 / 32767 * 2
+
+
+@pytest.mark.parametrize("format", MEDIA_TYPES)
+def test_the_first_bytes_come_early(format: AudioFormat) -> None:
+    """Before a quarter of a second of audio has been pushed: a format that waits for its end would not stream."""
+    encoder, bytes_at = AudioEncoder(format, RATE), 0
+    for piece in np.split(pcm16_array(tone(0.24)), 6):
+        bytes_at += len(encoder.push(piece.tobytes()))
+    assert bytes_at > 300, "more than a header"
+    encoder.close()
+
+
+def pcm16_array(samples: np.ndarray) -> np.ndarray:
+    return np.frombuffer(pcm16(samples), "<i2")
+
+
+@pytest.mark.parametrize("format", MEDIA_TYPES)
+def test_no_samples_are_no_error(format: AudioFormat) -> None:
+    encode_whole(b"", format, RATE)
+
+
+def test_a_streamed_wav_is_read_by_others(tmp_path: Path) -> None:
+    encoder = AudioEncoder("wav", RATE)
+    data = encoder.push(pcm16(tone(0.2))) + encoder.push(pcm16(tone(0.2))) + encoder.finish()
+    assert data.count(b"RIFF") == 1
+    (tmp_path / "speech.wav").write_bytes(data)
+    assert len(read_audio(tmp_path / "speech.wav", sample_rate=RATE)) == round(0.4 * RATE)
+    with wave.open(io.BytesIO(encode_whole(pcm16(tone(0.2)), "wav", RATE))) as file:
+        assert (file.getnframes(), file.getframerate(), file.getnchannels()) == (round(0.2 * RATE), RATE, 1)
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.5, 0.8, 1.5, 4.0])
+def test_a_tempo_keeps_the_pitch(speed: float) -> None:
+    tempo, samples = TempoFilter(speed, RATE), tone(2.0)
+    pieces = [tempo.push(piece) for piece in np.split(samples, [5, 960, 20_000, 20_001])]
+    changed = np.concatenate([*pieces, tempo.finish()])
+    assert len(changed) == pytest.approx(len(samples) / speed, rel=0.06)
+    part = changed[len(changed) // 4 : len(changed) // 4 + RATE // 10]
+    crossings = int((np.diff(part > 0)).sum())
+    assert abs(crossings - 44) <= 3, "a tenth of a second of 220 Hz"
