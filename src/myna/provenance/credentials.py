@@ -1,0 +1,204 @@
+"""Content credentials (C2PA) of audio files: signed with a key of this machine, read and verified offline."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from myna.errors import OutputError
+from myna.io import sniff_suffix
+from myna.provenance.home import private_file, user_folder
+from myna.provenance.origin import SpeechOrigin
+from myna.provenance.packages import INSTALL_HINT, credentials_installed
+
+MIME_TYPES = {".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".m4a": "audio/mp4"}
+"""Formats that have a place for credentials."""
+KEY_FILE = "signing-key.pem"
+KEY_DAYS = 3650
+ASSERTION = "myna.speech"
+SYNTHETIC = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+"""IPTC's term for media made by a trained model."""
+CredentialState = Literal["own", "valid", "invalid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a file's credentials say, and whether they hold."""
+
+    state: CredentialState
+    """`own`: signed by this installation; `valid`: by another key, which nobody vouches for; `invalid`: the file was
+    changed since, or the signature is broken."""
+    signer: str
+    generator: str
+    speech: dict[str, Any] = field(default_factory=dict)
+    """Model, adapter hash, voice, consent and watermark of a file of ours; empty for another's."""
+    source_types: tuple[str, ...] = ()
+    """IPTC's terms for how the file was made."""
+    problems: tuple[str, ...] = ()
+    """C2PA's codes of what does not hold."""
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether they hold, and say that a model made the file."""
+        return self.state != "invalid" and SYNTHETIC in self.source_types
+
+
+def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | None:
+    """A file's bytes with credentials in them; None for a format that has no place for them, or where c2pa-python is
+    not installed."""
+    mime = MIME_TYPES.get(suffix.lower())
+    if mime is None or not credentials_installed():
+        return None
+    import c2pa  # type: ignore[import-untyped]
+
+    known = {
+        "id": origin.id,
+        "model": origin.model,
+        "adapter": origin.adapter,
+        "adapter_sha256": origin.adapter_sha256,
+        "voice": origin.voice,
+        "consent": origin.consent,
+        "watermark": origin.watermark,
+    }
+    created = {"action": "c2pa.created", "digitalSourceType": SYNTHETIC}
+    manifest = {
+        "claim_generator_info": [{"name": "Myna", "version": metadata.version("myna")}],
+        "title": f"{origin.id}{suffix}",
+        "assertions": [
+            {"label": "c2pa.actions", "data": {"actions": [created]}},
+            {"label": ASSERTION, "data": {key: value for key, value in known.items() if value}},
+        ],
+    }
+    key = _signing_key()
+    certificates, private_key = key[: key.index(b"-----BEGIN PRIVATE")], key[key.index(b"-----BEGIN PRIVATE") :]
+    signed = io.BytesIO()
+    with (
+        c2pa.Signer.from_info(c2pa.C2paSignerInfo("es256", certificates, private_key, None)) as signer,
+        c2pa.Builder(manifest) as builder,
+    ):
+        builder.sign(signer, mime, io.BytesIO(content), signed)
+    return signed.getvalue()
+
+
+def read_credentials(path: Path) -> Credentials | None:
+    """The credentials in an audio file; None where there are none. Nothing is fetched from a network."""
+    content = path.read_bytes()
+    mime = MIME_TYPES.get(sniff_suffix(content))
+    if mime is None:
+        return None
+    if not credentials_installed():
+        raise OutputError("content credentials are read by c2pa-python, which is not installed", hint=INSTALL_HINT)
+    import c2pa
+
+    own = _own_certificates()
+    settings: dict[str, Any] = {"verify": {"remote_manifest_fetch": False, "ocsp_fetch": False, "verify_trust": True}}
+    if own:
+        settings["trust"] = {"trust_anchors": own}
+    try:
+        with c2pa.Context.from_dict(settings) as context:
+            reader = c2pa.Reader.try_create(mime, io.BytesIO(content), context=context)
+            if reader is None:
+                return None
+            with reader:
+                return _credentials(json.loads(reader.json()), own)
+    except c2pa.C2paError as error:
+        # What is there is not what C2PA writes: a file cut short, or somebody's attempt.
+        return Credentials("invalid", "", "", problems=(str(error),))
+
+
+def _credentials(store: dict[str, Any], own: str) -> Credentials:
+    manifest = store.get("manifests", {}).get(store.get("active_manifest"), {})
+    signature, generators = manifest.get("signature_info") or {}, manifest.get("claim_generator_info") or [{}]
+    speech = [one["data"] for one in manifest.get("assertions", ()) if one["label"] == ASSERTION]
+    lists = [one["data"] for one in manifest.get("assertions", ()) if one["label"].startswith("c2pa.actions")]
+    actions = [action for data in lists for action in data.get("actions", ())]
+    codes = tuple(status["code"] for status in store.get("validation_status", ()))
+    state: CredentialState = "invalid"
+    if store.get("validation_state") in ("Trusted", "Valid"):
+        state = "own" if own and signature.get("cert_serial_number") == _serial_number(own) else "valid"
+    return Credentials(
+        state,
+        signature.get("common_name", ""),
+        f"{generators[0].get('name', '')} {generators[0].get('version', '')}".strip(),
+        speech[0] if speech else {},
+        tuple(kind for action in actions if (kind := action.get("digitalSourceType"))),
+        tuple(code for code in codes if code != "signingCredential.untrusted"),
+    )
+
+
+def _serial_number(certificates: str) -> str:
+    from cryptography import x509
+
+    return str(x509.load_pem_x509_certificate(certificates.encode()).serial_number)
+
+
+def _own_certificates() -> str:
+    file = user_folder("config") / KEY_FILE
+    content = file.read_text(encoding="ascii") if file.is_file() else ""
+    # The last certificate is that of the issuer.
+    return content[: content.index("-----BEGIN PRIVATE")] if content else ""
+
+
+def _signing_key() -> bytes:
+    """Certificates and private key of this installation in PEM, made the first time."""
+    file = user_folder("config") / KEY_FILE
+    return file.read_bytes() if file.is_file() else private_file(file, _make_key())
+
+
+def _make_key() -> bytes:
+    """A key with a certificate by an issuer whose own key is thrown away: C2PA takes none that sign themselves."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    issuer_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    fingerprint = x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:8]
+    now = datetime.now(UTC)
+
+    def certificate(name: str, public: Any, *, is_issuer: bool) -> Any:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject(name))
+            .issuer_name(subject(f"Myna issuer {fingerprint}"))
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(days=1))
+            .not_valid_after(now + timedelta(days=KEY_DAYS))
+            .add_extension(x509.BasicConstraints(ca=is_issuer, path_length=0 if is_issuer else None), critical=True)
+            .add_extension(
+                x509.KeyUsage(
+                    digital_signature=not is_issuer,
+                    key_cert_sign=is_issuer,
+                    crl_sign=is_issuer,
+                    content_commitment=False,
+                    key_encipherment=False,
+                    data_encipherment=False,
+                    key_agreement=False,
+                    encipher_only=False,
+                    decipher_only=False,
+                ),
+                critical=True,
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+        )
+        if not is_issuer:
+            usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.EMAIL_PROTECTION])
+            builder = builder.add_extension(usage, critical=False)
+        return builder.sign(issuer_key, hashes.SHA256())
+
+    def subject(name: str) -> x509.Name:
+        organization = x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Myna")
+        return x509.Name([organization, x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+    own = certificate(f"Myna installation {fingerprint}", key.public_key(), is_issuer=False)
+    issuer = certificate(f"Myna issuer {fingerprint}", issuer_key.public_key(), is_issuer=True)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return bytes(own.public_bytes(Encoding.PEM) + issuer.public_bytes(Encoding.PEM) + private)

@@ -1,0 +1,40 @@
+"""Packages of the extra `mark`, looked for before anything heavy is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+
+from myna.errors import OutputError
+
+PERTH_CHECKPOINT = "perth/perth_net/pretrained/implicit/perth_net_250000.pth.tar"
+INSTALL_HINT = 'pip install "myna[mark]"'
+UNMARKED_HINT = f"{INSTALL_HINT}, or speak without a watermark: --no-watermark (watermark=False)"
+
+
+def check_installed() -> None:
+    """Refuse to speak with a mark where a package of it is missing."""
+    perth_checkpoint()
+    if not credentials_installed():
+        raise OutputError("what is spoken is signed, and c2pa-python is not installed", hint=UNMARKED_HINT)
+
+
+def credentials_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("c2pa", "cryptography"))
+
+
+def watermark_installed() -> bool:
+    return importlib.util.find_spec("perth") is not None
+
+
+def perth_checkpoint(hint: str = UNMARKED_HINT) -> Path:
+    """The weights of the watermark, in the package resemble-perth, which is not imported. `hint` is for where they are
+    missing."""
+    try:
+        file = Path(str(metadata.distribution("resemble-perth").locate_file(PERTH_CHECKPOINT)))
+    except metadata.PackageNotFoundError:
+        raise OutputError("the watermark needs resemble-perth, which is not installed", hint=hint) from None
+    if not file.is_file():
+        raise OutputError(f"resemble-perth is installed without its weights: {file} is missing", hint=hint)
+    return file

@@ -1,0 +1,98 @@
+"""PerTh, a neural watermark: the network of resemble-perth in plain torch, its weights read from that package."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from myna.errors import OutputError
+from myna.provenance.packages import UNMARKED_HINT, perth_checkpoint
+
+MARK_NAME = "perth-implicit-1"
+"""Of the watermark, in logs, manifests and HTTP headers."""
+CHECKPOINT_SHA256 = "a15bce457ebc53ce5e6c9c3f11df78cf7ee2bf9cdab0a798902135b4c4027670"
+
+FFT_SAMPLES = 2048
+"""Of a spectrum at the network's own 32 kHz. Others are scaled to it."""
+WINDOW_SECONDS, HOP_SECONDS = 0.064, 0.01
+MARKED_BINS = 128
+"""Bins that carry the mark: those below 2 kHz."""
+MIN_MAGNITUDE, RANGE_DB = 1e-9, 195.0
+"""Levels are -180 to 15 dB, as 0 to 1."""
+FRAME_REACH = 15
+"""Frames on either side that a frame's mark depends on: five convolutions of seven taps."""
+MARK_LEVEL = 0.04
+"""Mean level of the frames that are marked: quieter ones are digital silence."""
+DETECT_LEVEL = 0.05
+"""Share of the loudest frame's mean level from which on a frame is listened to."""
+
+
+class PerthNet(nn.Module):
+    """Encoder and detector of the watermark, on levels of shape (batch, bins, frames)."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.encoder = _layers(weights, "encoder.layers")
+        self.slow = _layers(weights, "decoder.slow_layers")
+        self.normal = _layers(weights, "decoder.normal_layers")
+        self.fast = _layers(weights, "decoder.fast_layers")
+
+    def gain(self, levels: Tensor) -> Tensor:
+        """Factors of the magnitudes that are the mark, shape (batch, marked bins, frames)."""
+        is_marked = levels.mean(1, keepdim=True) > MARK_LEVEL
+        change: Tensor = self.encoder(levels[:, :MARKED_BINS]) * is_marked
+        return torch.pow(10.0, change * (RANGE_DB / 20))
+
+    def score(self, levels: Tensor) -> Tensor:
+        """How surely a clip is marked, about 0 to 1, by three networks at different tempos; shape (batch,)."""
+        means = levels.mean(1, keepdim=True)
+        is_heard = (means > DETECT_LEVEL * means.amax(2, keepdim=True)).float()
+        frames, marks, weights = levels.shape[2], [], []
+        for layers, tempo in ((self.slow, 1.25), (self.normal, 1.0), (self.fast, 0.75)):
+            size = max(1, int(frames * tempo))
+            stretched = F.interpolate(levels[:, :MARKED_BINS], size=size, mode="linear", align_corners=True)
+            heard = F.interpolate(is_heard, size=size, mode="nearest")
+            output = (layers(stretched) * heard).sum(2) / heard.sum(2).clamp(min=1)
+            weights.append(output[:, 0])
+            marks.append(output[:, 1])
+        return (torch.stack(marks, 1) * torch.stack(weights, 1).softmax(1)).sum(1).clamp(0, 1)
+
+
+def levels_of(spectra: Tensor, window: int) -> Tensor:
+    """Normalized levels of spectra of `window` samples."""
+    magnitudes = spectra.abs().mul(FFT_SAMPLES / window).clamp(min=MIN_MAGNITUDE)
+    return (20 * torch.log10(magnitudes) + 180) / RANGE_DB
+
+
+@lru_cache(maxsize=4)
+def load_perth(device: torch.device) -> PerthNet:
+    """The network on a device, kept for the next call."""
+    weights = torch.load(_checkpoint(), map_location="cpu", weights_only=True, mmap=True)["model"]
+    return PerthNet(weights).to(device).eval().requires_grad_(False)
+
+
+def _checkpoint() -> Path:
+    """The file of the weights, once it is seen to be the one that is known: it is a pickle."""
+    file = perth_checkpoint()
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != CHECKPOINT_SHA256:
+        raise OutputError(f"{file} is not the file that is known: its sha256 is {found}", hint=UNMARKED_HINT)
+    return file
+
+
+def _layers(weights: Mapping[str, Tensor], prefix: str) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for number in range(7):
+        weight, bias = weights[f"{prefix}.{number}.conv.weight"], weights[f"{prefix}.{number}.conv.bias"]
+        outputs, inputs, taps = weight.shape
+        layer = nn.Conv1d(inputs, outputs, taps, padding=taps // 2)
+        layer.load_state_dict({"weight": weight, "bias": bias})
+        modules += [layer, nn.LeakyReLU()] if number < 6 else [layer]
+    return nn.Sequential(*modules)
