@@ -316,6 +316,18 @@ class Bench:
                 scheduler.advance()
         return {"first_audio_ms": sorted(times[2:])[len(times[2:]) // 2], "all_ms": times}
 
+    def prefill(self) -> dict[str, Any]:
+        """A prompt with a reference of 5 s."""
+        decoder, times = self.decoder(1, 1024), []
+        for number in range(12):
+            prompt = self.prompt(number, audio=REFERENCE_FRAMES + 9)
+            self.synchronize()
+            start = time.perf_counter()
+            decoder.prefill(0, prompt)
+            self.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        return {"prefill_ms": sorted(times[2:])[len(times[2:]) // 2], "positions": len(prompt)}
+
     def synchronizations(self) -> dict[str, Any]:
         """How often the host waits inside 50 steps and the prefill before them."""
         scheduler = BatchScheduler(self.decoder(1, 1024))
@@ -433,6 +445,7 @@ def main() -> None:
     bench.facts["codec_warm_up_s"] = time.perf_counter() - start
     for rows in counts[-3:]:
         bench.measure(f"ours with codec, {rows} rows", partial(bench.decode, decoder, rows, codec))
+    bench.measure("prefill", bench.prefill)
     bench.measure("first audio", partial(bench.first_audio, codec))
     if bench.device.type == "cuda":
         bench.measure("synchronizations", bench.synchronizations)

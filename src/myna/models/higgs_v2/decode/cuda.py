@@ -17,7 +17,13 @@ from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
 from myna.models.higgs_v2.decode import kernels
 from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder, audio_positions, run_layers
-from myna.models.higgs_v2.decode.weights import Weight, WeightFormat, pack_weights, packed_format
+from myna.models.higgs_v2.decode.weights import (
+    Weight,
+    WeightFormat,
+    join_text_weights,
+    pack_weights,
+    packed_format,
+)
 from myna.models.higgs_v2.forward import embed_inputs
 from myna.models.higgs_v2.packing import apply_rotary
 from myna.models.higgs_v2.render import DelayPattern
@@ -105,6 +111,7 @@ class CudaDecoder(HiggsDecoder):
         self._pool: Any = None
         self._format: WeightFormat | None = "plain" if self._layers is not None else packed_format(core)
         self._packed = pack_weights(core) if self._layers is None and self._format is not None else None
+        self._text_layers = join_text_weights(core) if self._layers is not None else []
         self._levels = None
         if self._format == "nf4":
             pairs = core.model.layers[0].self_attn.q_proj.level_pairs
@@ -147,9 +154,57 @@ class CudaDecoder(HiggsDecoder):
         row, text_ids, codes, order = torch.split(static, [1, text, audio * books, text + audio])
 
         def run() -> None:
-            self._prefill(row, text_ids, codes.view(audio, books), order, adapter_version > 0)
+            parts = (row, text_ids, codes.view(audio, books), order)
+            if self._text_layers and not adapter_version:
+                self._prefill_joined(*parts)
+            else:
+                self._prefill(*parts, adapter_version > 0)
 
         return PromptGraph(self._captured(run), static)
+
+    def _prefill_joined(
+        self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor
+    ) -> None:
+        """`_prefill` for plain weights, in few kernels; of the last layer only keys and values are needed."""
+        stream, texts = embed_inputs(self.core, text_ids, codes), len(text_ids)
+        length, epsilon = len(stream), self.core.config.rms_norm_eps
+        h, x, update = stream.float(), torch.empty_like(stream), None
+        q = x.new_empty(1, self.heads, length, self.head_dim)
+        k, v = (x.new_empty(1, self.kv_heads, length, self.head_dim) for _ in range(2))
+
+        def add_and_normalize(update: torch.Tensor | None, norms: tuple[torch.Tensor, torch.Tensor]) -> None:
+            for first, last, norm in ((0, texts, norms[0]), (texts, length, norms[1])):
+                if first < last:
+                    added = None if update is None else update[first:]
+                    kernels.add_rms_norm_kernel[(last - first,)](
+                        *(h[first:], added, norm, x[first:], *(None,) * 6, epsilon, x.shape[1], 0, x.shape[1]),
+                        BLOCK=triton.next_power_of_2(x.shape[1]),
+                        **{"ADD": update is not None, "RANK": 0, "CHUNK": 0, "QUANTIZE": False},
+                        num_warps=NORM_WARPS,
+                    )
+
+        for number, (audio, text) in enumerate(zip(self._layers or (), self._text_layers, strict=True)):
+            add_and_normalize(update, (text.attention_norm, audio.attention_norm))
+            kernels.place_prompt_kernel[length, self.heads + 2 * self.kv_heads](
+                *(F.linear(x, audio.qkv.values), q, k, v, self.keys[number], self.values[number]),
+                *(self._half_cos, self._half_sin, order, row, length, self.max_positions),
+                *(self.heads, self.kv_heads, self.head_dim),
+                num_warps=1,
+            )
+            if number + 1 == len(self._text_layers):
+                return
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+            attended = attended[0].transpose(0, 1)[order].flatten(1)
+            add_and_normalize(F.linear(attended, audio.out.values), (text.mlp_norm, audio.mlp_norm))
+            update = torch.empty_like(x)
+            for first, last, weights in ((0, texts, text), (texts, length, audio)):
+                if first < last:
+                    gate_up = F.linear(x[first:last], weights.gate_up.values)
+                    gated = gate_up.new_empty(last - first, gate_up.shape[1] // 2)
+                    kernels.silu_multiply_kernel[last - first, triton.cdiv(gated.shape[1], 1024)](
+                        gate_up, gated, None, None, gated.shape[1], 1024, False
+                    )
+                    torch.mm(gated, weights.down.values.t(), out=update[first:last])
 
     @torch.inference_mode()
     def step(self, rows: int, longest: int) -> EnqueuedStep:  # noqa: ARG002 - the graph reads the lengths itself

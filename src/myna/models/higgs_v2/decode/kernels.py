@@ -85,6 +85,13 @@ def _product(weight, x, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _rotate(low, high, cos, sin, position, d, half: tl.constexpr):
+    """Rotary embedding of dimensions d of the first half of a head and their partners."""
+    c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
+    return low * c - high * s, high * c + low * s
+
+
+@triton.jit
 def qkv_kernel(
     h, norm, w, scales, levels, q_out, k_cache, v_cache, cos, sin, positions, eps, max_positions,
     K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
@@ -109,10 +116,7 @@ def qkv_kernel(
     low, high = _product(low_weight, x, FORMAT) * low_scale, _product(high_weight, x, FORMAT) * high_scale
     position = tl.load(positions)
     if head < HEADS + KV_HEADS:
-        c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
-        first = low * c - high * s
-        high = high * c + low * s
-        low = first
+        low, high = _rotate(low, high, cos, sin, position, d, half)
     if head < HEADS:
         out = q_out + head * D + d
         tl.store(out, low.to(dtype))
@@ -330,10 +334,7 @@ def rotate_and_store_kernel(
     position = tl.load(positions + b)
     dtype: tl.constexpr = k_cache.dtype.element_ty
     if head < HEADS + KV_HEADS:
-        c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
-        first = low * c - high * s
-        high = high * c + low * s
-        low = first
+        low, high = _rotate(low, high, cos, sin, position, d, half)
     if head < HEADS:
         out = q_out + (b * HEADS + head) * D + d
         tl.store(out, low.to(dtype))
@@ -347,6 +348,43 @@ def rotate_and_store_kernel(
         else:
             tl.store(v_cache + offset, low.to(dtype))
             tl.store(v_cache + offset + half, high.to(dtype))
+
+
+@triton.jit
+def place_prompt_kernel(
+    qkv, q_out, k_out, v_out, k_cache, v_cache, cos, sin, order, row, length, max_positions,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One head of one position of a prompt: rotary embedding, and to its place in the sequence, (heads, length, D), and
+    in the row's cache."""
+    half: tl.constexpr = D // 2
+    i, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, half)
+    source = qkv + (i * (HEADS + 2 * KV_HEADS) + head) * D + d
+    low, high = tl.load(source).to(tl.float32), tl.load(source + half).to(tl.float32)
+    position = tl.load(order + i)
+    dtype: tl.constexpr = q_out.dtype.element_ty
+    if head < HEADS + KV_HEADS:
+        low, high = _rotate(low, high, cos, sin, position, d, half)
+    low, high = low.to(dtype), high.to(dtype)
+    if head < HEADS:
+        out = q_out + (head * length + position) * D + d
+        tl.store(out, low)
+        tl.store(out + half, high)
+    else:
+        kv = (head - HEADS) % KV_HEADS
+        place = (kv * length + position) * D + d
+        cached = ((tl.load(row) * KV_HEADS + kv) * max_positions + position) * D + d
+        if head < HEADS + KV_HEADS:
+            tl.store(k_out + place, low)
+            tl.store(k_out + place + half, high)
+            tl.store(k_cache + cached, low)
+            tl.store(k_cache + cached + half, high)
+        else:
+            tl.store(v_out + place, low)
+            tl.store(v_out + place + half, high)
+            tl.store(v_cache + cached, low)
+            tl.store(v_cache + cached + half, high)
 
 
 @triton.jit

@@ -42,6 +42,16 @@ class LayerWeights:
     down: Weight
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TextWeights:
+    """One decoder layer, for text positions: attention's weights are those of audio."""
+
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: Weight
+    down: Weight
+
+
 def packed_format(core: Any) -> WeightFormat | None:
     """The format that kernels can read the layers in without unpacking them; None where they are not quantized, or not
     in this way."""
@@ -93,6 +103,19 @@ def join_weights(core: Any) -> list[LayerWeights]:
     """
     join = _input_major if _is_copied(core) else _join
     return [_join_layer(layer, lambda linears: Weight(join(linears))) for layer in core.model.layers]
+
+
+def join_text_weights(core: Any) -> list[TextWeights]:
+    """What text positions have weights of their own for, joined in place."""
+    return [
+        TextWeights(
+            attention_norm=layer.input_layernorm.weight.detach(),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=Weight(_join([layer.mlp.gate_proj, layer.mlp.up_proj])),
+            down=Weight(_join([layer.mlp.down_proj])),
+        )
+        for layer in core.model.layers
+    ]
 
 
 def join_head(core: Any) -> torch.Tensor:
