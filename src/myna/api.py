@@ -14,28 +14,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myna.errors import DataError, SpeakError, TrainingError
+from myna.errors import DataError, MynaError, SpeakError, TrainingError
 from myna.io import report_disk_errors
 from myna.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
+    from myna.audio.files import AudioFileFormat
     from myna.compare.comparison import Comparison
-    from myna.config import Recipe
+    from myna.config import Quantization, Recipe
+    from myna.curate.forecast import CurationForecast
+    from myna.curate.runner import CurationResult
+    from myna.curate.settings import CurateSettings
+    from myna.curate.xray.runner import Xray
     from myna.data.importers.validation import TextCheck
     from myna.data.overlap import ComparedClip, TrainedClips
     from myna.data.utterance import Utterance
     from myna.doctor.check import Check
     from myna.evaluate.evaluation import Evaluation
+    from myna.evaluate.takes import TakeRanker, TakeRanking
     from myna.models.base import GeneratedAnswer, RenderedSequence, Sampling
     from myna.models.merge import MergeCheck
+    from myna.provenance.detection import Detection
+    from myna.provenance.origin import SpeechOrigin
     from myna.speak.answering import AnswerEngine, DatasetAnswers
-    from myna.speak.engine import Engine, Speech, SpeechStream
+    from myna.speak.engine import Engine, Speech
+    from myna.speak.lines import ReferenceRecording, SpeechLine
     from myna.speak.lines_output import SpokenLines
-    from myna.speak.loading import SpeechQuantization
+    from myna.speak.marking import MarkedStream, SpeechMarker, StoredReference
     from myna.speak.segments import SpeechPlan
     from myna.train.loop import TrainingObserver
     from myna.train.run import Run
     from myna.verify.certificate import Certificate
+    from myna.voices.store import StoredVoice
 
 PathLike = str | os.PathLike[str]
 SettingOverrides = Mapping[str, Any] | Sequence[str]
@@ -120,6 +130,7 @@ def prepare(
 
 def _check_import(source: PathLike, out: Path, format: str | None) -> str:
     """The layout of a source, once it is sure that it is there and can be imported into `out`."""
+    from myna.curate.corrected_folder import check_corrections_applied
     from myna.data.importers import check_source
     from myna.data.importers.reading import OUTPUT_FILES
     from myna.io import check_writable
@@ -127,6 +138,7 @@ def _check_import(source: PathLike, out: Path, format: str | None) -> str:
     if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
         raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
     check_writable(out)
+    check_corrections_applied(Path(source))
     if (out / "manifest.jsonl").exists() and not any((out / name).exists() for name in OUTPUT_FILES):
         raise DataError(
             f"{out / 'manifest.jsonl'} was made by something else",
@@ -156,10 +168,130 @@ def _import(
         check_text=check_text,
         progress=progress,
     )
+    from myna.curate.corrected_folder import corrected_utterances
+
+    notes: list[str] = []
+    folder = Path(source) if Path(source).is_dir() else Path(source).parent
+    imported.utterances = corrected_utterances(folder, imported.utterances, notes.append)
     write_import(imported, out, max_bad=max_bad)
     count, rejected = len(imported.utterances), len(imported.rejected)
     note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
-    return imported.utterances, DataFolder(out, count, rejected, notes=(note,))
+    return imported.utterances, DataFolder(out, count, rejected, notes=(note, *notes))
+
+
+@report_disk_errors()
+def curate(
+    sources: PathLike | Sequence[PathLike],
+    out: PathLike,
+    *,
+    asr: str | None = None,
+    language: str | None = None,
+    speakers: int | None = None,
+    enrol: Sequence[str] = (),
+    script: PathLike | None = None,
+    settings_file: PathLike | None = None,
+    settings: SettingOverrides = (),
+    limit: int | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback = silent,
+) -> CurationResult:
+    """Turn raw recordings into clips with text and speaker, kept or dropped with a reason; `prepare` reads the result.
+
+    `asr`, `language`, `speakers` and `enrol` are short for `listen.asr`, `listen.language`, `speakers.number` and
+    `speakers.enrolment`. The folder remembers its settings. Called again it goes on where it was; called with no
+    sources (`[]`) it decides again with other thresholds, and listens to nothing.
+    """
+    from myna.curate.runner import run_curation
+
+    folder = Path(out)
+    return run_curation(
+        _paths(sources),
+        folder,
+        _curate_settings(folder, asr, language, speakers, enrol, settings_file, settings),
+        script=Path(script) if script is not None else None,
+        limit=limit,
+        workers=workers,
+        progress=progress,
+    )
+
+
+@report_disk_errors()
+def forecast_curation(
+    sources: PathLike | Sequence[PathLike],
+    *,
+    asr: str | None = None,
+    language: str | None = None,
+    speakers: int | None = None,
+    enrol: Sequence[str] = (),
+    settings_file: PathLike | None = None,
+    settings: SettingOverrides = (),
+    workers: int | None = None,
+    progress: ProgressCallback = silent,
+) -> CurationForecast:
+    """What `curate` would keep, and how long it would take, from ten minutes of the sources. Nothing is written."""
+    from myna.curate.forecast import forecast
+
+    chosen = _curate_settings(None, asr, language, speakers, enrol, settings_file, settings)
+    return forecast(_paths(sources), chosen, workers=workers, progress=progress)
+
+
+@report_disk_errors()
+def xray(folder: PathLike, *, model: str | None = None, progress: ProgressCallback = silent) -> Xray:
+    """Show what a curated or prepared folder holds: FOLDER/xray/report.html to look at and listen to, and xray.json.
+
+    With `model`, its texts are compared with that model's tokenizer.
+    """
+    from myna.curate.xray.runner import run_xray
+
+    return run_xray(Path(folder), model=model, progress=progress)
+
+
+@report_disk_errors()
+def correct(
+    folder: PathLike,
+    clip: str | None = None,
+    *,
+    text: str | None = None,
+    drop: bool = False,
+    restore: bool = False,
+    speaker: str | None = None,
+    start: float | None = None,
+    end: float | None = None,
+) -> list[str]:
+    """Add one correction to FOLDER/corrections.jsonl: of a clip its text, its speaker, its edges in seconds of the
+    recording, or whether it is used; or, with `speaker="A=B"` and no clip, that A is B. Returns notes on the file.
+
+    `curate` applies them when it decides again, `prepare` when it reads a folder that was not curated.
+    """
+    from myna.curate.corrected_folder import add_correction
+    from myna.curate.corrections import make_correction
+
+    notes: list[str] = []
+    made = make_correction(clip, text=text, drop=drop, restore=restore, speaker=speaker, start=start, end=end)
+    add_correction(Path(folder), made, notes.append)
+    return notes
+
+
+def _paths(sources: PathLike | Sequence[PathLike]) -> list[Path]:
+    return [Path(one) for one in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+
+
+def _curate_settings(
+    folder: Path | None,
+    asr: str | None,
+    language: str | None,
+    speakers: int | None,
+    enrol: Sequence[str],
+    file: PathLike | None,
+    settings: SettingOverrides,
+) -> CurateSettings:
+    from myna.curate.settings import load_curate_settings
+
+    named = {"listen.asr": asr, "listen.language": language, "speakers.number": speakers}
+    shortcuts: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    shortcuts |= {"speakers.enrolment": list(enrol)} if enrol else {}
+    overrides = [*_overrides(shortcuts), *_overrides(settings)]
+    return load_curate_settings(folder, overrides, Path(file) if file is not None else None)
 
 
 @report_disk_errors()
@@ -277,7 +409,20 @@ def _run_training(
         loop.run_training(
             recipe, run, observer or _ProgressObserver(progress), evaluation, resume=resume, dry_run=dry_run
         )
+        if is_needed and not dry_run:
+            _write_card(run)
     return run
+
+
+def _write_card(run: Run) -> None:
+    """Write the model card of a run that is finished. Weights are not lost for a card: what goes wrong is logged."""
+    from myna.evaluate.model_card import write_model_card
+    from myna.voices.store import VoiceStore
+
+    try:
+        write_model_card(run, {voice.name: voice.consent.id for voice in VoiceStore().list_voices()})
+    except (MynaError, OSError) as error:
+        run.log(f"no model card was written: {error}")
 
 
 class _ProgressObserver:
@@ -317,9 +462,10 @@ def _load_recipe(
     recipe: Recipe | Mapping[str, Any] | PathLike | None, given: Mapping[str, Any], settings: SettingOverrides
 ) -> Recipe:
     from myna.config import Recipe, load_recipe, parse_recipe
+    from myna.models import is_model_name
 
     if isinstance(recipe, str | os.PathLike):
-        return load_recipe(Path(recipe), [*_overrides(given), *_overrides(settings)]).absolute()
+        return load_recipe(Path(recipe), [*_overrides(given), *_overrides(settings)]).absolute(is_model_name)
     tree: dict[str, Any]
     if recipe is None:
         tree, where = {"model": {}, "data": {}, "train": {}}, "the recipe"
@@ -327,7 +473,8 @@ def _load_recipe(
         tree, where = recipe.model_dump(mode="json"), f"the recipe {recipe.name}"
     else:
         tree, where = {**recipe}, "the recipe"
-    return parse_recipe(_with_settings(tree, [*_overrides(given), *_overrides(settings)]), where=where).absolute()
+    overrides = [*_overrides(given), *_overrides(settings)]
+    return parse_recipe(_with_settings(tree, overrides), where=where).absolute(is_model_name)
 
 
 def _overrides(settings: SettingOverrides) -> list[str]:
@@ -371,8 +518,12 @@ def _run_folder(run: Run | PathLike) -> Path:
 class Voice:
     """A model that speaks: untuned, or as a run has tuned it. Made by `load`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Engine, origin: SpeechOrigin | None = None, *, adapter: str = "", strength: float = 1.0
+    ) -> None:
+        self.engine, self._known_origin = engine, origin
+        self._adapter, self._strength = adapter, strength
+        self._rankers: dict[tuple[str | None, str], TakeRanker] = {}
 
     @classmethod
     def open(
@@ -383,18 +534,45 @@ class Voice:
         codec: str | None = None,
         device: str = "auto",
         strength: float = 1.0,
-        quantization: SpeechQuantization = "none",
+        quantization: Quantization = "none",
+        exact: bool = False,
     ) -> Voice:
         """The voice of a run or an adapter, on its base model or on another `model`; or of an untuned model."""
         from myna.speak.loading import load_engine
+        from myna.speak.tuned import speech_origin
 
         return cls(
-            load_engine(run=run, model=model, codec=codec, device=device, strength=strength, quantization=quantization)
+            load_engine(
+                run=run,
+                model=model,
+                codec=codec,
+                device=device,
+                strength=strength,
+                quantization=quantization,
+                exact=exact,
+            ),
+            speech_origin(run, model),
         )
 
     @property
     def sample_rate(self) -> int:
         return self.engine.codec.sample_rate
+
+    def load_adapter(self, source: Run | PathLike, *, name: str | None = None, strength: float = 1.0) -> Voice:
+        """The voice of a run or an adapter, loaded beside the weights of this one, which must be its base model. Both
+        share the model, and so do further ones; `strength` is how much of what the LoRA has learned is applied.
+        `unload_adapter` frees its place."""
+        from myna.speak.tuned import speech_origin
+        from myna.train.run import Run
+
+        folder = source.folder if isinstance(source, Run) else source
+        name = name or Path(folder).name
+        self.engine.load_adapter(name, folder)
+        return Voice(self.engine, speech_origin(folder, self.engine.family.source), adapter=name, strength=strength)
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter that this voice was loaded as."""
+        self.engine.unload_adapter(self._adapter)
 
     def speak(
         self,
@@ -409,6 +587,8 @@ class Voice:
         top_p: float | None = None,
         max_seconds: float = 60.0,
         seed: int = 0,
+        voice: str | None = None,
+        watermark: bool = True,
         progress: ProgressCallback = silent,
     ) -> Speech:
         """Speak a text in the voice of a reference recording, given with its transcript; or of several, where the text
@@ -417,11 +597,16 @@ class Voice:
 
         A text of more than about 30 seconds is spoken in segments, each continuing those before it; `language` helps to
         find its sentences. `max_seconds` is the most for one utterance, or one segment: a runaway ends there, or where
-        its text should have long been spoken. `finish_reason` is `length` then, and `warnings` say which words."""
+        its text should have long been spoken. `finish_reason` is `length` then, and `warnings` say which words.
+
+        `voice` is the name of a stored voice (`myna voice add`), in place of a reference. What is spoken has a
+        watermark and is logged; `watermark=False` leaves out the mark, and the log says so."""
+        reference, reference_text, stored = self._stored_voice(voice, reference, reference_text)
         plan = self._plan(
             text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed
         )
-        return self._speak_plans([plan], progress)[0]
+        marker = self._marker(watermark, stored)
+        return self._given_out(self._speak_plans([plan], progress), [plan], reference, marker)[0]
 
     def speak_takes(
         self,
@@ -437,13 +622,57 @@ class Voice:
         top_p: float | None = None,
         max_seconds: float = 60.0,
         seed: int = 0,
+        voice: str | None = None,
+        watermark: bool = True,
         progress: ProgressCallback = silent,
     ) -> list[Speech]:
         """Speak a text several times at once: each take is what `speak` gives with `seed`, `seed` + 1, and so on."""
+        reference, reference_text, stored = self._stored_voice(voice, reference, reference_text)
         plan = self._plan(
             text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed
         )
-        return self._speak_plans([plan.take(number) for number in range(takes)], progress)
+        marker, plans = self._marker(watermark, stored), [plan.take(number) for number in range(takes)]
+        return self._given_out(self._speak_plans(plans, progress), plans, reference, marker)
+
+    def speak_best(
+        self,
+        text: str,
+        takes: int = 4,
+        *,
+        asr: str | None = None,
+        speaker_encoder: str = "resemblyzer",
+        reference: PathLike | Sequence[PathLike] = (),
+        reference_text: str | Sequence[str] = (),
+        scene: str | None = None,
+        language: str = "",
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_seconds: float = 60.0,
+        seed: int = 0,
+        voice: str | None = None,
+        watermark: bool = True,
+        progress: ProgressCallback = silent,
+    ) -> TakeRanking:
+        """Speak a text several times at once, as `speak_takes`, and rank the takes: those that found their end first,
+        then by word errors (`asr`: a Whisper, as of `evaluate`), by similarity to the reference's speaker and by
+        predicted MOS, as far as these metrics are installed. `best` of the result is the best `Speech`."""
+        reference, reference_text, stored = self._stored_voice(voice, reference, reference_text)
+        ranker = self._ranker(asr, speaker_encoder)
+        references = self._reference_recordings(reference, reference_text)
+        ranker.check(len(references))
+        plan = self._plan(
+            text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed
+        )
+        marker, plans = self._marker(watermark, stored), [plan.take(number) for number in range(takes)]
+        ranking = ranker.rank(
+            text, self._speak_plans(plans, progress, all_must_speak=False), references, language, progress
+        )
+        # They are ranked as the model made them, and marked afterwards.
+        chosen = [plans[take.number - 1] for take in ranking.takes]
+        marked = self._given_out([take.speech for take in ranking.takes], chosen, reference, marker)
+        takes_marked = (replace(take, speech=one) for take, one in zip(ranking.takes, marked, strict=True))
+        return replace(ranking, takes=tuple(takes_marked))
 
     def stream(
         self,
@@ -458,12 +687,17 @@ class Voice:
         top_p: float | None = None,
         max_seconds: float = 60.0,
         seed: int = 0,
-    ) -> SpeechStream:
+        voice: str | None = None,
+        watermark: bool = True,
+    ) -> MarkedStream:
         """Speak a text as `speak` does, yielding arrays of samples as they are generated, at `sample_rate`. Together
         they are the samples of `speak`; its `finish_reason` and `warnings` are known at the end."""
-        return self.engine.stream_plan(
-            self._plan(text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed)
+        reference, reference_text, stored = self._stored_voice(voice, reference, reference_text)
+        plan = self._plan(
+            text, reference, reference_text, scene, language, temperature, top_k, top_p, max_seconds, seed
         )
+        marker, recordings = self._marker(watermark, stored), self._paths(reference)
+        return marker.mark_stream(self.engine.stream_plan(plan), text, seed, recordings)
 
     def speak_lines(
         self,
@@ -479,6 +713,13 @@ class Voice:
         top_p: float | None = None,
         max_seconds: float = 60.0,
         seed: int = 0,
+        takes: int = 1,
+        asr: str | None = None,
+        speaker_encoder: str = "resemblyzer",
+        keep_takes: bool = False,
+        format: AudioFileFormat = "wav",
+        voice: str | None = None,
+        watermark: bool = True,
         batch_size: int = 16,
         force: bool = False,
         progress: ProgressCallback = silent,
@@ -486,28 +727,121 @@ class Voice:
         """Speak the lines of a file into a folder, `batch_size` at a time: a text a line, JSON lines with `text` and
         perhaps `id`, `reference`, `reference_text`, `scene`, `seed` and `language`, or ChatML. What a line does not say
         is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
-        and weights, are not spoken again."""
-        from myna.speak.lines import ReferenceRecording, open_lines
-        from myna.speak.lines_output import speak_lines
+        and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
+        `keep_takes` the others are written beside it."""
+        from myna.speak.lines import open_lines
+        from myna.speak.lines_output import LineTakes, speak_lines
 
-        pairs = zip(*self._check_references(reference, reference_text), strict=True)
-        references = [ReferenceRecording(Path(recording), transcript) for recording, transcript in pairs]
-        lines = open_lines(Path(file), Path(out), references=references, language=language, force=force)
-        sampling = self._sampling(temperature, top_k, top_p, max_seconds, seed)
+        if self._adapter:
+            raise SpeakError(
+                f"files of lines are not spoken with an adapter beside the model, as {self._adapter} is",
+                hint="open the run itself: myna.load(RUN).speak_lines(...)",
+            )
+        reference, reference_text, stored = self._stored_voice(voice, reference, reference_text)
+        references, suffix = self._reference_recordings(reference, reference_text), f".{format}"
+        lines = open_lines(Path(file), Path(out), references=references, language=language, suffix=suffix, force=force)
+        sampling, choice = self._sampling(temperature, top_k, top_p, max_seconds, seed), None
+        if takes > 1:
+            ranker = self._ranker(asr, speaker_encoder)
+            for count in {len(line.references) for line in lines}:
+                ranker.check(count)
+
+            def rank(line: SpeechLine, speeches: Sequence[Speech]) -> list[dict[str, Any]]:
+                ranking = ranker.rank(line.text, speeches, line.references, line.language)
+                return [take.to_json() for take in ranking.takes]
+
+            choice = LineTakes(takes, rank, ranker.name, keep_takes)
         return speak_lines(
-            self.engine, lines, Path(out), sampling, scene=scene, batch_size=batch_size, progress=progress
+            self.engine,
+            lines,
+            Path(out),
+            sampling,
+            scene=scene,
+            batch_size=batch_size,
+            suffix=suffix,
+            takes=choice,
+            marker=self._marker(watermark, stored),
+            progress=progress,
         )
 
-    def _speak_plans(self, plans: Sequence[SpeechPlan], progress: ProgressCallback) -> list[Speech]:
+    def _speak_plans(
+        self, plans: Sequence[SpeechPlan], progress: ProgressCallback, *, all_must_speak: bool = True
+    ) -> list[Speech]:
         spoken = dict(self.engine.speak_plans(plans, lambda frames: progress("speaking", frames, None)))
-        for number, speech in spoken.items():
-            if not len(speech.samples):
-                seed = plans[number].sampling.seed
-                raise SpeakError(
-                    f"the model ended at once with seed {seed}: there is no speech",
-                    hint="try another --seed, or train more",
-                )
+        silent_takes = [number for number, speech in sorted(spoken.items()) if not len(speech.samples)]
+        if silent_takes and (all_must_speak or len(silent_takes) == len(plans)):
+            raise SpeakError(
+                f"the model ended at once with seed {plans[silent_takes[0]].sampling.seed}: there is no speech",
+                hint="try another --seed, or train more",
+            )
         return [speech for _, speech in sorted(spoken.items())]
+
+    @property
+    def origin(self) -> SpeechOrigin:
+        """The model and the adapter, as files, the log and cards name them."""
+        from myna.provenance.origin import SpeechOrigin, display_name
+
+        return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
+
+    def _marker(self, watermark: bool, stored: StoredReference | None) -> SpeechMarker:
+        from myna.speak.marking import SpeechMarker
+
+        device = str(next(self.engine.model.parameters()).device)
+        return SpeechMarker.open(self.origin, with_watermark=watermark, device=device, stored=stored)
+
+    def _given_out(
+        self,
+        speeches: Sequence[Speech],
+        plans: Sequence[SpeechPlan],
+        reference: PathLike | Sequence[PathLike],
+        marker: SpeechMarker,
+    ) -> list[Speech]:
+        """Speech with its mark, and logged."""
+        from myna.speak.marking import log_spoken
+
+        recordings = self._paths(reference)
+        pairs = zip(speeches, plans, strict=True)
+        marked = [marker.mark(one, plan.request.text, plan.sampling.seed, recordings) for one, plan in pairs]
+        return [log_spoken(one) for one in marked]
+
+    @staticmethod
+    def _stored_voice(
+        voice: str | None, reference: PathLike | Sequence[PathLike], reference_text: str | Sequence[str]
+    ) -> tuple[PathLike | Sequence[PathLike], str | Sequence[str], StoredReference | None]:
+        """References, or those of a stored voice in their place."""
+        if voice is None:
+            return reference, reference_text, None
+        from myna.speak.marking import StoredReference
+        from myna.voices.store import VoiceStore
+
+        if reference or reference_text:
+            raise SpeakError("--voice has a reference of its own", hint="give --voice or --reference, not both")
+        store = VoiceStore()
+        stored = store.get_voice(voice)
+        recording, text = store.reference(stored)
+        return recording, text, StoredReference(recording, stored.name, stored.consent.id)
+
+    @staticmethod
+    def _paths(reference: PathLike | Sequence[PathLike]) -> list[Path]:
+        one = isinstance(reference, str | os.PathLike)
+        return [Path(reference)] if one else [Path(recording) for recording in reference]  # type: ignore[arg-type, union-attr]
+
+    def _ranker(self, asr: str | None, speaker_encoder: str) -> TakeRanker:
+        """Opened once, whatever is spoken."""
+        from myna.evaluate.takes import TakeRanker
+
+        if (asr, speaker_encoder) not in self._rankers:
+            device = next(self.engine.model.parameters()).device.type
+            self._rankers[asr, speaker_encoder] = TakeRanker.open(asr, speaker_encoder, device=device)
+        return self._rankers[asr, speaker_encoder]
+
+    def _reference_recordings(
+        self, reference: PathLike | Sequence[PathLike], reference_text: str | Sequence[str]
+    ) -> list[ReferenceRecording]:
+        from myna.speak.lines import ReferenceRecording
+
+        pairs = zip(*self._check_references(reference, reference_text), strict=True)
+        return [ReferenceRecording(Path(recording), transcript) for recording, transcript in pairs]
 
     def _plan(
         self,
@@ -531,7 +865,15 @@ class Voice:
         pairs = zip(map(Path, recordings), transcripts, strict=True)
         references = tuple(engine.reference(recording, transcript) for recording, transcript in pairs)
         sampling = self._sampling(temperature, top_k, top_p, max_seconds, seed)
-        request = SpeechRequest(text, references, engine.scene if scene is None else scene, id=text)
+        known = engine.scene_of(self._adapter)
+        request = SpeechRequest(
+            text,
+            references,
+            known if scene is None else scene,
+            id=text,
+            adapter=self._adapter,
+            strength=self._strength,
+        )
         return engine.plan(request, sampling, language=language)
 
     @staticmethod
@@ -690,16 +1032,26 @@ def load(
     codec: str | None = None,
     device: str = "auto",
     strength: float = 1.0,
-    quantization: SpeechQuantization = "none",
+    quantization: Quantization = "none",
+    exact: bool = False,
 ) -> Voice:
     """Open a model that speaks: a run or one of its checkpoints, a LoRA adapter of PEFT, or an untuned model; folders,
     or names on the hub.
 
     `model` is the base of a run or an adapter, where it is not the one that it names; `strength` is how much of what a
-    LoRA has learned is applied; `quantization` (int8, nf4) stores the weights smaller, and speaks slower.
+    LoRA has learned is applied; `quantization` stores the weights smaller: fp8 (recent GPUs alone) and int8 in half,
+    nf4 in a quarter. With `exact`, speech is the same bits whatever else is spoken at the same time, and slower.
     """
     run, model = _run_or_model(source, model)
-    return Voice.open(run=run, model=model, codec=codec, device=device, strength=strength, quantization=quantization)
+    return Voice.open(
+        run=run,
+        model=model,
+        codec=codec,
+        device=device,
+        strength=strength,
+        quantization=quantization,
+        exact=exact,
+    )
 
 
 def load_answer_model(
@@ -719,6 +1071,55 @@ def _run_or_model(source: Run | PathLike, base: str | None) -> tuple[PathLike | 
     if base is not None or find_tuned(source) is not None:
         return source, base
     return None, os.fspath(source)
+
+
+# Voices and marks
+
+
+def add_voice(
+    name: str,
+    recordings: Sequence[PathLike],
+    consent: PathLike,
+    *,
+    language: str = "en",
+    texts: Sequence[str] = (),
+    asr: str = "base",
+    speaker_encoder: str = "resemblyzer",
+    device: str = "auto",
+) -> StoredVoice:
+    """Store a voice by its recordings and the recording of its speaker's consent, in which the sentence of
+    `consent_sentence` is read aloud. The words are checked by the ASR and the voice by the speaker encoder, both as of
+    `evaluate`. `texts` are transcripts of the recordings, by default those of the ASR."""
+    from myna.train.precision import pick_device
+    from myna.voices.consent import ConsentChecker
+    from myna.voices.store import VoiceStore, check_voice_name
+
+    check_voice_name(name)
+    store = VoiceStore()
+    store.check_new_name(name)
+    checker = ConsentChecker.open(asr, speaker_encoder, str(pick_device(device)))
+    known = store.create_consent(name, Path(consent), language, checker)
+    try:
+        return store.create_voice(name, [Path(one) for one in recordings], known.id, checker, texts=texts)
+    except BaseException:
+        store.delete_consent(known.id)  # of no use without its voice
+        raise
+
+
+def consent_sentence(name: str, *, language: str = "en") -> str:
+    """The sentence that a speaker of that name reads aloud today, to agree to a stored voice."""
+    from myna.voices.sentences import sentence_of_day
+    from myna.voices.store import check_voice_name
+
+    check_voice_name(name)
+    return sentence_of_day(name, language).text
+
+
+def detect(file: PathLike, *, device: str = "cpu") -> Detection:
+    """Look for the watermark and content credentials in an audio file, and for the file in this machine's log."""
+    from myna.provenance.detection import inspect_file
+
+    return inspect_file(Path(file), device=device)
 
 
 # Evaluation
@@ -746,9 +1147,10 @@ def evaluate(
     """Evaluate speech: word errors, speaker similarity, quality and stopping, beside the real recordings and the
     untuned base. Writes `evaluation.json`, `items.parquet` and `report.html`; called again, does what is missing. Into
     a folder that holds anything but an evaluation it writes only with `force`."""
-    from myna.evaluate.runner import evaluate_system
+    from myna.evaluate.runner import evaluate_system, split_subject
+    from myna.train.run import Run
 
-    return evaluate_system(
+    evaluation = evaluate_system(
         str(_run_folder(subject)) if not isinstance(subject, str) else subject,
         data=_path(data),
         sentences=_path(sentences),
@@ -766,6 +1168,10 @@ def evaluate(
         force=force,
         progress=progress,
     )
+    _, source = split_subject(os.fspath(subject) if isinstance(subject, str | os.PathLike) else str(subject.folder))
+    if (run := Run.find(Path(source))) is not None:
+        _write_card(run)
+    return evaluation
 
 
 def compare(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import myna
 from myna.errors import CheckpointError, ModelError, SpeakError
 from myna.models import open_family
 from myna.models.base import Sampling
@@ -194,3 +195,18 @@ def test_exact_log_probabilities_are_the_same_bits(model: Path) -> None:
         alone = scheduler.submit(prompt, SAMPLED, 9)
         finish(scheduler)
         assert np.array_equal(alone.log_probs(), crowd.log_probs())
+
+
+def test_voices_of_adapters_share_a_model(model: Path, family: HiggsV2, adapters: dict[str, Path]) -> None:
+    base = myna.load(str(model), device="cpu")
+    options: dict[str, Any] = {"temperature": 0.0, "max_seconds": 0.8, "watermark": False}
+    before = base.speak("hello", **options).codes
+    first, second = base.load_adapter(adapters["first"]), base.load_adapter(adapters["second"], name="b", strength=0.5)
+    for voice, name, strength in ((first, "first", 1.0), (second, "second", 0.5)):
+        expected = merged(family, adapters[name], strength).speak([SpeechRequest("hello", id="hello")], GREEDY)[0]
+        assert np.array_equal(voice.speak("hello", **options).codes, expected.codes)
+        assert np.array_equal(np.concatenate(list(voice.stream("hello", **options))), expected.samples)
+    assert np.array_equal(base.speak("hello", **options).codes, before)
+    second.unload_adapter()
+    with pytest.raises(SpeakError, match="no adapter b"):
+        second.speak("hello", **options)

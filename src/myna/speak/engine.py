@@ -6,6 +6,7 @@ import base64
 import io
 import itertools
 import os
+import warnings
 import wave
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from myna.audio.files import pcm16, write_audio
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
 from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
-from myna.errors import SpeakError
+from myna.errors import ReferenceWarning, SpeakError
 from myna.io import check_output_file
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
 from myna.models.metadata import WeightsMetadata
@@ -33,7 +34,7 @@ from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_bu
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, request_sampling
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
 from myna.speak.streaming import StreamDecoder
-from myna.speak.validation import read_reference
+from myna.speak.validation import open_reference
 
 MAX_ROWS = 64
 """Requests that are spoken at the same time; the others wait."""
@@ -182,6 +183,10 @@ class Engine:
         self._adapters[name] = metadata
         return LoadedAdapter(name, effect, base_checked)
 
+    def scene_of(self, adapter: str) -> str:
+        """The scene that most of the training had, of an adapter or of the model itself."""
+        return self._adapters[adapter].scene if adapter in self._adapters else self.scene
+
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that speak with it go on."""
         if name not in self._adapters or self._adapter_slots is None:
@@ -190,8 +195,11 @@ class Engine:
         del self._adapters[name]
 
     def reference(self, recording: Path, text: str, span: Span | None = None) -> Reference:
-        """A reference voice from a recording, or a span of it, and its transcript."""
-        samples = read_reference(recording, self.codec.sample_rate, span)
+        """A reference voice from a recording, or a span of it, and its transcript. Warns of its faults."""
+        checked = open_reference(recording, self.codec.sample_rate, span)
+        for problem in checked.problems:
+            warnings.warn(problem, ReferenceWarning, stacklevel=2)
+        samples = checked.samples
         if len(samples) < self.codec.hop:
             raise SpeakError(
                 f"{recording} is shorter than one frame of {1000 / self.codec.frame_rate:g} ms",
