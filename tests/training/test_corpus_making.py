@@ -633,6 +633,22 @@ def test_a_bundle_is_cut_into_parts(texts: Path, tmp_path: Path, monkeypatch: py
     assert parts == sizes
 
 
+def test_real_speech_is_thinned_and_keeps_its_name(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_offline, "_wheels", lambda out, _: out.mkdir(parents=True))
+    rows = [{"id": f"{n}", "audio": random.Random(n).randbytes(1000)} for n in range(30)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "studio-0.parquet")
+    pack_offline.pack(
+        texts, [], tmp_path / "bundle", "3.12", 100_000, real=[tmp_path / "studio-0.parquet"], real_limit=18_000
+    )
+    (packed,) = (tmp_path / "bundle").glob("*/real/studio/studio-0.parquet")
+    assert pq.read_table(packed).column("id").to_pylist() == [f"{n}" for n in range(0, 30, 2)]
+    assert not (tmp_path / "bundle/thinned").exists()
+    with pytest.raises(DataError, match="no parquet files"):
+        pack_offline.pack(texts, [], tmp_path / "other", "3.12", 100_000, real=[tmp_path / "bundle"])
+
+
 def test_espeak_is_packed_without_other_languages(tmp_path: Path) -> None:
     names = ("ru_dict", "en_dict", "ar_dict", "phondata", "lang/gmw/en")
     with zipfile.ZipFile(tmp_path / "whole.whl", "w") as whole:

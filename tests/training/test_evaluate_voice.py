@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,24 @@ def test_a_model_is_scored_beside_real_speech(
     assert "<= 0.15 missed" in shown and ">= 3.00 reached" in shown
     assert len(list((tmp_path / "default" / "clones").glob("*.wav"))) == 8
     assert asr.calls == 12
+
+
+def test_real_people_are_cloned_from_the_one_recording_they_have(
+    home: Path, tmp_path: Path, asr: FakeASR, capsys: pytest.CaptureFixture[str]
+) -> None:
+    utterances = [Utterance(f"{name}-x", home / f"{name}-3.wav", "Nine seconds.", name) for name in STRANGERS]
+    write_manifest(
+        tmp_path / "people" / "manifest.jsonl", [*utterances, replace(utterances[0], id="a", speaker="anna")]
+    )
+    write_manifest(tmp_path / "also" / "manifest.jsonl", [replace(utterances[1], id="o", speaker="studio", text="")])
+    more = ["--real-people", "--source", str(tmp_path / "people"), "--also", str(tmp_path / "also"), "--speakers", "3"]
+    evaluate_voice.main(options(home, tmp_path / "out", *more, "--per-speaker", "1", "--words", "1", "--more", "0"))
+    report = json.loads((tmp_path / "out" / "default" / "scores.json").read_text())
+    assert set(report["references"]) == {*(f"{name}-x" for name in STRANGERS), "o"}, "and never anna"
+    assert report["groups"].keys() == {*STRANGERS, "studio"}
+    assert report["systems"].keys() == {"clones"}, "nobody has another recording"
+    assert asr.calls == 5, "four clones, and the reference without a text"
+    assert "<= 0.08 missed" in capsys.readouterr().out
 
 
 def test_run_again_it_does_what_is_missing(home: Path, tmp_path: Path, asr: FakeASR) -> None:

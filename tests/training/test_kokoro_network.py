@@ -244,6 +244,22 @@ def folders(network: KokoroNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return homes
 
 
+def test_matrices_are_written_in_8_bits_and_small_tensors_are_not_rounded_to_0(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {
+        "matrix": torch.randn(64, 200) * torch.logspace(-3, 1, 64)[:, None],
+        "alpha": torch.full((1, 40, 1), 1e-4),
+    }
+    weights["alpha"][0, 0] = 3.0
+    stored = {name: tensor for key, whole in weights.items() for name, tensor in kokoro_weights._stored(key, whole)}
+    assert stored["matrix"].dtype == torch.int8 and stored["alpha"].dtype == torch.float16
+    save_file(stored, tmp_path / "kokoro-0.safetensors")
+    read = kokoro_weights.read([tmp_path])
+    assert read.keys() == weights.keys() and float(read["alpha"].min()) > 0
+    error = (read["matrix"] - weights["matrix"]).norm(dim=1) / weights["matrix"].norm(dim=1)
+    assert float(error.max()) < 0.01, "each row has a scale of its own"
+
+
 def test_lines_come_back_in_their_places(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model = TorchKokoro(folders, "cpu")
     speaker = kokoro.KokoroSpeaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)

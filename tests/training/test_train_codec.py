@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_codec
 from codec_training import checkpoint, profiling
+from codec_training.augmentation import Augmentation
 from codec_training.ctc import alphabet_of, ctc_loss, letter_ids, letters_of
 from codec_training.depthwise import compile_blocks, fastest_convs, use_shifted_convs
 from codec_training.device_dataset import DeviceDataset
@@ -409,6 +410,24 @@ def test_two_seconds_of_sound_are_learned(folder: Path, tmp_path: Path, capsys: 
     assert "held out" in said and f"exported: {best}" in said
 
 
+def test_a_training_goes_on_in_another_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder, tmp_path / "first", "--steps", "30", "--discriminator-after", "0")
+    capsys.readouterr()
+    run(folder, tmp_path / "second", "--steps", "2", "--init-from", str(tmp_path / "first"), "--learning-rate", "1e-9")
+    assert "and its discriminators, after 30 steps" in capsys.readouterr().out
+    first, second = (load_file(tmp_path / name / "portable.safetensors") for name in ("first", "second"))
+    for name, tensor in first.items():
+        if name != "quantiser.counts":  # which follow the batches
+            torch.testing.assert_close(second[name], tensor, atol=2e-3, rtol=0.05)
+    books = [load_file(tmp_path / name / "codec/model.safetensors")["quantiser.books"] for name in ("first", "second")]
+    assert float((books[0] - books[1]).abs().mean() / books[0].abs().mean()) < 0.2, "not initialised anew"
+    pairs = np.load(tmp_path / "second/round_trips.npz")
+    assert {name.rpartition("-")[2] for name in pairs} == {"original", "copy"}
+    (tmp_path / "first/portable.safetensors").unlink()
+    with pytest.raises(SystemExit, match=r"no portable\.safetensors"):
+        run(folder, tmp_path / "third", "--steps", "1", "--init-from", str(tmp_path / "first"))
+
+
 def kept(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "state.safetensors")
 
@@ -721,9 +740,14 @@ class SyncDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("adversarial", [False, True])
-def test_a_step_does_not_synchronise_with_the_host(dataset: DeviceDataset, adversarial: bool) -> None:
+@pytest.mark.parametrize(("adversarial", "augmented"), [(False, False), (True, False), (True, True)])
+def test_a_step_does_not_synchronise_with_the_host(
+    dataset: DeviceDataset, monkeypatch: pytest.MonkeyPatch, adversarial: bool, augmented: bool
+) -> None:
     """Or else it could not be recorded on a card. The optimizers, which are torch's, see to that themselves there."""
+    if augmented:
+        monkeypatch.setattr("codec_training.backgrounds.ROWS", {"noise": 2})
+        monkeypatch.setattr(dataset, "augmentation", Augmentation(25 * 960, 24_000, CPU))
     observed = trainer(dataset)
     observed.init_codebooks(1)
     observed.optimizers = {}

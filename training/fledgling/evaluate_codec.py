@@ -78,9 +78,9 @@ def parser() -> argparse.ArgumentParser:
     add("--source", type=Path, action="append", default=[], help="corpus, as for train_codec.py; may be repeated")
     add("--judge", type=Path, action="append", default=[], help="folder of real recordings; may be repeated")
     add("--held-out", type=Path, action="append", default=[], help="the same, of which only held-out speakers are used")
-    add(
-        "--work", type=Path, default=Path("runs/codec_evaluation"), help="folder of what is measured of real recordings"
-    )
+    add("--sets", nargs="+", default=[], metavar="NAME", help="only these of the real recordings, as asterisk-es")
+    add("--workers", type=int, default=2, help="threads that measure real recordings")
+    add("--work", type=Path, default=Path("runs/codec_evaluation"), help="folder of measured clips of real recordings")
     add("--clips", type=int, default=40, help="of each source, spread over all held-out speakers")
     add("--all-speakers", action="store_true", help="not only held-out speakers")
     add("--whisper", metavar="FOLDER", help="a CTranslate2 Whisper model, or a name to download: count word errors")
@@ -134,12 +134,15 @@ def _evaluate_real(codec: Codec | None, options: argparse.Namespace) -> dict[str
             "real recordings need a codec and the models that hear its round trips",
             hint="add --codec FOLDER --whisper FOLDER --ecapa FILE",
         )
-    metrics_used = RealMetrics.open(options.whisper, options.ecapa)
+    metrics_used = RealMetrics.open(options.whisper, options.ecapa, options.workers)
     measured = {}
-    for name, clips in real_sets(options.judge, options.held_out, options.clips).items():
+    sets = real_sets(options.judge, options.held_out, options.clips, options.sets)
+    if unknown := sorted(set(options.sets) - sets.keys()):
+        raise ConfigError(f"there is no set {', '.join(unknown)}", hint=f"name some of {', '.join(sets) or 'others'}")
+    for name, clips in sets.items():
         if clips:
             bar = track(clips, name, transient=True)
-            measured[name] = list(measure_clips(name, bar, codec, options.work, metrics_used))
+            measured[name] = list(measure_clips(name, bar, codec, options.work, metrics_used, options.workers))
     other = other_speaker_similarity(measured)
     return {
         name: {

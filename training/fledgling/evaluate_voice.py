@@ -8,6 +8,15 @@ speaker similarity to the reference and its rank among the ten by Resemblyzer, D
 sentences, half of them single words), and speed. Real recordings of the same speakers and their codec round trips are
 scored beside it. Run again, it does what is missing; all audio is kept.
 
+With `--real-people` the source is a corpus of real recordings such as en-real: thirty held-out people, who may have one
+recording each, are cloned, and all speakers of `--also` (asterisk-en of real_corpora.py). `--ecapa` measures similarity
+by ECAPA in place of Resemblyzer:
+
+    python training/fledgling/evaluate_voice.py --model fledgling --real-people --source CORPUS/en-real \\
+        --also data/fledgling/real/judge/asterisk-en-0.parquet --speakers 30 --per-speaker 2 --words 15 --more 15 \\
+        --ecapa ecapa.safetensors --sentences data/fledgling/texts/held_out.txt.gz --asr WHISPER_FOLDER \\
+        --out runs/evaluation_real
+
 `--sweep temperature=0.6,0.8,1.0` evaluates each value in a folder of its own; values of several settings are combined.
 """
 
@@ -16,7 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -30,7 +39,7 @@ from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.models.base import Sampling
 from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
-from voice_evaluation.plan import EvaluationPlan, make_plan, read_lines
+from voice_evaluation.plan import EvaluationPlan, make_plan, make_real_plan, read_lines
 from voice_evaluation.scoring import (
     Row,
     VoiceMetrics,
@@ -39,6 +48,7 @@ from voice_evaluation.scoring import (
     real_clips,
     reference_embeddings,
     score_clips,
+    transcribe_references,
 )
 from voice_evaluation.synthesis import (
     OnProgress,
@@ -60,6 +70,13 @@ TARGETS = {
     "times real time": (">=", 1.5),
 }
 """Targets of fledgling."""
+REAL_TARGETS = TARGETS | {
+    "word error rate": ("<=", 0.08),
+    "similarity": (">=", 0.45),
+    "top-1 speaker accuracy": (">=", 0.70),
+    "times real time": (">=", 4.0),
+}
+"""Targets with real people, similarity by ECAPA."""
 SPEED_SENTENCES = 11
 """Sentences that are synthesized one at a time to measure the speed, the first of them to warm up."""
 MAX_SECONDS = 20.0
@@ -83,6 +100,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--source", type=Path, required=True, help="natural speech: a folder of augment_natural.py, or of parquet files"
     )
+    add("--real-people", action="store_true", help="the source is of real people, who may have one recording each")
+    add("--also", type=Path, action="append", default=[], help="real recordings of others to clone; may be repeated")
+    add("--ecapa", type=Path, metavar="FILE", help="SpeechBrain's ECAPA as safetensors, in place of Resemblyzer")
     add("--sentences", type=Path, required=True, metavar="FILE", help="held_out.txt.gz of extract_texts.py")
     add("--asr", default="base", help="a CTranslate2 Whisper model, or a name to download")
     add("--out", type=Path, required=True, help="folder for audio and scores")
@@ -104,8 +124,13 @@ def parser() -> argparse.ArgumentParser:
 
 def evaluate_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     counts = (options.speakers, options.per_speaker, options.words, options.more)
-    plan = make_plan(options.source, read_lines(options.sentences), options.plan_seed, *counts)
-    metrics = VoiceMetrics.open(options.asr, options.threads)
+    lines = read_lines(options.sentences)
+    if options.real_people:
+        plan = make_real_plan(options.source, options.also, lines, options.plan_seed, *counts)
+    else:
+        plan = make_plan(options.source, lines, options.plan_seed, *counts)
+    metrics = VoiceMetrics.open(options.asr, options.threads, options.ecapa)
+    plan = transcribe_references(plan, metrics.asr)
     engine = load_engine(run=options.run, model=options.model, codec=None, device=options.device)
     chosen = list(sweep_settings(options.sweep, sampling_of(engine, options)))
     real = score_real(options.real or options.out / "real", plan, engine, metrics, options)
@@ -166,6 +191,7 @@ def score_real(
         {
             "codec": engine.codec.revision,
             "asr": options.asr,
+            **({"speaker encoder": "ECAPA"} if options.ecapa else {}),
             "references": [speaker.reference.id for speaker in plan.speakers],
             "originals": [original.id for speaker in plan.speakers for original in speaker.originals],
         },
@@ -199,7 +225,7 @@ def evaluate_setting(
     }
     begin_folder(folder, about)
     torch.set_num_threads(options.threads)
-    references = encode_references(plan, engine)
+    references = encode_references(plan, engine, clean=options.real_people)
     with progress_bar(f"{folder.name}: synthesis", len(plan.tasks)) as on_progress:
         notes = synthesize_missing(folder, plan.tasks, references, engine, sampling, options.batch_size, on_progress)
     speed = measure_speed(
@@ -220,7 +246,13 @@ def evaluate_setting(
         "longest": max(note["seconds"] for note in notes.values()),
     }
     systems = {system: mean_scores(system_rows) for system, system_rows in rows.items()}
-    return {**about, "systems": systems, "stopping": stopping, "speed": speed}
+    report = {**about, "systems": systems, "stopping": stopping, "speed": speed}
+    if options.real_people:
+        grouped: dict[str, list[Row]] = {}
+        for clip, row in zip(clips, rows["clones"], strict=True):
+            grouped.setdefault(plan.speakers[clip.speaker].name.partition("-")[0], []).append(row)
+        report["groups"] = {name: mean_scores(some) for name, some in grouped.items()}
+    return report
 
 
 @contextmanager
@@ -234,21 +266,25 @@ def progress_bar(description: str, total: int) -> Iterator[OnProgress]:
 def table(report: dict[str, Any]) -> str:
     """Text table: systems as columns, measures as rows, and the targets beside them."""
     systems = report["systems"]
+    targets = REAL_TARGETS if "groups" in report else TARGETS
     lines = [f"{'':<28}" + "".join(f"{name.replace('_', ' '):>13}" for name in systems) + f"{'target':>12}"]
     for measure in next(iter(systems.values())):
         row = "".join(f"{system[measure]:>13.3f}" for system in systems.values())
-        lines.append(f"{measure:<28}{row}{_target(measure, systems['clones'][measure])}")
+        lines.append(f"{measure:<28}{row}{_target(measure, systems['clones'][measure], targets)}")
     for part in ("stopping", "speed"):
         for measure, value in report[part].items():
             shown = f"{value:>13.3f}" if value is not None else f"{'':>13}"
-            lines.append(f"{measure:<28}{'':>26}{shown}{_target(measure, value)}")
+            lines.append(f"{measure:<28}{'':>26}{shown}{_target(measure, value, targets)}")
+    for name, scores in report.get("groups", {}).items():
+        measures = ("word error rate", "similarity", "top-1 speaker accuracy", "sentences")
+        lines.append(f"clones of {name}: " + ", ".join(f"{measure} {scores[measure]:.3f}" for measure in measures))
     return "\n".join(lines)
 
 
-def _target(measure: str, value: float) -> str:
-    if measure not in TARGETS:
+def _target(measure: str, value: float, targets: Mapping[str, tuple[str, float]]) -> str:
+    if measure not in targets:
         return ""
-    sign, bound = TARGETS[measure]
+    sign, bound = targets[measure]
     reached = value <= bound if sign == "<=" else value >= bound
     return f"{sign:>7} {bound:.2f} {'reached' if reached else 'missed'}"
 

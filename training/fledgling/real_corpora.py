@@ -35,7 +35,7 @@ from corpus_making.held_out import is_held_out
 from corpus_making.real_sources import REAL_SOURCES, RealSource, SourceClip
 from myna.audio.files import Samples, probe, read_audio
 from myna.data.hash_rng import string_hash
-from myna.errors import DataError, MynaError
+from myna.errors import AudioError, DataError, MynaError
 from myna.io import atomic_write
 
 SAMPLE_RATE = 24_000
@@ -56,6 +56,8 @@ MIN_PEAK = 0.01
 MAX_PART_BYTES = 45 << 20
 
 Row = dict[str, Any]
+DecodedClip = tuple[SourceClip, Samples, int]
+"""A clip, its samples at 24 kHz, and the rate of its file."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,7 +94,8 @@ def make_source(source: RealSource, out: Path, packages: Path) -> Row:
             debian_packages.unpack(archive, Path(folder))
         clips = list(source.read(Path(folder)))
         if not clips:
-            raise DataError(f"no recordings of {source.name} in {', '.join(archive.name for archive in archives)}")
+            found = ", ".join(archive.name for archive in archives)
+            raise DataError(f"there are no recordings of {source.name} in {found}", hint="use Debian 12's packages")
         if source.part == "judge":
             by_hash = sorted(clips, key=lambda clip: string_hash(clip.path.relative_to(folder).as_posix()))
             clips = sorted(by_hash[:MAX_JUDGE_CLIPS])
@@ -113,7 +116,7 @@ def make_source(source: RealSource, out: Path, packages: Path) -> Row:
 
 def rows_of(source: RealSource, clips: Iterable[SourceClip], versions: dict[str, str]) -> Iterator[Row]:
     """Clips of a source in its order, joined, left out or cut as its part asks for."""
-    decoded = ((clip, *decode(clip.path)) for clip in clips)
+    decoded = _decode_readable(clips)
     audible = ((clip, samples, rate) for clip, samples, rate in decoded if np.abs(samples).max(initial=0) >= MIN_PEAK)
     if source.part == "noise":
         shaped = cut(audible)
@@ -135,8 +138,13 @@ def rows_of(source: RealSource, clips: Iterable[SourceClip], versions: dict[str,
             }
 
 
-DecodedClip = tuple[SourceClip, Samples, int]
-"""A clip, its samples at 24 kHz, and the rate of its file."""
+def _decode_readable(clips: Iterable[SourceClip]) -> Iterator[DecodedClip]:
+    """Clips that can be read; packages hold some empty files, which are named."""
+    for clip in clips:
+        try:
+            yield clip, *decode(clip.path)
+        except AudioError as error:
+            print(f"left out: {error.what}", flush=True)
 
 
 def join_short(clips: Iterable[DecodedClip]) -> Iterator[DecodedClip]:

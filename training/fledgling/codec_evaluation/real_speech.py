@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from pyarrow import parquet
 
 from codec_training.recordings import decode
@@ -35,6 +37,8 @@ COLUMNS = ["id", "text", "speaker", "language", "seconds", "audio"]
 
 Clip = Mapping[str, Any]
 """A row of a parquet file of recordings."""
+MeasuredClip = tuple[Clip, dict[str, Any], dict[str, Any]]
+"""A clip, the measures of the original, and those of its round trip."""
 Scores = dict[str, float]
 
 
@@ -66,8 +70,10 @@ class RealMetrics:
     speaker_encoder: EcapaEncoder
 
     @classmethod
-    def open(cls, whisper: str, ecapa: Path) -> RealMetrics:
-        return cls(ASR.open(whisper), EcapaEncoder.open(ecapa))
+    def open(cls, whisper: str, ecapa: Path, workers: int) -> RealMetrics:
+        """For `workers` threads, each of which computes alone: on a busy machine they do not wait for one another."""
+        torch.set_num_threads(1)
+        return cls(ASR.open(whisper, workers=workers, threads=1), EcapaEncoder.open(ecapa))
 
     def measure(self, samples: Samples, rate: int, language: str) -> dict[str, Any]:
         transcript = self.asr.transcribe(samples, rate, language)
@@ -79,8 +85,11 @@ class RealMetrics:
         }
 
 
-def real_sets(folders: Iterable[Path], held_out_folders: Iterable[Path], clips: int) -> dict[str, list[Clip]]:
-    """Up to `clips` clips of each set, by a hash of their names. Of `held_out_folders` only speakers that are held out.
+def real_sets(
+    folders: Iterable[Path], held_out_folders: Iterable[Path], clips: int, names: Sequence[str] = ()
+) -> dict[str, list[Clip]]:
+    """Up to `clips` clips of each set, or of those that are named, by a hash of their names. Of `held_out_folders` only
+    speakers that are held out.
 
     A set is NAME-0.parquet, NAME-1.parquet ...; parts without a name of their own are called after their folder.
     """
@@ -89,6 +98,8 @@ def real_sets(folders: Iterable[Path], held_out_folders: Iterable[Path], clips: 
         for file in (file for folder in folders_used for file in _parts(folder)):
             name = file.stem.rpartition("-")[0] or file.stem
             name = file.parent.name if name == "part" else name
+            if names and name not in names:
+                continue
             for clip in parquet.read_table(file, columns=COLUMNS).to_pylist():
                 fits = CLIP_SECONDS[0] <= clip["seconds"] <= CLIP_SECONDS[1]
                 if fits and (not only_held_out or is_held_out(clip["speaker"])):
@@ -105,25 +116,29 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def measure_clips(
-    name: str, clips: Iterable[Clip], codec: RoundTripCodec, work: Path, metrics: SpeechMeasures
-) -> Iterator[tuple[Clip, dict[str, Any], dict[str, Any]]]:
+    name: str, clips: Iterable[Clip], codec: RoundTripCodec, work: Path, metrics: SpeechMeasures, workers: int = 1
+) -> Iterator[MeasuredClip]:
     """Each clip with the measures of the original and of its round trip; what is in `work` is not measured again."""
-    for clip in clips:
-        files = [work / which / name / f"{clip['id']}.json" for which in ("originals", codec.revision)]
-        measured = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None for file in files]
-        if None in measured:
-            samples = decode(clip["audio"]["bytes"], codec.sample_rate)
-            samples = samples[: len(samples) // codec.hop * codec.hop]
-            for index, file in enumerate(files):
-                if measured[index] is None:
-                    heard = codec.decode(codec.encode(samples[None])[0]) if index else samples
-                    measured[index] = metrics.measure(heard, codec.sample_rate, clip["language"])
-                    with atomic_write(file) as temporary:
-                        temporary.write_text(json.dumps(measured[index], ensure_ascii=False), encoding="utf-8")
-        yield clip, measured[0], measured[1]
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(lambda clip: _measure(clip, work, name, codec, metrics), clips)
 
 
-def score_set(measured: Sequence[tuple[Clip, dict[str, Any], dict[str, Any]]]) -> Scores:
+def _measure(clip: Clip, work: Path, name: str, codec: RoundTripCodec, metrics: SpeechMeasures) -> MeasuredClip:
+    files = [work / which / name / f"{clip['id']}.json" for which in ("originals", codec.revision)]
+    measured: list[Any] = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None for file in files]
+    if None in measured:
+        samples = decode(clip["audio"]["bytes"], codec.sample_rate)
+        samples = samples[: len(samples) // codec.hop * codec.hop]
+        for index, file in enumerate(files):
+            if measured[index] is None:
+                heard = codec.decode(codec.encode(samples[None])[0]) if index else samples
+                measured[index] = metrics.measure(heard, codec.sample_rate, clip["language"])
+                with atomic_write(file) as temporary:
+                    temporary.write_text(json.dumps(measured[index], ensure_ascii=False), encoding="utf-8")
+    return clip, measured[0], measured[1]
+
+
+def score_set(measured: Sequence[MeasuredClip]) -> Scores:
     """Words and characters changed, similarity and level of the round trips; errors where texts are known."""
 
     def rate(count: Any, which: tuple[int, int]) -> float:
@@ -155,7 +170,7 @@ def score_set(measured: Sequence[tuple[Clip, dict[str, Any], dict[str, Any]]]) -
     return scores
 
 
-def other_speaker_similarity(sets: Mapping[str, Sequence[tuple[Clip, dict[str, Any], dict[str, Any]]]]) -> float:
+def other_speaker_similarity(sets: Mapping[str, Sequence[MeasuredClip]]) -> float:
     """Mean similarity of originals of different speakers, of all sets."""
     rows = [(clip["speaker"], original["embedding"]) for measured in sets.values() for clip, original, _ in measured]
     embeddings = np.array([embedding for _, embedding in rows])

@@ -139,11 +139,12 @@ def room_impulses(draws: Draws, samples: int, sample_rate: int, on: torch.Tensor
 def filter_waves(waves: torch.Tensor, response: torch.Tensor, impulses: torch.Tensor, size: int) -> torch.Tensor:
     """Convolve with impulse responses and with zero-phase responses over `size` / 2 + 1 bins."""
     spectra = torch.fft.rfft(waves, size) * torch.fft.rfft(impulses, size) * response
-    return torch.fft.irfft(spectra, size)[:, : waves.shape[1]]
+    filtered: torch.Tensor = torch.fft.irfft(spectra, size)[:, : waves.shape[1]]
+    return filtered
 
 
 def mix_at_snr(waves: torch.Tensor, noise: torch.Tensor, snr_db: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-    """Add noise of a level relative to that of speech over its `active` samples. The noise is measured as a whole, since
+    """Add noise of a level relative to that of speech over its `active` samples. Noise is measured as a whole, since
     another voice may be silent just there."""
     ratio = level(waves, active) / level(noise, torch.ones_like(active)).clamp(min=1e-4)
     return waves + noise * ratio * 10 ** (-snr_db / 20)
@@ -292,7 +293,8 @@ class Augmentation:
         widths = torch.where(is_sharp, 30.0, draws.uniform(100.0, 500.0))
         response = low_pass(self.band_hertz, edges, widths)
         response = torch.where(changed & draws.chance(self.shares.band_limited), response, 1.0)
-        return torch.fft.irfft(torch.fft.rfft(waves) * response, self.samples)
+        limited: torch.Tensor = torch.fft.irfft(torch.fft.rfft(waves) * response, self.samples)
+        return limited
 
     def _levels(self, draws: Draws) -> torch.Tensor:
         """In dB of full scale: mostly as recordings are, sometimes very quiet ones."""

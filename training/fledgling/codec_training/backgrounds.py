@@ -39,7 +39,8 @@ def coloured_noise(
     noise = torch.fft.irfft(white * shape * (hertz.clamp(min=30) / 1000) ** slope, samples)
     seconds = torch.arange(samples, device=device) / sample_rate
     swelling = torch.sin(2 * math.pi * _uniform(rows, 0.1, 3.0, device, generator) * seconds)
-    return noise * (1 + _uniform(rows, -0.8, 0.8, device, generator).clamp(min=0) * swelling)
+    swelled: torch.Tensor = noise * (1 + _uniform(rows, -0.8, 0.8, device, generator).clamp(min=0) * swelling)
+    return swelled
 
 
 def hum(
@@ -90,7 +91,9 @@ def clicks(
         torch.rand(rows, samples, device=device, generator=generator) < often
     )
     size = 2 ** math.ceil(math.log2(samples + length))
-    struck = torch.fft.irfft(torch.fft.rfft(impulses, size) * torch.fft.rfft(ringing, size), size)[:, :samples]
+    struck: torch.Tensor = torch.fft.irfft(torch.fft.rfft(impulses, size) * torch.fft.rfft(ringing, size), size)[
+        :, :samples
+    ]
     return struck + 0.003 * torch.randn(rows, samples, device=device, generator=generator)
 
 

@@ -85,7 +85,7 @@ def write_round_trips(out: Path, held_out: Mapping[str, Sequence[DecodedClip]], 
                 pairs[f"{name}-{number}-original"] = original
                 pairs[f"{name}-{number}-copy"] = np.round(copy * 32767).astype(np.int16)
     with atomic_write(out / "round_trips.npz") as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, **pairs)
+        np.savez_compressed(file, **pairs)  # type: ignore[arg-type]
 
 
 def perplexity(counts: torch.Tensor) -> list[float]:

@@ -161,7 +161,7 @@ def decode_all(found: Sequence[Recording], sample_rate: int, lossy_share: float 
     def decode_one(recording: Recording) -> DecodedClip:
         samples, rng = decode_pcm(recording.data, sample_rate), random.Random(f"lossy/{recording.id}")
         if rng.random() < lossy_share and len(samples) > sample_rate // 4:
-            samples = _to_pcm(lossy_round_trip(samples.astype(np.float32) / 32767, sample_rate, rng))
+            samples = _to_pcm(lossy_round_trip((samples / 32767).astype(np.float32), sample_rate, rng))
         return DecodedClip(recording.speaker, recording.text, samples)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -101,7 +101,7 @@ def add_source(
 ) -> tuple[Tensor, Tensor]:
     """`beside`, with `up` added that begins after `skipped` moments and has so many `mirrored` before; and moments."""
     if supports_triton(beside):
-        return _kernels().join(up, beside, ends, skipped, mirrored)  # type: ignore[no-any-return]
+        return _kernels().add_source(up, beside, ends, skipped, mirrored)  # type: ignore[no-any-return]
     numbers = beside.float()
     if up is not None:
         source = skipped + (torch.arange(beside.shape[1], device=beside.device) - mirrored).abs()
@@ -113,7 +113,7 @@ def add_source(
 def norm_coefficients(moments: Tensor, gamma: Tensor, beta: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """The scale and the shift of a styled norm, (lines, channels) each; `gamma` and `beta` are parts of one tensor."""
     if supports_triton(moments):
-        return _kernels().settle(moments, gamma, beta, ends)  # type: ignore[no-any-return]
+        return _kernels().norm_coefficients(moments, gamma, beta, ends)  # type: ignore[no-any-return]
     mean, spread = moments[:, :, 0]
     scale = (1 + gamma) * torch.rsqrt(spread / ends[:, None] + 1e-5)
     return scale, beta - mean * scale
@@ -122,7 +122,7 @@ def norm_coefficients(moments: Tensor, gamma: Tensor, beta: Tensor, ends: Tensor
 def norm_and_snake(x: Tensor, scale: Tensor, shift: Tensor, alpha: Tensor) -> Tensor:
     """The norm and the snake."""
     if supports_triton(x):
-        return _kernels().bend(x, scale, shift, alpha)  # type: ignore[no-any-return]
+        return _kernels().norm_and_snake(x, scale, shift, alpha)  # type: ignore[no-any-return]
     return snake(torch.addcmul(shift[:, None], x.float(), scale[:, None]), alpha).to(HALF)
 
 

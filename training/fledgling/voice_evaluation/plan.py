@@ -18,6 +18,12 @@ from myna.data.hash_rng import string_hash
 from myna.errors import DataError
 
 REFERENCE_SECONDS = (3.0, 8.0)
+REAL_REFERENCE_SECONDS, PREFERRED_SECONDS = (3.0, 16.5), 6.0
+"""Bounds and preferred length of a real person's reference: some have one recording, and it is long."""
+MIN_ORIGINAL_SECONDS, MAX_REAL_ORIGINALS = 2.0, 1
+"""Of another recording of a real person, which shows how similar one voice is to itself."""
+LIST_READERS = "audiomnist-"
+"""Speakers who read digits one by one, which is no reference for sentences."""
 MIN_SCORED_WORDS = 4
 """Of a sentence with all scores. Shorter ones say little about a voice; only their stop rate counts."""
 
@@ -60,8 +66,37 @@ class EvaluationPlan:
 def make_plan(
     source: Path, lines: Sequence[str], seed: int, speakers: int, per_speaker: int, words: int, more: int
 ) -> EvaluationPlan:
+    """Held-out speakers of a corpus, and the sentences that each says."""
+    return _plan(_speakers(source, seed, speakers, per_speaker), lines, seed, per_speaker, words, more)
+
+
+def make_real_plan(
+    source: Path,
+    others: Sequence[Path],
+    lines: Sequence[str],
+    seed: int,
+    speakers: int,
+    per_speaker: int,
+    words: int,
+    more: int,
+) -> EvaluationPlan:
+    """The same with real people, who may have one recording each: held-out ones of `source`, and all of `others`."""
+    chosen = _shuffled(_real_speakers(source, seed), f"{seed}/speakers", lambda speaker: speaker.name)[:speakers]
+    if len(chosen) < speakers:
+        raise DataError(
+            f"{source} has {len(chosen)} held-out people with a recording of {REAL_REFERENCE_SECONDS[0]:g} to "
+            f"{REAL_REFERENCE_SECONDS[1]:g} s",
+            hint=f"use --speakers {len(chosen)}",
+        )
+    chosen += [speaker for other in others for speaker in _real_speakers(other, seed, only_held_out=False)]
+    return _plan(chosen, lines, seed, per_speaker, words, more)
+
+
+def _plan(
+    chosen: Sequence[TargetSpeaker], lines: Sequence[str], seed: int, per_speaker: int, words: int, more: int
+) -> EvaluationPlan:
     """`per_speaker` scored sentences of each speaker; then single words and `more` of any length, for the stop rate."""
-    chosen = _speakers(source, seed, speakers, per_speaker)
+    speakers = len(chosen)
     drawn = _shuffled(lines, f"{seed}/lines", str)
     long = [line for line in drawn if len(line.split()) >= MIN_SCORED_WORDS]
     scored = long[: speakers * per_speaker]
@@ -111,6 +146,22 @@ def _speakers(source: Path, seed: int, count: int, originals: int) -> list[Targe
         f"{source} has {len(found)} held-out speakers with a clip of 3 to 8 s and {originals} others",
         hint=f"make more natural speech, or use --speakers {len(found)}",
     )
+
+
+def _real_speakers(source: Path, seed: int, *, only_held_out: bool = True) -> list[TargetSpeaker]:
+    of: defaultdict[str, list[Recording]] = defaultdict(list)
+    for recording in recordings(source):
+        if (not only_held_out or is_held_out(recording.speaker)) and not recording.speaker.startswith(LIST_READERS):
+            of[recording.speaker].append(recording)
+    found = []
+    for speaker, clips in of.items():
+        shuffled = _shuffled(clips, f"{seed}/clips", lambda clip: clip.id)
+        fit = [clip for clip in shuffled if REAL_REFERENCE_SECONDS[0] <= seconds(clip) <= REAL_REFERENCE_SECONDS[1]]
+        if fit:
+            reference = min(fit, key=lambda clip: abs(seconds(clip) - PREFERRED_SECONDS))
+            originals = [clip for clip in shuffled if clip.id != reference.id and seconds(clip) >= MIN_ORIGINAL_SECONDS]
+            found.append(TargetSpeaker(speaker, reference, tuple(originals[:MAX_REAL_ORIGINALS])))
+    return found
 
 
 def seconds(recording: Recording) -> float:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from codec_training.recordings import decode
 from myna.audio.files import read_audio
 from myna.evaluate.asr import ASR
 from myna.evaluate.dependencies import SAMPLE_RATE
+from myna.evaluate.ecapa import EcapaEncoder
 from myna.evaluate.mos import DistillMOS
 from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding, cosine_similarity, speaker_rank
 from myna.evaluate.wer import ErrorCount, word_errors
@@ -29,12 +31,13 @@ class VoiceMetrics:
     """The models that score speech."""
 
     asr: ASR
-    speaker_encoder: ResemblyzerEncoder
+    speaker_encoder: ResemblyzerEncoder | EcapaEncoder
     mos: DistillMOS
 
     @classmethod
-    def open(cls, whisper: str, workers: int) -> VoiceMetrics:
-        return cls(ASR.open(whisper, workers=workers), ResemblyzerEncoder.open(), DistillMOS.open())
+    def open(cls, whisper: str, workers: int, ecapa: Path | None = None) -> VoiceMetrics:
+        encoder = ResemblyzerEncoder.open() if ecapa is None else EcapaEncoder.open(ecapa)
+        return cls(ASR.open(whisper, workers=workers), encoder, DistillMOS.open())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,26 @@ def cloned_clips(plan: EvaluationPlan) -> list[ScoredClip]:
     return [ScoredClip("clones", task.id, task.text, task.speaker) for task in plan.tasks if task.is_scored]
 
 
-def reference_embeddings(real: Path, plan: EvaluationPlan, encoder: ResemblyzerEncoder) -> list[SpeakerEmbedding]:
+def transcribe_references(plan: EvaluationPlan, asr: ASR) -> EvaluationPlan:
+    """The plan with a transcript for each reference that has no text."""
+    speakers = [
+        speaker
+        if speaker.reference.text
+        else replace(
+            speaker,
+            reference=replace(
+                speaker.reference,
+                text=asr.transcribe(decode(speaker.reference.data, SAMPLE_RATE), SAMPLE_RATE, "en").text,
+            ),
+        )
+        for speaker in plan.speakers
+    ]
+    return replace(plan, speakers=tuple(speakers))
+
+
+def reference_embeddings(
+    real: Path, plan: EvaluationPlan, encoder: ResemblyzerEncoder | EcapaEncoder
+) -> list[SpeakerEmbedding]:
     files = [real / "references" / f"{speaker.name}.wav" for speaker in plan.speakers]
     return [encoder.embed(read_audio(file, sample_rate=SAMPLE_RATE), SAMPLE_RATE) for file in files]
 

@@ -23,6 +23,7 @@ import torch
 
 from codec_training.recordings import Recording, decode
 from myna.audio.files import write_audio
+from myna.audio.reference import check_reference
 from myna.data.conversation import AudioClip, Reference
 from myna.data.utterance import normalise_text
 from myna.errors import DataError
@@ -86,10 +87,12 @@ def _write_recording(file: Path, recording: Recording, rate: int) -> np.ndarray[
     return samples
 
 
-def encode_references(plan: EvaluationPlan, engine: Engine) -> list[Reference]:
-    references = []
+def encode_references(plan: EvaluationPlan, engine: Engine, *, clean: bool = False) -> list[Reference]:
+    """References in codes; `clean` ones are trimmed and levelled as `myna speak` does it."""
+    references, rate = [], engine.codec.sample_rate
     for speaker in plan.speakers:
-        codes = encode_clip(engine.codec, decode(speaker.reference.data, engine.codec.sample_rate))
+        samples = decode(speaker.reference.data, rate)
+        codes = encode_clip(engine.codec, check_reference(samples, rate, rate).samples if clean else samples)
         references.append(Reference(normalise_text(speaker.reference.text), AudioClip(speaker.reference.id, codes)))
     return references
 
