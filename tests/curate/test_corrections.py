@@ -62,18 +62,15 @@ def logs(draw: st.DrawFn, table: pa.Table) -> list[Correction]:
     for _ in range(draw(st.integers(0, 8))):
         clip = draw(st.sampled_from(clips))
         time = st.none() | st.integers(0, 200)
-        one: Correction = draw(
-            st.sampled_from(
-                [
-                    TextCorrection(clip=clip, text=draw(NAMES)),
-                    ClipDrop(clip=clip),
-                    ClipRestore(clip=clip),
-                    SpeakerCorrection(clip=clip, speaker=draw(st.sampled_from(SPEAKERS))),
-                    SpeakerMerge(speaker=draw(st.sampled_from(SPEAKERS)), into=draw(st.sampled_from(SPEAKERS))),
-                    EdgeMove(clip=clip, start_ms=draw(time), end_ms=draw(time)),
-                ]
-            )
-        )
+        choices: list[Correction] = [
+            TextCorrection(clip=clip, text=draw(NAMES)),
+            ClipDrop(clip=clip),
+            ClipRestore(clip=clip),
+            SpeakerCorrection(clip=clip, speaker=draw(st.sampled_from(SPEAKERS))),
+            SpeakerMerge(speaker=draw(st.sampled_from(SPEAKERS)), into=draw(st.sampled_from(SPEAKERS))),
+            EdgeMove(clip=clip, start_ms=draw(time), end_ms=draw(time)),
+        ]
+        one = draw(st.sampled_from(choices))
         try:
             check_correction(apply_hand_decisions(apply_corrections(table, log), log), log, one)
         except DataError:

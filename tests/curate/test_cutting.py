@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.curate.cutting import (
@@ -33,6 +33,7 @@ def speech(draw: st.DrawFn) -> tuple[list[SpanMs], int]:
     return spans, at + draw(st.integers(0, 2000))
 
 
+@settings(deadline=None)
 @given(speech(), st.data())
 def test_clips_hold_every_stretch_once_and_are_cut_in_silence(
     drawn: tuple[list[SpanMs], int], data: st.DataObject
@@ -92,6 +93,7 @@ def test_words_go_to_the_stretch_that_holds_their_middle() -> None:
     assert [[word.text for word in group] for group in assign_words(words, spans)] == [[" a", " b"], [" c"]]
 
 
+@settings(deadline=None)
 @given(speech())
 def test_chunks_hold_every_span_once_and_fit_the_recogniser(drawn: tuple[list[SpanMs], int]) -> None:
     merged = merge_speech(*drawn, MIN_GAP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.curate.decision import decide
@@ -108,6 +108,7 @@ def test_the_language_of_most_speech_is_kept_unless_others_are_named() -> None:
     assert [reason for _, reason in decided(rows, "keep.languages=[en, vi]")] == ["", ""]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.fixed_dictionaries({}, optional={name: st.floats(-1, 1) | st.just(float("nan")) for name in MEASURES}))
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from myna.curate.corrections import ClipDrop, append_correction
 from myna.curate.decision import decide
 from myna.curate.schema import DROP_REASONS
 from myna.curate.settings import load_curate_settings
+from myna.curate.table import write_segments
 from myna.curate.xray.histograms import bin_edges, histogram
 from myna.curate.xray.runner import Xray, run_xray
 from myna.curate.xray.source import open_xray_source
@@ -101,7 +103,7 @@ def test_limits_lie_on_edges_and_nothing_is_lost(values: list[float], limits: li
     assert set(limits) <= set(edges.tolist()) and (np.diff(edges) > 0).all() and len(edges) < 200
     every = np.ones(len(numbers), np.bool_)
     for side in ("min", "max"):
-        binned = histogram(numbers, np.full(len(numbers), 7), every, every, limits, side)  # type: ignore[arg-type]
+        binned = histogram(numbers, np.full(len(numbers), 7), every, every, limits, side)
         assert sum(binned["ms"]) == sum(binned["now_ms"]) == 7 * len(numbers)
         for limit in limits[:1]:
             at = binned["edges"].index(limit)
@@ -117,13 +119,12 @@ def test_the_numbers_are_those_of_the_table(curated: tuple[Path, Xray]) -> None:
     assert stored["notes"] == [] and stored["models"] == ["whisper-base 1"]
     hours = stored["hours"]
     parts = {part["reason"]: part for part in hours["parts"]}
-    assert (
-        parts["unreadable"]["ms"] == 1234 and parts["duplicate"]["segments"] == 1 and parts["overlap"]["segments"] > 1
-    )
+    assert parts["unreadable"]["ms"] == 1234 and parts["duplicate"]["segments"] == 1
+    assert parts["overlap"]["segments"] > 1
     assert sum(row["ms"] for row in stored["recordings"]["shown"]) == hours["total_ms"]
     assert stored["settings"]["keep"]["max_cer"] == 0.1
     assert stored["splits"]["subsets"]["train"] > stored["splits"]["subsets"]["held_out_texts"] > 0
-    assert stored["text"]["unsupported"] is not None and "ك" in stored["text"]["unsupported"]
+    assert stored["text"]["unsupported"] == [], "bytes can spell anything"
     assert [twin["speakers"] for twin in stored["speakers"]["twins"]] in ([["clara", "anna"]], [["anna", "clara"]])
     second = {one["speaker"]: one["second_voice"] for one in stored["speakers"]["speakers"]}
     assert second["ben"]["share"] > 0.2 and second["anna"] is None and second["clara"] is None
@@ -151,9 +152,8 @@ def test_hostile_text_is_shown_and_not_run(curated: tuple[Path, Xray]) -> None:
     assert HOSTILE not in html and html.count("<script") == 2
     reader = Reader(html)
     assert HOSTILE in reader.text and ARABIC.split()[0] in reader.text
-    assert (
-        'dir="auto"' in html and "default-src 'none'" in html and "http://" not in html.replace("http://www.w3.org", "")
-    )
+    assert 'dir="auto"' in html and "default-src &#39;none&#39;" in html
+    assert not re.search(r"https?://", html)
 
 
 def test_the_page_tells_what_to_type(curated: tuple[Path, Xray]) -> None:
@@ -165,14 +165,22 @@ def test_the_page_tells_what_to_type(curated: tuple[Path, Xray]) -> None:
     assert clock(total) in text and xray.verdict[0] in text
 
 
-def test_what_came_after_the_table_is_told(curated: tuple[Path, Xray], tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [0, 1234])
+def test_a_folder_that_keeps_nothing_has_a_page_that_says_so(tmp_path: Path, length: int) -> None:
+    broken = segment("a", "broken.m4a", 0, length, "gap", audio="", part="", status="dropped", reason="unreadable")
+    write_segments(tmp_path, segments_table([broken]))
+    xray = run_xray(tmp_path)
+    assert xray.numbers["hours"]["total_ms"] == length and "0 clips of 0 speakers" in xray.verdict[0]
+    assert "unreadable" in Reader(xray.page.read_text(encoding="utf-8")).text
+
+
+def test_what_came_after_the_table_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "tapes"
     table = write_curated_folder(folder)
     kept = next(row["id"] for row in table.to_pylist() if row["status"] == "kept")
     append_correction(folder, ClipDrop(clip=kept))
     assert any("corrections were made after" in note for note in run_xray(folder).numbers["notes"])
     with pytest.raises(DataError, match="has corrections that its clips do not have yet") as error:
-        (folder / "manifest.jsonl").write_text("")
         myna.import_dataset(folder, tmp_path / "out", format="myna")
     assert f"myna curate --out {folder}" in error.value.hint
 
@@ -200,23 +208,16 @@ def test_corrections_reach_what_is_prepared(tmp_path: Path) -> None:
     myna.import_dataset(RECORDINGS, folder)
     clips = read_manifest(folder / "manifest.jsonl")
     first, second, third = (clip.id for clip in clips[:3])
-    for words in (
-        [first, "--text", 'something else: it\'s "so"'],
-        [second, "--drop"],
-        [third, "--start", "0.25", "--end", "1.5"],
-        ["--speaker", f"{clips[0].speaker}={clips[0].speaker}"],
-        [first, "--drop", "--restore"],
-        ["--drop"],
-        ["nobody", "--drop"],
-    ):
-        result = CliRunner().invoke(app, ["correct", str(folder), *words])
-        assert (result.exit_code == 0) == (
-            len(words) > 1 and words[0] in (first, second, third) and "--restore" not in words
-        )
+    for words in ([first, "--text", TYPED], [second, "--drop"], [third, "--start", "0.25", "--end", "1.5"]):
+        assert CliRunner().invoke(app, ["correct", str(folder), *words], catch_exceptions=False).exit_code == 0
+    wrong = (["--drop"], [first], [first, "--drop", "--restore"], ["nobody", "--drop"], ["--speaker", "nobody=me"])
+    for words in (*wrong, [first, "--start", "2", "--end", "1"]):
+        with pytest.raises(myna.MynaError):
+            CliRunner().invoke(app, ["correct", str(folder), *words], catch_exceptions=False)
     report = myna.import_dataset(folder, tmp_path / "again")
     assert any("3 corrections of" in note for note in report.notes)
     after = {clip.id: clip for clip in read_manifest(tmp_path / "again" / "manifest.jsonl")}
-    assert after[first].text == 'something else: it\'s "so"' and second not in after
+    assert after[first].text == TYPED and second not in after
     span = after[third].span
     assert span is not None and (span.start, span.end) == (0.25, 1.5) and len(after) == len(clips) - 1
 
@@ -229,6 +230,7 @@ def test_the_command_prints_the_verdict_or_json(curated: tuple[Path, Xray]) -> N
     assert json.loads(printed.stdout)["hours"] == json.loads(json.dumps(xray.numbers["hours"]))
 
 
+TYPED = 'something else: it\'s "so"'
 WORDS = st.lists(st.sampled_from(["one", "two", "Two!", "thrée", "ба", "٣"]), max_size=8).map(" ".join)
 
 

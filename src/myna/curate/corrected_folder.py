@@ -60,15 +60,20 @@ def _manifest_table(folder: Path, corrections: Sequence[Correction], correction:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
+def check_corrections_applied(folder: Path) -> None:
+    """Refuse a curated folder with corrections that were made after it was decided."""
+    corrections = load_corrections(folder)
+    if not corrections or not (folder / TABLE_FILE).is_file():
+        return
+    if not is_corrected(pq.read_table(folder / TABLE_FILE, columns=NEEDED_COLUMNS), corrections):
+        problem = f"{folder / CORRECTIONS_FILE} has corrections that its clips do not have yet"
+        raise DataError(problem, hint=f"myna curate --out {folder}")
+
+
 def corrected_utterances(folder: Path, utterances: list[Utterance], notify: Notify = lambda _: None) -> list[Utterance]:
-    """Utterances of a folder as it was corrected. A curated folder must have been decided since then."""
+    """Utterances of a folder as it was corrected; those of a curated one are corrected when it is decided."""
     corrections = load_corrections(folder, notify)
-    if not corrections:
-        return utterances
-    if (folder / TABLE_FILE).is_file():
-        if not is_corrected(pq.read_table(folder / TABLE_FILE, columns=NEEDED_COLUMNS), corrections):
-            problem = f"{folder / CORRECTIONS_FILE} has corrections that its clips do not have yet"
-            raise DataError(problem, hint=f"myna curate --out {folder}")
+    if not corrections or (folder / TABLE_FILE).is_file():
         return utterances
     notify(f"{len(corrections)} corrections of {folder / CORRECTIONS_FILE} were applied")
     return correct_utterances(utterances, corrections)

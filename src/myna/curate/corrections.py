@@ -23,6 +23,7 @@ from myna.curate.edges import move_edges
 from myna.curate.schema import TABLE_FILE
 from myna.data.utterance import normalise_text
 from myna.errors import ConfigError, DataError
+from myna.io import is_file
 
 CORRECTIONS_FILE = "corrections.jsonl"
 LOCK_FILE = ".corrections.lock"
@@ -154,7 +155,7 @@ def make_correction(
 def load_corrections(folder: Path, notify: Notify = lambda _: None) -> list[Correction]:
     """The corrections of a folder in their order; none without a file. A torn last line is left out, and told."""
     path = folder / CORRECTIONS_FILE
-    if not path.is_file():
+    if not is_file(path):
         return []
     whole, torn = _split_torn(path.read_bytes())
     corrections = []

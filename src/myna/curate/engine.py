@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow.parquet as pq
 
@@ -101,6 +101,20 @@ def _start_worker(context: WorkerContext) -> None:
 def _call(method: str, item: Any) -> Any:
     assert _worker is not None
     return getattr(_worker, method)(item)
+
+
+class CurationEngine(Protocol):
+    """Maps the work of a curation over workers."""
+
+    def __enter__(self) -> CurationEngine: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def model_names(self) -> list[str]: ...
+
+    def decode(self, paths: Iterable[Path]) -> Iterator[tuple[Path, DecodedRecording]]: ...
+
+    def refine(self, parts: Iterable[Part]) -> Iterator[tuple[Part, str]]: ...
 
 
 class ProcessPool:

@@ -95,7 +95,7 @@ class CurationModels:
         size = min(len(samples) // step * step, round(MAX_EMBEDDED_SECONDS * sample_rate))
         first = (len(samples) - size) // 2
         clip = samples[first : first + size] if size else np.resize(samples, step)
-        return np.asarray(analysis.embed(clip, sample_rate, self.networks), np.float32)
+        return np.asarray(analysis.embed_speaker(clip, sample_rate, self.networks), np.float32)
 
     def measure(self, samples: Samples, sample_rate: int) -> dict[str, float]:
         return analysis.measure(samples, sample_rate, self.networks)

@@ -152,6 +152,7 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
         return earlier
     writer = _PartWriter(folder, content, settings, find_speech)
     missing_seconds, problem = 0.0, ""
+    resampler: Any = None
     try:
         weights = _channel_weights(path)
         with stream_audio(path) as (info, blocks):
@@ -160,10 +161,11 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
             for second in _whole_seconds(blocks, info.sample_rate):
                 missing_seconds -= len(second) / info.sample_rate
                 writer.add(resampler.resample_chunk(second @ weights), _clipped_share(second))
-            writer.add(resampler.resample_chunk(np.empty(0, np.float32), last=True), 0.0)
     except AudioFileError as error:
         problem = f"{error.defect}{error.detail and ': ' + error.detail}"
         missing_seconds = max(missing_seconds, error.missing_seconds)
+    if resampler is not None:
+        writer.add(resampler.resample_chunk(np.empty(0, np.float32), last=True), 0.0)
     parts, recording_hash = writer.finish()
     duration_ms = parts[-1].end_ms if parts else 0
     duration_ms += round(1000 * missing_seconds) if problem and missing_seconds > 0 else 0
@@ -175,13 +177,22 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
 def _whole_seconds(blocks: Iterator[npt.NDArray[np.float32]], sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     """The same samples, a second at a time."""
     rest: npt.NDArray[np.float32] | None = None
-    for block in blocks:
+    damage: Exception | None = None
+    while True:
+        try:
+            block = next(blocks, None)
+        except Exception as error:  # noqa: BLE001 - raised once what came before it is used
+            block, damage = None, error
+        if block is None:
+            break
         joined = block if rest is None else np.concatenate([rest, block])
         whole = len(joined) // sample_rate * sample_rate
         yield from (joined[start : start + sample_rate] for start in range(0, whole, sample_rate))
         rest = joined[whole:]
     if rest is not None and len(rest):
         yield rest
+    if damage is not None:
+        raise damage
 
 
 def _clipped_share(second: npt.NDArray[np.float32]) -> float:

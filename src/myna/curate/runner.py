@@ -15,7 +15,7 @@ import pyarrow as pa
 from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.curate.decision import decide
 from myna.curate.duplicates import mark_duplicates
-from myna.curate.engine import OpenModels, ProcessPool, WorkerContext, default_workers, findings_path
+from myna.curate.engine import CurationEngine, OpenModels, ProcessPool, WorkerContext, default_workers, findings_path
 from myna.curate.export import assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.models import NO_ASR, CurationModels
 from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
@@ -96,6 +96,7 @@ def run_curation(
     *,
     script: Path | None = None,
     workers: int | None = None,
+    ray: str | None = None,
     limit: int | None = None,
     open_models: OpenModels = CurationModels.open,
     progress: ProgressCallback = silent,
@@ -108,7 +109,8 @@ def run_curation(
     with _lock(out):
         notes: list[str] = []
         if sources:
-            index = _listen(sources, out, settings, script, workers, limit, open_models, progress, notes)
+            engine = _open_engine(WorkerContext(out.absolute(), settings, open_models), workers, ray)
+            index = _listen(sources, out, settings, script, limit, engine, progress, notes)
         else:
             index = CurationIndex.load(out)
             if index.first_pass != settings.first_pass_hash(index.models):
@@ -138,25 +140,32 @@ def _lock(folder: Path) -> Iterator[None]:
         ) from None
 
 
+def _open_engine(context: WorkerContext, workers: int | None, ray: str | None) -> CurationEngine:
+    if ray is not None:
+        from myna.curate.cluster import ClusterPool
+
+        return ClusterPool(context, ray, workers)
+    return ProcessPool(context, workers or default_workers())
+
+
 def _listen(
     sources: Sequence[Path],
     out: Path,
     settings: CurateSettings,
     script: Path | None,
-    workers: int | None,
     limit: int | None,
-    open_models: OpenModels,
+    engine: CurationEngine,
     progress: ProgressCallback,
     notes: list[str],
 ) -> CurationIndex:
     """The first pass over everything that was not listened to before."""
     files = find_recordings(sources, out=out)[:limit]
-    with ProcessPool(WorkerContext(out, settings, open_models), workers or default_workers()) as pool:
+    with engine as pool:
         decoded: dict[Path, DecodedRecording] = {}
-        for path, one in pool.decode(file.path for file in files):
+        for path, one in pool.decode(file.path.absolute() for file in files):
             decoded[path] = one
             progress("decoding", len(decoded), len(files))
-        recordings = [(file, decoded[file.path]) for file in files]
+        recordings = [(file, decoded[file.path.absolute()]) for file in files]
         names = pool.model_names()
         parts = part_list(recordings, settings.first_pass_hash(names))
         unique = [part for group in parts.values() for part in group]
@@ -171,8 +180,10 @@ def _listen(
     notes += [f"could not be read to its end: {problem}" for problem in damaged[:MAX_NAMED_FILES]]
     if len(damaged) > MAX_NAMED_FILES:
         notes.append(f"and {len(damaged) - MAX_NAMED_FILES} more; the table has all, with the reason `unreadable`")
-    scripts = {file.name: str(path.absolute()) if (path := script or file.script) else None for file in files}
-    entries = [IndexedRecording(file.name, one.file_hash, scripts[file.name]) for file, one in recordings]
+    entries = []
+    for file, one in recordings:
+        text = script or file.script
+        entries.append(IndexedRecording(file.name, one.file_hash, str(text.absolute()) if text else None))
     index = CurationIndex(settings.first_pass_hash(names), names, entries)
     index.save(out)
     return index

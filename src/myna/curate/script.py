@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ MARKUP = re.compile(r"<[^>]*>|\{\\[^}]*\}")
 MIN_MATCHED_SHARE = 0.5
 """Of a clip's recognised words that its script must match; else the recognised text stays."""
 
-MAX_JUMP_WORDS = 20
-"""Script words that may be left out before and after a single word that is read."""
+MAX_SKIPPED_WORDS = 5
+"""Between two words of a text, by which it and its script may differ in number."""
 
 
 def read_script(path: Path) -> str:
@@ -61,40 +60,54 @@ def split_words(text: str, language: str) -> list[str]:
 def align_script(texts: Sequence[str], script: str, language: str) -> list[str | None]:
     """For the recognised texts of a recording in order, the words of its script; None where they do not agree.
 
-    Edit distance over the words of the whole recording. Script words that nobody recognised between two texts
-    belong to neither: they may not have been read.
+    Edit distance over the words of the whole recording. Of the words of a text that are in the script, those that
+    stand together there say where it is; the others are chance, for the distance counts omissions wherever they are.
     """
-    recognised = [split_words(text, language) for text in texts]
+    groups = [split_words(text, language) for text in texts]
     words = split_words(script, language)
-    spoken = [alphanumeric(word) for group in recognised for word in group]
-    written = [alphanumeric(word) for word in words]
-    position = _positions(spoken, written)
-    aligned: list[str | None] = []
+    places = _equal_words([alphanumeric(word) for group in groups for word in group], [*map(alphanumeric, words)])
+    anchors: list[list[tuple[int, int]]] = []
     first = 0
+    for group in groups:
+        here = [(n, place) for n, place in enumerate(places[first : first + len(group)]) if place is not None]
+        cluster = max(_clusters(here), key=len, default=[])
+        anchors.append(cluster if len(cluster) >= MIN_MATCHED_SHARE * len(group) else [])
+        first += len(group)
     separator = "" if base_language(language) in UNSPACED else " "
-    for group in recognised:
-        after = first + len(group)
-        matched = [at for at in position[first:after] if at is not None]
-        is_trusted = bool(group) and len(matched) >= MIN_MATCHED_SHARE * len(group)
-        aligned.append(separator.join(words[matched[0] : matched[-1] + 1]) if is_trusted else None)
-        first = after
+    aligned: list[str | None] = []
+    used = 0
+    for number, (group, cluster) in enumerate(zip(groups, anchors, strict=True)):
+        if not cluster:
+            aligned.append(None)
+            continue
+        # Words before the first and after the last one in common are taken as they are written.
+        (before, start), (last, end) = cluster[0], cluster[-1]
+        limit = next((later[0][1] for later in anchors[number + 1 :] if later), len(words))
+        start, end = max(used, start - before), min(limit, end + len(group) - last)
+        aligned.append(separator.join(words[start:end]))
+        used = end
     return aligned
 
 
-def _positions(spoken: list[str], written: list[str]) -> list[int | None]:
-    """For each spoken word the written one that it stands for: equal, or in its place."""
-    position: list[int | None] = [None] * len(spoken)
+def _equal_words(spoken: list[str], written: list[str]) -> list[int | None]:
+    """For each spoken word the place of the same word in the script, in an alignment of least edits."""
+    places: list[int | None] = [None] * len(spoken)
     for edit in Levenshtein.opcodes(spoken, written):
-        if edit.tag in ("equal", "replace"):
+        if edit.tag == "equal":
             for offset in range(edit.src_end - edit.src_start):
-                position[edit.src_start + offset] = edit.dest_start + offset
-    # A lone match far from its neighbours is chance: the distance counts deletions wherever they are.
-    known = [index for index, at in enumerate(position) if at is not None]
-    for before, here, behind in zip(known, known[1:], known[2:], strict=False):
-        jumps = [abs((position[b] or 0) - (position[a] or 0) - (b - a)) for a, b in pairwise((before, here, behind))]
-        if min(jumps) > MAX_JUMP_WORDS:
-            position[here] = None
-    return position
+                places[edit.src_start + offset] = edit.dest_start + offset
+    return places
+
+
+def _clusters(places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Words of a text and their places in the script, parted where the script has many words between two."""
+    clusters: list[list[tuple[int, int]]] = []
+    for word, place in places:
+        if clusters and abs((place - clusters[-1][-1][1]) - (word - clusters[-1][-1][0])) <= MAX_SKIPPED_WORDS:
+            clusters[-1].append((word, place))
+        else:
+            clusters.append([(word, place)])
+    return clusters
 
 
 def apply_scripts(table: pa.Table, scripts: Mapping[str, str]) -> pa.Table:

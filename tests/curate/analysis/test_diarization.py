@@ -88,6 +88,14 @@ def test_clusters_below_a_share_of_the_speech_are_nobody() -> None:
     assert cluster_embeddings(embeddings, [60, 39, 1, 0], speakers=2).tolist()[:3] == [0, 0, 1]
 
 
+def test_an_outlier_is_no_speaker_where_their_number_is_known() -> None:
+    near = (EAST + 0.8 * NORTH) / np.linalg.norm(EAST + 0.8 * NORTH)
+    embeddings = np.stack([EAST, EAST, near, near, UP])
+    labels = cluster_embeddings(embeddings, [30, 30, 20, 19, 1], speakers=2).tolist()
+    assert labels[0] == labels[1] != labels[2] == labels[3]
+    assert labels[4] in (0, 1)
+
+
 def test_enrolled_speakers_keep_their_numbers_and_strangers_follow() -> None:
     embeddings = np.stack([EAST, NORTH, UP])
     assert cluster_embeddings(embeddings, [1, 2, 3], enrolment=np.stack([NORTH, EAST])).tolist() == [1, 0, 2]
@@ -131,6 +139,24 @@ def test_listening_finds_local_speakers_of_every_window() -> None:
     assert local.local.tolist() == [0, 1] * 3
     assert local.overlap.max() == pytest.approx(1, abs=1e-4)
     assert len(local.overlap) == int(np.ceil(20 / FRAME_SECONDS))
+
+
+def test_where_nobody_speaks_there_are_no_speakers() -> None:
+    class Silent(SegmentationNetwork):
+        def segment(self, samples: Samples, step_seconds: float) -> np.ndarray:  # noqa: ARG002
+            return np.eye(7, dtype=np.float32)[np.zeros((2, FRAMES), np.int64)]
+
+    class Unheard:
+        name = "unheard"
+
+        def embed(self, samples: Samples, sample_rate: int) -> np.ndarray:
+            raise AssertionError((len(samples), sample_rate))
+
+    models = AnalysisModels(segmentation=Silent(), speaker_encoder=Unheard())
+    turns = label_speakers(find_local_speakers(np.zeros(15 * 16_000, np.float32), 16_000, models))
+    assert turns.turns == []
+    assert turns.speaker_shares(0, 15) == {}
+    assert turns.overlap_share(0, 15) == 0
 
 
 def test_without_its_model_diarization_says_what_to_type() -> None:

@@ -13,7 +13,7 @@ from myna.curate.analysis.diarization import (
 )
 from myna.curate.analysis.fingerprints import DuplicateMatch, bit_error, find_duplicates, find_retakes, fingerprint
 from myna.curate.analysis.loudness import integrated_loudness
-from myna.curate.analysis.measures import embed, measure
+from myna.curate.analysis.measures import embed_speaker, measure
 from myna.curate.analysis.models import AnalysisModels, AnalysisSettings, Capability, capabilities, load_models
 from myna.curate.analysis.spoken_text import TokenizerCoverage, normalise_spoken_text, tokenizer_coverage
 from myna.curate.analysis.voice_activity import voice_activity
@@ -31,7 +31,7 @@ __all__ = [
     "bit_error",
     "capabilities",
     "cluster_embeddings",
-    "embed",
+    "embed_speaker",
     "find_duplicates",
     "find_local_speakers",
     "find_retakes",

@@ -1,7 +1,7 @@
 """Audio fingerprints (Haitsma and Kalker 2002) and duplicates by them: the same recording, cut, shifted or compressed.
 
-One word of 32 bits every 23 ms: signs of the differences of 33 band energies over band and time. Copies differ in up to
-a quarter of their bits, other speech in more than two fifths.
+One word of 32 bits every 23 ms: signs of the differences of 33 band energies over band and time. Copies (shifted, in
+noise at 20 dB, through mp3 at 32 kbit/s) differed in up to 28 % of their bits; other speech differs in 40 % or more.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[
     }
 
 
-def embed(samples: Samples, sample_rate: int, models: AnalysisModels) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def embed_speaker(
+    samples: Samples, sample_rate: int, models: AnalysisModels
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Speaker embedding of length one; zeros where there is no voice."""
     return require(models.speaker_encoder, "speaker embeddings").embed(samples, sample_rate)

@@ -79,15 +79,15 @@ class SegmentationNetwork(nn.Module):
         parts = []
         with one_thread():
             for first in range(0, count, BATCH_WINDOWS):
-                batch = torch.from_numpy(np.ascontiguousarray(windows[first : first + BATCH_WINDOWS], np.float32))
+                batch = torch.from_numpy(np.array(windows[first : first + BATCH_WINDOWS], np.float32))
                 parts.append(self(batch.to(device)).exp().cpu().numpy())
         return np.concatenate(parts)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread of torch. An LSTM's steps are too short to share: on two busy cores, two threads took nine times as
-    long as one."""
+    """One thread of torch: steps of an LSTM are too short to share. On two busy cores, two threads took three times as
+    long as one, and more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -101,7 +101,8 @@ def write_pieces(
     (out / "clips").mkdir(parents=True, exist_ok=True)
     pieces: dict[int, dict[str, Any]] = {}
     unreadable = 0
-    for number, (row, values) in enumerate(zip(rows, source.table.take(rows).to_pylist(), strict=True)):
+    values_of = source.table.take(pa.array(rows, pa.int64())).to_pylist()
+    for number, (row, values) in enumerate(zip(rows, values_of, strict=True)):
         progress("copying pieces", number, len(rows))
         length = values["end_ms"] - values["start_ms"]
         piece = {key: values[key] for key in PIECE_COLUMNS} | {"ms": length, "file": "", "heard_ms": 0}

@@ -74,7 +74,7 @@ def _map_audio(table: pa.Table, numbers: dict[str, Any], out: Path, folder: Path
     ids = [point["id"] for point in numbers["speakers"]["map"]["points"]]
     found = pc.index_in(pa.array(ids, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
     columns = ("id", "audio", "audio_start_ms", "start_ms", "end_ms")
-    rows = table.select(columns).take([row for row in found if row is not None]).to_pylist()
+    rows = table.select(columns).take(pa.array([row for row in found if row is not None], pa.int64())).to_pylist()
     return {
         row["id"]: [
             os.path.relpath(folder / row["audio"], out).replace(os.sep, "/"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from myna import __version__
 from myna.curate.corrections import apply_hand_decisions, is_corrected
 from myna.curate.decision import decide
 from myna.curate.schema import DROP_REASONS
@@ -36,7 +36,7 @@ def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCa
     table = source.table
     kept = table.filter(pc.equal(table["status"], KEPT))
     numbers: dict[str, Any] = {
-        "myna": __version__,
+        "myna": version("myna"),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "folder": str(source.folder),
         "curated": source.is_curated,

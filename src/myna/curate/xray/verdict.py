@@ -85,9 +85,10 @@ def alone_ms(measure: dict[str, Any]) -> int:
 def spoken_length(milliseconds: int) -> str:
     """A length in the unit that a person would use."""
     seconds = milliseconds / 1000
-    if seconds < 120:
+    if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    minutes = seconds / 60
+    return f"{minutes:.{1 if minutes < 10 else 0}f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def _share(part: float, whole: float) -> str:

@@ -19,7 +19,7 @@ MAP_POINTS = 400
 EXAMPLES = 3
 MIN_PART_SHARE = 0.1
 """Of a speaker's clips, that a second voice among them must have."""
-SAME_VOICE_RATIO, DIFFERENT_VOICE_RATIO = 0.8, 0.5
+SAME_VOICE_RATIO, DIFFERENT_VOICE_RATIO = 0.8, 0.65
 """Mean cosine of clips of two sets, as a share of that within each: from the first on they may be one person, below the
 second two."""
 MAX_ITERATIONS = 20
