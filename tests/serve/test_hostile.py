@@ -93,8 +93,14 @@ def test_a_body_without_end(web: httpx2.Client) -> None:
     check_error(response, 413, "at most 32 MiB")
 
 
-def test_a_body_that_promises_too_much(web: httpx2.Client) -> None:
-    check_error(web.post(SPEECH, content=b"", headers={"content-length": str(2**40)}), 413)
+@pytest.mark.parametrize("length", [str(2**40), "-1", "1_0", "x"])
+def test_a_body_that_promises_too_much(server: RunningServer, length: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {SPEECH} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {length}\r\n\r\n"
+        connection.sendall(head.encode())
+        connection.settimeout(15)
+        assert connection.recv(1000).split()[1] in (b"413", b"400")
 
 
 @pytest.mark.parametrize("text", ["<|begin_of_text|>hi", "hi <|AUDIO|>", "<|audio_eos|>"])
@@ -263,7 +269,7 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         tmp_path, "--streams", "1", "--no-watermark", environment={"MYNA_API_KEY": "a secret ключ"}
     ) as server:
         url = f"{server.url}{SPEECH}"
-        for value in (None, "", "Bearer", "Bearer wrong", "Basic a secret ключ", "Bearer a secret ключ ", "Bearer é"):
+        for value in (None, "", "Bearer", "Bearer wrong", "Basic a secret ключ", "Bearer a secret", "Bearer é"):
             headers = {"authorization": value.encode()} if value is not None else {}
             response = httpx2.post(url, json={"input": "Yes."}, headers=headers)  # type: ignore[arg-type]
             assert check_error(response, 401, "API key")["code"] == "invalid_api_key"

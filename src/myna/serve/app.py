@@ -57,7 +57,7 @@ def create_app(context: ServerContext) -> FastAPI:
     settings = context.settings
     app.add_middleware(
         RequestGuard,
-        hosts=local_hosts(settings.host, settings.port),
+        hosts=local_hosts(settings.host, settings.port, settings.allowed_hosts),
         api_key=settings.api_key,
         observe=context.metrics.observe_request,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,8 @@ class ServerSettings:
     asr: str | None = None
     """Recogniser that checks consents; without one none are taken."""
     drain_seconds: float = 30.0
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of a proxy, to which a server that is bound to this machine answers too."""
 
     @property
     def model(self) -> str:
@@ -85,6 +88,8 @@ class ServerContext:
     uploads: UploadDecoder
     adapter_sources: dict[str, str]
     """Names and folders of adapters."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    """Tells servers behind one address apart."""
     started_at: int = field(default_factory=lambda: int(time.time()))
     _voice_samples: dict[str, tuple[Samples, str]] = field(default_factory=dict)
     _weights: dict[str, str] = field(default_factory=dict)

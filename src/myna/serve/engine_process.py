@@ -98,7 +98,7 @@ def _read_inbox(inbox: SimpleQueue[EngineMessage | None], *, wait: bool) -> list
             return messages
 
 
-def _handle(worker: Worker, message: EngineMessage) -> list[RequestEvent]:
+def _handle(worker: EngineWorker, message: EngineMessage) -> list[RequestEvent]:
     """Pass a message on. What fails because of it fails this request alone."""
     id = getattr(message, "id", "")
     try:
@@ -110,7 +110,7 @@ def _handle(worker: Worker, message: EngineMessage) -> list[RequestEvent]:
         return [RequestEnd(id, failure=Failure("the request could not be processed", is_users=False))]
 
 
-class Worker(Protocol):
+class EngineWorker(Protocol):
     """A loaded model that takes messages and does its work in steps."""
 
     info: EngineInfo
@@ -132,7 +132,7 @@ class Worker(Protocol):
     def step(self) -> list[RequestEvent]: ...
 
 
-def open_worker(settings: EngineSettings) -> Worker:
+def open_worker(settings: EngineSettings) -> EngineWorker:
     """The model of the settings, loaded and warm: one that speaks, or one that answers."""
     from myna.models import open_family
     from myna.models.base import AnsweringFamily

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 
@@ -73,7 +73,7 @@ class RequestGuard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._hosts and host.lower() not in self._hosts:
-            raise ApiError(403, f"this server is not {host[:80]}: it is for this machine alone (--host opens it)")
+            raise ApiError(403, f"this server is not {host[:80]}: it is for this machine alone (--allow-host, --host)")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise ApiError(403, "requests of pages of other sites are refused", code="origin_not_allowed")
@@ -82,7 +82,7 @@ class RequestGuard:
             raise ApiError(403, "requests of pages of other sites are refused", code="origin_not_allowed")
         if self._key is not None and scope["path"].startswith("/v1"):
             kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._key):
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._key):
                 message = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         length = headers.get("content-length", "0")
@@ -110,8 +110,8 @@ class _LimitedBody:
         try:
             message = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
-            message = f"the body did not come within {BODY_SECONDS:g} s"
-            raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+            problem = f"the body did not come within {BODY_SECONDS:g} s"
+            raise ApiError(408, problem, code="timeout", headers={"connection": "close"}) from None
         self._bytes += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._bytes > MAX_BODY_BYTES:
@@ -133,14 +133,15 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
     await error.response()(scope, receive, send)
 
 
-def local_hosts(host: str, port: int) -> frozenset[str]:
-    """The values of Host for a server on an address of this machine alone; none for any other, which has names that we
-    do not know."""
+def local_hosts(host: str, port: int, allowed: Sequence[str] = ()) -> frozenset[str]:
+    """The values of Host for a server on an address of this machine alone, with those that are `allowed` beside them;
+    none, for all, on any other address: it has names that we do not know."""
     try:
         is_local = ip_address(host).is_loopback
     except ValueError:
         is_local = host == "localhost"
-    return frozenset(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")) if is_local else frozenset()
+    names = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")} if is_local else set()
+    return frozenset(names | {name.lower() for name in allowed})
 
 
 class TimedHttpProtocol(HttpToolsProtocol):

@@ -131,6 +131,7 @@ function offer(file) {
   const player = element("player");
   if (player.src) URL.revokeObjectURL(player.src);
   player.src = element("download").href = URL.createObjectURL(file);
+  element("download").dataset.bytes = file.size;
   element("result").hidden = false;
 }
 

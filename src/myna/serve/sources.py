@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from myna.errors import ConfigError
 from myna.provenance.origin import display_name
 from myna.speak.tuned import find_tuned
+
+NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
+"""NAME=SOURCE; a folder may have such a name too."""
 
 
 class ServedSources(NamedTuple):
@@ -44,5 +49,7 @@ def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters:
 
 
 def _split_name(source: str) -> tuple[str, str]:
-    name, separator, rest = source.partition("=")
-    return (name, rest) if separator and name and rest else (display_name(source).rpartition("/")[2], source)
+    match = NAMED_SOURCE.fullmatch(source)
+    if match is not None and not Path(source).exists():
+        return match[1], match[2]
+    return display_name(source).rpartition("/")[2], source

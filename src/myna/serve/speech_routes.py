@@ -199,6 +199,7 @@ class SpeechResponse(Response):
             "cache-control": "no-store",
             "x-accel-buffering": "no",
             "x-request-id": origin.id,
+            "x-server-id": self._context.id,
             "x-sample-rate": str(self._context.sample_rate),
             "x-channels": "1",
             "x-bit-depth": "16",

@@ -172,7 +172,7 @@ class LiveBatch:
                 self._scheduler.advance()
         for stream in list(self._streams):
             if not stream.generated:
-                events += self._collect(stream)
+                events += self._follow(stream)
         # Where steps run behind the host, so does the codec: the next step is enqueued before its samples are awaited.
         is_behind = self._scheduler.decoder.steps_ahead > 0
         if is_behind:
@@ -229,27 +229,33 @@ class LiveBatch:
             self._streams.append(stream)
         return events
 
-    def _collect(self, stream: _Stream) -> list[StreamEvent]:
-        """Pass new frames of a stream on to its codec windows, and go on with its next segment."""
-        generation, codes = stream.generation, stream.code_stream
-        assert generation is not None and codes is not None
+    def _follow(self, stream: _Stream) -> list[StreamEvent]:
+        """Go on with the next segment of a stream, where one has ended."""
+        assert stream.generation is not None
         try:
-            generation.follow()
-        except MynaError as error:  # a later segment does not fit
+            stream.generation.follow()
+        except MynaError as error:  # it does not fit
             self._streams.remove(stream)
-            generation.cancel()
+            stream.generation.cancel()
             stream.cancelled = True
             return [self._end(stream, None, error)]
-        if generation.frames > codes.frames:
-            codes.push(generation.codes(codes.frames))
-        if stream.generated:
-            codes.end()
         return []
 
     def _decode(self) -> None:
-        """Start decoding the windows of all streams that are due."""
-        now = self._clock()
-        due = [stream for stream in self._streams if stream.generated or stream.lead(now) < LEAD_SECONDS]
+        """Start decoding the windows of all streams that are due and have one. Frames are only passed on where they
+        make a window: most streams need nothing in most steps."""
+        now, due = self._clock(), list[_Stream]()
+        for stream in self._streams:
+            generation, codes = stream.generation, _code_stream(stream)
+            assert generation is not None
+            frames = generation.frames
+            if not stream.generated and (frames < codes.next_frames or stream.lead(now) >= LEAD_SECONDS):
+                continue
+            if frames > codes.frames:
+                codes.push(generation.codes(codes.frames))
+            if stream.generated:
+                codes.end()
+            due.append(stream)
         if due:
             with self._engine._threads():
                 pending = decode_streams(self._engine.codec, [_code_stream(stream) for stream in due])

@@ -37,6 +37,11 @@ class CodeStream:
         """Whether the stream has ended and every window of it was taken."""
         return self.ended and self._done == self.frames
 
+    @property
+    def next_frames(self) -> int:
+        """Frames that must have come before the next window can be decoded."""
+        return self._done + min(self._done + self._first_window, MAX_WINDOW) + self._codec.decode_reach
+
     def push(self, codes: Codes) -> None:
         """Add frames, shape (frames, codebooks)."""
         assert not self.ended, "the stream has ended"

@@ -1,0 +1,304 @@
+"""Load test of a speech server: how soon it is heard, and how many it serves at a time without a gap.
+
+python benchmarks/serve.py --model fledgling --rates 0.5 1 2 --out FOLDER         starts `myna serve`, on any device
+python benchmarks/serve.py --model RUN --rates 1 10 20 --streams --out docs/benchmarks -- --streams 256 --queue 512
+python benchmarks/serve.py --url http://HOST:8000 --rates 1 10 --out FOLDER       any server of OpenAI's contract
+python benchmarks/serve.py --instant --rates 50 100 --out FOLDER                  our HTTP side: an engine of no time
+
+Requests come as they would from many people: at random moments of a given rate, whether earlier ones are answered or
+not, the same moments for the same seed. Each asks for one of the demo's sentences as raw PCM; with `--reference` in the
+voice of one of its recordings, sent along. `benchmarks/load_client.py` defines every figure. A rate is `clean` when
+every request was answered, none was dropped, and no player had an underrun. `--streams` then searches for the most
+people who can listen at a time, each to one text after the other, without an underrun. Words behind `--` go to
+`myna serve`. Writes serve.json and serve.svg; with `--instant`, serve-http.json and serve-http.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.load_client import (
+    FIGURES,
+    PlannedRequest,
+    SpeechClient,
+    largest_passing,
+    now,
+    poisson_arrivals,
+    run_listeners,
+    run_open_loop,
+)
+
+from myna.io import save_text
+from myna.progress import ProgressCallback
+from myna.report.plot import Curve, line_plot
+from myna.terminal import progress_bars
+
+RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
+INSTANT_SERVER = Path(__file__).parent / "instant_server.py"
+START_SECONDS = 600.0
+"""That a server may take to load its model and to be warm."""
+MAX_LAG_SECONDS = 0.02
+"""Scheduling lag (p99) above which the client was too busy to measure."""
+COLORS = ("#1668a8", "#c2571a", "#2e7d4f")
+
+
+def demo_sentences() -> list[str]:
+    rows = [json.loads(line) for line in (RECORDINGS / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row["text"] for row in rows]
+
+
+def demo_reference() -> dict[str, str]:
+    """A recording of about four seconds, as a request carries it."""
+    row = json.loads((RECORDINGS / "manifest.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    audio = base64.b64encode((RECORDINGS / row["audio"]).read_bytes()).decode()
+    return {"ref_audio": f"data:audio/ogg;base64,{audio}", "ref_text": row["text"]}
+
+
+class RequestBodies:
+    """Bodies of requests: sentences in an order of their own for every seed, and fields that all have."""
+
+    def __init__(self, fields: Mapping[str, Any], seed: int) -> None:
+        self._fields, self._sentences = fields, demo_sentences()
+        self._random = np.random.default_rng(seed)
+
+    def next(self) -> dict[str, Any]:
+        text = self._sentences[int(self._random.integers(len(self._sentences)))]
+        return {**self._fields, "input": text}
+
+
+@contextmanager
+def server_process(command: Sequence[str], home: str) -> Iterator[tuple[str, int]]:
+    """A server of our own; its address and its process id once it is ready."""
+    log, variables = Path(home, "server.log"), {**os.environ, "MYNA_HOME": home, "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while "Ctrl+C ends it" not in (output := log.read_text(encoding="utf-8", errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"the server did not start:\n{output}")
+            time.sleep(0.1)
+        address = re.search(r"http://[\w.]+:\d+", output)
+        assert address is not None, output
+        yield address[0], process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def rate_row(rate: float, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One rate over all seeds: the median of each percentile, and its range."""
+
+    def over_seeds(name: str, share: str) -> list[float]:
+        return [summary[name][share] for summary in summaries if summary[name] is not None]
+
+    figures = {
+        name: {
+            share: {"median": statistics.median(values), "range": [min(values), max(values)]}
+            for share in ("p50", "p95", "p99")
+            if (values := over_seeds(name, share))
+        }
+        for name in FIGURES
+    }
+    return {
+        "name": f"{rate:g} requests a second",
+        "rate": rate,
+        "clean": all(summary["clean"] for summary in summaries),
+        "client_kept_up": all(lag <= MAX_LAG_SECONDS for lag in over_seeds("scheduling_lag", "p99")),
+        "audio_s_per_s": statistics.median(summary["audio_s_per_s"] for summary in summaries),
+        "processor_ms_per_request": {
+            name: statistics.median(summary["processor_ms_per_request"][name] for summary in summaries)
+            for name in summaries[0]["processor_ms_per_request"]
+        },
+        **figures,
+        "seeds": list(summaries),
+    }
+
+
+async def find_streams(
+    client: SpeechClient, asked: argparse.Namespace, fields: Mapping[str, Any], progress: ProgressCallback
+) -> dict[str, Any]:
+    """The most listeners without an underrun, and every trial."""
+    trials: list[dict[str, Any]] = []
+
+    async def passes(listeners: int) -> bool:
+        for seed in asked.seeds:
+            progress(f"{listeners} listeners", 0, None)
+            bodies = RequestBodies(fields, seed)
+            result = await run_listeners(client, bodies.next, listeners, asked.trial_seconds, seed)
+            trials.append({"listeners": listeners, "seed": seed, **result.summary()})
+            if not trials[-1]["clean"]:
+                return False
+        return True
+
+    most = await largest_passing(passes, asked.first_streams, asked.max_streams)
+    return {"most_listeners": most, "trial_seconds": asked.trial_seconds, "trials": trials}
+
+
+def processor_seconds(server: int | None) -> dict[str, float]:
+    """Processor time so far: of this client, and of a server of our own, its HTTP process and the others."""
+    processes = {"client": [psutil.Process()]}
+    if server is not None:
+        http = psutil.Process(server)
+        processes |= {"http": [http], "engine": http.children(recursive=True)}
+    return {
+        name: sum(sum(process.cpu_times()[:2]) for process in group if process.is_running())
+        for name, group in processes.items()
+    }
+
+
+async def run(
+    url: str, asked: argparse.Namespace, progress: ProgressCallback, server: int | None = None
+) -> dict[str, Any]:
+    """All measurements of one server; `server` is the process id of one of our own."""
+    client = SpeechClient(url, api_key=asked.api_key, clock=now)
+    fields = {
+        **{"model": asked.name or (await client.models())[0], "voice": asked.voice, "response_format": "pcm"},
+        **(demo_reference() if asked.reference else {}),
+    }
+    for field in asked.field:
+        name, _, value = field.partition("=")
+        fields[name] = json.loads(value)
+    bodies = RequestBodies(fields, 0)
+    warm_up = await asyncio.gather(*(client.speak(bodies.next()) for _ in range(asked.warm_up)))
+    for trace in warm_up:
+        if trace.error:
+            sys.exit(f"the server does not speak ({trace.status}): {trace.error}")
+    rows = []
+    for rate in asked.rates:
+        summaries = []
+        for seed in asked.seeds:
+            stage = f"{rate:g} a second, seed {seed}"
+            progress(stage, 0, asked.requests)
+            on_done = lambda done, stage=stage: progress(stage, done, asked.requests)  # noqa: E731
+            bodies = RequestBodies(fields, seed)
+            moments = poisson_arrivals(rate, asked.requests, seed)
+            plan = [PlannedRequest(moment, bodies.next()) for moment in moments]
+            before = processor_seconds(server)
+            result = await run_open_loop(client, plan, on_done=on_done)
+            spent = {name: total - before[name] for name, total in processor_seconds(server).items()}
+            cost = {name: 1000 * seconds / asked.requests for name, seconds in spent.items()}
+            summaries.append({"seed": seed, **result.summary(), "processor_ms_per_request": cost})
+        rows.append(rate_row(rate, summaries))
+    streams = await find_streams(client, asked, fields, progress) if asked.streams else None
+    await client.close()
+    return {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "server": asked.model or ("instant engine" if asked.instant else asked.url),
+        "settings": {key: value for key, value in fields.items() if key not in ("ref_audio", "ref_text")}
+        | {"reference": asked.reference, "requests": asked.requests, "serve_options": asked.serve_options},
+        "rows": rows,
+        "streams": streams,
+    }
+
+
+def machine() -> dict[str, Any]:
+    gpu = ""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "gpu": gpu,
+        "versions": {name: version(name) for name in ("myna", "torch", "uvicorn", "httpx2")},
+    }
+
+
+def drawing(rows: Sequence[Mapping[str, Any]]) -> str:
+    """First audible audio against the rate, as an SVG that stands alone."""
+    curves = [
+        Curve(share, [(row["rate"], 1000 * row["first_audible"][share]["median"]) for row in rows], "dots", color)
+        for color, share in enumerate(("p50", "p95", "p99"))
+        if all(share in row["first_audible"] for row in rows)
+    ]
+    plot = str(line_plot(curves, title="First audible audio", x_label="requests a second", y_label="milliseconds"))
+    start, end = plot.find("<svg"), plot.find("</svg>")
+    if start < 0:
+        return ""
+    opening = plot.index(">", start) + 1
+    styles = ["text{font:13px sans-serif;fill:#333}.grid{stroke:#ddd}polyline{fill:none;stroke-width:2}"]
+    styles += [f".color{n} polyline,.color{n} circle{{stroke:{color};fill:{color}}}" for n, color in enumerate(COLORS)]
+    styles.append("polyline{fill:none!important}")
+    legend = [
+        f'<text x="{120 + 70 * n}" y="16" style="fill:{COLORS[n]}">{curve.name}</text>'
+        for n, curve in enumerate(curves)
+    ]
+    style = f"<style>{''.join(styles)}</style>"
+    return "".join([plot[start:opening], style, plot[opening:end], *legend, "</svg>\n"])
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    server = parser.add_mutually_exclusive_group(required=True)
+    server.add_argument("--url", default="", help="address of a server that runs already, without /v1")
+    server.add_argument("--model", default="", help="start `myna serve` with this run or model")
+    server.add_argument("--instant", action="store_true", help="start our HTTP process with an engine of no time")
+    parser.add_argument("--name", default="", help="model to ask for; by default the first of /v1/models")
+    parser.add_argument("--voice", default="default")
+    parser.add_argument("--reference", action="store_true", help="send a recording of the demo's voice along")
+    parser.add_argument("--field", action="append", default=[], help="NAME=JSON, in every request; repeatable")
+    parser.add_argument("--api-key", default=os.environ.get("MYNA_API_KEY", ""))
+    parser.add_argument("--rates", type=float, nargs="*", default=[1.0], help="requests a second")
+    parser.add_argument("--requests", type=int, default=200, help="of each rate and seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--warm-up", type=int, default=8, help="requests before anything is measured")
+    parser.add_argument("--streams", action="store_true", help="search for the most listeners without an underrun")
+    parser.add_argument("--first-streams", type=int, default=8)
+    parser.add_argument("--max-streams", type=int, default=1024)
+    parser.add_argument("--trial-seconds", type=float, default=30.0, help="that each number of listeners is tried")
+    parser.add_argument("--out", type=Path, required=True)
+    all_words = list(sys.argv[1:] if words is None else words)
+    end = all_words.index("--") if "--" in all_words else len(all_words)
+    asked = parser.parse_args(all_words[:end])
+    asked.serve_options = all_words[end + 1 :]
+    return asked
+
+
+def main() -> None:
+    asked = parse()
+    with tempfile.TemporaryDirectory(prefix="myna-load-") as home, progress_bars() as progress:
+        if asked.url:
+            facts = asyncio.run(run(asked.url, asked, progress))
+        else:
+            started = [str(INSTANT_SERVER)] if asked.instant else ["-m", "myna", "serve", asked.model, "--port", "0"]
+            with server_process([sys.executable, *started, *asked.serve_options], home) as (url, server):
+                facts = asyncio.run(run(url, asked, progress, server))
+    name = "serve-http" if asked.instant else "serve"
+    save_text(asked.out / f"{name}.json", json.dumps(facts, indent=2) + "\n")
+    save_text(asked.out / f"{name}.svg", drawing(facts["rows"]))
+    for row in facts["rows"]:
+        figures = [(name, row[name]["p95"]["median"]) for name in ("first_audible", "e2e") if row[name]]
+        shown = ", ".join(f"{name} p95 {1000 * value:.1f} ms" for name, value in figures)
+        print(f"{row['name']}: {shown}; {'clean' if row['clean'] else 'not clean'}")
+    if facts["streams"] is not None:
+        print(f"most listeners without an underrun: {facts['streams']['most_listeners']}")
+
+
+if __name__ == "__main__":
+    main()

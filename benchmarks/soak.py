@@ -1,0 +1,190 @@
+"""Soak test of a server: thousands of requests, many of which are given up, and what is left of them.
+
+    .venv/bin/python benchmarks/soak.py --requests 10000 --out docs/benchmarks/soak.json
+
+Starts `myna serve`, sends requests of all kinds from several clients at once, and samples memory, threads and files
+of both processes. At the end no row may be taken and no request open, and nothing may have grown since the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil  # type: ignore[import-untyped]
+
+from myna.io import save_text
+from myna.progress import ProgressCallback
+from myna.terminal import progress_bars
+
+TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
+WARM_UP_SHARE = 0.2
+"""Of the requests, after which growth counts: allocators and caches have their size by then."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=600.0, help="End after so long, with fewer requests.")
+    parser.add_argument("--max-seconds", type=float, default=4.0, help="Of speech in one request.")
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--source", default="fledgling")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--watermark", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+class Server:
+    """A server process and its engine process."""
+
+    def __init__(self, arguments: argparse.Namespace, home: str) -> None:
+        command = [sys.executable, "-m", "myna", "serve", arguments.source, "--port", "0", "--device", arguments.device]
+        command += ["--streams", str(arguments.streams), "--queue", str(arguments.clients)]
+        command += [] if arguments.watermark else ["--no-watermark"]
+        variables = {**os.environ, "MYNA_HOME": home, "PYTHONUNBUFFERED": "1"}
+        self.log = Path(home, "server.log")
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
+        while "Ctrl+C ends it" not in self.log.read_text():
+            if self.process.poll() is not None:
+                sys.exit(self.log.read_text())
+            time.sleep(0.1)
+        found = re.search(r"http://[\d.]+:\d+", self.log.read_text())
+        assert found is not None
+        self.url = found[0]
+        self.http = psutil.Process(self.process.pid)
+        self.engine = max(self.http.children(), key=lambda child: child.memory_info().rss)
+
+    def sample(self) -> dict[str, Any]:
+        """Memory that each process has for itself, its threads and its open files."""
+        return {
+            name: {
+                "mib": round(process.memory_full_info().uss / 2**20, 1),
+                "threads": process.num_threads(),
+                "files": process.num_fds() if hasattr(process, "num_fds") else 0,
+            }
+            for name, process in (("http", self.http), ("engine", self.engine))
+        }
+
+    def metric(self, name: str) -> float:
+        lines = httpx2.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}(\{{.*\}})? ", line))
+
+
+async def run_clients(
+    server: Server, arguments: argparse.Namespace, samples: list[dict[str, Any]], progress: ProgressCallback
+) -> Counter[str]:
+    """Send all requests; how they ended."""
+    ends, numbers, rng = Counter[str](), iter(range(arguments.requests)), random.Random(arguments.seed)
+    every, deadline = max(1, arguments.requests // 50), time.monotonic() + 60 * arguments.minutes
+
+    async def client(web: httpx2.AsyncClient) -> None:
+        for number in numbers:
+            if time.monotonic() > deadline:
+                return
+            ends[await send_request(web, rng, arguments.max_seconds)] += 1
+            progress("requests", sum(ends.values()), arguments.requests)
+            if number % every == 0:
+                samples.append({"request": number, **server.sample()})
+
+    limits = httpx2.Limits(max_connections=2 * arguments.clients)
+    async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as web:
+        await asyncio.gather(*(client(web) for _ in range(arguments.clients)))
+    return ends
+
+
+async def send_request(web: httpx2.AsyncClient, rng: random.Random, max_seconds: float) -> str:
+    """One request of a random kind; every third is given up after some bytes, or before the first."""
+    body = {
+        "input": rng.choice(TEXTS),
+        "response_format": rng.choice(["mp3", "opus", "aac", "flac", "wav", "pcm"]),
+        "stream_format": rng.choice(["audio", "audio", "sse"]),
+        "seed": rng.randrange(1000),
+        "max_seconds": max_seconds,
+    }
+    if rng.random() < 0.03:
+        body["voice"] = "nobody"
+    given_up_after = rng.choice([0, 0, 3000, 20_000]) if rng.random() < 1 / 3 else None
+    try:
+        if given_up_after == 0:
+            await asyncio.wait_for(web.post("/v1/audio/speech", json=body), rng.random() * 0.5)
+            return "finished"
+        received = 0
+        async with web.stream("POST", "/v1/audio/speech", json=body) as response:
+            async for piece in response.aiter_raw():
+                received += len(piece)
+                if given_up_after is not None and received > given_up_after:
+                    return "given up"
+            return "finished" if response.status_code == 200 else f"status {response.status_code}"
+    except TimeoutError:
+        return "given up"
+
+
+def growth(samples: list[dict[str, Any]], process: str, figure: str) -> float:
+    """Mean of the last fifth of the samples less the mean of the fifth after the warm-up."""
+    values = [sample[process][figure] for sample in samples[round(WARM_UP_SHARE * len(samples)) :]]
+    part = max(1, len(values) // 4)
+    return float(round(sum(values[-part:]) / part - sum(values[:part]) / part, 2))
+
+
+def main() -> None:
+    arguments = parse()
+    with tempfile.TemporaryDirectory() as home:
+        server = Server(arguments, home)
+        samples, began = list[dict[str, Any]](), time.monotonic()
+        try:
+            with progress_bars() as progress:
+                ends = asyncio.run(run_clients(server, arguments, samples, progress))
+            seconds = time.monotonic() - began
+            time.sleep(2)
+            left = {
+                name: server.metric(f"myna_{name}")
+                for name in ("streams_speaking", "requests_waiting", "requests_in_flight")
+            }
+            result = {
+                "source": arguments.source,
+                "requests": sum(ends.values()),
+                "clients": arguments.clients,
+                "streams": arguments.streams,
+                "seconds": round(seconds, 1),
+                "audio_seconds": round(server.metric("myna_audio_seconds_total"), 1),
+                "ends": dict(ends.most_common()),
+                "left_open": left,
+                "engine_restarts": server.metric("myna_engine_restarts"),
+                "growth": {
+                    process: {figure: growth(samples, process, figure) for figure in ("mib", "threads", "files")}
+                    for process in ("http", "engine")
+                },
+                "first": samples[0],
+                "last": {"request": sum(ends.values()), **server.sample()},
+                "tracebacks": server.log.read_text().count("Traceback"),
+            }
+            server.process.send_signal(signal.SIGTERM)
+            result["exit_code"] = server.process.wait(60)
+        finally:
+            if server.process.poll() is None:
+                server.process.kill()
+    text = json.dumps(result, indent=2)
+    if arguments.out is not None:
+        save_text(arguments.out, text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
