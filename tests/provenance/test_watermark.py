@@ -103,6 +103,16 @@ def test_marked_part_of_a_long_recording_is_found() -> None:
     assert (spans[0].start, spans[-1].end) == (0.0, 40.0)
 
 
+@pytest.mark.gpu
+def test_the_same_on_a_gpu() -> None:
+    samples = read_audio(sorted(RECORDINGS.glob("*.opus"))[0], sample_rate=24_000)
+    marked, stream = watermark(samples, 24_000, device="cuda"), StreamWatermark(24_000, device="cuda")
+    pieces = [stream.push(samples[first : first + 997]) for first in range(0, len(samples), 997)]
+    assert np.array_equal(np.concatenate([*pieces, stream.finish()]), marked)
+    assert np.abs(marked - watermark(samples, 24_000)).max() < 0.01  # TF32
+    assert watermark_score(marked, 24_000, device="cuda") == pytest.approx(watermark_score(marked, 24_000), abs=0.05)
+
+
 def test_rates_too_low_are_refused() -> None:
     with pytest.raises(AudioError, match="4000 Hz"):
         StreamWatermark(4_000)

@@ -31,6 +31,8 @@ MARK_LEVEL = 0.04
 """Mean level of the frames that are marked: quieter ones are digital silence."""
 DETECT_LEVEL = 0.05
 """Share of the loudest frame's mean level from which on a frame is listened to."""
+MIN_BAND_LEVEL = 0.5
+"""Mean level of the marked bins below which a clip cannot be judged: its low frequencies were cut. Speech has 0.8."""
 
 
 class PerthNet(nn.Module):
@@ -61,7 +63,9 @@ class PerthNet(nn.Module):
             output = (layers(stretched) * heard).sum(2) / heard.sum(2).clamp(min=1)
             weights.append(output[:, 0])
             marks.append(output[:, 1])
-        return (torch.stack(marks, 1) * torch.stack(weights, 1).softmax(1)).sum(1).clamp(0, 1)
+        score = (torch.stack(marks, 1) * torch.stack(weights, 1).softmax(1)).sum(1).clamp(0, 1)
+        heard_levels = (levels[:, :MARKED_BINS].mean(1, keepdim=True) * is_heard).sum(2) / is_heard.sum(2).clamp(min=1)
+        return torch.where(heard_levels[:, 0] < MIN_BAND_LEVEL, 0.0, score)
 
 
 def levels_of(spectra: Tensor, window: int) -> Tensor:

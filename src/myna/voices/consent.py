@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rapidfuzz import fuzz
 
-from myna.audio.files import Samples
+from myna.audio.files import Samples, check_not_silent, read_audio
 from myna.data.text_normalization import letters, words
 from myna.errors import DataError
 from myna.evaluate.asr import ASR
@@ -24,7 +24,7 @@ from myna.evaluate.speaker_encoders import (
 from myna.evaluate.wer import character_errors
 from myna.provenance.packages import watermark_installed
 from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
-from myna.speak.validation import read_reference
+from myna.speak.validation import MAX_REFERENCE_SECONDS
 from myna.voices.sentences import ConsentSentence, valid_sentences
 
 MAX_CHARACTER_ERRORS = 0.25
@@ -97,8 +97,7 @@ class ConsentChecker:
 
     def check_speaker(self, consent: Path, recordings: Sequence[Path]) -> SpeakerCheck:
         """Refuse recordings that are not in the voice of the consent."""
-        kinds = (kind for kind in MIN_SIMILARITY if self._encoder.name.startswith(kind))
-        required = MIN_SIMILARITY[next(kinds, WAVLM)]
+        required = required_similarity(self._encoder.name)
         own = self._encoder.embed(_read(consent), SAMPLE_RATE)
         similarities = []
         for recording in recordings:
@@ -111,6 +110,11 @@ class ConsentChecker:
                 )
             similarities.append(round(similarity, 4))
         return SpeakerCheck(tuple(similarities), required, self._encoder.name)
+
+
+def required_similarity(encoder: str) -> float:
+    """The least cosine that is accepted, by the name of the encoder; that of WavLM, the strictest, for others."""
+    return MIN_SIMILARITY[next((kind for kind in MIN_SIMILARITY if encoder.startswith(kind)), WAVLM)]
 
 
 def _compare(
@@ -143,4 +147,7 @@ def _watermark_score(recording: Path) -> float | None:
 
 
 def _read(recording: Path) -> Samples:
-    return read_reference(recording, SAMPLE_RATE)
+    """As recorded: a reference is cleaned, a proof is not."""
+    samples = read_audio(recording, sample_rate=SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS)
+    check_not_silent(recording, samples)
+    return samples

@@ -1,0 +1,235 @@
+"""Model card of a run: README.md beside its weights, in the layout of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from myna.data.dataset import PreparedDataset
+from myna.errors import MynaError
+from myna.evaluate.metrics import METRICS
+from myna.io import save_text
+from myna.models import SHIPPED, find_checkpoint
+from myna.models.files import read_json
+from myna.provenance.origin import display_name, weights_sha256
+from myna.train.run import Run
+
+CARD_FILE = "README.md"
+MAX_LISTED = 12
+"""Speakers that are named one by one."""
+
+
+def write_model_card(run: Run, consents: Mapping[str, str]) -> Path | None:
+    """Write the card of a finished run; None for a run that has no weights yet. `consents` are consent ids by the names
+    of stored voices.
+
+    Nothing that a card says is worth a failed run: what cannot be found out is said to be unknown.
+    """
+    if not run.result.is_dir():
+        return None
+    parts = [
+        _front_matter(run),
+        f"# {run.recipe.name}\n\n{_summary(run)}",
+        f"## Data\n\n{_data(run)}",
+        f"## Consent\n\n{_consent(run, consents)}",
+        f"## Training\n\n{_training(run)}",
+        f"## Evaluation\n\n{_scores(run)}",
+        f"## Licence\n\n{_license_text(run)}",
+        f"## Use, and the mark on what it says\n\n{_usage(run)}",
+    ]
+    save_text(run.result / CARD_FILE, "\n\n".join(parts) + "\n")
+    return run.result / CARD_FILE
+
+
+def _front_matter(run: Run) -> str:
+    source, license = run.recipe.model.source, base_license(run.recipe.model.source)
+    languages = sorted({row["language"] for row in _speakers(run) if row["language"]})
+    is_adapter = run.recipe.adapt.mode != "full"
+    lines = [
+        "---",
+        f"base_model: {display_name(source)}",
+        *(["library_name: peft"] if is_adapter else []),
+        *([f"license: {license}"] if re.fullmatch(r"[a-z0-9.-]+", license) else []),
+        *(["language:", *(f"- {language}" for language in languages)] if languages else []),
+        "tags:",
+        "- myna",
+        "---",
+    ]
+    return "\n".join(lines)
+
+
+def _summary(run: Run) -> str:
+    recipe, kind = run.recipe, "A fully trained model"
+    if recipe.adapt.mode != "full":
+        kind = f"A LoRA of rank {recipe.adapt.rank} ({recipe.adapt.mode})"
+    base = display_name(recipe.model.source) + (f"@{recipe.model.revision}" if recipe.model.revision else "")
+    hash_line = ""
+    if recipe.adapt.mode != "full":
+        hash_line = f" Its weights have the sha256 `{weights_sha256(run.result)}`."
+    return f"{kind} of `{base}`, made with Myna.{hash_line}"
+
+
+def _speakers(run: Run) -> list[dict[str, Any]]:
+    """Speakers of the training data with language, clips and hours; none where it cannot be read any more."""
+    try:
+        dataset = PreparedDataset.open(run.recipe.data.train)
+    except (MynaError, OSError):
+        return []
+    table, rate = dataset.table, dataset.info.frame_rate
+    is_target = np.asarray(table.is_target, bool) | table.has_answer
+    speakers, frames = table.speaker.indices[is_target], table.frames[is_target]
+    languages = table.language.indices[is_target]
+    rows = []
+    for index in np.unique(speakers):
+        own = speakers == index
+        language = int(np.bincount(languages[own]).argmax())
+        rows.append(
+            {
+                "speaker": str(table.speaker.dictionary[int(index)].as_py()) or "unnamed",
+                "language": str(table.language.dictionary[language].as_py()),
+                "clips": int(own.sum()),
+                "hours": float(frames[own].sum()) / rate / 3600,
+                "answers": bool(table.has_answer[is_target][own].any()),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["hours"])
+
+
+def _data(run: Run) -> str:
+    rows = _speakers(run)
+    if not rows:
+        return f"Unknown: {run.recipe.data.train.name} could not be read when this card was written."
+    clips, hours = sum(row["clips"] for row in rows), sum(row["hours"] for row in rows)
+    lines = [
+        f"{hours:.2f} hours, {clips:,} clips, {len(rows):,} speakers, from `{run.recipe.data.train.name}`.",
+        "",
+        "| speaker | language | clips | minutes |",
+        "|---|---|---|---|",
+        *(
+            f"| {_cell(row['speaker'])} | {_cell(row['language']) or '?'} | {row['clips']} | {60 * row['hours']:.1f} |"
+            for row in rows[:MAX_LISTED]
+        ),
+    ]
+    if len(rows) > MAX_LISTED:
+        lines.append(f"| and {len(rows) - MAX_LISTED} more | | | |")
+    return "\n".join(lines)
+
+
+def _consent(run: Run, consents: Mapping[str, str]) -> str:
+    rows = _speakers(run)
+    known = {row["speaker"]: consents[row["speaker"]] for row in rows if row["speaker"] in consents}
+    lines = [
+        f"- {speaker}: `{consent}`, read aloud and checked when the voice of that name was stored on the machine that "
+        "trained this. The clips of the training were not compared with it."
+        for speaker, consent in list(known.items())[:MAX_LISTED]
+    ]
+    missing = len(rows) - len(known)
+    if missing or not rows:
+        count = f"{missing} of {len(rows)} speakers" if rows else "any speaker"
+        lines.append(
+            f"**No consent of {count} is on record.** Whether these voices may be used is for whoever trained this to "
+            "show. `myna voice add NAME` records a consent."
+        )
+    return "\n".join(lines)
+
+
+def _training(run: Run) -> str:
+    recipe = run.recipe
+    settings = {
+        "steps": recipe.train.steps or f"{recipe.train.epochs:g} epochs",
+        "batch size": recipe.train.batch_size,
+        "learning rate": recipe.train.learning_rate,
+        "precision": recipe.train.precision,
+        "base in": recipe.model.quantization,
+        "seed": recipe.train.seed,
+    }
+    try:
+        rows = run.read_metrics()
+    except MynaError:
+        rows = []
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    held_out = [row["evaluation"]["loss"] for row in rows if (row.get("evaluation") or {}).get("loss") is not None]
+    if losses:
+        settings["loss, first and last step"] = f"{losses[0]:.3f}, {losses[-1]:.3f}"
+    if held_out:
+        settings["loss on held-out data, last"] = f"{held_out[-1]:.3f}"
+    table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+    return f"| | |\n|---|---|\n{table}\n\nEvery setting is in the run's `config.yaml`."
+
+
+def _scores(run: Run) -> str:
+    file = run.folder / "evaluation" / "evaluation.json"
+    try:
+        found = read_json(file) if file.is_file() else None
+    except MynaError:
+        found = None
+    if not found:
+        return f"Not evaluated yet: `myna evaluate {run.folder.name}`."
+    systems = {name: found["systems"][name] for name in (found["model"], "base", "real") if name in found["systems"]}
+    titles = {found["model"]: "this", "base": "its base", "real": "recordings"}
+    scorers = ", ".join(sorted(found["scorers"].values())) or "no scorer"
+    lines = [
+        f"{found['items']} items, by {scorers}. In brackets 95 % intervals by bootstrap over items. Speech is measured "
+        "without its watermark.",
+        "",
+        "| | " + " | ".join(titles[name] for name in systems) + " |",
+        "|---" * (len(systems) + 1) + "|",
+    ]
+    for metric in METRICS:
+        cells = [system.get(metric.key) or {} for system in systems.values()]
+        if not any(cell.get("n") for cell in cells):
+            continue
+        shown = [
+            f"{metric.format(cell['mean'])} ({metric.format(cell['low'])} to {metric.format(cell['high'])})"
+            if cell.get("n") and cell.get("low") is not None
+            else metric.format(cell.get("mean"))
+            for cell in cells
+        ]
+        lines.append(f"| {metric.title} | {' | '.join(shown)} |")
+    return "\n".join([*lines, *(f"\n**{warning}**" for warning in found.get("warnings", ()))])
+
+
+def base_license(source: str) -> str:
+    """Licence of a model as its own card names it; empty where it has none."""
+    if source in SHIPPED:
+        return "apache-2.0"
+    try:
+        folder = find_checkpoint(source)
+        card = folder / CARD_FILE if folder is not None else None
+        text = card.read_text(encoding="utf-8", errors="replace") if card is not None and card.is_file() else ""
+    except (MynaError, OSError):
+        return ""
+    front = re.match(r"---\n(.*?)\n---", text, re.S)
+    named = re.search(r"^license(?:_name)?:\s*[\"']?([^\"'\n]+)", front[1], re.M) if front else None
+    return named[1].strip() if named else ""
+
+
+def _license_text(run: Run) -> str:
+    source = run.recipe.model.source
+    known = base_license(source)
+    if known:
+        return f"The base `{display_name(source)}` is under `{known}`; what is made from it is bound by that."
+    return f"The licence of the base `{display_name(source)}` is not known here: see where it was published."
+
+
+def _usage(run: Run) -> str:
+    name = run.result.name
+    if any(row["answers"] for row in _speakers(run)):
+        return (
+            f"```\nmyna answer RECORDING.wav --run {name}\n```\n\nIt answers in words, and speaks nothing to be marked."
+        )
+    return (
+        f'```\nmyna speak "your words" --run {name} --reference REF.wav --reference-text "..." -o out.wav\n'
+        "myna detect out.wav\n```\n\n"
+        "What `myna speak` and `myna serve` say carries the watermark `perth-implicit-1`, unless it was switched off, "
+        "and files carry content credentials (C2PA) with the hash above. `myna detect FILE` shows both. A missing mark "
+        "does not prove that a recording is real: loud noise or a change of speed removes it."
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

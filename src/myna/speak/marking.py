@@ -1,0 +1,121 @@
+"""Marks on speech that leaves the engine: watermark, credentials in files, and a row in the speech log."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from myna.audio.files import Samples, pcm16
+from myna.provenance.origin import SpeechOrigin, new_id
+from myna.provenance.packages import check_installed
+from myna.provenance.speech_log import check_log, log_speech
+from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
+
+if TYPE_CHECKING:
+    from myna.speak.engine import Speech, SpeechStream
+    from myna.speak.scheduler import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReference:
+    """The recording of a stored voice, with the voice's name and its consent."""
+
+    recording: Path
+    voice: str
+    consent: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechMarker:
+    """Marks speech of one model. `origin` has a `watermark` unless that was switched off."""
+
+    origin: SpeechOrigin
+    device: str = "cpu"
+    stored: StoredReference | None = None
+
+    @classmethod
+    def open(
+        cls, origin: SpeechOrigin, *, with_watermark: bool, device: str, stored: StoredReference | None = None
+    ) -> SpeechMarker:
+        """Whatever is missing is an error here, before anything is spoken."""
+        if with_watermark:
+            check_installed()
+        check_log()
+        return cls(replace(origin, watermark=MARK_NAME if with_watermark else ""), device, stored)
+
+    def mark(self, speech: Speech, text: str, seed: int, references: Sequence[Path]) -> Speech:
+        """Speech with the watermark, and with its origin, which signs and logs the files it is saved to."""
+        samples = speech.samples
+        if self.origin.watermark:
+            samples = watermark(samples, speech.sample_rate, device=self.device)
+        return replace(speech, samples=samples, origin=self._origin(text, seed, references))
+
+    def mark_stream(self, stream: SpeechStream, text: str, seed: int, references: Sequence[Path]) -> MarkedStream:
+        """The same for a stream."""
+        return MarkedStream(stream, self._origin(text, seed, references), self.device)
+
+    def _origin(self, text: str, seed: int, references: Sequence[Path]) -> SpeechOrigin:
+        own = self.stored if self.stored is not None and self.stored.recording in references else None
+        names = [own.voice if own is not None and path == own.recording else path.name for path in references]
+        consent = own.consent if own is not None else ""
+        return replace(self.origin, text=text, seed=seed, voice=", ".join(names), consent=consent, id=new_id())
+
+
+def log_spoken(speech: Speech) -> Speech:
+    """Log speech that is handed to a program."""
+    if speech.origin is not None:
+        log_speech("spoken", speech.origin, pcm16(speech.samples), seconds=round(speech.seconds, 3))
+    return speech
+
+
+class MarkedStream(Iterator[Samples]):
+    """Samples of one request as they are generated, with the watermark. Together they are those of `Voice.speak`, bit
+    for bit. `close` ends the request; what was given out until then is logged."""
+
+    def __init__(self, stream: SpeechStream, origin: SpeechOrigin, device: str) -> None:
+        self.origin, self._stream = origin, stream
+        self._samples = self._generate(stream, origin, device)
+
+    @property
+    def sample_rate(self) -> int:
+        return self._stream.sample_rate
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """As of `Speech`, once all is generated."""
+        return self._stream.finish_reason
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """As of `Speech`, for what is generated so far."""
+        return self._stream.warnings
+
+    def __next__(self) -> Samples:
+        return next(self._samples)
+
+    def close(self) -> None:
+        self._samples.close()
+        self._stream.close()
+
+    @staticmethod
+    def _generate(stream: SpeechStream, origin: SpeechOrigin, device: str) -> Generator[Samples, None, None]:
+        marker = StreamWatermark(stream.sample_rate, device=device) if origin.watermark else None
+        digest, count = hashlib.sha256(), 0
+        try:
+            for samples in stream:
+                ready = samples if marker is None else marker.push(samples)
+                if len(ready):
+                    digest.update(pcm16(ready))
+                    count += len(ready)
+                    yield ready
+            if marker is not None and len(rest := marker.finish()):
+                digest.update(pcm16(rest))
+                count += len(rest)
+                yield rest
+        finally:
+            if count:
+                seconds = round(count / stream.sample_rate, 3)
+                log_speech("streamed", origin, digest, seconds=seconds, finish_reason=stream.finish_reason)
