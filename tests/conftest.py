@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -15,6 +18,9 @@ if os.environ.get("CI"):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Keys, the speech log and stored voices of the person who runs the tests are none of theirs.
+os.environ["MYNA_HOME"] = tempfile.mkdtemp(prefix="myna-home-")
+atexit.register(shutil.rmtree, os.environ["MYNA_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,9 +21,12 @@ from myna.config import (
     dump_recipe,
     load_recipe,
     parse_recipe,
+    shipped_recipes,
     valid_keys,
 )
 from myna.errors import ConfigError
+from myna.models import is_model_name
+from myna.models.files import absolute_source
 
 ROOT = Path(__file__).parents[1]
 LEAST: dict[str, Any] = {"model": {"source": "somewhere"}, "data": {"train": "data/x"}, "train": {"steps": 10}}
@@ -315,6 +318,22 @@ def test_somebody_listens_where_a_recogniser_is_named(recipe: Path, tmp_path: Pa
         tmp_path / "lines.txt",
         tmp_path / "data" / "others",
     )
+
+
+def test_a_shipped_name_is_no_folder_of_that_name(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is often called after its recipe, and work on a shipped model is done in a folder of its name."""
+    monkeypatch.chdir(tmp_path)
+    shipped = next(iter(shipped_recipes()))
+    for name in ("fledgling", "higgs-v2", "mine", shipped):
+        (tmp_path / name).mkdir()
+    for name in ("fledgling", "higgs-v2"):
+        found = load_recipe(recipe, [f"model.source={name}"])
+        assert found.absolute(is_model_name).model.source == name == absolute_source(name)
+    mine = load_recipe(recipe, ["model.source=mine"])
+    assert mine.absolute(is_model_name).model.source == str(tmp_path / "mine") == absolute_source("mine")
+    assert load_recipe(Path(shipped), ["data.train=data/x"]).name
 
 
 # Round trip and reference.

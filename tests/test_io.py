@@ -10,7 +10,16 @@ from safetensors.numpy import save_file
 
 from myna.audio.files import AUDIO_FORMATS, write_audio
 from myna.errors import OutputError
-from myna.io import atomic_write, bytes_hash, claim_folder, disk_error, file_hash, sniff_suffix
+from myna.io import (
+    atomic_folder,
+    atomic_write,
+    bytes_hash,
+    claim_folder,
+    disk_error,
+    file_hash,
+    lock_folder,
+    sniff_suffix,
+)
 
 
 def test_the_hash_is_blake2b_of_the_bytes(tmp_path: Path) -> None:
@@ -86,3 +95,36 @@ def test_a_folder_is_claimed_once_and_for_one_kind(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="is a file"):
         claim_folder(tmp_path / "file", "evaluation")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_of_two_writers_of_one_folder_the_second_is_told(tmp_path: Path, replace: bool) -> None:
+    """`myna merge` twice into one --out."""
+    folder = tmp_path / "merged"
+    with pytest.raises(OutputError, match="merged was written by another process in the meantime") as caught:  # noqa: SIM117
+        with atomic_folder(folder) as mine:
+            (mine / "weights").write_text("mine")
+            with atomic_folder(folder, replace=replace) as theirs:
+                (theirs / "weights").write_text("theirs")
+    assert "name a new folder" in caught.value.hint
+    assert (folder / "weights").read_text() == "theirs" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_is_held_by_one_process_and_cleared_of_what_killed_ones_left(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "audio" / "base").mkdir(parents=True)
+    left = [out / ".0123456789ab.tmp", out / "audio" / "base" / ".ba9876543210.tmp"]
+    kept = [out / ".mine.tmp", out / "audio" / "0123456789ab.tmp", out / "audio" / "base" / "line.flac"]
+    for file in (*left, *kept):
+        file.write_text("x")
+    with lock_folder(out, "evaluating into"):
+        assert not any(file.exists() for file in left) and all(file.exists() for file in kept)
+        left[0].write_text("of the process that holds it")
+        with (
+            pytest.raises(OutputError, match="another process is evaluating into"),
+            lock_folder(out, "evaluating into"),
+        ):
+            pytest.fail("the folder is held")
+        assert left[0].exists()
+    with lock_folder(out, "evaluating into"):
+        assert not left[0].exists()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 # These packages have the names of API functions. They are imported first, or importing one of their modules later would
 # put the package in place of the function.
 import myna.compare
+import myna.curate
 import myna.doctor
 import myna.evaluate
 import myna.train
@@ -22,11 +23,17 @@ from myna.api import (
     AnswerModel,
     DataFolder,
     Voice,
+    add_voice,
     compare,
+    consent_sentence,
     convert,
+    correct,
+    curate,
+    detect,
     doctor,
     evaluate,
     extract_lora,
+    forecast_curation,
     import_dataset,
     load,
     load_answer_model,
@@ -39,6 +46,7 @@ from myna.api import (
     split,
     train,
     verify,
+    xray,
 )
 from myna.errors import MynaError
 from myna.progress import ProgressCallback
@@ -68,11 +76,17 @@ __all__ = [
     "Run",
     "Speech",
     "Voice",
+    "add_voice",
     "compare",
+    "consent_sentence",
     "convert",
+    "correct",
+    "curate",
+    "detect",
     "doctor",
     "evaluate",
     "extract_lora",
+    "forecast_curation",
     "import_dataset",
     "load",
     "load_answer_model",
@@ -86,6 +100,7 @@ __all__ = [
     "split",
     "train",
     "verify",
+    "xray",
 ]
 
 

@@ -193,13 +193,15 @@ def curate(
     settings: SettingOverrides = (),
     limit: int | None = None,
     workers: int | None = None,
+    ray: str | None = None,
     progress: ProgressCallback = silent,
 ) -> CurationResult:
     """Turn raw recordings into clips with text and speaker, kept or dropped with a reason; `prepare` reads the result.
 
     `asr`, `language`, `speakers` and `enrol` are short for `listen.asr`, `listen.language`, `speakers.number` and
     `speakers.enrolment`. The folder remembers its settings. Called again it goes on where it was; called with no
-    sources (`[]`) it decides again with other thresholds, and listens to nothing.
+    sources (`[]`) it decides again with other thresholds, and listens to nothing. `workers` processes of this machine
+    do the work, or those of the Ray cluster at the address `ray`.
     """
     from myna.curate.runner import run_curation
 
@@ -211,6 +213,7 @@ def curate(
         script=Path(script) if script is not None else None,
         limit=limit,
         workers=workers,
+        ray=ray,
         progress=progress,
     )
 

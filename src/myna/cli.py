@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from myna.api import Voice
     from myna.data.codec import Codes
-    from myna.speak.engine import SpeechStream
+    from myna.speak.marking import MarkedStream
 
 app = typer.Typer(
     name="myna",
@@ -35,6 +36,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Inspect checkpoints and convert them.")
 app.add_typer(model_app, name="model")
+voice_app = typer.Typer(no_args_is_help=True, help="Named voices, each with the consent of its speaker.")
+app.add_typer(voice_app, name="voice")
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Hub name or folder of the model.")]
 RunOption = Annotated[
@@ -194,6 +197,131 @@ def prepare(
         report = api.prepare(**options, progress=progress)
     summary = f"{report.utterances} utterances have codes in {out}; {report.encoded} clips were encoded now"
     show_notes([*report.notes, summary], _console())
+
+
+@app.command()
+def curate(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders and files of recordings, sound or film; none to decide again what OUT holds."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write.")] = None,
+    asr: Annotated[
+        str | None, typer.Option("--asr", help="Name or folder of a Whisper for faster-whisper: base, large-v3-turbo.")
+    ] = None,
+    language: Annotated[str | None, typer.Option("--language", help="Of all recordings, as en; else detected.")] = None,
+    speakers: Annotated[int | None, typer.Option("--speakers", min=1, help="How many speak, if you know.")] = None,
+    enrol: Annotated[
+        list[str] | None,
+        typer.Option("--enrol", help="Recording of a speaker to keep, FILE or NAME=FILE; others are dropped."),
+    ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option("--script", help="What is read (txt, srt, vtt); by default a file of the recording's name."),
+    ] = None,
+    settings_file: Annotated[Path | None, typer.Option("--settings", help="YAML file of settings.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a setting, as keep.min_snr_db=20; OUT/curate.yaml has all. Repeatable."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Recordings to take, by name.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; by default one a core.")] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", help="Address of a Ray cluster that shares the folders, or auto.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Listen to ten minutes; forecast the hours kept and the time it takes.")
+    ] = False,
+) -> None:
+    """Turn raw recordings into clips with text and speaker. Nothing is lost in silence: every second is in
+    OUT/segments.parquet, kept or dropped with its reason.
+
+    Run it again after a stop: what was listened to is not listened to again. With other thresholds and no sources it
+    decides again within seconds:  myna curate --out OUT --set keep.min_snr_db=20
+    """
+    from myna import api
+    from myna.errors import ConfigError
+    from myna.terminal import curation_bars, show_curation, show_forecast, show_notes
+
+    if out is None and not dry_run:
+        raise ConfigError("--out is missing", hint="myna curate SOURCE --out data/NAME")
+    if dry_run and not sources:
+        raise ConfigError("--dry-run needs recordings", hint="myna curate SOURCE --dry-run")
+    options: dict[str, Any] = {
+        "asr": asr,
+        "language": language,
+        "speakers": speakers,
+        "enrol": enrol or (),
+        "settings_file": settings_file,
+        "settings": settings or (),
+        "workers": workers,
+    }
+    if sources:
+        from myna.curate.models import missing_models
+
+        listen = api._curate_settings(out, asr, language, speakers, enrol or (), settings_file, settings or ()).listen
+        show_notes([f"without {note}" for note in missing_models(listen)], _console(stderr=True))
+    with curation_bars() as progress:
+        if dry_run:
+            forecast = api.forecast_curation(sources or [], **options, progress=progress)
+        else:
+            assert out is not None
+            result = api.curate(sources or [], out, script=script, limit=limit, ray=ray, **options, progress=progress)
+    if dry_run:
+        show_forecast(forecast, _console())
+    else:
+        show_curation(result, _console())
+
+
+@app.command()
+def xray(
+    folder: Annotated[Path, typer.Argument(help="A folder made by `myna curate` or `myna prepare`.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Compare the texts with this model's tokenizer.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a dataset holds: FOLDER/xray/report.html, a page to look at and listen to, without a network.
+
+    Where the hours went, what each threshold costs, who speaks, doubtful texts, duplicates, leaks, and a verdict.
+    """
+    from myna import api
+    from myna.terminal import progress_bars, show_xray
+
+    with progress_bars() as progress:
+        result = api.xray(folder, model=model, progress=progress)
+    if as_json:
+        typer.echo(json.dumps(result.numbers, ensure_ascii=False, indent=1))
+    else:
+        show_xray(result, _console())
+
+
+@app.command()
+def correct(
+    folder: Annotated[Path, typer.Argument(help="A folder made by `myna curate` or `myna import`.")],
+    clip: Annotated[str | None, typer.Argument(help="Id of a clip, as the X-ray shows it.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="The right text of the clip.")] = None,
+    drop: Annotated[bool, typer.Option("--drop", help="Do not use the clip.")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Use the clip, whatever dropped it.")] = False,
+    speaker: Annotated[
+        str | None, typer.Option("--speaker", help="The clip's speaker; without a clip A=B: A is the same person as B.")
+    ] = None,
+    start: Annotated[float | None, typer.Option("--start", min=0, help="Where it begins, in seconds.")] = None,
+    end: Annotated[float | None, typer.Option("--end", min=0, help="Where it ends, in seconds.")] = None,
+) -> None:
+    """Correct a dataset by hand: one correction, added to FOLDER/corrections.jsonl. The later one wins.
+
+    `myna curate --out FOLDER` applies them within seconds; a folder that was not curated has them applied when
+    `myna prepare FOLDER` reads it.
+    """
+    options = dict(locals())
+    from myna import api
+    from myna.terminal import show_notes
+
+    notes = api.correct(**options)
+    is_curated = (folder / "segments.parquet").is_file()
+    go_on = f"myna curate --out {folder}" if is_curated else f"myna prepare {folder} --model MODEL --out NEW"
+    show_notes([*notes, f"added to {folder / 'corrections.jsonl'}", f"Apply it:  {go_on}"], _console())
 
 
 @app.command()
@@ -381,8 +509,8 @@ def speak(
     model: UntunedOption = None,
     strength: StrengthOption = 1.0,
     quantization: Annotated[
-        Literal["none", "int8", "nf4"],
-        typer.Option("--quantization", help="Store the weights smaller, and speak slower: int8, or nf4 for 8 GB."),
+        Literal["none", "fp8", "int8", "nf4"],
+        typer.Option("--quantization", help="Store the weights smaller: fp8 or int8 in half, nf4 in a quarter."),
     ] = "none",
     codec: CodecOption = None,
     scene: Annotated[
@@ -410,6 +538,19 @@ def speak(
         int,
         typer.Option("--takes", min=1, help="Speak it so many times, with --seed and those after it: NAME-1.wav, ..."),
     ] = 1,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best",
+            help="Of several --takes, write the best to --out: by its end, by word errors (--asr), by similarity to "
+            "the reference, by predicted MOS, as far as they are installed. With --lines, of every line.",
+        ),
+    ] = False,
+    keep_takes: Annotated[
+        bool, typer.Option("--keep-takes", help="With --best, write the other takes too: NAME-2.wav, ...")
+    ] = False,
+    asr: AsrOption = None,
+    speaker_encoder: SpeakerEncoderOption = "resemblyzer",
     stream: Annotated[
         bool,
         typer.Option(
@@ -422,6 +563,19 @@ def speak(
         bool, typer.Option("--play", help="Play it as it is generated, with ffplay, aplay or afplay.")
     ] = False,
     batch_size: BatchSizeOption = 16,
+    format: Annotated[
+        Literal["wav", "flac", "mp3", "ogg", "opus"] | None, typer.Option("--format", help="Of the files of --lines.")
+    ] = None,
+    voice_name: Annotated[
+        str | None, typer.Option("--voice", help="A voice of `myna voice list`, in place of --reference.")
+    ] = None,
+    watermark: Annotated[
+        bool,
+        typer.Option(
+            "--watermark/--no-watermark",
+            help="An inaudible mark that `myna detect` finds. Speech without it is logged as such.",
+        ),
+    ] = True,
     device: DeviceOption = "auto",
     codes: Annotated[Path | None, typer.Option("--codes", help="Also write the codes, as .npy.")] = None,
     force: ForceOption = False,
@@ -429,19 +583,25 @@ def speak(
     """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it.
 
     A text of more than about 30 s is spoken segment by segment, each continuing the one before."""
-    from myna.errors import SpeakError
-    from myna.speak.validation import check_speech_text, read_reference, read_speech_text
+    from myna.errors import ReferenceWarning, SpeakError
+    from myna.speak.validation import check_speech_text, open_reference, read_speech_text
 
     if [text, text_file, lines].count(None) != 2:
         raise SpeakError(
             "give either a text, --text-file or --lines",
             hint='myna speak "Good morning." --out morning.wav ...; after -- a text may begin with -o or -m too',
         )
-    _check_speak_outputs(out, lines=lines, takes=takes, codes=codes, stream=stream, play=play)
+    _check_speak_outputs(out, lines=lines, takes=takes, best=best, codes=codes, stream=stream, play=play)
+    if (keep_takes or asr is not None) and not best:
+        name = "--keep-takes" if keep_takes else "--asr"
+        raise SpeakError(f"{name} goes with --best", hint="--takes 4 --best")
+    if format is not None and lines is None:
+        raise SpeakError("--format goes with --lines", hint=f"name the file so: --out NAME.{format}")
     inputs = [*(reference or ()), *([text_file] if text_file is not None else [])]
     files = _take_files(out, takes) if lines is None and out is not None else []
+    best_files = [out] if best and lines is None and out is not None else []
     codes_files = _take_files(codes.with_name(codes.name.removesuffix(".npy") + ".npy"), takes) if codes else []
-    _check_speech_files(files, codes_files, inputs, force=force)
+    _check_speech_files([*best_files, *(files if keep_takes or not best else ())], codes_files, inputs, force=force)
     if run is None and model is None:
         raise SpeakError("give --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     if len(reference or ()) != len(reference_text or ()):
@@ -450,11 +610,25 @@ def speak(
             hint="give the transcript of each recording",
         )
     # What is wrong is reported before seconds go into imports.
+    if watermark:
+        from myna.provenance.packages import check_installed
+
+        check_installed()
+    pairs = list(zip(reference or (), reference_text or (), strict=True))
+    if voice_name is not None:
+        from myna.voices.store import VoiceStore
+
+        if pairs:
+            raise SpeakError("--voice has a reference of its own", hint="give --voice or --reference, not both")
+        pairs = [VoiceStore().reference(VoiceStore().get_voice(voice_name))]
     if lines is None:
         text = read_speech_text(text_file) if text_file is not None else str(text)
-        check_speech_text(text, reference_text or ())
-    for recording in reference or ():
-        read_reference(recording)
+        check_speech_text(text, [transcript for _, transcript in pairs])
+    if problems := [problem for recording in reference or () for problem in open_reference(recording).problems]:
+        from myna.terminal import show_warnings
+
+        show_warnings(problems, _console(stderr=True))
+        warnings.simplefilter("ignore", ReferenceWarning)  # they are said
     if run is not None and not run.exists() and len(run.parts) != 2:  # OWNER/NAME may be on the hub
         raise SpeakError(
             f"there is no run {run}", hint="--run takes what `myna train` made, or an adapter: a folder, or OWNER/NAME"
@@ -474,15 +648,17 @@ def speak(
         "top_p": top_p,
         "max_seconds": max_seconds,
         "seed": seed,
+        "voice": voice_name,
+        "watermark": watermark,
     }
     if lines is not None:
         from myna.speak.lines import ReferenceRecording, open_lines
 
         assert out is not None
-        pairs = zip(reference or (), reference_text or (), strict=True)
-        open_lines(lines, out, references=[ReferenceRecording(*pair) for pair in pairs], force=force)
+        references = [ReferenceRecording(*pair) for pair in pairs]
+        open_lines(lines, out, references=references, suffix=f".{format or 'wav'}", force=force)
     from myna import api
-    from myna.terminal import progress_bars, show_speech, show_spoken_lines
+    from myna.terminal import progress_bars, show_speech, show_spoken_lines, show_takes
 
     with _fast_start(adapter=run is not None) as threads:
         voice = api.Voice.open(
@@ -492,8 +668,33 @@ def speak(
     if lines is not None:
         assert out is not None
         with progress_bars() as progress:
-            spoken = voice.speak_lines(lines, out, **settings, batch_size=batch_size, force=force, progress=progress)
+            spoken = voice.speak_lines(
+                lines,
+                out,
+                **settings,
+                takes=takes,
+                asr=asr,
+                speaker_encoder=speaker_encoder,
+                keep_takes=keep_takes,
+                format=format or "wav",
+                batch_size=batch_size,
+                force=force,
+                progress=progress,
+            )
         show_spoken_lines(spoken, _console())
+    elif best:
+        with progress_bars() as progress:
+            ranking = voice.speak_best(
+                str(text), takes, asr=asr, speaker_encoder=speaker_encoder, **settings, progress=progress
+            )
+        for file in best_files:
+            ranking.best.save(file, force=force)
+        for take in ranking.takes[1:] if keep_takes else ():
+            if len(take.speech.samples):
+                take.speech.save(files[take.number - 1], force=force)
+        show_takes(ranking, _console())
+        for file in best_files:
+            show_speech(file, ranking.best, _console())
     elif stream or play:
         _stream_speech(voice.stream(str(text), **settings), files, play=play, force=force)
     else:
@@ -507,16 +708,22 @@ def speak(
 
 
 def _check_speak_outputs(
-    out: Path | None, *, lines: Path | None, takes: int, codes: Path | None, stream: bool, play: bool
+    out: Path | None, *, lines: Path | None, takes: int, best: bool, codes: Path | None, stream: bool, play: bool
 ) -> None:
     """Refuse outputs that do not go together, and a stream that would go to a terminal or to no player."""
     from myna.errors import SpeakError
 
     if out is None and not stream and not play:
         raise SpeakError("there is nowhere for the speech to go", hint="--out FILE.wav, --play, or --stream | PLAYER")
+    if best and takes == 1:
+        raise SpeakError("--best is one of several takes", hint="--takes 4 --best")
+    if lines is not None and takes > 1 and not best:
+        raise SpeakError("--lines does not go with --takes alone", hint="keep the best of each line: --takes 4 --best")
     given = {"--takes": takes > 1, "--codes": codes is not None, "--stream": stream, "--play": play}
-    refused = "--lines" if lines is not None else "--stream" if stream else "--play" if play else ""
-    others = [name for name, is_given in given.items() if is_given and name != refused]
+    refusing = {"--lines": lines is not None, "--stream": stream, "--play": play, "--best": best}
+    refused = next((name for name, is_given in refusing.items() if is_given), "")
+    allowed = (refused, "--takes") if best and refused in ("--lines", "--best") else (refused,)
+    others = [name for name, is_given in given.items() if is_given and name not in allowed]
     if refused and others:
         raise SpeakError(f"{refused} does not go with {others[0]}", hint=f"leave out one of them: {others[0]} first")
     if lines is not None and out is None:
@@ -555,13 +762,13 @@ def _save_codes(file: Path, codes: Codes) -> None:
         np.save(opened, codes)
 
 
-def _stream_speech(stream: SpeechStream, files: list[Path], *, play: bool, force: bool) -> None:
+def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force: bool) -> None:
     """Play samples, or write them to standard output, as they come; and to a file where one is wanted."""
     import numpy as np
 
-    from myna.audio.files import write_audio
     from myna.errors import SpeakError
     from myna.io import check_output_file
+    from myna.provenance.record import write_speech
     from myna.speak.playback import open_player, open_standard_output
     from myna.terminal import show_stream
 
@@ -574,8 +781,115 @@ def _stream_speech(stream: SpeechStream, files: list[Path], *, play: bool, force
             raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
     for file in files:
         check_output_file(file, force=force)
-        write_audio(file, np.concatenate(pieces), stream.sample_rate)
+        write_speech(file, np.concatenate(pieces), stream.sample_rate, stream.origin)
     show_stream(stream, sum(map(len, pieces)) / stream.sample_rate, _console(stderr=True))
+
+
+@app.command()
+def detect(
+    files: Annotated[list[Path], typer.Argument(help="Recordings in any format.")],
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Tell whether recordings were spoken by a model: their watermark, and who signed them with which model.
+
+    Exit code 0 where every file is marked, or signed as speech of a model; 1 where one is neither; 2 where one cannot
+    be read. Without a mark a recording may still be synthetic: `docs/guides/provenance.md` says what removes it."""
+    from myna import api
+    from myna.errors import AudioError
+    from myna.terminal import show_detection, show_warnings
+
+    found, failures = [], list[str]()
+    for file in files:
+        try:
+            found.append(api.detect(file, device=device))
+        except AudioError as error:
+            failures.append(error.what)
+        else:
+            if not as_json:
+                show_detection(found[-1], _console())
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
+    show_warnings(failures, _console(stderr=True))
+    raise typer.Exit(2 if failures else 0 if all(one.is_synthetic for one in found) else 1)
+
+
+@voice_app.command("add")
+def add_voice(
+    name: Annotated[str, typer.Argument(help="Name of the voice: that of its speaker, as the consent says it.")],
+    recordings: Annotated[
+        list[Path], typer.Option("--recording", help="A few seconds of the voice, at most 60; repeatable.")
+    ],
+    consent: Annotated[
+        Path, typer.Option("--consent", help="Recording of `myna voice consent-sentence NAME`, read aloud today.")
+    ],
+    language: Annotated[
+        str, typer.Option("--language", help="Of the consent and the recordings: en, ar, vi ...")
+    ] = "en",
+    texts: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="Transcript of each recording; by default by the ASR; repeatable."),
+    ] = None,
+    asr: Annotated[str, typer.Option("--asr", help="Name or folder of a Whisper, which checks the words.")] = "base",
+    speaker_encoder: SpeakerEncoderOption = "resemblyzer",
+    device: DeviceOption = "auto",
+) -> None:
+    """Store a voice under a name, once its speaker's consent is checked: the words of the sentence by speech
+    recognition, the voice by a speaker encoder against the recordings. `myna speak --voice NAME` uses it."""
+    options = dict(locals()) | {"texts": texts or ()}
+    from myna import api
+    from myna.terminal import show_notes, show_voices
+
+    voice = api.add_voice(**options)
+    show_voices([voice], _console())
+    show_notes([f'myna speak "your words" --voice "{voice.name}" --model MODEL -o out.wav'], _console())
+
+
+@voice_app.command("list")
+def list_voices(as_json: JsonOption = False) -> None:
+    """List the stored voices."""
+    from myna.terminal import show_notes, show_voices
+    from myna.voices.store import VoiceStore
+
+    voices = VoiceStore().list_voices()
+    if as_json:
+        print(json.dumps([voice.model_dump(mode="json") for voice in voices], indent=2, ensure_ascii=False))
+    elif voices:
+        show_voices(voices, _console())
+    else:
+        show_notes(["no voices yet: myna voice consent-sentence NAME, then myna voice add NAME"], _console())
+
+
+@voice_app.command("show")
+def show_voice(name: Annotated[str, typer.Argument(help="Name or id of a voice.")]) -> None:
+    """Print all that is stored of a voice, as JSON: recordings with their hashes, and how its consent was checked."""
+    from myna.voices.store import VoiceStore
+
+    print(VoiceStore().get_voice(name).model_dump_json(indent=2))
+
+
+@voice_app.command("remove")
+def remove_voice(name: Annotated[str, typer.Argument(help="Name or id of a voice.")]) -> None:
+    """Remove a voice, its recordings and its consent from this machine. What was spoken with it stays in the log."""
+    from myna.terminal import show_notes
+    from myna.voices.store import VoiceStore
+
+    store = VoiceStore()
+    voice = store.delete_voice(name)
+    if not any(other.consent.id == voice.consent.id for other in store.list_voices()):
+        store.delete_consent(voice.consent.id)
+    show_notes([f"{voice.name}: removed"], _console())
+
+
+@voice_app.command("consent-sentence")
+def consent_sentence(
+    name: Annotated[str, typer.Argument(help="Name of the speaker.")],
+    language: Annotated[str, typer.Option("--language", help="en, ar, vi, de, fr or es.")] = "en",
+) -> None:
+    """Print the sentence that a speaker reads aloud to agree. It has two words of the day: record it today."""
+    from myna import api
+
+    print(api.consent_sentence(name, language=language))
 
 
 @app.command()
@@ -779,6 +1093,113 @@ def demo(
     with DemoDisplay() as display:
         result = run_demo(**options, progress=display.progress, observer=display)
     show_demo(result, _console())
+
+
+@app.command()
+def serve(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="A run, an adapter or a model: folder or hub name. Several runs, each perhaps as NAME=RUN, are served "
+            "together on their base model."
+        ),
+    ],
+    *,
+    model: BaseOption = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is reachable from other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 is any free one.")] = 8000,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", help="Name of a proxy in front, to which it answers too; repeatable."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", envvar="MYNA_API_KEY", help="Key that clients must send; better in MYNA_API_KEY."),
+    ] = None,
+    streams: Annotated[
+        int, typer.Option("--streams", min=1, max=256, help="Requests that are spoken at a time; others wait.")
+    ] = 16,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait; more are refused (429).")] = 64,
+    positions: Annotated[
+        int,
+        typer.Option("--positions", min=256, help="Of one stream: reference, text and frames (25 a second) together."),
+    ] = 2048,
+    max_characters: Annotated[int, typer.Option("--max-characters", min=1, help="Of one text.")] = 4096,
+    adapter_folders: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--allow-adapter-loading",
+            help="Folder below which adapters may be loaded and unloaded while the server runs; repeatable.",
+        ),
+    ] = None,
+    adapter_rank: Annotated[int, typer.Option("--adapter-rank", min=1, help="Highest rank of adapters.")] = 64,
+    voices: Annotated[
+        Path | None, typer.Option("--voices", help="Folder of stored voices, if not your own of `myna voice`.")
+    ] = None,
+    asr: Annotated[
+        str | None,
+        typer.Option("--asr", help="Whisper that checks consents; without one no new voices are taken."),
+    ] = None,
+    watermark: Annotated[
+        bool,
+        typer.Option("--watermark/--no-watermark", help="Mark all speech. Speech without the mark is logged as such."),
+    ] = True,
+    strength: StrengthOption = 1.0,
+    quantization: Annotated[
+        Literal["none", "fp8", "int8", "nf4"],
+        typer.Option("--quantization", help="Store the weights smaller: fp8 or int8 in half, nf4 in a quarter."),
+    ] = "none",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Same bits alone and in a crowd, on a GPU too; somewhat slower.")
+    ] = False,
+    codec: CodecOption = None,
+    device: DeviceOption = "auto",
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", min=0.0, help="That running requests have to end after SIGTERM.")
+    ] = 30.0,
+) -> None:
+    """Serve a voice over HTTP, in the contract of OpenAI's speech API, with a page to try it.
+
+    `myna serve runs/marta` opens http://127.0.0.1:8000; programs use http://127.0.0.1:8000/v1 as their base URL.
+    """
+    from myna.errors import ConfigError
+
+    try:
+        from myna.serve.context import ServerSettings
+        from myna.serve.messages import EngineSettings
+        from myna.serve.server import bind, run_server
+        from myna.serve.sources import resolve_sources
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed, which serving needs", hint="pip install 'myna[serve]'"
+        ) from error
+    from myna.terminal import show_server
+
+    listener = bind(host, port)
+    source, adapters = resolve_sources(sources, model, keep_adapters=bool(adapter_folders))
+    engine = EngineSettings(
+        source,
+        None if adapters else model,
+        codec,
+        device,
+        quantization,
+        exact,
+        strength,
+        adapters,
+        adapter_rank if adapters or adapter_folders else None,
+        streams,
+        positions,
+        queue,
+        watermark,
+    )
+    folders = tuple(adapter_folders or ())
+    port = listener.getsockname()[1]
+    names = tuple(allowed_hosts or ())
+    settings = ServerSettings(engine, host, port, api_key, max_characters, folders, voices, asr, drain_seconds, names)
+    console = _console()
+    run_server(settings, listener, lambda info: show_server(settings, info, console))
 
 
 @app.command()

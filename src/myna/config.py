@@ -255,13 +255,16 @@ class Recipe(Settings):
     train: TrainSettings = TrainSettings()
     speech_eval: SpeechEvalSettings = SpeechEvalSettings()
 
-    def absolute(self) -> Recipe:
-        """The same with full paths, so that a run opens from anywhere."""
+    def absolute(self, is_model_name: Callable[[str], bool] = lambda _: False) -> Recipe:
+        """The same with full paths, so that a run opens from anywhere. A model of which `is_model_name` is true is no
+        folder, even if there is one of that name."""
         data = {"train": self.data.train.absolute()}
         data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
         evaluation = self.speech_eval
         named = {"source": self.model.source, "codec": self.model.codec}
         folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
+        if is_model_name(self.model.source):
+            folders.pop("source", None)
         scorers = {"asr": evaluation.asr, "speaker_encoder": evaluation.speaker_encoder}
         speech: dict[str, Any] = {key: absolute_scorer(name) for key, name in scorers.items() if name is not None}
         paths = {key: getattr(evaluation, key) for key in ("sentences", "data", "forgetting_data")}
@@ -307,7 +310,8 @@ def settings_group(annotation: Any) -> type[Settings] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Settings) else None
 
 
-_GROUPS = tuple(name for name, field in Recipe.model_fields.items() if settings_group(field.annotation))
+def _groups(root: type[Settings]) -> tuple[str, ...]:
+    return tuple(name for name, field in root.model_fields.items() if settings_group(field.annotation))
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -318,29 +322,36 @@ def shipped_recipes() -> dict[str, Path]:
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe, a YAML file or the name of one that ships; `overrides` are `key.path=value` with YAML values,
     applied on top."""
-    if not path.exists():
+    if not path.is_file():  # a folder of that name is perhaps its run
         path = shipped_recipes().get(str(path), path)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+        tree = read_settings_tree(path, Recipe, hint="start from one that ships: myna recipes NAME --out mine.yaml")
     except FileNotFoundError:
         close = difflib.get_close_matches(path.stem, shipped_recipes(), n=1)
         nearest = f"; did you mean {close[0]}?" if close else ""
         hint = f"give a YAML file, or the name of a recipe that ships: myna recipes lists them{nearest}"
         raise ConfigError(f"there is no recipe {path}", hint=hint) from None
+    for setting in overrides or []:
+        override(tree, setting)
+    return parse_recipe(tree, where=f"{path} with --set" if overrides else str(path))
+
+
+def read_settings_tree(path: Path, root: type[Settings], *, hint: str) -> dict[str, Any]:
+    """The plain values of a YAML file of `root`'s settings; `hint` is for a file that holds none."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="pass the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}", hint="mend the line it names") from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds no settings", hint="start from one that ships: myna recipes NAME --out mine.yaml"
-        )
-    for group in _GROUPS:
+        raise ConfigError(f"{path} holds no settings", hint=hint)
+    for group in _groups(root):
         if group in tree and tree[group] is None:  # a heading with nothing under it
             tree[group] = {}
-    for setting in overrides or []:
-        override(tree, setting)
-    return parse_recipe(tree, where=f"{path} with --set" if overrides else str(path))
+    return tree
 
 
 def parse_recipe(tree: dict[str, Any], *, where: str) -> Recipe:
@@ -355,7 +366,7 @@ def parse_settings(branch: type[AnySettings], tree: dict[str, Any], *, where: st
     try:
         return branch.model_validate(tree)
     except ValidationError as error:
-        raise _explained(error, where) from None
+        raise _explained(error, where, branch) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -385,19 +396,21 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def override(tree: dict[str, Any], setting: str) -> None:
-    """Put a `key.path=value` into a tree that is not parsed yet."""
+def override(tree: dict[str, Any], setting: str, root: type[Settings] = Recipe) -> None:
+    """Put a `key.path=value` into a tree of `root`'s settings that is not parsed yet."""
     key, equals, value = setting.partition("=")
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"--set {setting} is not KEY=VALUE", hint="for example --set train.steps=100")
-    if key not in valid_keys():
-        raise ConfigError(f"--set {setting}: there is no setting `{key}`", hint=_nearest(key))
+    if key not in valid_keys(root):
+        raise ConfigError(f"--set {setting}: there is no setting `{key}`", hint=_nearest(key, root))
     *branches, leaf = key.split(".")
     for branch in branches:
         tree = tree.setdefault(branch, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {setting}: the recipe's `{branch}` is a value, not a group", hint=_nearest(key))
+            raise ConfigError(
+                f"--set {setting}: the file's `{branch}` is a value, not a group", hint=_nearest(key, root)
+            )
     try:
         tree[leaf] = yaml.load(value, _Loader)
     except yaml.YAMLError:
@@ -406,7 +419,7 @@ def override(tree: dict[str, Any], setting: str) -> None:
         ) from None
 
 
-def _explained(error: ValidationError, where: str) -> ConfigError:
+def _explained(error: ValidationError, where: str, root: type[Settings]) -> ConfigError:
     lines, hints = [], []
     for problem in error.errors():
         # Inside unions pydantic also names the alternative it tried.
@@ -416,31 +429,32 @@ def _explained(error: ValidationError, where: str) -> ConfigError:
         items = "" if unknown else "".join(f", item {part + 1}," for part in path if isinstance(part, int))
         if unknown:
             lines.append(f"{where}: there is no setting `{key}`")
-            hints.append(_nearest(key))
+            hints.append(_nearest(key, root))
         elif problem["type"] == "missing":
             lines.append(f"{where}: `{key}`{items} is missing")
             hints.append(f"complete `{key}`" if items else f"add it to the recipe, or pass --set {key}=...")
         elif problem["type"] in ("model_type", "model_attributes_type"):
             lines.append(f"{where}: `{key}` is a group of settings (got {problem['input']!r})")
-            hints.append(_nearest(key))
+            hints.append(_nearest(key, root))
         elif problem["type"] == "string_type":
             lines.append(f"{where}: `{key}`{items} should be text (got {problem['input']!r})")
             hints.append("write it in quotes")
         else:
             lines.append(f"{where}: `{key}`{items.rstrip(',')}: {problem['msg']} (got {problem['input']!r})")
-            hints.append(f"change `{key}`; docs/reference/recipe.md says what it takes")
+            page = "; docs/reference/recipe.md says what it takes" if root is Recipe else ""
+            hints.append(f"change `{key}`{page}")
     return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, root: type[Settings]) -> str:
     group, _, leaf = key.rpartition(".")
-    known = valid_keys()
-    if group == "" and key in _GROUPS:
+    known, groups = valid_keys(root), _groups(root)
+    if group == "" and key in groups:
         return f"`{key}` is a group; its settings: " + ", ".join(k for k in known if k.startswith(f"{key}."))
     inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
     close = [inside[name] for name in difflib.get_close_matches(leaf, inside, n=3, cutoff=0.6)]
     close += [k for k in known if k.rpartition(".")[2] == leaf]
-    close = close or difflib.get_close_matches(key, [*known, *_GROUPS], n=3, cutoff=0.75)
+    close = close or difflib.get_close_matches(key, [*known, *groups], n=3, cutoff=0.75)
     if close:
         return "did you mean " + " or ".join(f"`{k}`" for k in dict.fromkeys(close)) + "?"
     return "valid settings: " + ", ".join(inside.values() if group and inside else known)

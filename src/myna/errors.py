@@ -51,3 +51,7 @@ class SpeakError(MynaError):
 
 class OutputError(MynaError):
     """A result cannot be written where it was asked for, or must not be."""
+
+
+class ReferenceWarning(UserWarning):
+    """A reference recording that a voice can be taken from, but not well: noisy, clipped, narrow, too short."""

@@ -33,9 +33,9 @@ DISK_ERROR_HINTS = {
 FREE_BYTES = 1 << 20
 """Room that there must be for an output, at least."""
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{12}\.tmp")
-"""Of a file that is being written. A kill leaves it behind, and it stands in nobody's way."""
+"""Of a file that is being written. A kill leaves it behind, and it stands in nobody's way; see `lock_folder`."""
 SCRATCH_LOCK_FILE = ".lock"
-"""In the temporary folder of a process, which holds it."""
+"""In the temporary folder of a process, or in an output folder, which a process holds."""
 MARKER_FILE = ".myna"
 """In a folder of ours, the kind of its contents."""
 
@@ -175,9 +175,40 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         written.mkdir()
         with _named_errors(folder, written):
             yield written
-        if folder.exists():
-            folder.rename(Path(scratch, "old")) if replace else folder.rmdir()
-        written.rename(folder)
+        try:
+            if folder.exists():
+                folder.rename(Path(scratch, "old")) if replace else folder.rmdir()
+            written.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise OutputError(
+                f"{folder} was written by another process in the meantime", hint="name a new folder for this one"
+            ) from None
+
+
+@contextmanager
+def lock_folder(folder: Path, activity: str) -> Iterator[None]:
+    """Hold an output folder of ours, for one process at a time; `activity` says what it does, as `speaking into`.
+    Files that killed processes have left half-written in it are removed."""
+    from filelock import FileLock, Timeout
+
+    try:
+        lock = FileLock(folder / SCRATCH_LOCK_FILE).acquire(blocking=False)
+    except Timeout:
+        raise OutputError(
+            f"another process is {activity} {folder}", hint="wait for it, or choose another --out"
+        ) from None
+    with lock:
+        remove_temporary_files(folder)
+        yield
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed processes have left half-written in a folder that no other process writes to."""
+    for file in folder.rglob(".*.tmp"):
+        if TEMPORARY_NAME.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

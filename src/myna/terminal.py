@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,16 +29,31 @@ from myna.progress import ProgressCallback
 if TYPE_CHECKING:
     from myna.compare.comparison import Comparison
     from myna.compare.preferences import PreferenceCount, Preferences
+    from myna.curate.forecast import CurationForecast
+    from myna.curate.runner import CurationResult
+    from myna.curate.xray.runner import Xray
     from myna.demo.report import DemoResult
     from myna.doctor.check import Check
     from myna.evaluate.evaluation import Evaluation
+    from myna.evaluate.scoring import ItemScores
+    from myna.evaluate.takes import TakeRanking
+    from myna.provenance.detection import Detection
+    from myna.serve.context import ServerSettings
+    from myna.serve.messages import EngineInfo
     from myna.speak.answering import DatasetAnswers
-    from myna.speak.engine import Speech, SpeechStream
+    from myna.speak.engine import Speech
     from myna.speak.lines_output import SpokenLines
+    from myna.speak.marking import MarkedStream
     from myna.verify.certificate import Certificate
+    from myna.voices.store import StoredVoice
 
 STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
 """The mark of a check, the same in ASCII for terminals that have no more, and its colour."""
+MIN_DETAIL_WIDTH = 120
+"""Columns of a terminal that has room for sentences beside a table."""
+
+LISTENING_STAGE = "listening"
+"""Stage of a curation that counts seconds of audio."""
 
 errors = Console(stderr=True, markup=False, emoji=False)
 
@@ -52,6 +68,25 @@ def progress_bars() -> Iterator[ProgressCallback]:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total, state="")
             bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def curation_bars() -> Iterator[ProgressCallback]:
+    """The same for a curation, with hours of audio done in an hour while it listens."""
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+        before: dict[str, int] = {}
+
+        def update(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage], before[stage] = bars.add_task(stage, total=total, state="", completed=done), done
+            task = next(one for one in bars.tasks if one.id == tasks[stage])
+            state = ""
+            if stage == LISTENING_STAGE and task.elapsed and done > before[stage]:
+                state = f"seconds of audio, {(done - before[stage]) / task.elapsed:.1f} hours an hour"
+            bars.update(tasks[stage], completed=done, total=total, state=state)
 
         yield update
 
@@ -166,13 +201,18 @@ def show_certificate(certificate: Certificate, console: Console) -> None:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for title in ("check", "result", "difference", "tolerance", "seconds"):
         table.add_column(title, no_wrap=True, justify="left" if title in ("check", "result") else "right")
-    table.add_column("measured", overflow="fold")
+    is_wide = console.width >= MIN_DETAIL_WIDTH
+    if is_wide:
+        table.add_column("measured", overflow="fold")
     styles = {"passed": "green", "failed": "red", "not applicable": "dim"}
     for check in certificate.checks:
         figures = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.tolerance)]
         status = Text(check.status, styles[check.status])
-        table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", Text(check.detail))
+        detail = [Text(check.detail)] if is_wide else []
+        table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", *detail)
     console.print(table)
+    if not is_wide:
+        show_notes([f"{check.name}: {check.detail}" for check in certificate.checks], console)
     show_notes([certificate.verdict], console)
 
 
@@ -182,21 +222,90 @@ def show_notes(notes: Sequence[str], console: Console) -> None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
+def show_curation(result: CurationResult, console: Console) -> None:
+    """Print where the hours went, who speaks, and how to go on."""
+    table = Table(title=f"{result.recordings} recordings, {_hours(result.seconds)}", box=None, padding=(0, 2, 0, 0))
+    for title in ("", "hours", "share"):
+        table.add_column(title, justify="right" if title else "left")
+    for name, seconds in (("kept", result.kept_seconds), *result.dropped.items()):
+        share = seconds / result.seconds if result.seconds else 0.0
+        table.add_row(Text(name, "bold green" if name == "kept" else "none"), _hours(seconds), f"{share:.1%}")
+    console.print(table)
+    who = ", ".join(f"{name} {_hours(seconds)}" for name, seconds in list(result.speakers.items())[:10])
+    show_notes([f"{result.clips} clips of {len(result.speakers)} speakers: {who}"] if result.clips else [], console)
+    show_notes(result.notes, console)
+    folder = result.folder
+    show_notes(
+        [
+            f"Look at it:  myna xray {folder}",
+            f"Go on:  myna prepare {folder} --model MODEL --out {folder}-prepared",
+        ],
+        console,
+    )
+
+
+def show_xray(xray: Xray, console: Console) -> None:
+    """Print the verdict, and where the page is."""
+    colors = {"good": "green", "bad": "red"}
+    for sentence in xray.numbers["verdict"]:
+        mark = Text("● ", colors.get(sentence["kind"], "dim"))
+        console.print(mark.append(f"{sentence['text']}.", "none"), soft_wrap=True)
+    show_notes([*xray.numbers["notes"], f"Look and listen:  {xray.page}"], console)
+
+
+def show_forecast(forecast: CurationForecast, console: Console) -> None:
+    """Print what a sample says of the whole."""
+    sampled = f"{forecast.sampled_seconds / 60:.1f} of {forecast.seconds / 60:.1f} minutes were listened to"
+    kept = f"about {_hours(forecast.kept_seconds)} of {_hours(forecast.seconds)} would be kept"
+    reasons = ", ".join(f"{name} {share:.0%}" for name, share in forecast.dropped.items())
+    time = f"listening to all of it would take about {_hours(forecast.work_seconds)} here"
+    show_notes([sampled, kept, f"dropped: {reasons}", time, *forecast.notes], console)
+
+
+def _hours(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+
+
 def show_speech(file: Path, speech: Speech, console: Console) -> None:
     """Print how long a file is, and whether the model found its end; else the words at which it did not."""
     _show_end(f"{file}: ", speech, speech.seconds, console)
 
 
-def show_stream(stream: SpeechStream, seconds: float, console: Console) -> None:
+def show_stream(stream: MarkedStream, seconds: float, console: Console) -> None:
     """The same for a stream that has ended."""
     _show_end("", stream, seconds, console)
 
 
-def _show_end(name: str, speech: Speech | SpeechStream, seconds: float, console: Console) -> None:
+def _show_end(name: str, speech: Speech | MarkedStream, seconds: float, console: Console) -> None:
     end = "stopped by itself" if speech.finish_reason == "stop" else "it did not find its end"
     style = "none" if speech.finish_reason == "stop" and not speech.warnings else "yellow"
-    for line in (f"{name}{seconds:.2f} s, {end}", *speech.warnings):
+    unmarked = ", without a watermark" if speech.origin is not None and not speech.origin.watermark else ""
+    for line in (f"{name}{seconds:.2f} s, {end}{unmarked}", *speech.warnings):
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_takes(ranking: TakeRanking, console: Console) -> None:
+    """Print takes from the best on, by the metrics that were measured, and what was not."""
+    columns: dict[str, list[str | float | None]] = {
+        "word errors": [_word_errors(take.scores) for take in ranking.takes],
+        "similarity": [take.scores.similarity for take in ranking.takes],
+        "DistillMOS": [take.scores.distillmos for take in ranking.takes],
+        "DNSMOS": [take.scores.dnsmos for take in ranking.takes],
+    }
+    measured = {title: cells for title, cells in columns.items() if any(cell is not None for cell in cells)}
+    table = Table("take", "seconds", "end", *measured)
+    for place, take in enumerate(ranking.takes):
+        end = "stopped by itself" if take.speech.stopped else "it did not find its end"
+        cells = [cells[place] for cells in measured.values()]
+        shown = [f"{cell:.3f}" if isinstance(cell, float) else cell or "" for cell in cells]
+        table.add_row(str(take.number), f"{take.speech.seconds:.2f}", ", ".join([end, *take.defects]), *shown)
+    console.print(table)
+    show_notes(ranking.notes, console)
+
+
+def _word_errors(scores: ItemScores) -> str | None:
+    return None if scores.word_errors is None else f"{scores.word_errors} of {scores.words}"
 
 
 def show_spoken_lines(spoken: SpokenLines, console: Console) -> None:
@@ -206,6 +315,68 @@ def show_spoken_lines(spoken: SpokenLines, console: Console) -> None:
     for warning in spoken.warnings:
         console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
     show_notes([f"{spoken.folder}: {len(spoken.rows)} lines{before}, {seconds:.1f} s"], console)
+
+
+def show_detection(found: Detection, console: Console) -> None:
+    """Print what was found in a file, and who signed it."""
+    parts = [span for span in found.spans if span.score > 0.5]
+    mark = (
+        f"marked (score {max(span.score for span in parts):.2f})" if parts else f"not marked (score {found.score:.2f})"
+    )
+    if 0 < len(parts) < len(found.spans):
+        mark += f", in {', '.join(f'{span.start:.0f}-{span.end:.0f} s' for span in parts)}"
+    lines, known = [f"{found.file}: {mark}"], found.credentials
+    if known is not None:
+        who = {
+            "own": f"signed by this installation ({known.signer})",
+            "valid": f"signed by {known.signer or 'an unknown key'}, for which nobody vouches",
+            "invalid": f"signature does not hold ({', '.join(known.problems) or 'damaged'}): do not trust what it says",
+        }
+        lines.append(f"  credentials: {who[known.state]}")
+        lines += [f"    {key}: {value}" for key, value in known.speech.items()]
+    if found.logged is not None:
+        lines.append(f"  spoken here: {found.logged['time']}, voice {found.logged['voice'] or 'of the model'}")
+    style = "yellow" if known is not None and known.state == "invalid" else "none"
+    for line in lines:
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_voices(voices: Sequence[StoredVoice], console: Console) -> None:
+    """Print stored voices, a row each."""
+    table = Table("name", "language", "recordings", "similarity", "added")
+    for voice in voices:
+        added = datetime.fromtimestamp(voice.created_at, UTC).strftime("%Y-%m-%d")
+        similarity = f"{min(voice.checks['similarities']):.2f}"
+        cells = (voice.name, voice.language, str(len(voice.recordings)), similarity, added)
+        table.add_row(*map(Text, cells))
+    console.print(table)
+
+
+def show_server(settings: ServerSettings, info: EngineInfo, console: Console) -> None:
+    """Print what is served, where, and how to call it."""
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    address, engine = f"http://{host}:{settings.port}", settings.engine
+    names = ", ".join((settings.model, *info.adapters))
+    lines = [f"{names} on {info.device}: {address}"]
+    if settings.host not in ("127.0.0.1", "localhost", "::1"):
+        key = "with your API key" if settings.api_key else "without a key: everybody who can reach it may speak"
+        lines.append(f"it listens on {settings.host}, for other machines too, {key}")
+    header = ' -H "Authorization: Bearer $MYNA_API_KEY"' if settings.api_key else ""
+    if info.answers:
+        lines.append(f"  curl {address}/v1/audio/assessments{header} -F file=@recording.wav")
+    else:
+        mark = f"marked ({info.watermark})" if info.watermark else "NOT marked as synthetic"
+        lines.append(f"{engine.rows} streams at a time, {engine.max_waiting} more wait; speech is {mark}")
+        body = f'{{"model": "{settings.model}", "voice": "default", "input": "Good morning."}}'
+        key = "os.environ['MYNA_API_KEY']" if settings.api_key else "'none'"
+        lines += [
+            f"  curl {address}/v1/audio/speech{header} -H 'Content-Type: application/json' \\",
+            f"    -d '{body}' -o morning.mp3",
+            f"  OpenAI(base_url='{address}/v1', api_key={key}).audio.speech.create(",
+            f"    model='{settings.model}', voice='default', input='Good morning.').write_to_file('morning.mp3')",
+        ]
+    lines.append(f"Fields: {address}/docs; figures: {address}/metrics. Ctrl+C ends it.")
+    show_notes(lines, console)
 
 
 def show_recipes(recipes: Mapping[str, Path], console: Console) -> None:

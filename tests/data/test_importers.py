@@ -222,6 +222,16 @@ def test_an_unknown_layout_lists_what_was_seen_and_what_we_know(tmp_path: Path) 
         detect_format(str(tmp_path / "notes.docx"))
 
 
+@pytest.mark.parametrize("source", ["talk.m4a", ""])
+def test_recordings_without_texts_are_for_curation(tmp_path: Path, source: str) -> None:
+    for name in ("talk.m4a", "more/call.amr", ".DS_Store"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"audio")
+    with pytest.raises(DataError, match="holds recordings without texts") as caught:
+        detect_format(str(tmp_path / source))
+    assert f"myna curate {tmp_path / source}" in caught.value.hint
+
+
 def test_two_layouts_at_once_are_not_guessed(tmp_path: Path, clips: list[Path]) -> None:
     for number in range(2):
         shutil.copy(clips[number], tmp_path / f"{number}.wav")

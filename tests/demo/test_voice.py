@@ -13,7 +13,7 @@ from myna.audio.files import check_audio, write_audio
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, assign_subsets
 from myna.data.utterance import Span, Utterance
 from myna.demo import voice as demo_voice
-from myna.demo.voice import BUNDLED, DemoVoice, select_reference, select_voice
+from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
 from myna.errors import DataError
 from myna.evaluate.items import clip_seconds, load_clip
 
@@ -113,7 +113,18 @@ def test_the_reference_is_the_clip_nearest_to_six_seconds(tmp_path: Path) -> Non
     long = tmp_path / "long.wav"
     write_audio(long, np.full(6 * RATE, 0.1, np.float32), RATE)
     clips.append(Utterance("long", long, "A long one.", "ann", extras={}))
-    assert select_reference(clips).id == "long"
+    assert select_reference(clips).id == "long", "all are as faulty"
+
+
+def test_a_telephone_call_is_no_reference_where_there_is_a_better_clip(tmp_path: Path) -> None:
+    clips = []
+    for name, rate, seconds in (("call", 8_000, 6.0), ("studio", 24_000, 4.0)):
+        times = np.arange(round(seconds * rate)) / rate
+        wave = np.random.default_rng(0).standard_normal(len(times)) * np.where(times % 1.0 < 0.7, 0.1, 1e-4)
+        write_audio(tmp_path / f"{name}.wav", wave.astype(np.float32), rate)
+        clips.append(Utterance(name, tmp_path / f"{name}.wav", "Some words.", "ann", extras={}))
+    assert select_reference(clips).id == "studio"
+    assert select_reference(clips[:1]).id == "call" and "telephone" in clean_reference(clips[0]).problems[0]
 
 
 def test_nothing_to_learn_from_is_said() -> None:
@@ -142,3 +153,14 @@ def test_the_bundled_voice_is_about_three_minutes_small_and_whole(tmp_path: Path
     assert len(train) >= 35 and len(held_out) == 10 and not voice.notes
     assert {clip.language for clip in voice.clips} == {"en"}
     assert "Apache License" in (BUNDLED / "NOTICE").read_text(encoding="utf-8")
+
+
+def test_the_reference_of_the_bundled_voice_is_as_recorded() -> None:
+    lines = [json.loads(line) for line in (BUNDLED / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
+    clips = [clip for clip in (Utterance.from_json(line, BUNDLED) for line in lines) if not clip.extras.get("held_out")]
+    reference = select_reference(clips)
+    assert reference == min(clips, key=lambda clip: (abs(clip_seconds(clip) - 6.0), clip.id)), (
+        "the nearest has no fault"
+    )
+    cleaned = clean_reference(reference)
+    assert cleaned.problems == () and np.array_equal(cleaned.samples, load_clip(reference, 24_000))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from myna.audio.files import read_audio
 from myna.cli import app
-from myna.errors import ConfigError, SpeakError
+from myna.errors import ConfigError, OutputError, SpeakError
 from myna.evaluate.items import load_clip
 from myna.evaluate.results import read_item_scores, saved_references
 from myna.evaluate.runner import evaluate_system, resolve_eval_set, run_metadata
@@ -210,3 +210,21 @@ def test_a_split_is_judged_by_what_it_held_out(workspace: Path, tmp_path: Path) 
     evaluation = evaluate_system(str(workspace / "model"), data=held_out, device="cpu", out=tmp_path)
     assert len({row.text for row in evaluation.scores.rows["model"]}) == 1
     assert any("2 items are spoken without a reference" in note for note in evaluation.notes)
+
+
+def test_two_processes_do_not_evaluate_into_one_folder(workspace: Path, tmp_path: Path) -> None:
+    left = tmp_path / "out" / "items" / ".0123456789ab.tmp"
+    asked: dict[str, Any] = {"data": workspace / "prepared", "limit": 1, "device": "cpu", "out": tmp_path / "out"}
+
+    def second(*_: object) -> None:
+        if left.exists():
+            return
+        with pytest.raises(OutputError, match="another process is evaluating into"):
+            evaluate_system(str(workspace / "run"), **asked)
+        left.parent.mkdir(exist_ok=True)
+        left.touch()  # of a process that is killed
+
+    evaluate_system(str(workspace / "run"), **asked, progress=second)
+    assert left.is_file()
+    evaluate_system(str(workspace / "run"), **asked)
+    assert not left.exists()

@@ -18,13 +18,14 @@ import torch
 
 from myna.audio.files import read_audio, write_audio
 from myna.data.conversation import AudioClip, Reference, ReferencePlacement, speech_conversation
-from myna.errors import AudioError, MynaError, SpeakError
+from myna.errors import AudioError, MynaError, ReferenceWarning, SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
 from myna.models.quantized import quantized_linears
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
 from myna.speak.scheduler import generate_codes
+from myna.speak.validation import read_reference
 
 GREEDY = Sampling(temperature=0, max_seconds=0.4)
 
@@ -54,10 +55,15 @@ def test_a_voice_is_the_recordings_codes_and_words(engine: Engine, voices: list[
     assert (robin.text, robin.clip.id) == ("good morning", "robin")
     assert heron.text == "caf\u00e9", "as a manifest would have it"
     assert not robin.clip.target
-    samples = read_audio(voices[0], sample_rate=24_000)
+    samples = read_reference(voices[0], sample_rate=24_000)
     assert np.array_equal(robin.clip.codes, engine.codec.encode(samples[None])[0])
     assert robin.clip.codes.shape == (10, 8)
     assert heron.clip.codes.shape == (12, 8), "0.51 seconds hold twelve whole frames"
+
+
+def test_a_poor_recording_of_a_voice_is_warned_of(engine: Engine, voices: list[Path]) -> None:
+    with pytest.warns(ReferenceWarning, match=r"robin.*s of speech: give 3 to 15 s"):
+        engine.reference(voices[0], "good morning")
 
 
 def test_a_clip_is_trimmed_to_whole_frames(engine: Engine) -> None:
@@ -239,5 +245,7 @@ def test_quantized_weights_speak_from_a_model_and_from_a_run(tmp_path: Path, kin
     whole = load_engine(model=str(folder), device="cpu")
     first, second = (one.speak([SpeechRequest("hello")], GREEDY)[0].codes[:, 0] for one in (engine, whole))
     assert len(first) == len(second) and (first == second).mean() > 0.3, "near the model that it was made of"
-    with pytest.raises(SpeakError, match="fp8 is no way to store weights"):
-        load_engine(model=str(folder), device="cpu", quantization="fp8")  # type: ignore[arg-type]
+    with pytest.raises(SpeakError, match="fp8 weights need a GPU"):
+        load_engine(model=str(folder), device="cpu", quantization="fp8")
+    with pytest.raises(SpeakError, match="int4 is no way to store weights"):
+        load_engine(model=str(folder), device="cpu", quantization="int4")  # type: ignore[arg-type]

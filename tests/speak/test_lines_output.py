@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from filelock import FileLock
 
 import myna
-from myna.audio.files import read_audio, write_audio
+from myna.audio.files import AUDIO_FORMATS, read_audio, write_audio
 from myna.errors import OutputError, SpeakError
+from myna.speak.engine import SpeechRequest
 from myna.speak.lines import SPOKEN_FILE
 from myna.speak.lines_output import SpokenLines
+from myna.speak.validation import read_reference
 
 SETTINGS: dict[str, Any] = {"max_seconds": 0.2, "batch_size": 2, "seed": 7}
 
@@ -64,7 +67,8 @@ def test_each_line_is_what_speaking_it_alone_gives(voice: myna.Voice, lines: Pat
     saved = read_audio(tmp_path / "out" / anna["file"])
     assert np.abs(saved - alone.samples.clip(-1, 1)).max() < 1e-3 and anna["seconds"] == alone.seconds
     [reference] = anna["references"]
-    assert np.abs(read_audio(tmp_path / "out" / reference) - read_audio(tmp_path / "anna.wav")).max() < 1e-3
+    heard = read_reference(tmp_path / "anna.wav")
+    assert np.abs(read_audio(tmp_path / "out" / reference) - heard.clip(-1, 1)).max() < 1e-3
 
 
 def test_what_is_spoken_is_not_spoken_again(voice: myna.Voice, lines: Path, tmp_path: Path) -> None:
@@ -128,5 +132,46 @@ def test_a_given_reference_is_that_of_lines_without_one(voice: myna.Voice, lines
 
 def test_two_processes_do_not_speak_into_one_folder(voice: myna.Voice, lines: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(SpeakError, match="another process"):
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(OutputError, match="another process is speaking into"):
         voice.speak_lines(lines, tmp_path / "out", **SETTINGS, force=True)
+
+
+@pytest.mark.parametrize("format", ["flac", "mp3", "ogg", "opus"])
+def test_lines_in_other_formats(voice: myna.Voice, lines: Path, tmp_path: Path, format: Any) -> None:
+    spoken = voice.speak_lines(lines, tmp_path / "out", **SETTINGS, format=format)
+    expected = {(f".{format}", AUDIO_FORMATS[f".{format}"][0])}
+    for row in spoken.rows:
+        files = [tmp_path / "out" / name for name in (row["file"], *row["references"])]
+        assert {(file.suffix, soundfile.info(file).format) for file in files} == expected
+        assert abs(len(read_audio(files[0])) / 24_000 - row["seconds"]) < 0.06
+    assert voice.speak_lines(lines, tmp_path / "out", **SETTINGS, format=format).kept == 3
+    assert voice.speak_lines(lines, tmp_path / "out", **SETTINGS).kept == 0, "WAV now, and the others stay"
+    assert len(list((tmp_path / "out").glob(f"*.{format}"))) == 4
+
+
+def test_lines_are_planned_as_the_batch_comes_to_them(
+    voice: myna.Voice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of very many is spoken at once, and one that needs a larger batch in its turn."""
+    (tmp_path / "lines.txt").write_text("".join(f"line {number}\n" for number in range(30)) + 200 * "word " + "\n")
+    planned, ahead, plan = list[str](), list[int](), voice.engine.plan
+
+    def record(request: SpeechRequest, *args: Any, **kwargs: Any) -> Any:
+        planned.append(request.text)
+        return plan(request, *args, **kwargs)
+
+    def progress(_stage: str, done: int, _total: int | None) -> None:
+        ahead.append(len(planned) - done)
+
+    monkeypatch.setattr(voice.engine, "plan", record)
+    spoken = voice.speak_lines(tmp_path / "lines.txt", tmp_path / "out", **SETTINGS, progress=progress)
+    assert len(spoken.rows) == 31 and len(planned) == 31
+    assert ahead[0] == 0 and max(ahead) <= 2 * SETTINGS["batch_size"]
+    alone = voice.speak("line 7", max_seconds=0.2, seed=7)
+    assert np.abs(read_audio(tmp_path / "out" / spoken.rows[7]["file"]) - alone.samples.clip(-1, 1)).max() < 1e-3
+
+
+def test_a_reference_that_cannot_be_read_names_its_line(voice: myna.Voice, lines: Path, tmp_path: Path) -> None:
+    (tmp_path / "anna.wav").write_bytes(b"RIFF")
+    with pytest.raises(SpeakError, match=r"line 2, a/b: .*anna\.wav"):
+        voice.speak_lines(lines, tmp_path / "out", **SETTINGS)

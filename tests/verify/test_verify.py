@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import myna
@@ -30,13 +32,14 @@ from myna.models.lora import make_trainable, save_adapter
 from myna.models.phi4 import family as phi4_family
 from myna.models.phi4.forward import RotaryTables
 from myna.models.phi4.generate import generate
+from myna.terminal import show_certificate
 from myna.verify import checks, runner
-from myna.verify.certificate import Certificate
+from myna.verify.certificate import Certificate, VerifyCheck
 from myna.verify.runner import load_verified, run_verification
 from tests.failures.tiny_setup import make_recipe, recordings, train_run
 
 ALL_CHECKS = [name for name, _ in checks.CHECKS]
-OF_SPEECH = {"stream = file", "codec round trip"}
+OF_SPEECH = {"log-probabilities = replay", "stream = file", "codec round trip"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,7 +99,7 @@ def test_a_sound_model_passes(speaking: Path) -> None:
         assert check.compared and check.detail
         if check.difference is not None and check.tolerance is not None:
             assert check.difference <= check.tolerance, check
-    assert certificate.verdict == f"{speaking} on cpu in float32: verified, 7 checks passed, 1 not applicable"
+    assert certificate.verdict == f"{speaking} on cpu in float32: verified, 8 checks passed, 1 not applicable"
 
 
 def test_a_sound_adapter_passes(adapter: Path) -> None:
@@ -198,8 +201,38 @@ def sampler_that_sees_its_neighbours(monkeypatch: pytest.MonkeyPatch, share: flo
     monkeypatch.setattr(decode, "log_probabilities", lambda logits, codes: measure(mixed(logits), codes))
 
 
+def codec_that_hears_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it decodes depends on how many windows it is given at once."""
+    decode_windows = HiggsCodec.decode_windows
+
+    def louder(self: HiggsCodec, windows: Any) -> Any:
+        pending = decode_windows(self, windows)
+        return lambda: [samples * np.float32(1 + 1e-5 * (len(windows) - 1)) for samples in pending()]
+
+    monkeypatch.setattr(HiggsCodec, "decode_windows", louder)
+
+
+def log_probabilities_after_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the model, but of what the sampler makes of it."""
+    measure = log_probabilities
+    monkeypatch.setattr(decode, "log_probabilities", lambda logits, codes: measure(logits / 0.9, codes))
+
+
+def cache_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some frame on, the codes before are not the past of those that follow: alone and in a crowd alike."""
+    attend, steps = decode.HiggsDecoder.step, 20
+
+    def forget(self: Any, rows: int, longest: int) -> Any:
+        if longest > steps:
+            for values in self.values:
+                values[:, :, 2:steps] = 0
+        return attend(self, rows, longest)
+
+    monkeypatch.setattr(decode.HiggsDecoder, "step", forget)
+
+
 def codec_with_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it decodes depends on the window, and it says that it does not."""
+    """What it decodes depends on the window, and a file is one window."""
     decode_windows = HiggsCodec.decode_windows
 
     def uneven(self: HiggsCodec, windows: Any) -> Any:
@@ -209,7 +242,7 @@ def codec_with_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(HiggsCodec, "decode_windows", uneven)
-    monkeypatch.setattr(HiggsCodec, "window_independent", True)
+    monkeypatch.setattr(HiggsCodec, "decode", lambda self, codes: self.decode_windows([codes])()[0])
 
 
 def silent_codec(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +302,12 @@ def wrong_fused_backward(monkeypatch: pytest.MonkeyPatch) -> None:
             "alone = crowd",
             r"log-probabilities of|equal codes; the first",
         ),
+        (codec_that_hears_other_streams, "alone = crowd", r"samples differ from frame \d+ on, of '.+' decoded among"),
+        (
+            log_probabilities_after_temperature,
+            "log-probabilities = replay",
+            r"reported as -\d.*, and -\d.* in a replay",
+        ),
         (codec_with_windows_of_their_own, "stream = file", r"samples differ from frame \d+ on"),
         (silent_codec, "codec round trip", r"silent"),
         (codec_that_is_not_finite, "codec round trip", r"not finite"),
@@ -292,6 +331,11 @@ def test_a_planted_fault_fails_its_check(
     assert failure is not None and failure.name == check, failures(certificate)
     assert re.search(message, failure.detail), failure.detail
     assert check in certificate.verdict and failure.detail in certificate.verdict
+
+
+def test_a_cache_that_forgets_fails_the_replay(speaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_that_forgets(monkeypatch)
+    assert "log-probabilities = replay" in failures(verify(speaking))
 
 
 def test_a_merge_that_loses_the_adapter_fails(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +371,7 @@ def test_on_an_accelerator_other_bits_are_reported_and_other_probabilities_fail(
     speaking: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = load_verified(speaking, base=None, codec=None, device="cpu", quick=True)
-    subject.device = torch.device("cuda")  # by its name alone: the model stays where it is
+    subject.device = torch.device("mps")  # by its name alone: the model stays where it is
     assert checks.check_alone(subject) == replace(checks.check_alone(subject), passed=True, difference=0.0)
     with monkeypatch.context() as patched:
         sampler_that_sees_its_neighbours(patched, share=1.0)
@@ -335,8 +379,11 @@ def test_on_an_accelerator_other_bits_are_reported_and_other_probabilities_fail(
     monkeypatch.setitem(checks.LOG_PROB_TOLERANCES, torch.float32, 100.0)
     sampler_that_sees_its_neighbours(monkeypatch, share=1.0)
     finding = checks.check_alone(subject)
-    assert finding.passed and "reported, not judged" in finding.detail and "exact mode is not built" in finding.detail
+    assert finding.passed and "reported, not judged" in finding.detail and "mps has no exact batch" in finding.detail
     assert finding.difference is not None and finding.difference > 0
+    subject.device = torch.device("cuda")
+    assert checks.check_alone(subject).passed
+    assert not checks._equality(subject, 0.99, "codes").passed, "CUDA has exact batches"
 
 
 # The command and its files
@@ -348,7 +395,7 @@ def test_the_command_writes_a_page_and_exits_with_the_verdict(
     words = ["verify", str(speaking), "--device", "cpu", "--quick", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert "verified, 7 checks passed" in " ".join(result.output.split())
+    assert "verified, 8 checks passed" in " ".join(result.output.split())
     written = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
     assert written["passed"] and [check["name"] for check in written["checks"]] == ALL_CHECKS
     assert {"torch", "transformers", "myna"} <= written["versions"].keys()
@@ -380,3 +427,14 @@ def test_the_sound_of_the_round_trip_is_voiced(speaking: Path) -> None:
     assert len(sound) == codec.sample_rate and np.abs(sound).max() == pytest.approx(0.3, abs=1e-3)
     spectrum = np.abs(np.fft.rfft(sound)) ** 2
     assert spectrum[100:4000].sum() > 0.95 * spectrum.sum()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_what_was_measured_is_readable_on_any_terminal(width: int) -> None:
+    detail = "log-probabilities of the same codes differ by 0.00012"
+    check = VerifyCheck("log-probabilities = replay", "this and that", "passed", detail, 1.2e-4, 1e-3, 1.0)
+    certificate = Certificate("model", "higgs_v2", "cpu", "float32", True, {}, (check,))
+    console = Console(file=io.StringIO(), width=width)
+    show_certificate(certificate, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert any(detail in line for line in lines) and len(lines) <= 4

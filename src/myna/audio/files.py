@@ -33,6 +33,7 @@ DEFECT_HINTS: dict[AudioDefect, str] = {
     "NaN samples": "export it again as 16-bit PCM",
     "bad span": "keep start and end in seconds inside the recording",
 }
+AudioFileFormat = Literal["wav", "flac", "mp3", "ogg", "opus"]
 AUDIO_FORMATS = {
     ".wav": ("WAV", "PCM_16"),
     ".flac": ("FLAC", "PCM_16"),
@@ -63,10 +64,12 @@ PREROLL_SECONDS = 0.3
 class AudioFileError(AudioError):
     """A recording that cannot be used; `defect` is its kind."""
 
-    def __init__(self, path: Path, flaw: AudioDefect, detail: str = "") -> None:
+    def __init__(self, path: Path, flaw: AudioDefect, detail: str = "", missing_seconds: float = 0.0) -> None:
         super().__init__(f"{path}: {flaw}{detail and ': ' + detail}", hint=DEFECT_HINTS[flaw])
         self.defect = flaw
         self.detail = detail
+        self.missing_seconds = missing_seconds
+        """Of a file that is cut short: what its header promises beyond what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,27 @@ def read_audio(
         return np.ascontiguousarray(resampled, dtype=np.float32)
 
 
+@contextmanager
+def stream_audio(path: Path) -> Iterator[tuple[AudioInfo, Iterator[npt.NDArray[np.float32]]]]:
+    """A recording of any length in blocks of (frames, channels), and what its header says of it.
+
+    A damaged file gives what can be decoded of it before the `AudioFileError` that says why there is no more.
+    """
+    with _open(path, allow_short=True) as file:
+
+        def blocks() -> Iterator[npt.NDArray[np.float32]]:
+            frames = 0
+            for block in _blocks(file):
+                _check_finite(path, block)
+                frames += len(block)
+                yield block
+            if isinstance(file, _SoundFile):
+                _check_data_size(path, file)
+            _check_length(path, file, frames, file.frames)
+
+        yield AudioInfo(file.frames / file.samplerate, file.samplerate, file.channels), blocks()
+
+
 def check_not_silent(path: Path, samples: Samples) -> None:
     """Refuse samples in which nothing is to be heard; `path` is the recording they were read from."""
     if samples.max() - samples.min() < 2 * SILENCE_PEAK:  # where they lie does not count: a constant is not heard
@@ -149,13 +173,19 @@ def check_audio_suffix(path: Path) -> None:
 
 def write_audio(path: Path, samples: Samples, sample_rate: int) -> None:
     """Write mono (or frames x channels) samples in the format of the suffix; the write is atomic."""
+    content = encode_audio_file(path, samples, sample_rate)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def encode_audio_file(path: Path, samples: Samples, sample_rate: int) -> bytes:
+    """The bytes of a file of that name: on a full disk libsndfile has no reason to tell, and may not notice."""
     check_audio_suffix(path)
     _check_finite(path, samples)
     kind, subtype = AUDIO_FORMATS[path.suffix.lower()]
-    content = io.BytesIO()  # on a full disk libsndfile has no reason to tell, and may not notice
+    content = io.BytesIO()
     soundfile.write(content, samples, sample_rate, format=kind, subtype=subtype)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(content.getbuffer())
+    return content.getvalue()
 
 
 def pcm16(samples: Samples) -> bytes:
@@ -176,7 +206,7 @@ AudioReader = _SoundFile | ContainerFile
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[AudioReader]:
+def _open(path: Path, *, allow_short: bool = False) -> Iterator[AudioReader]:
     if not is_file(path):
         raise AudioFileError(path, "missing file")
     if path.stat().st_size == 0:
@@ -189,7 +219,7 @@ def _open(path: Path) -> Iterator[AudioReader]:
                 raise AudioFileError(path, "unreadable audio", "its header does not tell its length")
             if file.samplerate not in SAMPLE_RATES:
                 raise AudioFileError(path, "unreadable audio", f"its header tells {file.samplerate} samples a second")
-            if isinstance(file, _SoundFile):
+            if isinstance(file, _SoundFile) and not allow_short:
                 _check_data_size(path, file)
             yield file
     except (soundfile.SoundFileError, ContainerError) as error:
@@ -252,4 +282,4 @@ def _check_length(path: Path, file: AudioReader, frames: int, expected: int) -> 
         raise AudioFileError(path, "zero length")
     if frames < expected - MAX_MISSING_SECONDS * file.samplerate:
         detail = f"ends after {frames / file.samplerate:.2f} of {expected / file.samplerate:.2f} s"
-        raise AudioFileError(path, "cut short", detail)
+        raise AudioFileError(path, "cut short", detail, (expected - frames) / file.samplerate)

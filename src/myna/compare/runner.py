@@ -35,7 +35,7 @@ from myna.evaluate.scorers import Scorers
 from myna.evaluate.seen_items import mark_seen_items
 from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import REAL, Recordings, System
-from myna.io import atomic_write, claim_folder, safe_file_name, save_text
+from myna.io import atomic_write, claim_folder, lock_folder, safe_file_name, save_text
 from myna.progress import ProgressCallback, silent
 from myna.report.local_server import local_page_server
 from myna.train.run import Run
@@ -106,49 +106,52 @@ def compare_systems(
         *(p for p in (data, sentences) if p is not None),
     ]
     claim_folder(out, "comparison", known=(COMPARISON_FILE,), inputs=inputs, force=force)
-    evaluated = [subject for subject in parsed if isinstance(subject, EvaluatedSystem)]
-    sources = [subject for subject in parsed if not isinstance(subject, EvaluatedSystem)]
-    _check_seeds(evaluated, seed if sources else None)
-    missing = {key: reason for one in reversed(evaluated) for key, reason in one.evaluation.get("missing", {}).items()}
-    systems = {subject.name: subject.load() for subject in evaluated}
-    real = next((rows for one in evaluated if (rows := one.load_scores(REAL, REAL)) is not None), None)
-    notes: tuple[str, ...] = ()
-    if sources:
-        eval_set = resolve_eval_set(sources[0], data, sentences, seed=seed, limit=limit, language=language)
-        scorers = Scorers.open(asr, speaker_encoder, device=device)
-        generated = [resolve_system(source, seed=seed, device=device, base=model) for source in sources]
-        folders = [subject.folder for subject in evaluated] + _evaluation_folders(sources)
-        scores = score_systems(
-            eval_set,
-            [Recordings(REAL, generated[0].sample_rate), *generated],
-            scorers,
-            out,
-            batch_size=batch_size,
-            progress=progress,
-            before_system=lambda system: reuse_scores(system, eval_set, folders, out),
-            save_references=True,
-        )
-        missing |= {
-            metric.key: scorers.missing[metric.scorer] for metric in METRICS if metric.scorer in scorers.missing
+    with lock_folder(out, "comparing in"):
+        evaluated = [subject for subject in parsed if isinstance(subject, EvaluatedSystem)]
+        sources = [subject for subject in parsed if not isinstance(subject, EvaluatedSystem)]
+        _check_seeds(evaluated, seed if sources else None)
+        missing = {
+            key: reason for one in reversed(evaluated) for key, reason in one.evaluation.get("missing", {}).items()
         }
-        seen_notes = mark_seen_items(generated, eval_set.items, scores.rows)
-        scored = {name: ComparedSystem(name, items, out) for name, items in scores.rows.items()}
-        real, notes = scored.pop(REAL), (*eval_set.notes, *scorers.notes, *seen_notes)
-        systems |= scored
-    comparison = build_comparison(
-        [systems[name] for name in names],
-        real if REAL not in names else None,
-        folder=out,
-        seed=seed,
-        trials=trials,
-        missing=missing,
-        notes=notes,
-        settings=settings,
-    )
-    preferences = aggregate_preferences(comparison.trials, load_listener_answers(out), comparison.names)
-    _save_json(out / COMPARISON_FILE, comparison.to_json(preferences))
-    save_text(out / PAGE_FILE, comparison_page(comparison))
-    return comparison
+        systems = {subject.name: subject.load() for subject in evaluated}
+        real = next((rows for one in evaluated if (rows := one.load_scores(REAL, REAL)) is not None), None)
+        notes: tuple[str, ...] = ()
+        if sources:
+            eval_set = resolve_eval_set(sources[0], data, sentences, seed=seed, limit=limit, language=language)
+            scorers = Scorers.open(asr, speaker_encoder, device=device)
+            generated = [resolve_system(source, seed=seed, device=device, base=model) for source in sources]
+            folders = [subject.folder for subject in evaluated] + _evaluation_folders(sources)
+            scores = score_systems(
+                eval_set,
+                [Recordings(REAL, generated[0].sample_rate), *generated],
+                scorers,
+                out,
+                batch_size=batch_size,
+                progress=progress,
+                before_system=lambda system: reuse_scores(system, eval_set, folders, out),
+                save_references=True,
+            )
+            missing |= {
+                metric.key: scorers.missing[metric.scorer] for metric in METRICS if metric.scorer in scorers.missing
+            }
+            seen_notes = mark_seen_items(generated, eval_set.items, scores.rows)
+            scored = {name: ComparedSystem(name, items, out) for name, items in scores.rows.items()}
+            real, notes = scored.pop(REAL), (*eval_set.notes, *scorers.notes, *seen_notes)
+            systems |= scored
+        comparison = build_comparison(
+            [systems[name] for name in names],
+            real if REAL not in names else None,
+            folder=out,
+            seed=seed,
+            trials=trials,
+            missing=missing,
+            notes=notes,
+            settings=settings,
+        )
+        preferences = aggregate_preferences(comparison.trials, load_listener_answers(out), comparison.names)
+        _save_json(out / COMPARISON_FILE, comparison.to_json(preferences))
+        save_text(out / PAGE_FILE, comparison_page(comparison))
+        return comparison
 
 
 def _parse_subject(subject: str) -> EvaluatedSystem | str:

@@ -31,9 +31,9 @@ from myna.data.split import TEXTS, TRAIN, subset_folder
 from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Utterance
 from myna.demo.report import AFTER, BEFORE, DemoResult, demo_page
-from myna.demo.voice import BUNDLED, DemoVoice, select_reference, select_voice
+from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
 from myna.errors import MynaError
-from myna.evaluate.items import EvalItem, EvalSet, load_clip
+from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import score_systems, torch_threads
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
@@ -167,7 +167,13 @@ def run_demo(
                 )
         with stage("evaluate", "the held-out texts are spoken before and after training, and scored"):
             engine = load_engine(model=model, device=DEVICE)
-            reference = _write_reference(select_reference(train), out / "reference.wav", engine.codec.sample_rate)
+            chosen = select_reference(train)
+            cleaned = clean_reference(chosen, engine.codec.sample_rate)
+            write_audio(out / "reference.wav", cleaned.samples, engine.codec.sample_rate)
+            reference = replace(chosen, audio=out / "reference.wav", span=None)
+            faults = tuple(f"the reference, {chosen.id}: {problem}" for problem in cleaned.problems)
+            for fault in faults:
+                notify(fault)
             scorers = Scorers.open(asr, workers=SCORING_WORKERS)
             scores = score_systems(
                 _eval_set(held_out, reference),
@@ -193,7 +199,7 @@ def run_demo(
         unavailable=scorers.missing,
         losses=run.read_metrics(),
         recipe=recipe_file.read_text(encoding="utf-8"),
-        notes=selected.notes,
+        notes=(*selected.notes, *faults),
         seconds=seconds,
         peak_memory_bytes=peak_memory(torch.device(DEVICE)),
     )
@@ -214,11 +220,6 @@ def _refuse_to_overwrite(out: Path) -> None:
     if "report.html" in names or "data" in names:
         raise MynaError(f"{out} holds a demo already", hint=f"rm -r {out}, or choose another folder with --out")
     raise MynaError(f"{out} holds something else than a demo", hint="choose another folder with --out")
-
-
-def _write_reference(clip: Utterance, file: Path, sample_rate: int) -> Utterance:
-    write_audio(file, load_clip(clip, sample_rate), sample_rate)
-    return replace(clip, audio=file, span=None)
 
 
 def _eval_set(held_out: list[Utterance], reference: Utterance) -> EvalSet:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from myna.audio.files import probe
+from myna.audio.reference import CheckedReference, check_reference
 from myna.data.hash_rng import string_hash
 from myna.data.split import TEXTS, DatasetSplit
 from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Utterance
 from myna.errors import DataError
-from myna.evaluate.items import clip_seconds
+from myna.evaluate.items import clip_seconds, load_clip
 
 BUNDLED = Path(__file__).parent / "recordings"
 """Three minutes of a voice that fledgling was not trained on, some clips of which are marked `held_out`."""
@@ -22,8 +24,9 @@ HELD_OUT_SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.1, 3, 8
 MIN_CLIP_SECONDS, MAX_CLIP_SECONDS = 1.0, 15.0
 MAX_TOTAL_SECONDS = 900.0
 """A demo trains for minutes, in which more would not be seen."""
-REFERENCE_SECONDS = 6.0
-"""Preferred length of the reference: long enough for a voice, short enough to be encoded quickly."""
+REFERENCE_SECONDS, REFERENCE_CANDIDATES = 6.0, 12
+"""Preferred length of the reference, long enough for a voice and short enough to be encoded quickly; and how many clips
+of about that length are searched for one without noise, clipping or a telephone's narrow band."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,15 @@ def select_voice(utterances: Sequence[Utterance], source: str, seed: int) -> Dem
 
 
 def select_reference(clips: Sequence[Utterance]) -> Utterance:
-    """The clip whose length is nearest to `REFERENCE_SECONDS`."""
-    return min(clips, key=lambda clip: (abs(clip_seconds(clip) - REFERENCE_SECONDS), clip.id))
+    """Of the clips whose lengths are nearest to `REFERENCE_SECONDS`, the one with the fewest faults."""
+    nearest = sorted(clips, key=lambda clip: (abs(clip_seconds(clip) - REFERENCE_SECONDS), clip.id))
+    return min(nearest[:REFERENCE_CANDIDATES], key=lambda clip: len(clean_reference(clip).problems))
+
+
+def clean_reference(clip: Utterance, sample_rate: int = 24_000) -> CheckedReference:
+    """A clip cleaned for use as a reference, and its faults."""
+    rate = probe(clip.audio).sample_rate
+    return check_reference(load_clip(clip, rate), rate, sample_rate)
 
 
 def _without_references(clip: Utterance) -> Utterance:

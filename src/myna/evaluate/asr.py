@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,33 @@ class Transcript:
     """The decoder repeated itself: the text says little about the audio."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimedWord:
+    """A word of a transcript with the blank before it, in seconds of the clip: times off by 0.1 s and more."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTranscript:
+    """A transcript with the times of its words, and what the decoder thought of it."""
+
+    words: tuple[TimedWord, ...] = ()
+    language: str = ""
+    language_probability: float = math.nan
+    """1 where the language was given."""
+    avg_log_prob: float = math.nan
+    """Of its tokens; the lowest of its segments."""
+    compression_ratio: float = math.nan
+    """The highest of its segments."""
+
+    @property
+    def text(self) -> str:
+        return "".join(word.text for word in self.words).strip()
+
+
 class ASR:
     """Whisper with five beams, no sampling and no context between clips: the same audio gives the same text."""
 
@@ -36,18 +64,19 @@ class ASR:
         self._backend = backend
 
     @classmethod
-    def open(cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1) -> ASR:
+    def open(cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1, threads: int = 0) -> ASR:
         """A folder with a Whisper, of CTranslate2 or of transformers, as its files tell; or a name to download.
 
         `base` is one of faster-whisper's names, `owner/name` one of the hub's, and `transformers:base` the Whisper of
-        that size as it was published. `workers` threads may transcribe concurrently. With `auto` as the device,
-        faster-whisper takes the CPU where its libraries do not run on the GPU.
+        that size as it was published. `workers` threads may transcribe concurrently; each computes with `threads`, or
+        with its share of up to four cores. With `auto` as the device, faster-whisper takes the CPU where its libraries
+        do not run on the GPU.
         """
         by_transformers = name_or_folder.startswith(TRANSFORMERS_PREFIX)
         name = name_or_folder.removeprefix(TRANSFORMERS_PREFIX)
         folder = _folder(name, by_transformers=by_transformers)
         if not by_transformers and not is_transformers_whisper(folder):
-            return cls(FasterWhisper.open(folder, name, device, workers))
+            return cls(FasterWhisper.open(folder, name, device, workers, threads))
         return cls(TransformersWhisper.open(folder, name, str(pick_device(device))))
 
     @property
@@ -68,6 +97,25 @@ class ASR:
             return Transcript("", looped=False)
         text = self._backend.transcribe(clip, language)
         return Transcript(text, is_loop(text))
+
+    def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript:
+        """The same with the times of words, by faster-whisper alone; None has the language detected."""
+        if not isinstance(self._backend, FasterWhisper):
+            raise ModelError(
+                "times of words are given by faster-whisper alone",
+                hint="give a Whisper converted with ct2-transformers-converter, or one of its names: base, large-v3",
+            )
+        clip = as_mono_16khz(samples, sample_rate)
+        if is_silent(clip):
+            return TimedTranscript()
+        segments, info = self._backend.transcribe_segments(clip, language, word_timestamps=True)
+        return TimedTranscript(
+            tuple(TimedWord(word.word, word.start, word.end) for one in segments for word in one.words or ()),
+            info.language,
+            info.language_probability,
+            min((one.avg_logprob for one in segments), default=math.nan),
+            max((one.compression_ratio for one in segments), default=math.nan),
+        )
 
 
 def is_transformers_whisper(folder: Path) -> bool:

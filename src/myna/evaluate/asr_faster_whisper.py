@@ -29,7 +29,7 @@ class FasterWhisper:
         self._model, self.name, self.note = model, name, note
 
     @classmethod
-    def open(cls, folder: Path, name: str, device: str, workers: int) -> FasterWhisper:
+    def open(cls, folder: Path, name: str, device: str, workers: int, threads: int = 0) -> FasterWhisper:
         """The CPU cores are divided among the `workers` threads that transcribe concurrently."""
         faster_whisper = import_optional("faster_whisper", *INSTALL)
         if missing := [file for file in REQUIRED_FILES if not (folder / file).is_file()]:
@@ -44,7 +44,7 @@ class FasterWhisper:
                 device="cuda" if on_gpu else "cpu",
                 device_index=target.index or 0,
                 compute_type="float16" if on_gpu else "int8",
-                cpu_threads=max(1, min(4, os.cpu_count() or 1) // workers),
+                cpu_threads=threads or max(1, min(4, os.cpu_count() or 1) // workers),
                 num_workers=workers,
             )
 
@@ -68,10 +68,21 @@ class FasterWhisper:
         return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{numbers}", note)
 
     def transcribe(self, clip: Samples, language: str | None) -> str:
-        segments, _ = self._model.transcribe(
-            clip, language=language, beam_size=5, temperature=0.0, condition_on_previous_text=False
+        return " ".join(segment.text.strip() for segment in self.transcribe_segments(clip, language)[0])
+
+    def transcribe_segments(
+        self, clip: Samples, language: str | None, *, word_timestamps: bool = False
+    ) -> tuple[list[Any], Any]:
+        """Segments as faster-whisper has them, and its `TranscriptionInfo`."""
+        segments, info = self._model.transcribe(
+            clip,
+            language=language,
+            beam_size=5,
+            temperature=0.0,
+            condition_on_previous_text=False,
+            word_timestamps=word_timestamps,
         )
-        return " ".join(segment.text.strip() for segment in segments)
+        return list(segments), info
 
 
 def download_faster_whisper(name: str) -> Path:

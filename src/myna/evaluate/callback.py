@@ -33,7 +33,7 @@ from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
-from myna.io import atomic_write, safe_file_name, save_text
+from myna.io import atomic_write, remove_temporary_files, safe_file_name, save_text
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
 from myna.progress import ProgressCallback, silent
@@ -125,6 +125,7 @@ class SpeechEvaluation:
         ]
 
     def restore(self, step: int) -> None:
+        remove_temporary_files(self.folder)
         self.steps = {}
         for folder in sorted(self.folder.glob("step-*")):
             number = int(folder.name.removeprefix("step-"))

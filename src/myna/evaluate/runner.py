@@ -20,7 +20,7 @@ from myna.evaluate.scorers import Scorers
 from myna.evaluate.seen_items import mark_seen_items
 from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, SpeechSystem, System
-from myna.io import claim_folder, save_text
+from myna.io import claim_folder, lock_folder, save_text
 from myna.progress import ProgressCallback, silent
 from myna.speak.engine import encode_clip
 from myna.speak.loading import load_engine
@@ -76,31 +76,34 @@ def evaluate_system(
     out = out or (Path(source) / "evaluation" if Run.find(Path(source)) is not None else Path("evaluations") / name)
     inputs = [Path(source), *(path for path in (data, sentences) if path is not None)]
     claim_folder(out, "evaluation", known=(EVALUATION_FILE, ITEMS_FOLDER), inputs=inputs, force=force)
-    codec = system.engine.codec
-    systems: list[System] = [
-        Recordings(REAL, codec.sample_rate),
-        Recordings(ROUND_TRIP, codec.sample_rate, codec.revision, lambda clip: codec.decode(encode_clip(codec, clip))),
-        *(system, *bases, *others),
-    ]
-    scorers = Scorers.open(asr, speaker_encoder, device=device)
-    seen_notes: list[str] = []
-    scores = score_systems(
-        eval_set,
-        systems,
-        scorers,
-        out,
-        batch_size=batch_size,
-        progress=progress,
-        save_references=True,
-        annotate=lambda rows: seen_notes.extend(mark_seen_items(systems, eval_set.items, rows)),
-    )
-    metadata = {one.name: one.metadata for one in systems}
-    metadata[name] = {**metadata[name], "notes": [*metadata[name].get("notes", ()), *seen_notes]}
-    evaluation = Evaluation(scores, scorers, name, out, metadata, settings)
-    content = json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-    save_text(out / EVALUATION_FILE, content + "\n")
-    save_text(out / "report.html", evaluation_page(evaluation))
-    return evaluation
+    with lock_folder(out, "evaluating into"):
+        codec = system.engine.codec
+        systems: list[System] = [
+            Recordings(REAL, codec.sample_rate),
+            Recordings(
+                ROUND_TRIP, codec.sample_rate, codec.revision, lambda clip: codec.decode(encode_clip(codec, clip))
+            ),
+            *(system, *bases, *others),
+        ]
+        scorers = Scorers.open(asr, speaker_encoder, device=device)
+        seen_notes: list[str] = []
+        scores = score_systems(
+            eval_set,
+            systems,
+            scorers,
+            out,
+            batch_size=batch_size,
+            progress=progress,
+            save_references=True,
+            annotate=lambda rows: seen_notes.extend(mark_seen_items(systems, eval_set.items, rows)),
+        )
+        metadata = {one.name: one.metadata for one in systems}
+        metadata[name] = {**metadata[name], "notes": [*metadata[name].get("notes", ()), *seen_notes]}
+        evaluation = Evaluation(scores, scorers, name, out, metadata, settings)
+        content = json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        save_text(out / EVALUATION_FILE, content + "\n")
+        save_text(out / "report.html", evaluation_page(evaluation))
+        return evaluation
 
 
 def split_subject(subject: str) -> tuple[str, str]:

@@ -18,16 +18,24 @@ CONTENT_POLICY = (
 
 
 def html_document(
-    title: str, *body: object, language: str = "en", css: str = "", script: str = "", allow_post: bool = False
+    title: str,
+    *body: object,
+    language: str = "en",
+    css: str = "",
+    script: str = "",
+    allow_post: bool = False,
+    allow_audio_files: bool = False,
 ) -> str:
     """A whole page. `css` and `script` are added to those of every page; `allow_post` permits requests to the server
-    that the page came from."""
+    that the page came from, `allow_audio_files` audio that lies beside the page."""
+    media = "media-src data:"
+    policy = CONTENT_POLICY.replace(media, f"{media} 'self' file:") if allow_audio_files else CONTENT_POLICY
     page = render_template(
         "report/page.html",
         title=title,
         body=body,
         language=language,
-        policy=f"{CONTENT_POLICY}; connect-src 'self'" if allow_post else CONTENT_POLICY,
+        policy=f"{policy}; connect-src 'self'" if allow_post else policy,
         css=Markup(page_asset("page.css") + css),
         script=Markup(page_asset("page.js") + script),
     )
@@ -52,6 +60,6 @@ def _environment() -> Environment:
 
 
 @cache
-def page_asset(name: str) -> str:
-    """A style sheet or script of this package."""
-    return (files("myna.report") / name).read_text(encoding="utf-8")
+def page_asset(name: str, package: str = "myna.report") -> str:
+    """A style sheet or script of a package."""
+    return (files(package) / name).read_text(encoding="utf-8")

@@ -28,13 +28,13 @@ def join_html(parts: Iterable[object], separator: str = "") -> Markup:
 
 def html_table(header: Iterable[object], rows: Iterable[Iterable[object]], *, caption: str) -> Markup:
     """A table whose first cells name the rows; the caption is for screen readers."""
-    head = element("tr", *(element("th", cell, scope="col") for cell in header))
+    head = element("tr", *(element("th", cell, scope="col") if cell else element("td") for cell in header))
     body = [
         element("tr", element("th", first, scope="row"), *(element("td", cell) for cell in others))
         for first, *others in rows
     ]
     table = element("table", element("caption", caption), element("thead", head), element("tbody", *body))
-    return element("div", table, class_="wide")
+    return element("div", table, class_="wide", role="region", aria_label=caption)
 
 
 def _attribute(name: str) -> str:

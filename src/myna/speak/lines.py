@@ -87,6 +87,7 @@ def open_lines(
     *,
     references: Sequence[ReferenceRecording] = (),
     language: str = "",
+    suffix: str = ".wav",
     force: bool = False,
 ) -> list[SpeechLine]:
     """The lines of a file, checked and with the folder made for them, before a model is opened. Those that name no
@@ -99,9 +100,9 @@ def open_lines(
     ]
     inputs = {reference.audio.resolve() for line in lines for reference in line.references}
     for line in lines:
-        if (out / f"{line.name}.wav").resolve() in inputs:
+        if (out / f"{line.name}{suffix}").resolve() in inputs:
             raise OutputError(
-                f"{out / line.name}.wav is an input, which is never replaced", hint="choose another --out"
+                f"{out / line.name}{suffix} is an input, which is never replaced", hint="choose another --out"
             )
         try:
             check_speech_text(line.text, [reference.text for reference in line.references])

@@ -1,6 +1,7 @@
 """Lines of a file spoken into a folder, which can be gone on with after an interruption.
 
-OUT/NAME.wav             the line of that name
+OUT/NAME.wav             the line of that name, in this or another format; of several takes the best
+OUT/NAME+take-2.wav      another take of it, where they are kept
 OUT/NAME+reference.wav   the clip that set its voice (-0, -1 for several)
 OUT/spoken.jsonl         a row for each line, written as soon as its audio is there
 OUT/media/               clips that the file of lines carried within it
@@ -10,31 +11,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from myna.audio.files import write_audio
 from myna.data.conversation import Reference
-from myna.errors import SpeakError
-from myna.io import bytes_hash, file_hash, save_text
+from myna.errors import MynaError, SpeakError
+from myna.io import bytes_hash, file_hash, lock_folder, save_text
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
 from myna.progress import ProgressCallback, silent
 from myna.speak.engine import Engine, Speech, SpeechRequest
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.lines import SPOKEN_FILE, SpeechLine
+from myna.speak.marking import SpeechMarker
 from myna.speak.scheduler import SPARE_POSITIONS
 from myna.speak.segments import SpeechPlan
 from myna.speak.validation import read_reference
-
-LOCK_FILE = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class SpokenLines:
 
     folder: Path
     rows: list[dict[str, Any]]
-    """id, text, file, seconds, finish_reason, seed, key, warnings, references."""
+    """id, text, file, seconds, finish_reason, seed, key, warnings, references; and `takes`, ranked, if several."""
     kept: int
     """Lines that had been spoken before, and were not spoken again."""
 
@@ -51,6 +49,19 @@ class SpokenLines:
     def warnings(self) -> list[str]:
         """Of all lines, each with its id."""
         return [f"{row['id']}: {warning}" for row in self.rows for warning in row["warnings"]]
+
+
+@dataclass(frozen=True, slots=True)
+class LineTakes:
+    """Several takes of every line, of which the best is its audio."""
+
+    count: int
+    rank: Callable[[SpeechLine, Sequence[Speech]], Sequence[Mapping[str, Any]]]
+    """The takes of a line from the best on, each as its number `take`, from 1, and its scores."""
+    ranked_by: str
+    """Identifies the metrics: others may choose another take."""
+    keep_all: bool = False
+    """Write the other takes too."""
 
 
 def speak_lines(
@@ -61,31 +72,47 @@ def speak_lines(
     *,
     scene: str | None = None,
     batch_size: int | None = None,
+    suffix: str = ".wav",
+    takes: LineTakes | None = None,
+    marker: SpeechMarker | None = None,
     progress: ProgressCallback = silent,
 ) -> SpokenLines:
     """Speak lines in batches. Those that are there, with the same text, voice, settings and weights, stay as they are.
 
-    A line is what its text alone gives with its seed: lines with the same words, voice and seed sound the same.
+    A line is what its text alone gives with its seed: lines with the same words, voice and seed sound the same. Lines
+    are planned as the batch comes to them, so that the first of very many is spoken at once.
     """
-    with _locked(out):
+    with lock_folder(out, "speaking into"):
         known = _read_rows(out / SPOKEN_FILE)
         weights = weights_fingerprint(engine)
         recording_hash = cache(file_hash)
         samplings = [sampling if line.seed is None else replace(sampling, seed=line.seed) for line in lines]
         scenes = [_first_given(line.scene, scene, engine.scene) for line in lines]
         keys = [
-            _key(line, weights, line_scene, line_sampling, recording_hash)
+            _key(line, weights, line_scene, line_sampling, takes, marker, recording_hash)
             for line, line_scene, line_sampling in zip(lines, scenes, samplings, strict=True)
         ]
-        new = [number for number, line in enumerate(lines) if not _is_spoken(known.get(line.id), keys[number], out)]
+        new = [
+            number
+            for number, line in enumerate(lines)
+            if not _is_spoken(known.get(line.id), keys[number], out, suffix, keep_all=bool(takes and takes.keep_all))
+        ]
         encoded = cache(lambda reference: engine.reference(reference.audio, reference.text, reference.span))
-        plans = [_plan(engine, lines[number], scenes[number], samplings[number], encoded) for number in new]
+        count = takes.count if takes is not None else 1
+        plans = (_plan(engine, lines[number], scenes[number], samplings[number], encoded) for number in new)
+        all_takes = (plan.take(take) for plan in plans for take in range(count))
         save_text(out / SPOKEN_FILE, "".join(map(_json_line, known.values())))
         done = len(lines) - len(new)
         progress("speaking", done, len(lines))
-        for place, speech in engine.speak_plans(plans, batch_size=batch_size):
-            number = new[place]
-            row = _write(lines[number], speech, samplings[number].seed, keys[number], out)
+        spoken: dict[int, dict[int, Speech]] = {}
+        for place, speech in engine.speak_plans(all_takes, batch_size=batch_size):
+            number, take = new[place // count], place % count
+            spoken.setdefault(number, {})[take] = speech
+            if len(spoken[number]) < count:
+                continue
+            own = spoken.pop(number)
+            speeches = [own[take] for take in range(count)]
+            row = _write(lines[number], speeches, samplings[number].seed, keys[number], out, suffix, takes, marker)
             _append(out / SPOKEN_FILE, row)
             known[row["id"]] = row
             done += 1
@@ -95,69 +122,105 @@ def speak_lines(
     return SpokenLines(out, rows, len(lines) - len(new))
 
 
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """One process at a time."""
-    try:
-        with FileLock(out / LOCK_FILE, timeout=0):
-            yield
-    except Timeout:
-        raise SpeakError(
-            f"another process is speaking into {out}", hint="wait for it, or choose another --out"
-        ) from None
-
-
 def _first_given(*values: str | None) -> str:
     return next(value for value in values if value is not None)
 
 
-def _key(line: SpeechLine, weights: str, scene: str, sampling: Sampling, recording_hash: Any) -> str:
+def _key(
+    line: SpeechLine,
+    weights: str,
+    scene: str,
+    sampling: Sampling,
+    takes: LineTakes | None,
+    marker: SpeechMarker | None,
+    recording_hash: Any,
+) -> str:
     """Equal keys give equal audio."""
     voices = [
         (recording_hash(one.audio), one.text, asdict(one.span) if one.span is not None else None)
         for one in line.references
     ]
     parts = (weights, SAMPLING_REVISION, asdict(sampling), line.text, line.language, scene, voices)
-    return bytes_hash(repr(parts).encode())
+    chosen = (takes.count, takes.ranked_by) if takes is not None else ()
+    marked = (marker.origin.watermark,) if marker is not None and marker.origin.watermark else ()
+    return bytes_hash(repr((*parts, *chosen, *marked)).encode())
 
 
-def _is_spoken(row: Mapping[str, Any] | None, key: str, out: Path) -> bool:
-    files = [] if row is None else [name for name in (row["file"], *row["references"]) if name]
-    return row is not None and row["key"] == key and all((out / name).is_file() for name in files)
+def _is_spoken(row: Mapping[str, Any] | None, key: str, out: Path, suffix: str, *, keep_all: bool) -> bool:
+    if row is None or row["key"] != key:
+        return False
+    files = [name for name in (row["file"], *row["references"]) if name]
+    if keep_all:
+        others = row.get("takes", ())[1:]
+        if not all("file" in other for other in others):
+            return False
+        files += [other["file"] for other in others if other["file"]]
+    return all(name.endswith(suffix) and (out / name).is_file() for name in files)
 
 
 def _plan(engine: Engine, line: SpeechLine, scene: str, sampling: Sampling, encoded: Any) -> SpeechPlan:
-    references: tuple[Reference, ...] = tuple(map(encoded, line.references))
-    request = SpeechRequest(line.text, references, scene, id=line.text)
-    plan = engine.plan(request, sampling, language=line.language)
+    try:
+        references: tuple[Reference, ...] = tuple(map(encoded, line.references))
+        request = SpeechRequest(line.text, references, scene, id=line.text)
+        plan = engine.plan(request, sampling, language=line.language)
+    except MynaError as error:
+        raise SpeakError(f"line {line.line}, {line.id}: {error.what}", hint=error.hint) from error
     if len(plan.segments) > 1:
         return plan
     # Many rows together: none has more room than its budget allows it to use.
     return replace(plan, max_positions=len(plan.prompt) + plan.max_frames[0] + SPARE_POSITIONS)
 
 
-def _write(line: SpeechLine, speech: Speech, seed: int, key: str, out: Path) -> dict[str, Any]:
-    name = f"{line.name}.wav" if len(speech.samples) else ""
-    count = len(line.references)
-    references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}.wav" for n in range(count)]
+def _write(
+    line: SpeechLine,
+    speeches: Sequence[Speech],
+    seed: int,
+    key: str,
+    out: Path,
+    suffix: str,
+    takes: LineTakes | None,
+    marker: SpeechMarker | None,
+) -> dict[str, Any]:
+    ranking: list[dict[str, Any]] = (
+        [dict(one) for one in takes.rank(line, speeches)] if takes is not None else [{"take": 1}]
+    )
+    best = ranking[0]["take"]
+
+    def marked(take: int) -> Speech:
+        """A take as it is given out: those that are not are ranked, and neither marked nor logged."""
+        speech, recordings = speeches[take - 1], [one.audio for one in line.references]
+        return speech if marker is None else marker.mark(speech, line.text, seed + take - 1, recordings)
+
+    speech, count = marked(best), len(line.references)
+    references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}{suffix}" for n in range(count)]
     for recording, file in zip(line.references, references, strict=True):
         samples = read_reference(recording.audio, speech.sample_rate, recording.span)
         write_audio(out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
-    if name:
-        speech.save(out / name, force=True)
-    else:
-        (out / f"{line.name}.wav").unlink(missing_ok=True)  # of another text
-    return {
+    if takes is not None and takes.keep_all:
+        for other in ranking[1:]:
+            other["file"] = _save(marked(other["take"]), out / f"{line.name}+take-{other['take']}{suffix}")
+    row = {
         "id": line.id,
         "text": line.text,
-        "file": name,
+        "file": _save(speech, out / f"{line.name}{suffix}"),
         "seconds": round(speech.seconds, 3),
         "finish_reason": speech.finish_reason,
-        "seed": seed,
+        "seed": seed + best - 1,
         "key": key,
         "warnings": list(speech.warnings),
         "references": references,
+        **({"watermark": marker.origin.watermark or None} if marker is not None else {}),
     }
+    return row | ({"takes": ranking} if takes is not None else {})
+
+
+def _save(speech: Speech, file: Path) -> str:
+    """The name of the file; empty where nothing was said."""
+    if not len(speech.samples):
+        file.unlink(missing_ok=True)  # of another text
+        return ""
+    speech.save(file, force=True)
+    return file.name
 
 
 def _read_rows(file: Path) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from myna.errors import SpeakError
 from myna.models import find_checkpoint
 from myna.models.adapters import adapter_base, find_adapter, is_adapter
 from myna.models.metadata import WeightsMetadata, read_metadata
+from myna.provenance.origin import SpeechOrigin, display_name, weights_sha256
 from myna.train.run import Run
 
 
@@ -67,6 +68,16 @@ def require_tuned(source: str | os.PathLike[str], base: str | None = None) -> Tu
             hint=f"--model {source} opens an untuned model; --run takes what `myna train` made, or an adapter",
         )
     return tuned
+
+
+def speech_origin(run: str | os.PathLike[str] | None, model: str | None) -> SpeechOrigin:
+    """What speech of a run or an adapter, or of an untuned model, says of where it comes from."""
+    if run is None:
+        return SpeechOrigin(display_name(str(model)))
+    tuned = require_tuned(run, model)
+    # A whole model may have many gigabytes.
+    trained = "" if tuned.is_full else weights_sha256(tuned.weights)
+    return SpeechOrigin(display_name(tuned.base_source), display_name(os.fspath(run)), trained)
 
 
 def _from_run(run: Run, base: str | None) -> TunedWeights:

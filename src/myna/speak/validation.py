@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from myna.audio.files import Samples, check_not_silent, read_audio
+from myna.audio.files import Samples, check_not_silent, probe, read_audio
+from myna.audio.reference import CheckedReference, check_reference
 from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
 from myna.errors import SpeakError
 
@@ -50,9 +52,16 @@ def read_speech_text(file: Path) -> str:
         raise SpeakError(f"{file} cannot be read: {error}", hint="give a UTF-8 text file") from None
 
 
-def read_reference(recording: Path, sample_rate: int = 24_000, span: Span | None = None) -> Samples:
-    """Samples of a recording that is to set a voice; one that is too long, silent or cut short is refused."""
-    part = (span.start, span.end) if span is not None else None
-    samples = read_audio(recording, sample_rate=sample_rate, span=part, max_seconds=MAX_REFERENCE_SECONDS)
+def open_reference(recording: Path, sample_rate: int = 24_000, span: Span | None = None) -> CheckedReference:
+    """A recording that is to set a voice, cleaned, and its problems. One that is too long, silent or cut short is
+    refused."""
+    part, rate = (span.start, span.end) if span is not None else None, probe(recording).sample_rate
+    samples = read_audio(recording, sample_rate=rate, span=part, max_seconds=MAX_REFERENCE_SECONDS)
     check_not_silent(recording, samples)
-    return samples
+    checked = check_reference(samples, rate, sample_rate)
+    return replace(checked, problems=tuple(f"{recording}: {problem}" for problem in checked.problems))
+
+
+def read_reference(recording: Path, sample_rate: int = 24_000, span: Span | None = None) -> Samples:
+    """Samples of a recording that is to set a voice, cleaned."""
+    return open_reference(recording, sample_rate, span).samples

@@ -36,7 +36,7 @@ from myna.models.lora import make_trainable, merge_lora
 from myna.models.merge import LOGIT_TOLERANCES, compare_merged, probe_logits
 from myna.speak.engine import Engine, SpeechRequest
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, Generation, request_sampling
-from myna.speak.streaming import StreamDecoder
+from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far two losses of one stream may be from one another, as a share of the larger, by the type of the weights."""
@@ -90,6 +90,11 @@ class VerifiedModel:
         return 16 if self.quick else 64
 
     @property
+    def is_exact(self) -> bool:
+        """Whether requests are spoken in exact batches: on a CPU any batch is one, and elsewhere only CUDA has them."""
+        return self.device.type == "cuda" and isinstance(self.family, SpeakingFamily)
+
+    @property
     def speaking(self) -> tuple[SpeakingFamily, Codec]:
         if not isinstance(self.family, SpeakingFamily) or self.codec is None:
             raise NotApplicableError("the model answers in words: it generates no speech and has no codec")
@@ -119,14 +124,17 @@ class VerifiedModel:
         return [self.family.render(conversation) for conversation in self._open()]
 
     def _open(self) -> Iterator[Conversation]:
-        if not isinstance(self.family, SpeakingFamily):
-            for number, question in enumerate(QUESTIONS):
-                clip = replace(self.clips[0], codes=self.clips[0].codes[8 * number :])
-                yield answer_conversation(question, clip, id=question)
+        if isinstance(self.family, SpeakingFamily):
+            yield from map(self.speech, range(len(TEXTS)))
             return
-        for number, text in enumerate(TEXTS):
-            references = (Reference(TEXTS[2], self.clips[0]),) if number % 2 else ()
-            yield speech_conversation(text, id=text, references=references)
+        for number, question in enumerate(QUESTIONS):
+            clip = replace(self.clips[0], codes=self.clips[0].codes[8 * number :])
+            yield answer_conversation(question, clip, id=question)
+
+    def speech(self, number: int, target: AudioClip | None = None) -> Conversation:
+        """The conversation of a prompt; with a target, that of its answer."""
+        references = (Reference(TEXTS[2], self.clips[0]),) if number % 2 else ()
+        return speech_conversation(TEXTS[number], id=TEXTS[number], references=references, target=target)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """As in training."""
@@ -222,7 +230,7 @@ def check_generate(subject: VerifiedModel) -> Finding:
 
 
 def check_alone(subject: VerifiedModel) -> Finding:
-    """each request by itself, and among others that join and leave"""
+    """each request by itself, and among others that join and leave: codes, log-probabilities and samples"""
     if isinstance(subject.family, AnsweringFamily):
         answers = subject.family.answer(subject.model, subject.prompts, subject.frames)
         alike = [
@@ -230,14 +238,16 @@ def check_alone(subject: VerifiedModel) -> Finding:
             for prompt, answer in zip(subject.prompts, answers, strict=True)
         ]
         return _equality(subject, sum(alike) / len(alike), "answers")
-    family, _ = subject.speaking
+    family, codec = subject.speaking
     # Fewer rows than requests, and caps that differ: some wait, and rows are moved.
     caps = [subject.frames - 3 * number for number in range(len(subject.prompts))]
-    crowd = _speak_together(subject, family, subject.prompts, caps, rows=len(caps) - 1)
+    rows = len(caps) - 1
+    crowd = _speak_together(subject, family, subject.prompts, caps, rows)
     equal = total = compared = 0
     worst, note, tolerance = 0.0, "", LOG_PROB_TOLERANCES[subject.dtype]
     for prompt, cap, among in zip(subject.prompts, caps, crowd, strict=True):
-        [alone] = _speak_together(subject, family, [prompt], [cap], rows=1)
+        # An exact batch has one shape, whatever is in it.
+        [alone] = _speak_together(subject, family, [prompt], [cap], rows if subject.is_exact else 1, max(caps))
         count = min(len(alone.codes), len(among.codes))
         same = alone.codes[:count] == among.codes[:count]
         equal, total = equal + int(same.sum()), total + max(alone.codes.size, among.codes.size)
@@ -253,8 +263,44 @@ def check_alone(subject: VerifiedModel) -> Finding:
         return Finding(False, "every request begins with other codes among others than by itself", 1.0, 0)
     if not worst <= tolerance:
         return Finding(False, f"log-probabilities of the same codes differ by {worst:.3g}{note}", worst, tolerance)
-    detail = f"codes{note}; log-probabilities differ by {worst:.2g}"
+    for prompt, among, samples in zip(subject.prompts, crowd, _decode_together(codec, crowd), strict=True):
+        if (finding := _compare_samples(samples, _decode_together(codec, [among])[0], codec)) is not None:
+            return replace(finding, detail=f"{finding.detail}, of {prompt.id!r} decoded among other streams")
+    detail = f"codes{note}; log-probabilities differ by {worst:.2g}; samples of all streams are equal"
     return _equality(subject, equal / total if total else 1.0, detail)
+
+
+def check_replay(subject: VerifiedModel) -> Finding:
+    """log-probabilities of sampled codes as reported, and of their replay through the training forward"""
+    family, _ = subject.speaking
+    objective = family.objective(subject.model).eval()
+    streams = [place for place, stream in enumerate(family.streams) if stream.startswith("code")]
+    caps = [subject.frames] * len(subject.prompts)
+    spoken = _speak_together(subject, family, subject.prompts, caps, len(caps))
+    worst, codes = (0.0, "", 0.0, 0.0), 0
+    for number, one in enumerate(spoken):
+        if not len(one.codes):
+            continue
+        target = AudioClip("replay", one.codes, target=True)
+        batch = family.collate([family.render(subject.speech(number, target))])
+        with torch.no_grad():
+            sums = objective(batch.to(subject.device)).sums.double().cpu()[streams]
+        replayed, reported = -sums / len(one.log_probs), one.log_probs.astype(np.float64).mean(0)
+        apart = np.abs(replayed.numpy() - reported)
+        book = int(np.where(np.isfinite(apart), apart, np.inf).argmax())
+        found = float(apart[book]) if np.isfinite(apart[book]) else float("inf")
+        where = f"{family.streams[streams[book]]} of {TEXTS[number]!r}"
+        worst = max(worst, (found, where, float(reported[book]), float(replayed[book])))
+        codes += one.log_probs.size
+    if not codes:
+        raise NotApplicableError("the model ended at once, whatever it was asked to say")
+    tolerance = LOG_PROB_TOLERANCES[subject.dtype] / 2
+    if not worst[0] <= tolerance:
+        detail = f"the mean log-probability of {worst[1]} is reported as {worst[2]:.5g}, and {worst[3]:.5g} in a replay"
+        return Finding(False, detail, worst[0], tolerance)
+    return Finding(
+        True, f"of {codes:,} codes and ends, means by codebook differ by at most {worst[0]:.1e}", worst[0], tolerance
+    )
 
 
 def check_stream(subject: VerifiedModel) -> Finding:
@@ -352,6 +398,7 @@ CHECKS: tuple[tuple[str, Callable[[VerifiedModel], Finding]], ...] = (
     ("packed = one by one", check_packed),
     ("greedy = generate", check_generate),
     ("alone = crowd", check_alone),
+    ("log-probabilities = replay", check_replay),
     ("stream = file", check_stream),
     ("codec round trip", check_codec),
     ("fused = plain", check_fused),
@@ -387,7 +434,7 @@ def _greedy(subject: VerifiedModel, prompt: RenderedSequence, end: int) -> _Gree
         choices = np.array(ids, np.int64)[:, None]
     else:
         family, _ = subject.speaking
-        [spoken] = _speak_together(subject, family, [prompt], [subject.frames], rows=1, sampling=GREEDY)
+        [spoken] = _speak_together(subject, family, [prompt], [subject.frames], 1, sampling=GREEDY)
         choices, stopped = spoken.codes.astype(np.int64), spoken.stopped
     if stopped:
         choices = np.concatenate([choices, np.full_like(choices[:1], end, shape=(1, max(1, choices.shape[1])))])
@@ -398,7 +445,7 @@ def _greedy(subject: VerifiedModel, prompt: RenderedSequence, end: int) -> _Gree
 class _Spoken:
     codes: Codes
     log_probs: npt.NDArray[np.float32]
-    """(frames, codebooks)"""
+    """(frames + 1, codebooks): of the codes, and of the ends."""
     steps: npt.NDArray[np.int64]
     """(frames, codebooks): the step at which each code was chosen."""
     stopped: bool
@@ -410,10 +457,12 @@ def _speak_together(
     prompts: Sequence[RenderedSequence],
     caps: Sequence[int],
     rows: int,
+    max_frames: int = 0,
     sampling: Sampling | None = None,
 ) -> list[_Spoken]:
-    positions = max(map(len, prompts)) + max(caps) + SPARE_POSITIONS
-    scheduler = BatchScheduler(family.speech_decoder(subject.model, rows, positions))
+    positions = max(map(len, subject.prompts)) + max(*caps, max_frames) + SPARE_POSITIONS
+    decoder = family.speech_decoder(subject.model, rows, positions, exact=subject.is_exact)
+    scheduler = BatchScheduler(decoder)
     generations = [
         scheduler.submit(prompt, sampling or request_sampling(family.sampling, prompt.id), cap)
         for prompt, cap in zip(prompts, caps, strict=True)
@@ -429,7 +478,22 @@ def _spoken(scheduler: BatchScheduler, generation: Generation) -> _Spoken:
     # The delay undone on the numbers of the steps themselves.
     numbered = [torch.full((books,), step) for step in range(frames + books)]
     steps = scheduler.decoder.undelay(numbered, 0, frames).numpy().astype(np.int64)
-    return _Spoken(codes, generation.log_probs()[:frames], steps, generation.finish_reason == "stop")
+    return _Spoken(codes, generation.log_probs(), steps, generation.finish_reason == "stop")
+
+
+def _decode_together(codec: Codec, spoken: Sequence[_Spoken], piece: int = 9) -> list[Samples]:
+    """Samples of clips whose frames come a few at a time, the windows of all clips in one call."""
+    streams = [CodeStream(codec) for _ in spoken]
+    parts: list[list[Samples]] = [[np.zeros(0, np.float32)] for _ in spoken]
+    for start in range(0, max(len(one.codes) for one in spoken), piece):
+        for stream, one in zip(streams, spoken, strict=True):
+            if not stream.ended:
+                stream.push(one.codes[start : start + piece])
+                if start + piece >= len(one.codes):
+                    stream.end()
+        for own, samples in zip(parts, decode_streams(codec, streams)(), strict=True):
+            own.append(samples)
+    return [np.concatenate(own) for own in parts]
 
 
 @contextmanager
@@ -488,10 +552,10 @@ def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Finding
 
 
 def _equality(subject: VerifiedModel, share: float, detail: str) -> Finding:
-    """All must be equal on a CPU; on an accelerator kernels of other batch sizes may round otherwise."""
-    if subject.device.type == "cpu" or share == 1:
+    """All must be equal on a CPU and in an exact batch; elsewhere kernels of other batch sizes may round otherwise."""
+    if subject.device.type == "cpu" or subject.is_exact or share == 1:
         return Finding(share == 1, f"{share:.2%} equal {detail}", 1 - share, 0)
-    reason = "kernels round otherwise for other batch sizes, and an exact mode is not built yet"
+    reason = f"kernels round otherwise for other batch sizes, and {subject.device.type} has no exact batch"
     return Finding(True, f"{share:.2%} equal {detail}; reported, not judged: {reason}", 1 - share)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -179,16 +180,18 @@ def test_exact_rows_are_the_same_bits_alone_and_in_a_crowd(family: HiggsV2, dtyp
     scheduler = BatchScheduler(family.speech_decoder(model, 16, 512, slots, exact=True))
     prompts, sampling = prompts_of(family, 40), Sampling(seed=5)
 
-    def submit(number: int) -> Generation:
-        return scheduler.submit(prompts[number], sampling, 6 + number % 9, "a" if number % 3 == 0 else "")
-
-    crowd = [submit(number) for number in range(40)]
-    while scheduler.busy:
-        scheduler.advance()
-    for number in (0, 1, 7, 18, 39):
-        alone = submit(number)
+    def speak_some(numbers: Iterable[int]) -> list[Generation]:
+        generations = [
+            scheduler.submit(prompts[number], sampling, 6 + number % 9, "a" if number % 3 == 0 else "")
+            for number in numbers
+        ]
         while scheduler.busy:
             scheduler.advance()
+        return generations
+
+    crowd = speak_some(range(40))
+    for number in (0, 1, 7, 18, 39):
+        [alone] = speak_some([number])
         assert np.array_equal(alone.codes(), crowd[number].codes())
         assert np.array_equal(alone.log_probs(), crowd[number].log_probs())
 

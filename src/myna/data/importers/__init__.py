@@ -14,6 +14,7 @@ from pathlib import Path
 
 from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
 from myna.data.importers.base import ImportContext, Importer, RejectedRecord, RejectionReason
+from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
 from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import write_manifest
 from myna.data.pronunciation import scored_jsonl, speechocean
@@ -45,6 +46,7 @@ FORMATS: dict[str, Importer] = {
     "scored_jsonl": scored_jsonl,
     "speechocean": speechocean,
 }
+RECORDING_SUFFIXES = frozenset((*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES))
 MAX_NAMED_REJECTIONS = 5
 """Rejected records that an error spells out; the others are in `rejected.jsonl`."""
 
@@ -73,6 +75,12 @@ def detect_format(source: str) -> str:
     matching = _matching_formats(path)
     if len(matching) == 1 or matching[:1] == ["myna"]:  # the codes of a prepared folder look like a dataset
         return matching[0]
+    if not matching and _is_raw(path):
+        raise DataError(
+            f"{source} holds recordings without texts",
+            hint=f"have them cut and written down: myna curate {source} --out data/NAME, then give data/NAME; or put "
+            "what is said in clip.m4a into clip.txt beside it",
+        )
     problem = f"could be any of {', '.join(matching)}" if matching else "is in no layout we know"
     raise DataError(
         f"{source} {problem}; {_describe_path(path)}\n{_list_formats()}", hint="name one of these with --format"
@@ -121,6 +129,14 @@ def import_source(
 
 def _matching_formats(path: Path) -> list[str]:
     return [name for name, importer in FORMATS.items() if importer.matches(path)]
+
+
+def _is_raw(path: Path) -> bool:
+    """Whether it is a recording, or a folder of nothing but recordings."""
+    if path.is_dir():
+        files = [entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith(".")]
+        return bool(files) and all(file.suffix.lower() in RECORDING_SUFFIXES for file in files)
+    return path.is_file() and path.suffix.lower() in RECORDING_SUFFIXES
 
 
 def _list_formats() -> str:

@@ -1,0 +1,107 @@
+"""Checks and cleaning of a reference recording: what would spoil a voice is named, what can be mended is.
+
+Mended are an offset, long silence at the ends and a level that models are not used to. A recording without these stays
+as it is, bit for bit. Named with what to do are clipping, a narrow band, noise, and too little, too much or no speech.
+Whether two people speak is not checked: that takes a speaker encoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import soxr  # type: ignore[import-untyped]
+
+from myna.audio.signal_measures import (
+    Samples,
+    bandwidth_hz,
+    clipped_share,
+    frame_levels_db,
+    noise_floor_db,
+    speech_level_db,
+    speech_spans,
+)
+
+LEVEL_RANGE_DB = (-32.0, -12.0)
+"""Speech levels that are left as they are; others are brought to `LEVEL_DB`."""
+LEVEL_DB = -22.0
+MAX_PEAK = 0.97
+MAX_OFFSET = 0.01
+"""Mean of the samples from which on it is taken out."""
+MAX_EDGE_SECONDS, KEPT_EDGE_SECONDS = 1.0, 0.2
+"""Silence at an end from which on it is trimmed, and how much of it is kept."""
+
+QUIET_DB = -45.0
+"""Speech below this level is so near to a recorder's own noise that amplifying it does not help."""
+MAX_CLIPPED_SHARE = 0.001
+NARROW_BAND_HZ = 5_000.0
+"""A telephone's band ends at 3.4 to 4 kHz, that of a recording at 11 kHz at 5.5."""
+MIN_SNR_DB = 15.0
+MIN_SPEECH_SECONDS, MAX_SPEECH_SECONDS = 1.5, 30.0
+MIN_SPEECH_SHARE = 0.3
+MIN_LEVEL_RANGE_DB = 9.0
+"""Between loud and quiet frames: syllables and pauses give 20 and more, steady noise and most music less than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedReference:
+    """A reference as a model is given it, and what is wrong with the recording, each with what to do."""
+
+    samples: Samples
+    problems: tuple[str, ...] = ()
+
+
+def check_reference(samples: Samples, recorded_rate: int, sample_rate: int) -> CheckedReference:
+    """Check samples at the rate of their file, and clean them at `sample_rate`."""
+    resampled = samples
+    if recorded_rate != sample_rate:
+        resampled = np.asarray(soxr.resample(samples, recorded_rate, sample_rate, quality="VHQ"), np.float32)
+    spans = speech_spans(resampled, sample_rate)
+    problems = _problems(samples, resampled, sample_rate, sum(end - start for start, end in spans))
+    if spans:
+        resampled = _trim(resampled, sample_rate, spans[0][0], spans[-1][1])
+    return CheckedReference(_at_level(_without_offset(resampled), sample_rate), tuple(problems))
+
+
+def _problems(recorded: Samples, samples: Samples, sample_rate: int, speech: float) -> list[str]:
+    level, floor = speech_level_db(samples, sample_rate), noise_floor_db(samples, sample_rate)
+    seconds, found = len(samples) / sample_rate, []
+    loud, quiet = np.percentile(frame_levels_db(samples, sample_rate) if speech else np.zeros(1), [95, 5])
+    if speech and loud - quiet < MIN_LEVEL_RANGE_DB:
+        found.append("no speech can be told from steady noise or music in it: give a recording of one voice alone")
+    elif level - floor < MIN_SNR_DB:
+        found.append(f"noise is {level - floor:.0f} dB below the voice: record in a quiet room, near the microphone")
+    if speech < MIN_SPEECH_SECONDS:
+        found.append(f"it holds {speech:.1f} s of speech: give 3 to 15 s, so that the voice can be told")
+    elif speech > MAX_SPEECH_SECONDS:
+        found.append(f"it holds {speech:.0f} s of speech: 3 to 15 s are as good, and faster")
+    elif speech < MIN_SPEECH_SHARE * seconds:
+        found.append(f"it is mostly silence ({speech:.1f} of {seconds:.1f} s are speech): cut the pauses out")
+    if level < QUIET_DB:
+        found.append(f"the voice is very quiet ({level:.0f} dB): record nearer to the microphone, or with more gain")
+    if (share := clipped_share(recorded)) > MAX_CLIPPED_SHARE:
+        found.append(f"it is clipped ({share:.1%} of its samples): record with less gain")
+    if speech and (band := bandwidth_hz(samples, sample_rate)) < NARROW_BAND_HZ:
+        narrow = f"it has nothing above {band / 1000:.1f} kHz, as a telephone call"
+        found.append(f"{narrow}, and the speech will sound so: give a recording made at 16 kHz or more")
+    return found
+
+
+def _trim(samples: Samples, sample_rate: int, first: float, last: float) -> Samples:
+    """Without long silence at the ends; `first` and `last` are where speech begins and ends, in seconds."""
+    start = first - KEPT_EDGE_SECONDS if first > MAX_EDGE_SECONDS else 0.0
+    end = last + KEPT_EDGE_SECONDS if len(samples) / sample_rate - last > MAX_EDGE_SECONDS else None
+    return samples[round(start * sample_rate) : None if end is None else round(end * sample_rate)]
+
+
+def _without_offset(samples: Samples) -> Samples:
+    offset = float(samples.mean(dtype=np.float64)) if len(samples) else 0.0
+    return samples - np.float32(offset) if abs(offset) > MAX_OFFSET else samples
+
+
+def _at_level(samples: Samples, sample_rate: int) -> Samples:
+    level = speech_level_db(samples, sample_rate)
+    peak = float(np.abs(samples).max(initial=0.0))
+    if LEVEL_RANGE_DB[0] <= level <= LEVEL_RANGE_DB[1] or peak == 0:
+        return samples
+    return samples * np.float32(min(10 ** ((LEVEL_DB - level) / 20), MAX_PEAK / peak))

@@ -1,0 +1,137 @@
+"""Signal measures of a recording: bandwidth, clipping, speech level, noise floor, and speech spans by energy.
+
+Pure functions of mono samples, without a model. Levels are in decibels of full scale (dBFS, root mean square).
+Measure clipping at the rate of the file: resampling rounds the flat tops off.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Samples = npt.NDArray[np.float32]
+Array = npt.NDArray[np.float64]
+SpeechSpan = tuple[float, float]
+"""Start and end of a stretch of speech, in seconds."""
+
+FRAME_SECONDS, HOP_SECONDS = 0.025, 0.010
+"""Window of a level, and the step from one to the next."""
+SILENCE_FLOOR_DB = -100.0
+"""Level of digital silence: below the last bit of 16."""
+BANDWIDTH_FFT = 512
+BANDWIDTH_DROP_DB = 50.0
+"""Below the strongest frequency, what no longer counts as part of the band (the rule of HiFiTTS-2)."""
+BLACKMAN_HARRIS = (0.35875, -0.48829, 0.14128, -0.01168)
+MIN_CLIPPED_RUN = 3
+"""Samples in a row at the extreme value; fewer occur without clipping."""
+NOISE_PERCENTILE, LOUD_PERCENTILE = 3.0, 95.0
+"""Percentiles of the frames' levels that stand for pauses, which a prompt has few of, and for loud speech."""
+SPEECH_RANGE_DB = 35.0
+"""Below loud speech, what is a pause even where there is no noise."""
+SPEECH_THRESHOLD = 0.3
+"""Share of the way from the noise floor to loud speech, in decibels, at which speech begins."""
+MIN_PAUSE_SECONDS, MIN_SPEECH_SECONDS = 0.3, 0.08
+"""Shorter pauses are part of speech, and what remains shorter is a click."""
+
+
+def bandwidth_hz(samples: Samples, sample_rate: int) -> float:
+    """Highest frequency whose mean power is within 50 dB of the strongest: near half the rate at which it was recorded.
+
+    An upsampled telephone call gives less than 4,000, whatever its file's rate. 0 where there is no sound.
+    """
+    power = _mean_power_spectrum(samples, sample_rate)
+    if not power.max(initial=0.0) > 0:
+        return 0.0
+    within = np.flatnonzero(power > power.max() * 10 ** (-BANDWIDTH_DROP_DB / 10))
+    return float(within[-1]) * sample_rate / BANDWIDTH_FFT
+
+
+def clipped_share(samples: Samples) -> float:
+    """Share of samples in runs of three or more at the largest or the smallest value: 0 in a clean recording."""
+    if not len(samples) or samples.max() == samples.min():
+        return 0.0
+    clipped = 0
+    for extreme in (samples.max(), samples.min()):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], samples == extreme, [False]])))
+        runs = edges[1::2] - edges[::2]
+        clipped += int(runs[runs >= MIN_CLIPPED_RUN].sum())
+    return clipped / len(samples)
+
+
+def frame_levels_db(samples: Samples, sample_rate: int) -> Array:
+    """Level of every frame of 25 ms, each 10 ms after the one before; without its mean, which is not heard."""
+    size, hop = round(FRAME_SECONDS * sample_rate), max(1, round(HOP_SECONDS * sample_rate))
+    if len(samples) < size:
+        return np.empty(0)
+    wide = samples.astype(np.float64)
+    first, second = (np.concatenate([[0.0], np.cumsum(wide**order)]) for order in (1, 2))
+    mean, square = ((total[size::hop] - total[:-size:hop]) / size for total in (first, second))
+    power = square - mean**2
+    return np.asarray(10 * np.log10(np.maximum(power, 10 ** (SILENCE_FLOOR_DB / 10))))
+
+
+def noise_floor_db(samples: Samples, sample_rate: int) -> float:
+    """Level of the pauses: the third percentile of the frames that are not digital silence.
+
+    Speech without any pause gives the level of its quietest sounds, 20 dB and more below speech.
+    """
+    levels = _sounding(frame_levels_db(samples, sample_rate))
+    return float(np.percentile(levels, NOISE_PERCENTILE)) if len(levels) else SILENCE_FLOOR_DB
+
+
+def speech_level_db(samples: Samples, sample_rate: int) -> float:
+    """Level of what is speech by its energy, pauses left out; -100 where there is none."""
+    levels = frame_levels_db(samples, sample_rate)
+    loud = levels[_speech_frames(levels)]
+    return float(10 * np.log10(np.mean(10 ** (loud / 10)))) if len(loud) else SILENCE_FLOOR_DB
+
+
+def snr_db(samples: Samples, sample_rate: int) -> float:
+    """Estimated signal-to-noise ratio: the speech level above the noise floor.
+
+    Within 2 dB of the true one from 10 to 20 dB; steady noise alone gives less than 2.
+    """
+    return speech_level_db(samples, sample_rate) - noise_floor_db(samples, sample_rate)
+
+
+def speech_spans(samples: Samples, sample_rate: int) -> list[SpeechSpan]:
+    """Stretches that are louder than the pauses, in seconds: a voice activity detector by energy alone.
+
+    It cannot tell speech from music or steady noise.
+    """
+    active = _speech_frames(frame_levels_db(samples, sample_rate))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], active, [False]])))
+    joined: list[list[float]] = []
+    for first, after in zip(edges[::2], edges[1::2], strict=True):
+        start, end = float(first) * HOP_SECONDS, float(after - 1) * HOP_SECONDS + FRAME_SECONDS
+        if joined and start - joined[-1][1] < MIN_PAUSE_SECONDS:
+            joined[-1][1] = end
+        else:
+            joined.append([start, end])
+    length = len(samples) / sample_rate
+    return [(start, min(end, length)) for start, end in joined if end - start >= MIN_SPEECH_SECONDS]
+
+
+def _speech_frames(levels: Array) -> npt.NDArray[np.bool_]:
+    sounding = _sounding(levels)
+    if not len(sounding):
+        return np.zeros(len(levels), np.bool_)
+    floor, loud = np.percentile(sounding, [NOISE_PERCENTILE, LOUD_PERCENTILE])
+    threshold = max(floor + SPEECH_THRESHOLD * (loud - floor), loud - SPEECH_RANGE_DB)
+    return np.asarray((levels >= threshold) & (levels > SILENCE_FLOOR_DB))
+
+
+def _sounding(levels: Array) -> Array:
+    return levels[levels > SILENCE_FLOOR_DB]
+
+
+def _mean_power_spectrum(samples: Samples, sample_rate: int) -> Array:
+    hop = max(1, round(HOP_SECONDS * sample_rate))
+    padded = np.pad(samples, (0, max(0, BANDWIDTH_FFT - len(samples))))
+    phases = 2 * np.pi * np.arange(BANDWIDTH_FFT) / BANDWIDTH_FFT
+    window = sum(weight * np.cos(order * phases) for order, weight in enumerate(BLACKMAN_HARRIS))
+    frames = np.lib.stride_tricks.sliding_window_view(padded, BANDWIDTH_FFT)[::hop]
+    total = np.zeros(BANDWIDTH_FFT // 2 + 1)
+    for start in range(0, len(frames), 1024):  # a minute at a time, so that an hour takes no more memory
+        total += (np.abs(np.fft.rfft(frames[start : start + 1024] * window, axis=1)) ** 2).sum(axis=0)
+    return np.asarray(total / len(frames))

@@ -1,0 +1,166 @@
+"""Takes of one text, ranked by the metrics that are installed: best of n."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from myna.data.utterance import SPEAKER_TAG, Utterance, normalise_text
+from myna.errors import ConfigError
+from myna.evaluate.dependencies import as_mono_16khz
+from myna.evaluate.items import EvalItem, EvalSet
+from myna.evaluate.pipeline import torch_threads
+from myna.evaluate.scorers import SCORING_WORKERS, Scorers
+from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores, SpeakerEmbeddings, score_item
+from myna.evaluate.speaker_encoders import RESEMBLYZER
+from myna.io import bytes_hash
+from myna.progress import ProgressCallback, silent
+from myna.speak.engine import Speech
+from myna.speak.lines import ReferenceRecording
+
+SHOWN_SCORES = ("word_errors", "words", "similarity", "distillmos", "dnsmos", "transcript")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedTake:
+    """One take with its scores."""
+
+    number: int
+    """From 1, in the order of the seeds."""
+    speech: Speech
+    scores: ItemScores
+
+    @property
+    def defects(self) -> list[str]:
+        """What no metric may outweigh: silent, ended long before the text could have been spoken, or a copy of the
+        reference's audio."""
+        scores = self.scores
+        found = {
+            "silent": scores.silent,
+            "ended early": scores.ended_early,
+            "copies the reference": (scores.copy_similarity or 0.0) >= COPY_THRESHOLD,
+        }
+        return [name for name, has in found.items() if has]
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        """Smaller is better. Similarities that are equal to two digits sound alike, and quality decides."""
+        scores = self.scores
+        return (
+            not self.speech.stopped,
+            bool(self.defects),
+            scores.word_errors or 0,
+            -round(scores.similarity or 0.0, 2),
+            -(scores.distillmos or 0.0),
+            -(scores.dnsmos or 0.0),
+            self.number,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What the ranking went by, of the metrics that were measured."""
+        measured = {name: getattr(self.scores, name) for name in SHOWN_SCORES}
+        end = {"take": self.number, "finish_reason": self.speech.finish_reason, "defects": self.defects}
+        return end | {name: value for name, value in measured.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TakeRanking:
+    """Takes of one text, the best first."""
+
+    takes: tuple[RankedTake, ...]
+    notes: tuple[str, ...] = ()
+    """For people: metrics that were not measured, and why."""
+
+    @property
+    def best(self) -> Speech:
+        return self.takes[0].speech
+
+
+class TakeRanker:
+    """Ranks takes: those that found their end before all others, then by word errors, by speaker similarity to the
+    reference, and by predicted MOS; each as far as its scorer is installed."""
+
+    def __init__(self, scorers: Scorers) -> None:
+        self.scorers = scorers
+
+    @classmethod
+    def open(cls, asr: str | None = None, speaker_encoder: str = RESEMBLYZER, *, device: str = "cpu") -> TakeRanker:
+        """With every scorer that can be opened; an ASR or an encoder that was named and cannot be opened is an error,
+        and so is none at all."""
+        scorers = Scorers.open(asr, speaker_encoder, device=device)
+        named = {"asr": asr is not None, "speaker_encoder": speaker_encoder != RESEMBLYZER}
+        for scorer, reason in scorers.missing.items():
+            if named.get(scorer):
+                raise ConfigError(f"takes cannot be ranked by the {scorer} that was named", hint=reason)
+        return cls(scorers)
+
+    @property
+    def name(self) -> str:
+        """Identifies the scorers: others may choose another take."""
+        return str(sorted(self.scorers.names.items()))
+
+    def check(self, references: int) -> None:
+        """Refuse, before anything is spoken, takes with so many references that no scorer could tell apart."""
+        usable = self.scorers.names.keys() - (set() if references == 1 else {"speaker_encoder"})
+        if usable:
+            return
+        reasons = dict(self.scorers.missing)
+        if "speaker_encoder" in self.scorers.names:
+            reasons["speaker_encoder"] = "it compares with one reference: --reference REF.wav --reference-text '...'"
+        raise ConfigError(
+            "no metric is installed that could tell which take is the best",
+            hint="one of these is enough: " + "; ".join(f"({key}) {reason}" for key, reason in reasons.items()),
+        )
+
+    def rank(
+        self,
+        text: str,
+        takes: Sequence[Speech],
+        references: Sequence[ReferenceRecording] = (),
+        language: str = "",
+        progress: ProgressCallback = silent,
+    ) -> TakeRanking:
+        """Takes of a text that was spoken in the voice of these references."""
+        self.check(len(references))
+        clips = [Utterance(str(one.audio), one.audio, one.text, "", language, one.span) for one in references]
+        words = normalise_text(SPEAKER_TAG.sub(" ", text))
+        item = EvalItem("take", words, language=language, references=tuple(clips))
+        encoder = self.scorers.speaker_encoder
+        speakers = SpeakerEmbeddings(EvalSet((item,), {}), encoder) if encoder is not None else None
+        if speakers is not None and len(clips) == 1:
+            speakers.of_clip(clips[0])  # before several threads need it
+
+        def score(number: int) -> RankedTake:
+            speech, row = takes[number], _row(item, takes[number])
+            samples = as_mono_16khz(speech.samples, speech.sample_rate)
+            score_item(row, item, samples, self.scorers, speakers, self.scorers.names)
+            return RankedTake(number + 1, speech, row)
+
+        workers = min(SCORING_WORKERS, len(takes))
+        with torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers) as pool:
+            ranked = []
+            for take in pool.map(score, range(len(takes))):
+                ranked.append(take)
+                progress("ranking takes", len(ranked), len(takes))
+        notes = [f"{key}: not measured. {reason}" for key, reason in self.scorers.missing.items()]
+        return TakeRanking(tuple(sorted(ranked, key=lambda take: take.sort_key)), (*notes, *self.scorers.notes))
+
+
+def _row(item: EvalItem, speech: Speech) -> ItemScores:
+    return ItemScores(
+        system="takes",
+        id=item.id,
+        key="",
+        text=item.text,
+        speaker="",
+        language=item.language,
+        length_class=item.length_class,
+        audio="",
+        audio_hash=bytes_hash(speech.samples.tobytes()),
+        stopped=speech.stopped,
+        expected_seconds=item.expected_seconds,
+    )
