@@ -267,25 +267,26 @@ class LiveBatch:
             return []
         streams, pending = self._decoding
         self._decoding = None
-        events = []
-        with self._engine._threads():
-            decoded = pending()
-        for stream, samples in zip(streams, decoded, strict=True):
-            if stream.cancelled:
-                continue
-            finished = _code_stream(stream).finished
-            if stream.filters and (finished or len(samples)):
-                samples = stream.filtered(samples, last=finished)
-            if len(samples):
-                start = stream.playback_ends if stream.playback_ends is not None else self._clock()
-                stream.playback_ends = start + len(samples) / self._engine.codec.sample_rate
-            if finished:
-                self._streams.remove(stream)
-                assert stream.generation is not None
-                events.append(self._end(stream, stream.generation.finish_reason, samples=samples))
-            elif len(samples):
-                events.append(StreamEvent(stream.id, samples))
+        events: list[StreamEvent] = []
+        with self._engine._threads():  # for the filters too, which compute as little at a time as the model
+            for stream, samples in zip(streams, pending(), strict=True):
+                if not stream.cancelled:
+                    events += self._pass_on(stream, samples)
         return events
+
+    def _pass_on(self, stream: _Stream, samples: Samples) -> list[StreamEvent]:
+        """Give out samples of a stream, through its filters."""
+        finished = _code_stream(stream).finished
+        if stream.filters and (finished or len(samples)):
+            samples = stream.filtered(samples, last=finished)
+        if len(samples):
+            start = stream.playback_ends if stream.playback_ends is not None else self._clock()
+            stream.playback_ends = start + len(samples) / self._engine.codec.sample_rate
+        if finished:
+            self._streams.remove(stream)
+            assert stream.generation is not None
+            return [self._end(stream, stream.generation.finish_reason, samples=samples)]
+        return [StreamEvent(stream.id, samples)] if len(samples) else []
 
     def _end(
         self,
