@@ -92,7 +92,9 @@ def metrics(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """All files of a folder but the model card, which names its run and its day."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "README.md"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 class Nursery:
