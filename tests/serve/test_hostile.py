@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import socket
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -152,9 +153,12 @@ def speak_with(web: httpx2.Client, recording: bytes) -> httpx2.Response:
     return web.post(SPEECH, json={"input": "Yes.", "ref_audio": encoded, "ref_text": "yes", "max_seconds": 0.5})
 
 
+UNPICKLED = Path(tempfile.gettempdir()) / "myna-was-unpickled"
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
-        return (open, ("/tmp/myna-was-unpickled", "w"))
+        return (open, (str(UNPICKLED), "w"))
 
 
 def recordings() -> dict[str, bytes]:
@@ -186,7 +190,7 @@ def recordings() -> dict[str, bytes]:
 def test_recordings_that_are_none(web: httpx2.Client, name: str) -> None:
     error = check_error(speak_with(web, recordings()[name]), 400)
     assert error["param"] == "ref_audio" and "/tmp" not in error["message"]
-    assert not Path("/tmp/myna-was-unpickled").exists()
+    assert not UNPICKLED.exists()
 
 
 def test_a_recording_that_is_too_large(web: httpx2.Client) -> None:

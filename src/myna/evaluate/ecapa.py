@@ -20,7 +20,7 @@ from myna.errors import CheckpointError
 from myna.evaluate.dependencies import SAMPLE_RATE, as_mono_16khz, is_silent
 from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.io import file_hash
-from myna.models.files import format_names, open_safetensors
+from myna.models.files import format_names, load_network
 
 MELS, WINDOW, HOP = 80, 400, 160
 WIDTH, SCALE = 1024, 8
@@ -42,19 +42,9 @@ class EcapaEncoder:
     def open(cls, path: Path, device: str = "cpu") -> EcapaEncoder:
         """A safetensors file with SpeechBrain's tensor names, or the folder of one."""
         file = _weights_file(path)
-        network = EcapaNetwork()
-        expected = network.state_dict()
-        with open_safetensors(file) as tensors:
-            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        wrong = expected.keys() ^ weights.keys()
-        wrong |= {name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape}
-        if wrong:
-            raise CheckpointError(
-                f"{file} does not hold the ECAPA speaker encoder; these differ: {format_names(sorted(wrong))}",
-                hint="give the weights of SpeechBrain's spkrec-ecapa-voxceleb under their own names",
-            )
-        network.load_state_dict(weights)
-        return cls(network.to(device).eval().requires_grad_(False), f"ecapa {file_hash(file)[:12]}")
+        hint = "give the weights of SpeechBrain's spkrec-ecapa-voxceleb under their own names"
+        network = load_network(EcapaNetwork(), file, device, hint=hint)
+        return cls(network, f"ecapa {file_hash(file)[:12]}")
 
     @torch.inference_mode()
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:

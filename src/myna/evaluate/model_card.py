@@ -149,8 +149,8 @@ def _training(run: Run) -> str:
     }
     try:
         rows = run.read_metrics()
-    except MynaError:
-        rows = []
+    except MynaError as error:
+        rows, settings["loss"] = [], f"not known: {error.what}"
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     held_out = [row["evaluation"]["loss"] for row in rows if (row.get("evaluation") or {}).get("loss") is not None]
     if losses:
@@ -165,8 +165,8 @@ def _scores(run: Run) -> str:
     file = run.folder / "evaluation" / "evaluation.json"
     try:
         found = read_json(file) if file.is_file() else None
-    except MynaError:
-        found = None
+    except MynaError as error:
+        return f"The evaluation cannot be read ({error.what}): `myna evaluate {run.folder.name}` makes it anew."
     if not found:
         return f"Not evaluated yet: `myna evaluate {run.folder.name}`."
     systems = {name: found["systems"][name] for name in (found["model"], "base", "real") if name in found["systems"]}

@@ -10,14 +10,17 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
 from myna.errors import CheckpointError, ModelError
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerFast
+
+NetworkT = TypeVar("NetworkT", bound="nn.Module")
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
@@ -181,6 +184,22 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{file} cannot be read: {error_summary(error)}", hint="it is damaged or cut short: download it again"
         ) from error
+
+
+def load_network(network: NetworkT, file: Path, device: str, *, hint: str) -> NetworkT:
+    """A small network with the weights of a safetensors file, every name and shape checked, for inference."""
+    expected = network.state_dict()
+    with open_safetensors(file) as tensors:
+        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
+    wrong = expected.keys() ^ weights.keys()
+    wrong |= {name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape}
+    if wrong:
+        raise CheckpointError(
+            f"{file} does not fit {type(network).__name__}; these differ: {format_names(sorted(wrong))}",
+            hint=hint,
+        )
+    network.load_state_dict(weights)
+    return network.to(device).eval().requires_grad_(False)
 
 
 class StoredTensor(NamedTuple):

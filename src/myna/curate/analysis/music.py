@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from myna.audio.files import Samples
-from myna.curate.analysis.weights import load_network
+from myna.curate.analysis.weights import remake_hint
 from myna.evaluate.dependencies import SAMPLE_RATE, as_mono_16khz
+from myna.models.files import load_network
 
 WINDOW, HOP, FFT = 400, 160, 512
 PREEMPHASIS = 0.97
@@ -46,7 +47,7 @@ class SpeechMusicNoiseNetwork(nn.Module):
 
     @classmethod
     def open(cls, file: Path, device: str = "cpu") -> SpeechMusicNoiseNetwork:
-        return load_network(cls(), file, device)
+        return load_network(cls(), file, device, hint=remake_hint(file))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         first, second, third, fourth, *dense, last = self.layers

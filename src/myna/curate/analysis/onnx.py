@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from myna.curate.analysis.models import INSTALL
-from myna.curate.analysis.weights import FETCH_COMMAND
+from myna.curate.analysis.weights import remake_hint
 from myna.errors import CheckpointError
 from myna.evaluate.dependencies import import_optional
 
@@ -22,5 +22,5 @@ def open_onnx(file: Path, threads: int = 0) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"{file} cannot be opened: {str(error).splitlines()[0]}",
-            hint=f"make the folder anew: rm -r {file.parent} && {FETCH_COMMAND}",
+            hint=remake_hint(file),
         ) from error

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from myna.audio.files import Samples
-from myna.curate.analysis.weights import load_network
+from myna.curate.analysis.weights import remake_hint
+from myna.models.files import load_network
 
 SAMPLE_RATE = 16_000
 WINDOW_SECONDS = 10.0
@@ -57,7 +58,7 @@ class SegmentationNetwork(nn.Module):
 
     @classmethod
     def open(cls, file: Path, device: str = "cpu") -> SegmentationNetwork:
-        return load_network(cls(), file, device)
+        return load_network(cls(), file, device, hint=remake_hint(file))
 
     def forward(self, waves: torch.Tensor) -> torch.Tensor:
         x, _ = self.lstm(self.sincnet(waves[:, None]).transpose(1, 2))
