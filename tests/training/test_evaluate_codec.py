@@ -114,7 +114,7 @@ def test_ecapa_takes_its_own_weights_and_no_others(tmp_path: Path) -> None:
     wave = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
     assert metric("", wave, wave)["ecapa"] == pytest.approx(1.0, abs=1e-5)
     save_file(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match=r"other\.safetensors does not hold"):
+    with pytest.raises(CheckpointError, match=r"other\.safetensors does not fit"):
         metrics.ecapa_similarity(tmp_path / "other.safetensors")
 
 
