@@ -107,7 +107,7 @@ class PlantedRecording:
 
 @dataclass
 class Corpus:
-    """Clips by speaker, those with most speech first; every speaker is used in one recording only."""
+    """Clips by speaker, in an order of the seed's; every speaker is used in one recording only."""
 
     clips: dict[str, list[dict[str, Any]]]
     exact: bool
@@ -115,18 +115,21 @@ class Corpus:
     used: set[str] = field(default_factory=set)
 
     @classmethod
-    def open(cls, files: Iterable[Path], max_clips: int | None, source: str | None = None) -> Corpus:
+    def open(
+        cls, files: Iterable[Path], rng: np.random.Generator, max_clips: int | None, source: str | None = None
+    ) -> Corpus:
+        """The half of the speakers that has most speech, shuffled."""
         clips: dict[str, list[dict[str, Any]]] = {}
         for file in files:
             for row in pq.read_table(file).to_pylist():
                 if source is None or row["source"] == source:
                     clips.setdefault(row["speaker"], []).append(row)
-        return cls(clips, source is None, max_clips)
+        longest = sorted(clips, key=lambda name: (-sum(row["seconds"] for row in clips[name]), name))
+        order = rng.permutation(longest[: len(longest) // 2]).tolist()
+        return cls({name: clips[name] for name in order}, source is None, max_clips)
 
     def take(self, speakers: int) -> list[list[SpokenClip]]:
-        seconds = {name: sum(row["seconds"] for row in rows) for name, rows in self.clips.items()}
-        free = sorted((name for name in self.clips if name not in self.used), key=lambda name: (-seconds[name], name))
-        chosen = free[:speakers]
+        chosen = [name for name in self.clips if name not in self.used][:speakers]
         self.used.update(chosen)
         return [list(self._decoded(name)) for name in chosen]
 
@@ -279,8 +282,8 @@ def music_files(folder: Path) -> list[Path]:
 
 def build(corpus: Path, out: Path, music: list[Path], seed: int, max_clips: int | None, long_hours: float) -> None:
     rng = np.random.default_rng(seed)
-    natural = Corpus.open(sorted((corpus / "en-natural").glob("*.parquet")), max_clips)
-    real = Corpus.open(sorted((corpus / "en-real").glob("*.parquet")), max_clips, "speechocean762")
+    natural = Corpus.open(sorted((corpus / "en-natural").glob("*.parquet")), rng, max_clips)
+    real = Corpus.open(sorted((corpus / "en-real").glob("*.parquet")), rng, max_clips, "speechocean762")
     tracks = [read_audio(file, sample_rate=SAMPLE_RATE, span=(0.0, 90.0)) for file in music if _is_long(file, 90)]
 
     def episode() -> PlantedRecording:

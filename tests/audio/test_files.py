@@ -12,6 +12,7 @@ from myna.audio.files import (
     check_not_silent,
     probe,
     read_audio,
+    stream_audio,
     write_audio,
 )
 from myna.errors import AudioError
@@ -223,3 +224,19 @@ def test_an_unknown_suffix_is_refused_with_those_we_know(tmp_path: Path) -> None
     with pytest.raises(AudioError, match=r"`\.aac`") as caught:
         write_audio(tmp_path / "a.aac", sine(0.1, 8_000), 8_000)
     assert ".flac" in caught.value.hint
+
+
+def test_blocks_are_read_without_seeking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # After a seek, libsndfile decodes the frames before it again, and its MP3 decoder complains on the terminal.
+    soundfile.write(tmp_path / "long.mp3", np.zeros(24_000 * 60), 24_000)
+    moves = []
+    seek = soundfile.SoundFile.seek
+
+    def watched(file: soundfile.SoundFile, frames: int, whence: int = soundfile.SEEK_SET) -> int:
+        moves.append(whence == soundfile.SEEK_SET)
+        return int(seek(file, frames, whence))
+
+    monkeypatch.setattr(soundfile.SoundFile, "seek", watched)
+    with stream_audio(tmp_path / "long.mp3") as (_, blocks):
+        assert len(list(blocks)) > 1
+    assert moves and not any(moves)

@@ -196,6 +196,11 @@ def pcm16(samples: Samples) -> bytes:
 class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]
     """A file that libsndfile reads."""
 
+    def seek(self, frames: int, whence: int = soundfile.SEEK_SET) -> int:
+        """As soundfile's, which also seeks to where it is after every read: an MP3 then decodes its last frames again."""
+        is_here = whence == soundfile.SEEK_SET and frames == self.tell()
+        return frames if is_here else int(super().seek(frames, whence))
+
     def read_block(self, frames: int) -> npt.NDArray[np.float32]:
         """Up to `frames` frames from here on, as (frames, channels)."""
         block: npt.NDArray[np.float32] = self.read(frames, dtype="float32", always_2d=True)
