@@ -197,7 +197,7 @@ class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]
     """A file that libsndfile reads."""
 
     def seek(self, frames: int, whence: int = soundfile.SEEK_SET) -> int:
-        """As soundfile's, which also seeks to where it is after every read: an MP3 then decodes its last frames again."""
+        """As soundfile's, which after every read seeks to where it is: an MP3 then decodes its last frames again."""
         is_here = whence == soundfile.SEEK_SET and frames == self.tell()
         return frames if is_here else int(super().seek(frames, whence))
 
