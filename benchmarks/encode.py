@@ -90,7 +90,7 @@ def make_codec(device: torch.device, small: bool) -> HiggsCodec:
     torch.manual_seed(0)
     with device:
         model = codec_classes()[1](true_config()).to(device).eval()
-        tiny._listen(model)
+        tiny._calibrate(model)
     return HiggsCodec(model, "random", device)
 
 

@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -293,10 +293,11 @@ class GeneratedSpeech:
     def supports(self, item: EvalItem) -> bool:
         return item.id in self.codes
 
-    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
-        silence = np.zeros(0, np.float32)
-        each = [(self.codes[item.id], self.stopped[item.id]) for item in items]
-        return [SystemOutput(self.codec.decode(codes) if len(codes) else silence, stopped) for codes, stopped in each]
+    def speak(self, items: Sequence[EvalItem], batch_size: int) -> Iterator[tuple[EvalItem, SystemOutput]]:  # noqa: ARG002
+        for item in items:
+            codes = self.codes[item.id]
+            samples = self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32)
+            yield item, SystemOutput(samples, self.stopped[item.id])
 
     def close(self) -> None: ...
 

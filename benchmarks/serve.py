@@ -49,20 +49,20 @@ from benchmarks.load_client import (
     poisson_arrivals,
     run_listeners,
     run_open_loop,
+    standalone_plot,
 )
 
 from myna.io import save_text
 from myna.progress import ProgressCallback
-from myna.report.plot import Curve, line_plot
+from myna.report.plot import Curve
 from myna.terminal import progress_bars
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
-INSTANT_SERVER = Path(__file__).parent / "instant_server.py"
+SYNTHETIC_SERVER = Path(__file__).parent / "synthetic_server.py"
 START_SECONDS = 600.0
 """That a server may take to load its model and to be warm."""
 MAX_LAG_SECONDS = 0.02
 """Scheduling lag (p99) above which the client was too busy to measure."""
-COLORS = ("#1668a8", "#c2571a", "#2e7d4f")
 
 
 def demo_sentences() -> list[str]:
@@ -237,20 +237,7 @@ def drawing(rows: Sequence[Mapping[str, Any]]) -> str:
         for color, share in enumerate(("p50", "p95", "p99"))
         if all(share in row["first_audible"] for row in rows)
     ]
-    plot = str(line_plot(curves, title="First audible audio", x_label="requests a second", y_label="milliseconds"))
-    start, end = plot.find("<svg"), plot.find("</svg>")
-    if start < 0:
-        return ""
-    opening = plot.index(">", start) + 1
-    styles = ["text{font:13px sans-serif;fill:#333}.grid{stroke:#ddd}polyline{fill:none;stroke-width:2}"]
-    styles += [f".color{n} polyline,.color{n} circle{{stroke:{color};fill:{color}}}" for n, color in enumerate(COLORS)]
-    styles.append("polyline{fill:none!important}")
-    legend = [
-        f'<text x="{120 + 70 * n}" y="16" style="fill:{COLORS[n]}">{curve.name}</text>'
-        for n, curve in enumerate(curves)
-    ]
-    style = f"<style>{''.join(styles)}</style>"
-    return "".join([plot[start:opening], style, plot[opening:end], *legend, "</svg>\n"])
+    return standalone_plot(curves, title="First audible audio", x_label="requests a second", y_label="milliseconds")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,9 +1,11 @@
 """Soak test of a server: thousands of requests, many of which are given up, and what is left of them.
 
-    .venv/bin/python benchmarks/soak.py --requests 10000 --out docs/benchmarks/soak.json
+    .venv/bin/python benchmarks/soak.py --requests 10000 --watermark --out docs/benchmarks/soak.json
 
 Starts `myna serve`, sends requests of all kinds from several clients at once, and samples memory, threads and files
-of both processes. At the end no row may be taken and no request open, and nothing may have grown since the warm-up.
+of both processes. At the end no row may be taken and no request open, and nothing may have grown since the warm-up:
+a line is fitted to each figure over the requests behind it, and its slope told with a 95 % interval. Samples follow one
+another closely, so that the interval is by blocks of them. Writes a JSON file and a plot of the memory beside it.
 """
 
 from __future__ import annotations
@@ -24,15 +26,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import psutil  # type: ignore[import-untyped]
+from scipy import stats  # type: ignore[import-untyped]
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.load_client import standalone_plot
 
 from myna.io import save_text
 from myna.progress import ProgressCallback
+from myna.report.plot import Curve
 from myna.terminal import progress_bars
 
 TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
 WARM_UP_SHARE = 0.2
 """Of the requests, after which growth counts: allocators and caches have their size by then."""
+SAMPLES = 400
+FIT_BLOCKS = 16
+"""Parts of the samples behind the warm-up, whose means the line is fitted to."""
 
 
 def parse() -> argparse.Namespace:
@@ -92,7 +104,7 @@ async def run_clients(
 ) -> Counter[str]:
     """Send all requests; how they ended."""
     ends, numbers, rng = Counter[str](), iter(range(arguments.requests)), random.Random(arguments.seed)
-    every, deadline = max(1, arguments.requests // 50), time.monotonic() + 60 * arguments.minutes
+    every, deadline = max(1, arguments.requests // SAMPLES), time.monotonic() + 60 * arguments.minutes
 
     async def client(web: httpx2.AsyncClient) -> None:
         for number in numbers:
@@ -136,11 +148,38 @@ async def send_request(web: httpx2.AsyncClient, rng: random.Random, max_seconds:
         return "given up"
 
 
-def growth(samples: list[dict[str, Any]], process: str, figure: str) -> float:
-    """Mean of the last fifth of the samples less the mean of the fifth after the warm-up."""
-    values = [sample[process][figure] for sample in samples[round(WARM_UP_SHARE * len(samples)) :]]
-    part = max(1, len(values) // 4)
-    return float(round(sum(values[-part:]) / part - sum(values[:part]) / part, 2))
+def fitted_growth(samples: list[dict[str, Any]], process: str, figure: str) -> dict[str, Any]:
+    """Slope of a figure in 1,000 requests after the warm-up, its 95 % interval, and what that is over all of them."""
+    kept = samples[round(WARM_UP_SHARE * len(samples)) :]
+    blocks = [block for block in np.array_split(np.arange(len(kept)), FIT_BLOCKS) if len(block)]
+    requests, values = (
+        np.array([np.mean([read(kept[index]) for index in block]) for block in blocks])
+        for read in (lambda sample: sample["request"] / 1000, lambda sample: sample[process][figure])
+    )
+    result = stats.linregress(requests, values)
+    # All equal: the fit knows no error of that.
+    margin = float(stats.t.ppf(0.975, len(blocks) - 2) * result.stderr) if np.ptp(values) else 0.0
+    slope, span = float(result.slope), (kept[-1]["request"] - kept[0]["request"]) / 1000
+    return {
+        "per_1000_requests": round(slope, 4),
+        "interval": [round(slope - margin, 4), round(slope + margin, 4)],
+        "over_the_run": round(slope * span, 2),
+        "mean": round(float(np.mean(values)), 2),
+    }
+
+
+def thinned(samples: list[dict[str, Any]]) -> list[list[float]]:
+    """Request, memory of the engine process and of the HTTP process, of every fourth sample."""
+    return [[sample["request"], sample["engine"]["mib"], sample["http"]["mib"]] for sample in samples[::4]]
+
+
+def drawing(samples: list[dict[str, Any]]) -> str:
+    """Memory of both processes against requests, as an SVG that stands alone."""
+    curves = [
+        Curve(f"{name} process", [(sample["request"], sample[process]["mib"]) for sample in samples], "line", color)
+        for color, (process, name) in enumerate((("engine", "engine"), ("http", "HTTP")))
+    ]
+    return standalone_plot(curves, title="Memory in a soak test", x_label="requests", y_label="MiB")
 
 
 def main() -> None:
@@ -168,9 +207,10 @@ def main() -> None:
                 "left_open": left,
                 "engine_restarts": server.metric("myna_engine_restarts"),
                 "growth": {
-                    process: {figure: growth(samples, process, figure) for figure in ("mib", "threads", "files")}
+                    process: {figure: fitted_growth(samples, process, figure) for figure in ("mib", "threads", "files")}
                     for process in ("http", "engine")
                 },
+                "watermark": arguments.watermark,
                 "first": samples[0],
                 "last": {"request": sum(ends.values()), **server.sample()},
                 "tracebacks": server.log.read_text().count("Traceback"),
@@ -180,10 +220,10 @@ def main() -> None:
         finally:
             if server.process.poll() is None:
                 server.process.kill()
-    text = json.dumps(result, indent=2)
+    print(json.dumps(result, indent=2))
     if arguments.out is not None:
-        save_text(arguments.out, text + "\n")
-    print(text)
+        save_text(arguments.out, json.dumps(result | {"samples": thinned(samples)}, indent=1) + "\n")
+        save_text(arguments.out.with_suffix(".svg"), drawing(samples))
 
 
 if __name__ == "__main__":

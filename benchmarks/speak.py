@@ -3,12 +3,15 @@
 python benchmarks/speak.py --out docs/benchmarks
 python benchmarks/speak.py --out FOLDER --device cpu --tiny     a look at the whole, in a minute
 python benchmarks/speak.py --out docs/benchmarks --fledgling     the shipped small model on this CPU
+python benchmarks/speak.py --out docs/benchmarks --evaluate --device cpu     100 lines by `myna evaluate`
 
 Weights are random and of the full size, in bf16. Every row has a context of 450 positions at first and 700 at the end,
 10 s of speech, and no early end. `share_of_limit` is the time that memory bandwidth would take for the weights and the
 cache of a step, over the time it took. The first audio is counted from a request with a reference of 5 s to the samples
-of the first window, which are those of the finished file. Writes speak.json and speak.svg; with `--fledgling`,
-speak-fledgling.json: text to samples, prefill and codec included, alone and beside a process that keeps a core busy.
+of the first window, which are those of the finished file. Writes speak.json and speak.svg.
+
+With `--fledgling`, speak-fledgling.json: text to samples, prefill and codec included, alone and beside a process that
+keeps a core busy. With `--evaluate`, speak-evaluate-DEVICE.json: the lines spoken, decoded and written, not scored.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -32,15 +36,18 @@ from typing import Any
 
 import numpy as np
 import peft
+import soundfile
 import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.synthetic import random_codec
+
 from myna.models.base import RenderedSequence, Sampling
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
+from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
 from myna.models.higgs_v2.render import DelayPattern
@@ -56,6 +63,7 @@ REFERENCE_FRAMES, PROMPT_TEXT = 125, 60
 ADAPTER_RANK = 16
 CODEC_STEPS = 16
 """Steps between two calls of the codec, which takes the frames of all rows at once."""
+WORDS = "the small bird sings early while grey light falls over a garden and nobody walks along the old wall"
 SYNC_WARNING = "synchronizing CUDA operation"
 
 
@@ -92,26 +100,7 @@ class Bench:
         if self.small:
             folder = tiny.save_tiny_codec(self.out / "codec", codebook_size=1024)
             return HiggsCodec.open(folder, device=self.device)
-        config_class, model_class = codec_classes()
-        semantic = {
-            "model_type": "hubert",
-            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-            **{"conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
-            "mask_time_prob": 0.0,
-        }  # only the decoder is used: the encoder is small
-        ratios = [8, 5, 4, 2, 3]
-        acoustic = {
-            "model_type": "dac",
-            **{"encoder_hidden_size": 4, "decoder_hidden_size": 1024, "hidden_size": 256},
-            **{"downsampling_ratios": ratios, "upsampling_ratios": ratios},
-        }
-        config = config_class(
-            target_bandwidths=[0.5, 1, 1.5, 2], acoustic_model_config=acoustic, semantic_model_config=semantic
-        )
-        with self.device:
-            model = model_class(config).to(self.device).eval().requires_grad_(False)
-            tiny._calibrate(model)
-        return HiggsCodec(model, "random", self.device)
+        return random_codec(self.device)
 
     def prompt(self, number: int, audio: int, text: int = PROMPT_TEXT) -> RenderedSequence:
         rng = np.random.default_rng(number)
@@ -384,6 +373,33 @@ def fledgling(out: Path) -> None:
     (out / "speak-fledgling.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
+def evaluate_lines(out: Path, device: str, lines: int = 100) -> None:
+    """What `myna evaluate` has spoken, by the shipped model: lines of 3 to 40 words."""
+    from myna.evaluate.items import EvalItem, EvalSet
+    from myna.evaluate.pipeline import score_systems
+    from myna.evaluate.runner import resolve_system
+    from myna.evaluate.scorers import Scorers
+
+    words, rng = WORDS.split(), np.random.default_rng(0)
+    texts = [" ".join(rng.choice(words, 3 + 37 * number // lines)).capitalize() + "." for number in range(lines)]
+    items = tuple(EvalItem(f"line-{number:04d}", text, language="en") for number, text in enumerate(texts))
+    system = resolve_system("fledgling", seed=0, device=device)
+    system.engine  # noqa: B018 - loaded, as it is before the first line
+    with tempfile.TemporaryDirectory() as folder:
+        start, used = time.perf_counter(), time.process_time()
+        rows = score_systems(EvalSet(items, {}), [system], Scorers(), Path(folder)).rows["fledgling"]
+        wall, used = time.perf_counter() - start, time.process_time() - used
+        seconds = sum(soundfile.info(Path(folder, row.audio)).duration for row in rows if row.audio)
+    card = torch.cuda.get_device_name() if device == "cuda" else processor()
+    facts = {
+        **{"date": str(date.today()), "device": card, "cores": os.cpu_count(), "torch": torch.__version__},
+        **{"lines": lines, "speech_s": seconds, "stopped": sum(bool(row.stopped) for row in rows)},
+        **{"wall_s": wall, "cpu_s": used, "load": os.getloadavg()[0]},
+    }
+    print(json.dumps(facts), flush=True)
+    (out / f"speak-evaluate-{device}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
 def processor() -> str:
     names = Path("/proc/cpuinfo")
     lines = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
@@ -414,11 +430,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--fledgling", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.fledgling:
         fledgling(arguments.out)
+        return
+    if arguments.evaluate:
+        evaluate_lines(arguments.out, arguments.device)
         return
     bench = Bench(torch.device(arguments.device), arguments.tiny, arguments.out)
     counts = [1, 2] if arguments.tiny else arguments.rows

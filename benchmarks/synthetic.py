@@ -21,7 +21,9 @@ from torch import nn
 
 from myna.data.packing import first_fit_decreasing
 from myna.models.base import IGNORE_INDEX, RenderedSequence
+from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.checkpoint import meta_model
+from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.render import FRAME_RATE
 from myna.models.higgs_v2.tiny import tiny_config
@@ -107,6 +109,31 @@ def random_model(
     model.model.embed_audio_tokens.audio_tokens_offsets = offsets
     model.set_attn_implementation(attention)
     return model
+
+
+def random_codec(device: torch.device) -> HiggsCodec:
+    """The Higgs codec with random weights and a decoder of the full size. Its encoder is small: it gives codes, and
+    its speed means nothing."""
+    config_class, model_class = codec_classes()
+    semantic = {
+        "model_type": "hubert",
+        **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+        **{"conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2},
+        "mask_time_prob": 0.0,
+    }
+    ratios = [8, 5, 4, 2, 3]
+    acoustic = {
+        "model_type": "dac",
+        **{"encoder_hidden_size": 4, "decoder_hidden_size": 1024, "hidden_size": 256},
+        **{"downsampling_ratios": ratios, "upsampling_ratios": ratios},
+    }
+    config = config_class(
+        target_bandwidths=[0.5, 1, 1.5, 2], acoustic_model_config=acoustic, semantic_model_config=semantic
+    )
+    with device:
+        model = model_class(config).to(device).eval().requires_grad_(False)
+        tiny._calibrate(model)
+    return HiggsCodec(model, "random", device)
 
 
 def random_weight(name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myna.errors import DataError, MynaError, SpeakError, TrainingError
+from myna.errors import ConfigError, DataError, MynaError, SpeakError, TrainingError
 from myna.io import report_disk_errors
 from myna.progress import ProgressCallback, silent
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from myna.curate.runner import CurationResult
     from myna.curate.settings import CurateSettings
     from myna.curate.xray.runner import Xray
+    from myna.data.codec import Encoder
+    from myna.data.encoding import ShardEncoder
     from myna.data.importers.validation import TextCheck
     from myna.data.overlap import ComparedClip, TrainedClips
     from myna.data.utterance import Utterance
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from myna.evaluate.takes import TakeRanker, TakeRanking
     from myna.models.base import GeneratedAnswer, RenderedSequence, Sampling
     from myna.models.merge import MergeCheck
+    from myna.pools import Pool
     from myna.provenance.detection import Detection
     from myna.provenance.origin import SpeechOrigin
     from myna.speak.answering import AnswerEngine, DatasetAnswers
@@ -100,23 +104,31 @@ def prepare(
     language: str = "",
     speaker: str = "",
     device: str = "auto",
+    workers: int | None = None,
+    ray: str | None = None,
     progress: ProgressCallback = silent,
 ) -> DataFolder:
-    """Import a source and encode its clips with the model's codec. Called again, it encodes only what is new."""
-    from myna.data.code_store import encode_dataset
+    """Import a source and encode its clips with the model's codec. Called again, it encodes only what is new.
+
+    `workers` processes of this machine encode, or those of the Ray cluster at the address `ray`, which must find the
+    recordings, the model and `out` under the same paths. By default this process does. The result is the same.
+    """
     from myna.data.dataset import DatasetInfo, PreparedDataset
+    from myna.data.encoding import encode_dataset
     from myna.data.lengths import count_text_tokens
     from myna.models import open_family
     from myna.train.precision import pick_device
 
     folder = Path(out)
     format = _check_import(source, folder, format)
+    pool = _encoding_pool(model, codec, device, workers, ray)
     family = open_family(model, codec=codec)
-    encoder = family.load_encoder(device=pick_device(device))
+    encoder = family.load_encoder(device=pick_device(device if pool is None else "cpu"))
     check_text = family.count_tokens if family.has_weights else None
     utterances, imported = _import(source, folder, format, max_bad, language, speaker, progress, check_text)
     notes = list(imported.notes)
-    report = encode_dataset(utterances, encoder, folder, progress=progress, notify=notes.append)
+    with pool or nullcontext():
+        report = encode_dataset(utterances, encoder, folder, pool=pool, progress=progress, notify=notes.append)
     if report.encoded:
         notes.append(f"{report.seconds / 3600:.2f} hours of audio encoded, {report.pace:.1f} audio-hours/hour")
     notes += [f"left out: {id} is shorter than one frame" for id in report.too_short]
@@ -126,6 +138,43 @@ def prepare(
     if family.has_weights:
         count_text_tokens(dataset, family)
     return replace(imported, utterances=report.utterances, encoded=report.encoded, notes=tuple(notes))
+
+
+def _encoding_pool(
+    model: str, codec: str | None, device: str, workers: int | None, ray: str | None
+) -> Pool[ShardEncoder] | None:
+    """Workers that encode; None where this process does."""
+    from myna.data.encoding import ShardEncoder
+    from myna.models import is_model_name
+    from myna.pools import absolute_folder, open_pool
+    from myna.train.precision import pick_device
+
+    if ray is None and (workers or 1) == 1:
+        return None
+    if ray is None and pick_device(device).type != "cpu":
+        raise ConfigError(
+            f"one process keeps a GPU busy, and {workers} were asked for",
+            hint="leave --workers out; for several GPUs: ray start --head, then --ray auto; for CPUs: --device cpu",
+        )
+    threads = 1 if ray is not None else max(1, (os.cpu_count() or 1) // (workers or 1))
+    there = (
+        model if is_model_name(model) else absolute_folder(model),
+        codec and absolute_folder(codec),
+        "cuda" if device.startswith("cuda") else device,
+    )
+    open_codec = partial(_load_encoder, *there, threads)
+    return open_pool(partial(ShardEncoder, open_codec), workers, ray, device)
+
+
+def _load_encoder(model: str, codec: str | None, device: str, threads: int) -> Encoder:
+    """Of a process that only encodes."""
+    import torch
+
+    from myna.models import open_family
+    from myna.train.precision import pick_device
+
+    torch.set_num_threads(threads)
+    return open_family(model, codec=codec).load_encoder(device=pick_device(device))
 
 
 def _check_import(source: PathLike, out: Path, format: str | None) -> str:
@@ -1318,8 +1367,17 @@ def make_tiny(out: PathLike, *, seed: int = 0, answers: bool = False) -> Path:
     return save_tiny_model(Path(out), seed=seed, answers=answers)
 
 
-def doctor(model: str | None = None) -> list[Check]:
-    """Check this machine, and a model if one is named; each problem comes with what to type."""
+def doctor(
+    model: str | None = None, *, ray: str | None = None, shared: PathLike | None = None, asr: str | None = None
+) -> list[Check]:
+    """Check this machine, and a model if one is named; each problem comes with what to type.
+
+    With `ray` the nodes of the cluster at that address are compared instead: their versions, models of curation, the
+    model's codec, the recogniser `asr`, and whether `shared` is one folder on all of them.
+    """
+    from myna.doctor.nodes import check_cluster
     from myna.doctor.runner import run_checks
 
+    if ray is not None:
+        return check_cluster(ray, shared=_path(shared), model=model, asr=asr).checks
     return list(run_checks(model))

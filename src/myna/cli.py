@@ -86,6 +86,9 @@ SetOption = Annotated[
 StrengthOption = Annotated[
     float, typer.Option("--strength", min=0.0, help="Scale of the run's LoRA: less keeps more of the untuned model.")
 ]
+RayOption = Annotated[
+    str | None, typer.Option("--ray", help="Address of a Ray cluster that shares the folders, or auto.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Write over files that are there. Inputs never are.")]
 
@@ -187,8 +190,15 @@ def prepare(
     language: LanguageOption = "",
     speaker: SpeakerOption = "",
     device: DeviceOption = "auto",
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes that encode on the CPU; by default one.")
+    ] = None,
+    ray: RayOption = None,
 ) -> None:
-    """Import a source and encode its clips, once. Run it again after a stop: only what is new is encoded."""
+    """Import a source and encode its clips, once. Run it again after a stop: only what is new is encoded.
+
+    Many machines encode together with --ray; the result is the same, byte for byte. docs/guides/many-machines.md
+    """
     options = dict(locals())
     from myna import api
     from myna.terminal import progress_bars, show_notes
@@ -226,9 +236,7 @@ def curate(
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Recordings to take, by name.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; by default one a core.")] = None,
-    ray: Annotated[
-        str | None, typer.Option("--ray", help="Address of a Ray cluster that shares the folders, or auto.")
-    ] = None,
+    ray: RayOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Listen to ten minutes; forecast the hours kept and the time it takes.")
     ] = False,
@@ -1159,6 +1167,28 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", min=0.0, help="That running requests have to end after SIGTERM.")
     ] = 30.0,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            help="Serve on a Ray cluster: its address, auto for the one this machine belongs to, or local for this "
+            "machine alone. All of its machines see the same folders.",
+        ),
+    ] = None,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            "--replicas",
+            help="With --ray: servers, each on a card of its own. 1-4 starts with one, and others while more than "
+            "three quarters of --streams are in use.",
+        ),
+    ] = "1",
+    haproxy: Annotated[
+        bool,
+        typer.Option(
+            "--haproxy", help="With --ray, on Linux: HAProxy in front of the replicas, which adds least to first audio."
+        ),
+    ] = False,
 ) -> None:
     """Serve a voice over HTTP, in the contract of OpenAI's speech API, with a page to try it.
 
@@ -1177,6 +1207,8 @@ def serve(
         ) from error
     from myna.terminal import show_server
 
+    if ray is None and (haproxy or replicas != "1"):
+        raise ConfigError("--replicas and --haproxy are for Ray", hint="add --ray auto, or --ray local")
     listener = bind(host, port)
     source, adapters = resolve_sources(sources, model, keep_adapters=bool(adapter_folders))
     engine = EngineSettings(
@@ -1199,7 +1231,17 @@ def serve(
     names = tuple(allowed_hosts or ())
     settings = ServerSettings(engine, host, port, api_key, max_characters, folders, voices, asr, drain_seconds, names)
     console = _console()
-    run_server(settings, listener, lambda info: show_server(settings, info, console))
+    if ray is None:
+        run_server(settings, listener, lambda info: show_server(settings, info, console))
+        return
+    from myna.serve.ray_server import run_on_ray
+
+    listener.close()
+    run_on_ray(
+        *(settings, ray, replicas),
+        haproxy=haproxy,
+        on_ready=lambda info: show_server(settings, info, console, replicas=replicas),
+    )
 
 
 @app.command()
@@ -1330,17 +1372,41 @@ def tiny(
 @app.command()
 def doctor(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Hub name or folder of a model to check.")] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", help="Compare the nodes of the Ray cluster at this address, or auto.")
+    ] = None,
+    shared: Annotated[
+        Path | None, typer.Option("--shared", help="With --ray: a folder that all nodes have to share.")
+    ] = None,
+    asr: Annotated[
+        str | None, typer.Option("--asr", help="With --ray: the recogniser of `myna curate`, to compare as well.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine, and a model if one is named. Says what to type where something is wrong."""
+    """Check this machine, and a model if one is named; with --ray, compare the nodes of a cluster. Says what to type
+    where something is wrong."""
     from dataclasses import asdict
 
     from myna.doctor.runner import run_checks
-    from myna.terminal import show_checks
+    from myna.errors import ConfigError
+    from myna.terminal import show_checks, show_nodes
 
-    checks = list(run_checks(model)) if as_json else show_checks(run_checks(model), _console())
+    found: dict[str, Any] = {}
+    if ray is not None:
+        from myna.doctor.nodes import check_cluster
+
+        report = check_cluster(ray, shared=shared, model=model, asr=asr)
+        checks = report.checks
+        found["nodes"] = [asdict(node) for node in report.nodes]
+        if not as_json:
+            show_nodes(report.nodes, _console())
+            show_checks(iter(checks), _console())
+    elif shared is not None or asr is not None:
+        raise ConfigError("--shared and --asr are for a cluster", hint="name it: --ray auto, or --ray HEAD:6379")
+    else:
+        checks = list(run_checks(model)) if as_json else show_checks(run_checks(model), _console())
     if as_json:
-        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+        print(json.dumps(found | {"checks": [asdict(check) for check in checks]}, indent=2))
     raise typer.Exit(1 if any(check.status == "failed" for check in checks) else 0)
 
 

@@ -123,7 +123,7 @@ class LossSettings(Settings):
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the loss on audio codes, a mean over codebooks."""
     supervise_references: bool = False
-    """Supervise every audio turn, references too."""
+    """Supervise every audio turn, references too; not clips that are marked `reference_only`."""
     label_smoothing: BelowOne = 0.0
     """Probability mass of each target spread over all classes."""
     speaker_contrastive_weight: Annotated[float, Field(ge=0)] = 0.0

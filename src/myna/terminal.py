@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from myna.curate.xray.runner import Xray
     from myna.demo.report import DemoResult
     from myna.doctor.check import Check
+    from myna.doctor.nodes import NodeReport
     from myna.evaluate.evaluation import Evaluation
     from myna.evaluate.scoring import ItemScores
     from myna.evaluate.takes import TakeRanking
@@ -196,6 +197,17 @@ def show_checks(checks: Iterator[Check], console: Console) -> list[Check]:
     return shown
 
 
+def show_nodes(nodes: Sequence[NodeReport], console: Console) -> None:
+    """Print the nodes of a cluster side by side; what differs is told by checks."""
+    facts = list(dict.fromkeys(name for node in nodes for name in node.facts))
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("node", "CPUs", "GPUs", *facts):
+        table.add_column(title, overflow="fold")
+    for node in nodes:
+        table.add_row(node.name, str(node.cpus), str(node.gpus), *(node.facts.get(name, "-") for name in facts))
+    console.print(table)
+
+
 def show_certificate(certificate: Certificate, console: Console) -> None:
     """Print every check of a verification, and the verdict."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -352,12 +364,12 @@ def show_voices(voices: Sequence[StoredVoice], console: Console) -> None:
     console.print(table)
 
 
-def show_server(settings: ServerSettings, info: EngineInfo, console: Console) -> None:
-    """Print what is served, where, and how to call it."""
+def show_server(settings: ServerSettings, info: EngineInfo, console: Console, *, replicas: str = "") -> None:
+    """Print what is served, where, and how to call it; with how many replicas, where it is on Ray."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     address, engine = f"http://{host}:{settings.port}", settings.engine
     names = ", ".join((settings.model, *info.adapters))
-    lines = [f"{names} on {info.device}: {address}"]
+    lines = [f"{names} on {info.device}{f', replicas: {replicas}' if replicas else ''}: {address}"]
     if settings.host not in ("127.0.0.1", "localhost", "::1"):
         key = "with your API key" if settings.api_key else "without a key: everybody who can reach it may speak"
         lines.append(f"it listens on {settings.host}, for other machines too, {key}")
@@ -366,7 +378,8 @@ def show_server(settings: ServerSettings, info: EngineInfo, console: Console) ->
         lines.append(f"  curl {address}/v1/audio/assessments{header} -F file=@recording.wav")
     else:
         mark = f"marked ({info.watermark})" if info.watermark else "NOT marked as synthetic"
-        lines.append(f"{engine.rows} streams at a time, {engine.max_waiting} more wait; speech is {mark}")
+        each = " in each" if replicas else ""
+        lines.append(f"{engine.rows} streams at a time{each}, {engine.max_waiting} more wait; speech is {mark}")
         body = f'{{"model": "{settings.model}", "voice": "default", "input": "Good morning."}}'
         key = "os.environ['MYNA_API_KEY']" if settings.api_key else "'none'"
         lines += [

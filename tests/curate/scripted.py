@@ -7,6 +7,7 @@ with times that are as wrong as Whisper's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,12 @@ import soxr  # type: ignore[import-untyped]
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.signal_measures import speech_spans
 from myna.curate.analysis import AnalysisModels
-from myna.curate.engine import OpenModels
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.settings import ListenSettings
+from myna.curate.worker import OpenModels
 from myna.data.manifest import read_manifest
-from myna.evaluate.asr import TimedTranscript, TimedWord
+from myna.evaluate.asr import TimedTranscript, TimedWord, Transcript
 
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
 WORD_START_ERROR, WORD_END_ERROR = -0.053, -0.153
@@ -83,9 +84,23 @@ class ScriptedRecogniser:
         self._known = [(read_audio(path, sample_rate=SAMPLE_RATE), sentences) for path, sentences in recordings]
 
     name = "scripted recogniser"
+    batch_size = 3
 
-    def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript:
+    def transcribe_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[Transcript]:
+        return [
+            Transcript(one.text, looped=False) for one in self.transcribe_words_batch(clips, sample_rate, languages)
+        ]
+
+    def transcribe_words_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[TimedTranscript]:
         assert sample_rate == SAMPLE_RATE
+        assert len(clips) <= self.batch_size
+        return [self._transcribe(clip, language) for clip, language in zip(clips, languages, strict=True)]
+
+    def _transcribe(self, samples: Samples, language: str | None) -> TimedTranscript:
         for recording, sentences in self._known:
             start = find_samples(recording, samples)
             if start is not None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from myna.curate.runner import run_curation
 from tests.curate.scripted import scripted_models, write_recording
 from tests.curate.test_engine import Truth, contents, settings
+from tests.ray_nodes import Nodes, ray_nodes
 
-if os.environ.get("MYNA_EXTRAS") == "required":
-    import ray
-else:
-    ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
 
@@ -37,27 +32,21 @@ def expected(source: tuple[Path, Truth], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
-    """A head without CPUs, and two nodes with one each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    yield cluster, nodes
-    ray.shutdown()
-    cluster.shutdown()
+def cluster() -> Iterator[Nodes]:
+    with ray_nodes(2) as made:
+        yield made
 
 
 def test_two_nodes_give_the_bytes_of_one_process(
-    cluster: Any, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
+    cluster: Nodes, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    run_curation([source[0]], out, settings(out), ray=cluster[0].address, open_models=scripted_models(source[1]))
+    run_curation([source[0]], out, settings(out), ray=cluster.address, open_models=scripted_models(source[1]))
     assert contents(out) == expected
 
 
 def test_a_lost_node_costs_nothing(
-    cluster: Any, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
+    cluster: Nodes, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Its actor is restarted on the other node, in the place of one that has nothing to do any more."""
     out = tmp_path / "out"
@@ -66,10 +55,10 @@ def test_a_lost_node_costs_nothing(
     def lose_a_node() -> None:
         while not list(out.glob("parts/*.parquet")):
             time.sleep(0.01)
-        cluster[0].remove_node(cluster[1][0], allow_graceful=False)
+        cluster.kill()
         lost.set()
 
     threading.Thread(target=lose_a_node, daemon=True).start()
-    run_curation([source[0]], out, settings(out), ray=cluster[0].address, open_models=scripted_models(source[1]))
+    run_curation([source[0]], out, settings(out), ray=cluster.address, open_models=scripted_models(source[1]))
     assert lost.wait(10)
     assert contents(out) == expected

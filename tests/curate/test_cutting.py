@@ -43,16 +43,18 @@ def test_clips_hold_every_stretch_once_and_are_cut_in_silence(
     assert all(after[0] - before[1] >= MIN_GAP for before, after in pairwise(merged))
     ends = data.draw(st.lists(st.sampled_from([" one", " two."]), min_size=len(merged), max_size=len(merged)))
     speakers = data.draw(st.lists(st.sampled_from("ab"), min_size=len(merged), max_size=len(merged)))
+    flags = data.draw(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=len(merged), max_size=len(merged)))
     stretches = [
-        Stretch(start, end, speaker, (RecognisedWord(word, start, end),))
-        for (start, end), word, speaker in zip(merged, ends, speakers, strict=True)
+        Stretch(start, end, speaker, (RecognisedWord(word, start, end),), overlapped, new_voice)
+        for (start, end), word, speaker, (overlapped, new_voice) in zip(merged, ends, speakers, flags, strict=True)
     ]
     clips = cut_clips(stretches, length, SETTINGS)
     assert [one for clip in clips for one in clip.stretches] == stretches
     edges = [0, *(edge for clip in clips for edge in (clip.start_ms, clip.end_ms)), length]
     assert edges == sorted(edges)
     for clip in clips:
-        assert len({one.speaker for one in clip.stretches}) == 1
+        assert len({(one.speaker, one.overlapped) for one in clip.stretches}) == 1
+        assert not any(one.new_voice for one in clip.stretches[1:])
         assert clip.start_ms <= clip.stretches[0].start_ms and clip.stretches[-1].end_ms <= clip.end_ms
         for edge in (clip.start_ms, clip.end_ms):
             assert not any(start < edge < end for start, end in merged)

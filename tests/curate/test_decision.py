@@ -73,6 +73,12 @@ def test_each_fault_has_its_reason(reason: str, fault: dict[str, Any]) -> None:
     assert decided(rows) == [("dropped", reason), ("kept", ""), ("dropped", "no speech")]
 
 
+def test_a_clean_background_is_believed_before_the_noise_measure() -> None:
+    rows = [clip("a", 1000, 6000, snr_db=6.0, dnsmos_bak=bak) for bak in (3.9, 2.1)]
+    assert [reason for _, reason in decided(rows)] == ["", "noisy"]
+    assert [reason for _, reason in decided(rows, "keep.clean_dnsmos_bak=5")] == ["noisy", "noisy"]
+
+
 def test_lengths_and_the_ends_of_a_recording() -> None:
     """A recording that begins or ends in speech has no silence there, which is no cut of ours."""
     rows = [clip("a", 0, 500), clip("b", 500, 25_000), clip("c", 25_000, 30_000, end_gap_ms=0.0)]

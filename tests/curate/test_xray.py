@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from myna.curate.xray.histograms import bin_edges, histogram
 from myna.curate.xray.runner import Xray, run_xray
 from myna.curate.xray.source import open_xray_source
 from myna.curate.xray.summary import hours_by_reason
-from myna.curate.xray.text import text_diff, text_summary, unsupported_characters
+from myna.curate.xray.text import text_diff, text_summary, tokenizer_coverage
 from myna.curate.xray.verdict import clock
 from myna.curate.xray.voices import mean_cosine, second_voice
 from myna.data.manifest import read_manifest
 from myna.errors import DataError
+from myna.models.byte_tokenizer import byte_tokenizer
 from tests.curate.curated_folder import ARABIC, HOSTILE, RECORDINGS, write_curated_folder
 from tests.curate.tables import segment, segments_table
 from tests.report.test_markup import Reader
@@ -124,7 +126,7 @@ def test_the_numbers_are_those_of_the_table(curated: tuple[Path, Xray]) -> None:
     assert sum(row["ms"] for row in stored["recordings"]["shown"]) == hours["total_ms"]
     assert stored["settings"]["keep"]["max_cer"] == 0.1
     assert stored["splits"]["subsets"]["train"] > stored["splits"]["subsets"]["held_out_texts"] > 0
-    assert stored["text"]["unsupported"] == [], "bytes can spell anything"
+    assert stored["text"]["coverage"]["lost"] == [], "bytes can spell anything"
     assert [twin["speakers"] for twin in stored["speakers"]["twins"]] in ([["clara", "anna"]], [["anna", "clara"]])
     second = {one["speaker"]: one["second_voice"] for one in stored["speakers"]["speakers"]}
     assert second["ben"]["share"] > 0.2 and second["anna"] is None and second["clara"] is None
@@ -246,7 +248,7 @@ def test_texts_are_counted_by_characters_and_graphemes() -> None:
     texts = ["Anna hat 3 Äpfel", "Anna hat 3 Äpfel!", "e\u0323\u0302 e\u0323\u0302"]
     summary = text_summary(texts, ["Anna hat drei Äpfel"] * 2 + texts[2:])
     assert summary["digit_texts"] == 2 and summary["digit_texts_spoken"] == 0 and summary["repeated_texts"] == 1
-    assert summary["graphemes"]["combined"] == ["e\u0323\u0302"] and summary["unsupported"] is None
+    assert summary["graphemes"]["combined"] == ["e\u0323\u0302"] and summary["coverage"] is None
     assert summary["repeated"] == [{"text": "Anna hat 3 Äpfel!", "clips": 2}]
 
 
@@ -261,7 +263,19 @@ class LatinTokenizer:
 
 
 def test_characters_that_a_tokenizer_loses() -> None:
-    assert unsupported_characters(["B", "c", "ك", "ă"], LatinTokenizer()) == ["ă", "ك"]
+    texts = ["Bc", "cكă"]
+    coverage = tokenizer_coverage(Counter("".join(texts)), texts, LatinTokenizer())
+    assert coverage.lost == ["ă", "ك"] and not coverage.split
+    assert coverage.tokens_per_character == 3 / 5
+    assert text_summary(texts, texts, LatinTokenizer())["coverage"]["lost_clips"] == 1
+
+
+def test_characters_that_a_tokenizer_spells_in_bytes() -> None:
+    texts = ["Xin chào, ế"]
+    tokenizer = byte_tokenizer(["<s>"], begin="<s>", end="<s>", pad="<s>")
+    coverage = tokenizer_coverage(Counter(texts[0]), texts, tokenizer)
+    assert coverage.split == {"à": 2, "ế": 3} and coverage.split_share == pytest.approx(2 / 11) and not coverage.lost
+    assert coverage.tokens_per_character == pytest.approx(14 / 11)
 
 
 def test_two_voices_under_one_name_are_found_and_one_is_not() -> None:

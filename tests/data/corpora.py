@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import soundfile
 
-from myna.data.code_store import codes_key, encode_dataset
+from myna.data.code_store import codes_key
 from myna.data.dataset import DatasetInfo, PreparedDataset
+from myna.data.encoding import encode_dataset
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance
 from myna.io import file_hash

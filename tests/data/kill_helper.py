@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.data.code_store import encode_dataset
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
+from myna.data.encoding import encode_dataset
 from myna.data.utterance import Utterance
 
 SHARD_SECONDS = 0.5

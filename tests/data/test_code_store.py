@@ -27,7 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.audio.files import read_audio
-from myna.data.code_store import CodeStore, PendingClip, codes_key, encode_dataset, group_into_shards
+from myna.data.code_store import CodeStore, codes_key
+from myna.data.encoding import PlannedClip, encode_dataset, group_into_shards
 from myna.data.utterance import Span, Utterance
 from myna.errors import AudioError, DataError
 from tests.data.corpora import utterance_key
@@ -217,7 +218,7 @@ def test_spans_of_one_recording_and_equal_clips(tmp_path: Path, folder: Path) ->
 
 
 def cut_frames(frames: Iterable[int], limit: float) -> list[list[int]]:
-    clips = (PendingClip("", "", n, np.empty(0, np.float32)) for n in frames)
+    clips = (PlannedClip("", "", Path(), None, "", n) for n in frames)
     return [[clip.frames for clip in shard] for shard in group_into_shards(clips, limit)]
 
 
@@ -242,7 +243,7 @@ def test_equal_lengths_go_together_and_nothing_is_padded(source: Path, folder: P
 def test_the_next_shard_is_read_while_one_is_encoded(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myna.data.code_store.READER_THREADS", 1)
+    monkeypatch.setattr("myna.data.encoding.READER_THREADS", 1)
     lock, began = threading.Condition(), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +253,7 @@ def test_the_next_shard_is_read_while_one_is_encoded(
             lock.notify_all()
         return read_audio(*args, **kwargs)
 
-    monkeypatch.setattr("myna.data.code_store.read_audio", counted)
+    monkeypatch.setattr("myna.data.encoding.read_audio", counted)
     seen: list[int] = []
 
     class Slow(FakeCodec):
@@ -262,7 +263,7 @@ def test_the_next_shard_is_read_while_one_is_encoded(
                 seen.append(began)
             return super().encode(clips)
 
-    encode(make(tmp_path / "source", [80] * 30), folder, Slow(), shard_seconds=0.5)
+    encode(make(tmp_path / "source", [160] * 30), folder, Slow(), shard_seconds=1.0)
     # Five clips are a shard. While one is encoded, the next five are read and few more.
     assert len(seen) == 6 and all(min(30, 5 * n + 10) <= count <= 5 * n + 12 for n, count in enumerate(seen))
 

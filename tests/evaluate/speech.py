@@ -6,7 +6,7 @@ speakers, quality, pitch and silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,13 @@ class FakeSystem:
     def supports(self, item: EvalItem) -> bool:  # noqa: ARG002
         return True
 
-    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
+    def speak(self, items: Sequence[EvalItem], batch_size: int) -> Iterator[tuple[EvalItem, SystemOutput]]:
+        """The last of each batch ends first."""
         assert len({item.max_seconds for item in items}) == 1
-        self.spoken += [item.id for item in items]
-        return [self.voice(item) for item in items]
+        for start in range(0, len(items), batch_size):
+            for item in reversed(items[start : start + batch_size]):
+                self.spoken.append(item.id)
+                yield item, self.voice(item)
 
     def close(self) -> None:
         pass

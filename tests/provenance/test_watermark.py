@@ -17,7 +17,17 @@ from hypothesis import strategies as st
 from myna.audio.files import Samples, read_audio
 from myna.errors import AudioError, MynaError
 from myna.provenance import packages, perth
-from myna.provenance.watermark import MARK_THRESHOLD, StreamWatermark, detect_spans, watermark, watermark_score
+from myna.provenance import watermark as watermark_module
+from myna.provenance.watermark import (
+    EARLY_HOPS,
+    FIRST_BLOCKS,
+    MARK_THRESHOLD,
+    StreamWatermark,
+    detect_spans,
+    mark_streams,
+    watermark,
+    watermark_score,
+)
 
 PACKAGE = Path(__file__).with_name("perth_package.npz")
 RECORDINGS = Path(perth.__file__).parents[1] / "demo" / "recordings"
@@ -45,8 +55,8 @@ def test_numbers_of_the_package() -> None:
     assert watermark_score(signal, 32_000) == pytest.approx(package["scores"][0], abs=1e-4)
     assert watermark_score(marked, 32_000) == pytest.approx(package["scores"][1], abs=1e-4)
     for part, score in zip((0.3, 0.4, 0.5), package["halves"], strict=True):
-        # The first half second differs, and with it the score, but little.
-        assert watermark_score(signal + np.float32(part) * (marked - signal), 32_000) == pytest.approx(score, abs=0.02)
+        # Blocks of the first second do not look ahead: the score differs, but little.
+        assert watermark_score(signal + np.float32(part) * (marked - signal), 32_000) == pytest.approx(score, abs=0.05)
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,9 +77,40 @@ def test_streams_have_the_bits_of_files(length: int, cuts: list[int], sample_rat
     assert np.array_equal(streamed, whole)
 
 
-def test_first_samples_come_early() -> None:
-    samples, stream = vowel(24_000, 0.12), StreamWatermark(24_000)
-    assert len(stream.push(samples)) >= 0.048 * 24_000
+def test_little_is_held_back_of_a_codecs_windows() -> None:
+    """Windows of 2, 4, 8 ... frames of 40 ms: a stream at three times the pace of its playback never waits."""
+    stream, known, given = StreamWatermark(24_000), 0.0, 0.0
+    for frames in (2, 4, 8, 16, 32, 64, 128, 128):
+        window = 0.04 * frames
+        assert frames == 2 or (known + window - 0.08) / 3 < given, "the next window comes in time"
+        known += window
+        given += len(stream.push(vowel(24_000, window))) / 24_000
+        assert known - given < (0.021 if known < 1.3 else 0.213)
+
+
+def test_blocks_that_do_not_look_ahead_leave_no_step() -> None:
+    samples = read_audio(sorted(RECORDINGS.glob("*.opus"))[0], sample_rate=24_000)
+    steps = np.abs(np.diff(watermark(samples, 24_000) - samples))
+    edges = [round((end - 1 + EARLY_HOPS) * 0.01 * 24_000) for end in FIRST_BLOCKS]
+    assert max(steps[edge - 2 : edge + 2].max() for edge in edges) < np.quantile(steps, 0.999)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_streams_marked_together_are_those_marked_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: blocks of several streams and lengths in one call, equal but for rounding."""
+    monkeypatch.setattr(watermark_module, "_stack_size", lambda _: size)
+    clip = np.tile(vowel(24_000, 3.0), 2)
+    lengths = [9_000, 100, 30_000, 0, 144_000, 77_777]
+    clips = [clip[start * 500 :][:length] for start, length in enumerate(lengths)]
+    streams, pieces = [StreamWatermark(24_000) for _ in clips], [[np.zeros(0, np.float32)] for _ in clips]
+    for first in range(0, 144_000, 12_000):
+        for stream, one in zip(streams, clips, strict=True):
+            stream.add(one[first : first + 12_000], last=first == 132_000)
+        for own, marked in zip(pieces, mark_streams(streams), strict=True):
+            own.append(marked)
+    monkeypatch.undo()
+    for one, own in zip(clips, pieces, strict=True):
+        assert np.abs(np.concatenate(own) - watermark(one, 24_000)).max(initial=0.0) < 2e-6
 
 
 @pytest.mark.parametrize("sample_rate", [16_000, 22_050, 24_000, 44_100, 48_000])
@@ -85,7 +126,7 @@ def test_only_the_band_below_2_khz_is_changed() -> None:
     samples = read_audio(sorted(RECORDINGS.glob("*.opus"))[1], sample_rate=24_000)
     spectrum = np.abs(np.fft.rfft(watermark(samples, 24_000) - samples))
     above = round(2_200 / 12_000 * len(spectrum))
-    assert np.square(spectrum[above:]).sum() < 1e-6 * np.square(spectrum).sum()
+    assert np.square(spectrum[above:]).sum() < 1e-5 * np.square(spectrum).sum()
 
 
 def test_silence_is_left_alone() -> None:
@@ -108,8 +149,8 @@ def test_the_same_on_a_gpu() -> None:
     samples = read_audio(sorted(RECORDINGS.glob("*.opus"))[0], sample_rate=24_000)
     marked, stream = watermark(samples, 24_000, device="cuda"), StreamWatermark(24_000, device="cuda")
     pieces = [stream.push(samples[first : first + 997]) for first in range(0, len(samples), 997)]
-    assert np.array_equal(np.concatenate([*pieces, stream.finish()]), marked)
-    assert np.abs(marked - watermark(samples, 24_000)).max() < 0.01  # TF32
+    assert np.abs(np.concatenate([*pieces, stream.finish()]) - marked).max() < 1e-5
+    assert np.abs(marked - watermark(samples, 24_000)).max() < 1e-4
     assert watermark_score(marked, 24_000, device="cuda") == pytest.approx(watermark_score(marked, 24_000), abs=0.05)
 
 

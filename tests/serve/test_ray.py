@@ -1,14 +1,13 @@
-"""Ray Serve for real: two replicas on the CPU, streams through its proxy, and a replica that is killed."""
+"""`myna serve --ray` for real: a cluster of two nodes on the CPU, which a second replica joins when there is work."""
 
 from __future__ import annotations
 
-import os
-import socket
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx2
@@ -16,47 +15,122 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from myna.audio.files import pcm16
+from myna.errors import ConfigError
 from myna.models import open_family, save_tiny_model
+from myna.serve.context import ServerSettings
+from myna.serve.messages import EngineSettings
+from myna.serve.ray_server import deployment_options, parse_replicas
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
 from tests.models.test_merge import random_adapter
+from tests.ray_nodes import ray_nodes
+from tests.serve.conftest import RunningServer, start_server
 
-pytestmark = pytest.mark.extras
-ray = pytest.importorskip("ray", reason="pip install -c constraints.txt -e '.[cluster]'")
+pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 LONG = " ".join(f"Sentence number {number} is here to be spoken slowly." for number in range(40))
+VARIABLES = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",  # by default 5, on two busy cores too few
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
+
+
+@dataclass
+class Stream:
+    """A long speech, read by a thread of its own."""
+
+    url: str
+    server: str = ""
+    received: int = 0
+    is_whole: bool = False
+    is_running: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        body = {"input": LONG, "response_format": "pcm", "max_seconds": 20.0}
+        with httpx2.stream("POST", f"{self.url}/v1/audio/speech", json=body, timeout=300) as response:
+            self.server = response.headers["x-server-id"]
+            try:
+                for piece in response.iter_raw():
+                    self.received += len(piece)
+                    self.is_running.set()
+                self.is_whole = True
+            except httpx2.TransportError:
+                return
+
+    def wait(self) -> None:
+        self.thread.join(400)
+
+
+def start_streams(url: str, count: int) -> list[Stream]:
+    streams = [Stream(url) for _ in range(count)]
+    assert all(stream.is_running.wait(200) for stream in streams), "audio comes as it is made"
+    return streams
+
+
+@dataclass
+class Models:
+    """A model, and folders of adapters below one that adapters may be loaded from."""
+
+    root: Path
+
+    def expected(self, adapter: str = "") -> bytes:
+        """What one process says without any server."""
+        run = {"run": self.root / "adapters" / adapter} if adapter else {"model": str(self.root / "tiny")}
+        engine = load_engine(**run, device="cpu")  # type: ignore[arg-type]
+        sampling = replace(engine.family.sampling, max_seconds=1.0, seed=0)
+        plan = engine.plan(SpeechRequest("two words", id="two words"), sampling)
+        return pcm16(next(engine.speak_plans([plan]))[1].samples)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("ray")
-    model = save_tiny_model(root / "tiny")
-    return model, random_adapter(open_family(str(model)), root / "one", 0.1)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    family = open_family(str(save_tiny_model(root / "tiny")))
+    for number, name in enumerate(("first", "second")):
+        random_adapter(family, root / "adapters" / name, 0.05 + 0.15 * number)
+    return Models(root)
 
 
 @pytest.fixture(scope="module")
-def url(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Two replicas behind one address, both ready."""
-    from ray import serve
+def address() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch, ray_nodes(2) as (cluster, _):
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        yield cluster.address
 
-    from myna.serve.ray_app import build
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ["MYNA_HOME"] = str(tmp_path_factory.mktemp("home"))
-    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"  # by default 5, on two busy cores too few
-    os.environ["RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"] = "60"
-    ray.init(num_cpus=4, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        model, adapter = folders
-        arguments = {"sources": [str(model), f"one={adapter}"], "device": "cpu", "watermark": False, "rows": 4}
-        deployment = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}}
-        serve.run(build(arguments | {"deployment": deployment}), route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def arguments(models: Models, address: str) -> tuple[str, ...]:
+    adapters = models.root / "adapters"
+    served = (f"one={adapters / 'first'}", "--allow-adapter-loading", str(adapters), "--no-watermark")
+    return *served, "--streams", "4", "--drain-seconds", "50", "--ray", address
+
+
+@pytest.fixture(scope="module")
+def single(models: Models, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of one replica, or of two if there is work for them."""
+    options = (*arguments(models, address), "--replicas", "1-2")
+    home = tmp_path_factory.mktemp("home")
+    with start_server(home, *options, source=str(models.root / "tiny"), environment=VARIABLES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(single: RunningServer) -> RunningServer:
+    """The same with two replicas, the second of which was started by a load that the first one carries meanwhile."""
+    assert single.metric("myna_engine_ready") == 1
+    streams = start_streams(single.url, 4)
+    deadline = time.monotonic() + 240
+    while single.metric("myna_engine_ready") != 2:
+        assert time.monotonic() < deadline, "a second replica is started"
+        streams += [Stream(single.url) for stream in streams[-4:] if not stream.thread.is_alive()]
+        time.sleep(0.2)
+    for stream in streams:
+        stream.wait()
+    assert all(stream.is_whole for stream in streams)
+    return single
 
 
 def speak(url: str, **fields: object) -> httpx2.Response:
@@ -64,58 +138,106 @@ def speak(url: str, **fields: object) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/audio/speech", json=body, timeout=180)
 
 
-def expected(folders: tuple[Path, Path], *, adapted: bool) -> bytes:
-    model, adapter = folders
-    engine = load_engine(run=adapter, device="cpu") if adapted else load_engine(model=str(model), device="cpu")
-    sampling = replace(engine.family.sampling, max_seconds=1.0, seed=0)
-    plan = engine.plan(SpeechRequest("two words", id="two words"), sampling)
-    return pcm16(next(engine.speak_plans([plan]))[1].samples)
-
-
-def test_both_replicas_have_the_model_and_its_adapter(url: str, folders: tuple[Path, Path]) -> None:
-    wanted = {"tiny": expected(folders, adapted=False), "one": expected(folders, adapted=True)}
-    servers: dict[str, set[str]] = {"tiny": set(), "one": set()}
-    deadline = time.monotonic() + 240
-    while min(map(len, servers.values())) < 2:
+def speak_on_both(url: str, name: str) -> bytes:
+    """What both replicas say, who are asked until each has answered."""
+    servers, spoken = set[str](), set[bytes]()
+    deadline = time.monotonic() + 120
+    while len(servers) < 2:
         assert time.monotonic() < deadline, servers
-        with ThreadPoolExecutor(6) as pool:
-            for name, response in pool.map(lambda name: (name, speak(url, model=name)), ["tiny", "one"] * 3):
-                assert response.status_code == 200 and response.content == wanted[name]
-                servers[name].add(response.headers["x-server-id"])
+        with ThreadPoolExecutor(4) as pool:
+            for response in pool.map(lambda _: speak(url, model=name), range(4)):
+                assert response.status_code == 200, response.text
+                servers.add(response.headers["x-server-id"])
+                spoken.add(response.content)
+    assert len(spoken) == 1
+    return spoken.pop()
 
 
-def test_a_killed_replica_loses_its_own_requests_alone(url: str) -> None:
-    results: dict[int, tuple[str, bool]] = {}
-    is_running = [threading.Event() for _ in range(8)]
+def ask_often(url: str) -> str:
+    """The one answer of a route, whichever replica gives it."""
+    (answer,) = {httpx2.get(url, timeout=60).text for _ in range(10)}
+    return answer
 
-    def read(number: int) -> None:
-        body = {"input": LONG, "response_format": "pcm", "max_seconds": 30.0}
-        with httpx2.stream("POST", f"{url}/v1/audio/speech", json=body, timeout=180) as response:
-            server = response.headers["x-server-id"]
-            try:
-                for _ in response.iter_raw():
-                    is_running[number].set()
-                results[number] = server, True
-            except httpx2.TransportError:
-                results[number] = server, False
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(is_running))]
-    for thread in threads:
-        thread.start()
-    assert all(event.wait(120) for event in is_running), "audio comes as it is made"
-    replicas = [
-        one for one in psutil.process_iter(["cmdline"]) if "ServeReplica" in " ".join(one.info["cmdline"] or ())
-    ]
+def test_adapters_are_loaded_and_unloaded_on_both(server: RunningServer, models: Models) -> None:
+    url = server.url
+    assert speak_on_both(url, "tiny") == models.expected()
+    assert speak_on_both(url, "one") == models.expected("first")
+    before = ask_often(f"{url}/v1/models")
+    assert '"two"' not in before
+    wrong = httpx2.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "two", "lora_path": "nowhere"})
+    assert wrong.status_code == 404
+    body = {"lora_name": "two", "lora_path": "second"}
+    assert httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120).status_code == 200
+    assert '"id":"two"' in ask_often(f"{url}/v1/models")
+    assert speak_on_both(url, "two") == models.expected("second")
+    assert httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120).status_code == 400
+    unload = httpx2.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "two"}, timeout=120)
+    assert unload.status_code == 200 and ask_often(f"{url}/v1/models") == before
+    assert {speak(url, model="two").status_code for _ in range(8)} == {404}
+
+
+def test_status_and_figures_are_of_all_replicas(server: RunningServer) -> None:
+    assert ask_often(f"{server.url}/ready") == '{"ready":true}'
+    assert '"status":"ok"' in ask_often(f"{server.url}/health")
+    text = httpx2.get(f"{server.url}/metrics", timeout=60).text
+    assert text.count("# TYPE myna_rows gauge") == 1 and text.count("myna_rows{server=") == 2
+    assert server.metric("myna_requests_finished_total") > 8
+
+
+def test_a_client_that_leaves_frees_its_row(server: RunningServer) -> None:
+    with httpx2.stream("POST", f"{server.url}/v1/audio/speech", json={"input": LONG}, timeout=120) as response:
+        next(response.iter_raw())
+        server.wait_for("myna_requests_in_flight", 1)
+    server.wait_for("myna_requests_in_flight", 0, seconds=10)
+
+
+def test_a_killed_replica_loses_its_own_requests_alone(server: RunningServer) -> None:
+    streams = start_streams(server.url, 8)
+    assert len({stream.server for stream in streams}) == 2
+    own = psutil.Process().children(recursive=True)
+    replicas = [one for one in own if "ServeReplica" in " ".join(one.cmdline())]
     assert len(replicas) == 2
     engines = replicas[0].children()
     replicas[0].kill()
-    for thread in threads:
-        thread.join(240)
-    broken = {server for server, whole in results.values() if not whole}
-    whole = {server for server, whole in results.values() if whole}
-    assert len(results) == 8 and len(broken) == len(whole) == 1 and not broken & whole
+    for stream in streams:
+        stream.wait()
+    broken = {stream.server for stream in streams if not stream.is_whole}
+    whole = {stream.server for stream in streams if stream.is_whole}
+    assert len(broken) == len(whole) == 1 and not broken & whole
     psutil.wait_procs(engines, timeout=20)
     assert not [one for one in engines if one.is_running()], "its engine ends with it"
     deadline = time.monotonic() + 180
-    while len({speak(url).headers["x-server-id"] for _ in range(6)} - broken) < 2:
-        assert time.monotonic() < deadline, "another takes its place"
+    while len({speak(server.url, model="one").headers["x-server-id"] for _ in range(6)} - broken) < 2:
+        assert time.monotonic() < deadline, "another takes its place, with the same adapters"
+
+
+def test_sigterm_drains(server: RunningServer) -> None:
+    streams = start_streams(server.url, 4)
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        stream.wait()
+    assert all(stream.is_whole for stream in streams)
+    assert server.process.wait(120) == 0, server.output
+    assert "Traceback" not in server.output
+
+
+def test_replicas_are_a_number_or_a_range() -> None:
+    assert parse_replicas("2") == (2, 2) and parse_replicas("1-4") == (1, 4)
+    for text in ("0", "4-1", "many", "1-", "-1", ""):
+        with pytest.raises(ConfigError, match="no number of replicas"):
+            parse_replicas(text)
+
+
+def test_each_replica_has_a_card_of_its_own() -> None:
+    settings = ServerSettings(EngineSettings("fledgling", rows=64))
+    options = deployment_options(settings, (1, 4), {"GPU": 4.0, "CPU": 64.0})
+    assert options["ray_actor_options"]["num_gpus"] == 1
+    assert options["autoscaling_config"]["target_ongoing_requests"] == 48
+    with pytest.raises(ConfigError, match="the cluster has 4"):
+        deployment_options(settings, (5, 5), {"GPU": 4.0, "CPU": 64.0})
+    on_cpu = replace(settings, engine=EngineSettings("fledgling", device="cpu"))
+    assert deployment_options(on_cpu, (2, 2), {"GPU": 4.0, "CPU": 64.0}) == {
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": 0},
+        "num_replicas": 2,
+    }

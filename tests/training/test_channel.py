@@ -20,7 +20,8 @@ import augment_natural
 import espeak_corpus
 import natural_corpus
 from corpus_making import channel, loudness
-from corpus_making.channel import Channel, Dynamics, has_clean_channel
+from corpus_making.channel import MICROPHONE, REFERENCE, Channel, Dynamics, has_clean_channel
+from corpus_making.corpus_folder import CorpusClip
 from corpus_making.loudness import Samples
 from myna.errors import DataError
 
@@ -38,16 +39,13 @@ def syllables(seconds: float = 2.0, seed: int = 0) -> Samples:
 
 @cache
 def drawn() -> list[tuple[str, Channel]]:
-    """Speakers that have a channel."""
-    channels = [(speaker, Channel.draw(speaker, 0)) for speaker in SPEAKERS]
-    return [(speaker, one) for speaker, one in channels if not one.is_clean]
+    """Channels of references, which have everything that can be drawn."""
+    return [(speaker, Channel.draw(speaker, 0, REFERENCE)) for speaker in SPEAKERS]
 
 
-def augmented(speaker: str, clips: Iterable[Samples], *, channels: bool = True) -> list[Samples]:
-    return [
-        samples
-        for _, samples in augment_natural.augmented_clips(speaker, (("x", clip) for clip in clips), channels=channels)
-    ]
+def augmented(speaker: str, clips: Iterable[Samples], *, channels: bool = True) -> list[CorpusClip]:
+    texts = ((f"{number}", clip) for number, clip in enumerate(clips))
+    return list(augment_natural.augmented_clips(speaker, texts, channels=channels))
 
 
 def magnitudes(response: Numbers) -> npt.NDArray[np.float64]:
@@ -64,16 +62,19 @@ def test_a_third_of_the_speakers_is_clean_and_others_differ() -> None:
     names = [f"kokoro2-{number:04d}" for number in range(3000)]
     assert sum(has_clean_channel(name, 0) for name in names) == pytest.approx(1000, abs=80)
     assert [Channel.draw(name, 0).is_clean for name in SPEAKERS] == [has_clean_channel(name, 0) for name in SPEAKERS]
-    some = [one for _, one in drawn()]
-    for share, having in (
-        (channel.EFFECT_SHARES["sharp"], [one.cut_off for one in some]),
-        (channel.EFFECT_SHARES["room"], [one.room for one in some]),
-        (channel.EFFECT_SHARES["noise"], [one.noise for one in some]),
-        (channel.CLIPPING_SHARE + channel.COMPRESSION_SHARE, [one.dynamics for one in some]),
+    for ranges, some in (
+        (REFERENCE, [one for _, one in drawn()]),
+        (MICROPHONE, [one for one in (Channel.draw(name, 0) for name in names[:200]) if not one.is_clean]),
     ):
-        assert sum(part is not None for part in having) / len(some) == pytest.approx(share, abs=0.15)
-    assert {one.cut_off for one in some} == {None, *channel.CUT_OFF_WEIGHTS}
-    assert all(channel.SNR_DB[0] <= one.snr_db <= channel.SNR_DB[1] for one in some if one.noise is not None)
+        for share, having in (
+            (ranges.sharp, [one.cut_off for one in some]),
+            (ranges.room, [one.room for one in some]),
+            (ranges.noise, [one.noise for one in some]),
+            (ranges.clipping + ranges.compression, [one.dynamics for one in some]),
+        ):
+            assert sum(part is not None for part in having) / len(some) == pytest.approx(share, abs=0.15)
+        assert {one.cut_off for one in some} == {None, *ranges.cut_off_weights}
+        assert all(ranges.snr_db[0] <= one.snr_db <= ranges.snr_db[1] for one in some if one.noise is not None)
 
 
 def test_a_channel_is_the_speakers_and_the_same_whenever_it_is_drawn() -> None:
@@ -83,8 +84,9 @@ def test_a_channel_is_the_speakers_and_the_same_whenever_it_is_drawn() -> None:
         assert np.array_equal(one.record(clip), again.record(clip))
         assert np.array_equal(one.record(clip), again.record(clip)), "the second clip too"
     (first, _), (second, _) = drawn()[:2]
-    assert not np.allclose(Channel.draw(first, 0).record(clip), Channel.draw(second, 0).record(clip), atol=1e-3)
-    assert not np.allclose(Channel.draw(first, 0).record(clip), Channel.draw(first, 1).record(clip), atol=1e-3)
+    recorded = [Channel.draw(*which, REFERENCE).record(clip) for which in ((first, 0), (second, 0), (first, 1))]
+    assert not np.allclose(recorded[0], recorded[1], atol=1e-3)
+    assert not np.allclose(recorded[0], recorded[2], atol=1e-3)
 
 
 def test_clips_of_a_speaker_share_a_microphone_and_differ_in_noise() -> None:
@@ -108,8 +110,8 @@ def test_length_is_kept_and_nothing_is_infinite_clipped_or_late() -> None:
             assert heard.shape == clip.shape and heard.dtype == np.float32 and np.isfinite(heard).all()
         bare = replace(one, noise=None, dynamics=None)
         assert abs(int(np.abs(bare.record(click)).argmax()) - 9000) < 24, "within a millisecond"
-        for samples in augmented(speaker, [8 * syllables(), 0.001 * syllables()]):
-            assert np.abs(samples).max() <= loudness.MAX_PEAK + 1e-6
+        for clip in augmented(speaker, [8 * syllables(), 0.001 * syllables()]):
+            assert np.abs(clip.samples).max() <= loudness.MAX_PEAK + 1e-6
     assert len(drawn()[0][1].record(np.zeros(0, np.float32))) == 0, "espeak may say nothing"
 
 
@@ -128,28 +130,33 @@ def test_above_a_sharp_band_there_is_nothing_whatever_else_is_done() -> None:
         )
         whole = power(heard, 0, 0.88 * one.cut_off) / power(syllables(), 0, 0.88 * one.cut_off)
         assert below > 0.05 * whole, "and below it there is what there was"
-    assert seen == set(channel.CUT_OFF_WEIGHTS)
+    assert seen == set(REFERENCE.cut_off_weights)
 
 
 def test_equalisers_and_high_passes_stay_within_their_bounds() -> None:
-    everything = dict.fromkeys(channel.EFFECT_SHARES, False)
+    nothing = dict.fromkeys(channel.EFFECTS, False)
+
+    def curve_of(number: int, effect: str) -> npt.NDArray[np.float64]:
+        return magnitudes(channel._draw_microphone(random.Random(number), nothing | {effect: True}, REFERENCE))
+
     for number in range(30):
-        curve = magnitudes(channel._draw_microphone(random.Random(number), everything | {"equaliser": True}))
+        curve = curve_of(number, "equaliser")
         assert np.abs(curve[60:11_000]).max() <= channel.MAX_EQUALISER_DB + 0.3
         assert np.ptp(curve[60:11_000]) > 1.0
-        curve = magnitudes(channel._draw_microphone(random.Random(number), everything | {"high-pass": True}))
+        curve = curve_of(number, "high_pass")
         assert curve[20] < -7 and abs(curve[1000]) < 0.3 and curve[150] > -4.5
-        curve = magnitudes(channel._draw_microphone(random.Random(number), everything | {"gentle": True}))
+        curve = curve_of(number, "gentle")
         assert curve[11_900] < -3 and -4.5 < curve[3790] < 0.1
 
 
 def test_a_room_fades_in_its_time_and_is_weaker_than_what_comes_straight() -> None:
     for number in range(20):
         rng = random.Random(number)
-        tail = channel._draw_room(rng, np.random.default_rng(number))
-        assert channel.RT60_SECONDS[0] - 0.01 <= len(tail) / RATE <= channel.RT60_SECONDS[1] + 0.01
+        tail = channel._draw_room(rng, np.random.default_rng(number), REFERENCE)
+        (shortest, longest), (least, most) = REFERENCE.rt60_seconds, REFERENCE.direct_to_reverberant_db
+        assert shortest - 0.01 <= len(tail) / RATE <= longest + 0.01
         direct = -10 * math.log10(float(np.sum(np.square(tail, dtype=np.float64))))
-        assert channel.DIRECT_TO_REVERBERANT_DB[0] - 0.01 <= direct <= channel.DIRECT_TO_REVERBERANT_DB[1] + 0.01
+        assert least - 0.01 <= direct <= most + 0.01
         third = len(tail) // 3
         early, late = (float(np.mean(np.square(part))) for part in (tail[:third], tail[-third:]))
         assert late < early * 10**-3
@@ -188,16 +195,32 @@ def test_loud_moments_are_bent_or_pressed() -> None:
 
 
 def test_clean_speakers_are_shaped_as_if_there_were_no_channels_and_levels_hold_for_all() -> None:
-    clips = [syllables(2.0, seed) for seed in range(4)]
+    clips = [syllables(4.0, seed) for seed in range(6)]
+    references = 0
     for speaker in SPEAKERS[:30]:
         clean, recorded = augmented(speaker, clips, channels=False), augmented(speaker, clips)
-        same = [np.array_equal(one, other) for one, other in zip(clean, recorded, strict=True)]
+        assert not any(clip.reference_only for clip in clean)
+        references += sum(clip.reference_only for clip in recorded)
+        first = next((number for number, clip in enumerate(recorded) if clip.reference_only), len(clips))
+        # A reference has draws of its own, after which those of other clips are not the same as without it.
+        same = [np.array_equal(clean[number].samples, recorded[number].samples) for number in range(first)]
         as_made = loudness.speaker_tract_factor(speaker, augment_natural.SEED) == 1.0
-        assert same == [as_made and has_clean_channel(speaker, augment_natural.SEED)] * 4
-        if as_made:
-            assert list(map(len, clean)) == list(map(len, recorded)), "silence is cut before there is noise in it"
-        levels = [10 * math.log10(loudness.speech_power(samples, RATE)) for samples in recorded]
-        assert np.mean(levels) == pytest.approx(loudness.speaker_level(speaker, augment_natural.SEED), abs=2.5)
+        assert same == [as_made and has_clean_channel(speaker, augment_natural.SEED)] * first
+        targets = [clip.samples for clip in recorded if not clip.reference_only]
+        levels = [10 * math.log10(loudness.speech_power(samples, RATE)) for samples in targets]
+        if len(levels) > 2:
+            assert np.mean(levels) == pytest.approx(loudness.speaker_level(speaker, augment_natural.SEED), abs=2.5)
+    assert references / (30 * len(clips)) == pytest.approx(augment_natural.REFERENCE_SHARE, abs=0.12)
+
+
+def test_a_poor_reference_is_the_clip_through_a_channel_of_its_own_at_another_level() -> None:
+    clip = syllables(3.0)
+    made = [augment_natural.poor_reference(f"anna/{number}", clip, -20.0) for number in range(40)]
+    assert all(np.array_equal(made[0], one) == (number == 0) for number, one in enumerate(made))
+    assert np.array_equal(made[0], augment_natural.poor_reference("anna/0", clip, -20.0)), "drawn by its name"
+    levels = [10 * math.log10(loudness.speech_power(samples, RATE)) for samples in made]
+    assert np.std(levels) > 2 and all(np.abs(samples).max() <= 1 and len(samples) == len(clip) for samples in made)
+    assert not any(augment_natural.is_reference(f"anna/{number}", 0.5) for number in range(50)), "one word is too short"
 
 
 def test_a_folder_does_not_go_on_with_other_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +250,16 @@ def test_a_folder_does_not_go_on_with_other_channels(tmp_path: Path, monkeypatch
 # The speaker before it
 
 
-def test_half_of_the_speakers_are_smaller_or_larger_than_they_were_made() -> None:
+def test_most_speakers_are_smaller_or_larger_than_they_were_made_or_have_other_formants() -> None:
     sizes = [loudness.speaker_tract_factor(speaker, 0) for speaker in SPEAKERS]
     assert sizes == [loudness.speaker_tract_factor(speaker, 0) for speaker in SPEAKERS]
     others = [size for size in sizes if size != 1.0]
-    assert 0.35 < len(others) / len(sizes) < 0.65 and all(0.9 <= size <= 1.12 for size in others)
-    assert min(others) < 0.95 and max(others) > 1.07
+    assert 0.45 < len(others) / len(sizes) < 0.75 and all(0.76 <= size <= 1.2 for size in others)
+    assert min(others) < 0.85 and max(others) > 1.1
+    formants = [loudness.speaker_formant_factor(speaker, 0) for speaker in SPEAKERS]
+    others = [factor for factor in formants if factor != 1.0]
+    assert 0.35 < len(others) / len(formants) < 0.65 and all(0.88 <= factor <= 1.14 for factor in others)
+    assert sum(one != 1.0 and other != 1.0 for one, other in zip(sizes, formants, strict=True)) > 0
 
 
 def test_a_larger_speaker_is_deeper_and_slower() -> None:

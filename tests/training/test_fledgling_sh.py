@@ -88,6 +88,40 @@ def test_a_fledgling_is_trained_further_with_its_codec(tmp_path: Path) -> None:
         calls_of(tmp_path, "codec", "encode", INIT_FROM=str(begun), CODEC=str(other), RUNS=str(tmp_path / "again"))
 
 
+def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Path) -> None:
+    """Its files lie in several parts, as do the recordings of real speech."""
+    files = ("1/init/model.safetensors", "2/init/config.json", "2/init/codec/model.safetensors", "0/real_words.json")
+    for name in (*files, "1/real/en-real/part-0.parquet", "2/real/en-real/part-1.parquet"):
+        file = tmp_path / "bundle" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    trial = 'case "$*" in *runs/language/trial*) mkdir -p {trial}; cp {metrics} {trial}/metrics.jsonl;; esac\n'
+    rows = "".join(f'{{"speed": {{"seconds": 0.1}}, "step": {step}}}\n' for step in range(60))
+    metrics, run = tmp_path / "metrics", tmp_path / "runs/language"
+    metrics.write_text(rows)
+    fake = FAKE_PYTHON.replace("plan_seconds.py ]", 'plan_seconds.py ] || [ "$(basename "$1")" = plan_steps.py ]')
+    fake = fake.replace(
+        "echo", trial.replace("{trial}", str(run / "trial")).replace("{metrics}", str(metrics)) + "echo", 1
+    )
+    settings = {"BUDGET": "1380", "PARTS": "3"}
+    calls = calls_of(tmp_path, "language", fake=fake, OUT="", **settings)
+    names = [
+        Path(words[0]).name if words[0] != "-m" else f"{words[1]} {words[2]}" for words in calls if words[0] != "-c"
+    ]
+    assert names[-6:] == [
+        *("augment_real.py", "mix_corpora.py", "encode.py", "myna train", "myna train", "export_fledgling.py")
+    ]
+    by_script = {Path(words[0]).name: words for words in calls}
+    assert option(by_script["natural_corpus.py"], "--seconds") == "300"
+    assert option(by_script["mix_corpora.py"], "--real") == str(tmp_path / "data/real_augmented")
+    init = tmp_path / "data" / "init"
+    assert (init / "model.safetensors").read_text() == files[0] and (init / "config.json").read_text() == files[1]
+    trained = calls[-2]
+    steps = next(int(word.partition("=")[2]) for word in trained if word.startswith("train.steps="))
+    assert 10_000 < steps < 13_300 and "train.learning_rate=1.2e-3" in trained
+    assert len(list((tmp_path / "data/real/en-real").iterdir())) == 2
+
+
 def test_a_codec_for_real_voices_is_trained_on_all_speech_of_the_bundle(tmp_path: Path) -> None:
     for name in ("0/real/en-real/part-0", "1/real/en-real/part-1", "1/real/studio/all", "0/background/music"):
         file = tmp_path / "bundle" / f"{name}.parquet"

@@ -1,4 +1,4 @@
-"""Augmentation of natural speech: trimmed silence, simulated channels, random levels, held-out speakers apart.
+"""Augmentation of natural speech: trimmed silence, microphones, levels, poor references, held-out speakers apart.
 
 python training/fledgling/augment_natural.py SOURCE... --out data/fledgling/natural_augmented
 
@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 import soundfile
 import soxr  # type: ignore[import-untyped]
 
-from corpus_making.channel import Channel
-from corpus_making.corpus_folder import SAMPLE_RATE, CorpusFolder
+from codec_training.lossy import lossy_round_trip
+from corpus_making.channel import REFERENCE, Channel
+from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
 from corpus_making.held_out import is_held_out_line
 from corpus_making.loudness import Samples, at_level, resample_tract, speaker_level, speaker_tract_factor, trim
 from myna.errors import DataError, MynaError
@@ -32,6 +33,14 @@ from myna.errors import DataError, MynaError
 SEED = 0
 SETTINGS = "augmentation.json"
 """Not `corpus.json`, which is left to `natural_corpus.py`, since both may fill one folder."""
+
+REFERENCE_SHARE, REFERENCE_SECONDS = 0.35, (1.5, 12.0)
+"""The share of clips of these lengths that only serve as references, each through a channel of its own. No other
+version of them is a target, or a model would learn to copy its reference."""
+REFERENCE_LEVEL_DB = 4.0
+"""Standard deviation of a reference's level from that of its speaker."""
+LOSSY_SHARE = 0.12
+"""Of these references, the share that went through MP3, Opus or another lossy codec."""
 
 RowsByFile = dict[Path, list[int]]
 """Rows by their file."""
@@ -116,21 +125,39 @@ def _read_clips(wanted: Mapping[Path, set[int]]) -> dict[str, list[EncodedClip]]
     return found
 
 
-def augmented_clips(
-    speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool
-) -> Iterator[tuple[str, Samples]]:
-    """Augmented clips of one speaker, with their texts, in the given order."""
+def augmented_clips(speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool) -> Iterator[CorpusClip]:
+    """Augmented clips of one speaker, in the given order."""
     rng, level = random.Random(f"{SEED}/shape/{speaker}"), speaker_level(speaker, SEED)
     channel, size = (Channel.draw(speaker, SEED), speaker_tract_factor(speaker, SEED)) if channels else (Channel(), 1.0)
-    for text, samples in clips:
+    for number, (text, samples) in enumerate(clips):
         # Trim before noise fills the silence.
         recorded = channel.record(trim(resample_tract(samples, size), SAMPLE_RATE, rng))
-        yield text, at_level(recorded, SAMPLE_RATE, level, rng)
+        name = f"{speaker}/{number}"
+        if channels and is_reference(name, len(recorded) / SAMPLE_RATE):
+            yield CorpusClip(text, poor_reference(name, recorded, level), reference_only=True)
+        else:
+            yield CorpusClip(text, at_level(recorded, SAMPLE_RATE, level, rng))
+
+
+def is_reference(clip: str, seconds: float) -> bool:
+    """Whether a clip of that name and length only serves as a reference."""
+    shortest, longest = REFERENCE_SECONDS
+    return shortest <= seconds <= longest and random.Random(f"{SEED}/reference/{clip}").random() < REFERENCE_SHARE
+
+
+def poor_reference(clip: str, samples: Samples, level: float) -> Samples:
+    """The clip as another microphone in a room, a telephone or a lossy file has it, at another level."""
+    rng = random.Random(f"{SEED}/reference channel/{clip}")
+    recorded = Channel.draw(clip, SEED, REFERENCE).record(samples)
+    if rng.random() < LOSSY_SHARE:
+        peak = float(np.abs(recorded).max()) or 1.0
+        recorded = lossy_round_trip(np.asarray(recorded * (0.5 / peak), np.float32), SAMPLE_RATE, rng)
+    return at_level(recorded, SAMPLE_RATE, level + rng.gauss(0, REFERENCE_LEVEL_DB), rng)
 
 
 def augmented_unwritten_clips(
     speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool
-) -> Iterator[tuple[str, Samples]]:
+) -> Iterator[CorpusClip]:
     """The same for samples that were never written: identical to what 16-bit files would give."""
     read_back = ((text, _read_back(samples)) for text, samples in clips if not is_held_out_line(text))
     return augmented_clips(speaker, read_back, channels=channels)

@@ -28,9 +28,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from myna.data.code_store import CodeStore, encode_dataset, relative_audio_path, span_bounds, write_index
+from myna.data.code_store import CodeStore, relative_audio_path, span_bounds, write_index
 from myna.data.codec import Encoder
 from myna.data.dataset import DatasetInfo, PreparedDataset
+from myna.data.encoding import encode_dataset
 from myna.data.lengths import count_text_tokens
 from myna.data.manifest import iterate_manifest, missing_manifest_error, read_manifest, write_manifest
 from myna.data.utterance import Span, Utterance

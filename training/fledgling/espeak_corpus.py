@@ -20,11 +20,12 @@ from pathlib import Path
 import soxr  # type: ignore[import-untyped]
 
 from corpus_making.channel import Channel
-from corpus_making.corpus_folder import SAMPLE_RATE, CorpusFolder
+from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
 from corpus_making.espeak import Espeak, EspeakSpeaker
 from corpus_making.lines import TextPool
-from corpus_making.loudness import Samples, at_level, speaker_level, trim
+from corpus_making.loudness import at_level, speaker_level, trim
 from corpus_making.process_pool import map_with_restarts
+from corpus_making.written_forms import spoken_form
 from myna.errors import MynaError
 
 MIN_CLIPS = 6
@@ -75,7 +76,7 @@ def make_speaker(config: CorpusConfig, out: Path, name: str) -> float:
     return corpus.add(name, language, _clips(config, name, language))
 
 
-def _clips(config: CorpusConfig, name: str, language: str) -> Iterator[tuple[str, Samples]]:
+def _clips(config: CorpusConfig, name: str, language: str) -> Iterator[CorpusClip]:
     espeak, lines, rng = _espeak(), _lines(config.texts), random.Random(f"{config.seed}/clips/{name}")
     espeak.set_speaker(EspeakSpeaker.draw(name, language, config.seed))
     level, wanted, used = speaker_level(name, config.seed), config.hours * 3600 / config.speakers, set[str]()
@@ -86,11 +87,11 @@ def _clips(config: CorpusConfig, name: str, language: str) -> Iterator[tuple[str
         if text in used and len(used) < len(lines.of.get(language, ())):
             continue
         used.add(text)
-        spoken = soxr.resample(espeak.say(text), espeak.sample_rate, SAMPLE_RATE, quality="HQ")
+        spoken = soxr.resample(espeak.say(spoken_form(text)), espeak.sample_rate, SAMPLE_RATE, quality="HQ")
         samples = at_level(channel.record(trim(spoken, SAMPLE_RATE, rng)), SAMPLE_RATE, level, rng)
         if MIN_SECONDS <= len(samples) / SAMPLE_RATE <= MAX_SECONDS:
             seconds, clips = seconds + len(samples) / SAMPLE_RATE, clips + 1
-            yield text, samples
+            yield CorpusClip(text, samples)
 
 
 def _make_speakers(config: CorpusConfig, out: Path, names: Sequence[str]) -> float:

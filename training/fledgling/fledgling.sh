@@ -4,6 +4,8 @@
 #   all      everything below in $BUDGET seconds: what is late shortens what comes after it
 #   voices   instead: a codec for real voices in $BUDGET seconds; natural and eSpeak speech without channels, then the
 #            codec with augmentation on the GPU, on those and on the real speech of the bundle
+#   language instead: a language model on the codes of a codec that is trained already, in $BUDGET seconds: natural and
+#            eSpeak speech, then a training on these and on real speech that begins with the weights of the bundle
 #   decoder  instead: decoder-only training of $CODEC, or of the shipped codec, in $BUDGET seconds, with the same codes;
 #            corpora, then the decoder, and no language model
 #
@@ -55,7 +57,7 @@ TRAIN_SECONDS=${TRAIN_SECONDS:-600}
 LIMIT=${LIMIT:-}                         # seconds of a command after which it is told to stop and to save a checkpoint
 DATA=${DATA:-data/fledgling}
 BUNDLE=${BUNDLE:-$DATA/bundle}           # the parts that pack_offline.py made
-PARTS=${PARTS:-0}                        # of the bundle that `voices` waits for before the codec is trained
+PARTS=${PARTS:-0}                        # of the bundle that `voices` and `language` wait for after the synthesis
 RUNS=${RUNS:-runs}
 SET=${SET:-}                             # more settings for the language model: "--set train.learning_rate=1e-3"
 HERE=training/fledgling
@@ -189,10 +191,47 @@ voices_corpora() { # many voices, a few clips of each, in a process of its own, 
     NATURAL_SPEAKERS="${VOICES_SPEAKERS:-2400}" bash $HERE/fledgling.sh corpora
 }
 
+language() { # with a clock and a folder of its own; parts of the bundle may come while speech is synthesized
+  local INIT_FROM=$DATA/initial CODEC=$DATA/initial/codec RUNS=$RUNS/language
+  local NATURAL_SECONDS=${NATURAL_SECONDS:-300} NATURAL_SPEAKERS=${LANGUAGE_SPEAKERS:-9000}
+  local HOURS=${LANGUAGE_ESPEAK_HOURS:-10} SPEAKERS=${LANGUAGE_ESPEAK_SPEAKERS:-400}
+  local CONTINUED=(--set train.learning_rate="${LANGUAGE_RATE:-1.2e-3}") # of known weights with unknown codes
+  mkdir -p "$RUNS"
+  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
+  check
+  stage corpora
+  wait_for_parts
+  stage initial
+  stage real_corpus
+  stage codec
+  stage encode
+  stage trial
+  planned TRAIN_SECONDS train
+  stage train
+  stage export_model
+}
+
+initial() { # the checkpoint to begin with, whose files may lie in several parts of the bundle
+  local part
+  rm -rf "$DATA/initial" && mkdir -p "$DATA/initial"
+  for part in "$BUNDLE"/*/init; do
+    [ -d "$part" ] || { say "the bundle has no checkpoint to begin with: pack_offline.py --init"; return 1; }
+    cp -r "$part/." "$DATA/initial/"
+  done
+}
+
+real_corpus() { # English alone
+  local sources=() words="$BUNDLE/0/real_words.json"
+  real_sources
+  [ -e "$words" ] && [ -d "$DATA/real/en-real" ] || { say "the bundle has no real English: trained without"; return 0; }
+  $PYTHON $HERE/augment_real.py --source "$DATA/real/en-real" --words "$words" --variants "${REAL_VARIANTS:-7}" \
+    --jobs "$JOBS" --out "$DATA/real_augmented"
+}
+
 wait_for_parts() { # they may still be on their way while natural speech is made
   local waited=0
   while [ "$(find "$BUNDLE" -mindepth 1 -maxdepth 1 -name '[0-9]*' | wc -l)" -lt "$PARTS" ]; do
-    [ $waited -lt 240 ] || { say "of $PARTS parts of the bundle some did not come: trained without them"; return 0; }
+    [ $waited -lt 240 ] || { say "of $PARTS parts of the bundle some did not come: goes on without them"; return 0; }
     [ $waited -gt 0 ] || say "waits for the $PARTS parts of the bundle"
     sleep 2
     waited=$((waited + 2))
@@ -213,7 +252,10 @@ decoder() { # two stages, with a clock and a folder of their own
 encode() {
   # Another codec needs another initial checkpoint.
   diff -rq "$RUNS/codec/codec" "$DATA/init/codec" >/dev/null 2>&1 || init_model
-  $PYTHON $HERE/mix_corpora.py --natural "$DATA/natural_augmented" --espeak "$DATA/espeak" --repeat "$REPEAT" --out "$DATA/mixed"
+  local real=()
+  [ ! -e "$DATA/real_augmented/manifest.jsonl" ] || real=(--real "$DATA/real_augmented")
+  $PYTHON $HERE/mix_corpora.py --natural "$DATA/natural_augmented" --espeak "$DATA/espeak" "${real[@]}" \
+    --repeat "$REPEAT" --out "$DATA/mixed"
   $PYTHON $HERE/encode.py --model "$DATA/init" --work "$DATA/codes" --jobs "$ENCODERS" \
     "$DATA/mixed/train=$DATA/prepared/train" "$DATA/mixed/held_out=$DATA/prepared/held_out"
 }
@@ -304,7 +346,7 @@ unpack
 for stage in "$@"; do
   case $stage in
     export) say export; export_model ;; # `export` is a word of the shell
-    all | voices | decoder | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
+    all | voices | language | decoder | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -1,4 +1,4 @@
-"""Mix of natural and eSpeak corpora in one manifest, with repeated natural lines.
+"""Mix of natural, eSpeak and real corpora in one manifest, with repeated natural lines.
 
 python training/fledgling/mix_corpora.py --natural data/fledgling/natural_augmented \\
     --espeak data/fledgling/espeak --repeat 4 --out data/fledgling/mixed
@@ -11,7 +11,7 @@ to a few speakers: natural speech is what counts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,20 +24,23 @@ from myna.errors import MynaError
 
 ESPEAK_HELD_OUT_CLIPS = 200
 """Held-out clips of espeak in the evaluation."""
-NO_REFERENCES = b', "extras": {"references": []}'
+REFERENCE_ONLY, NO_REFERENCES = b'"extras": {"reference_only": true}', b', "extras": {"references": []}'
 
 
-def training_lines(natural: Path, espeak: Path | None, repeat: int, no_reference_share: float) -> Iterator[bytes]:
+def training_lines(natural: Path, others: Sequence[Path], repeat: int, no_reference_share: float) -> Iterator[bytes]:
     """Training lines. A share of the natural ones has no reference, for synthesis without one; such lines are of
     speakers without a channel."""
     for line in manifest_lines(natural / "train"):
+        if REFERENCE_ONLY in line.rest:
+            yield bytes(line)
+            continue
         share = no_reference_share / CLEAN_SHARE if _is_clean(line.id.rpartition(b"-")[0]) else 0.0
         for number in range(repeat):
             id = b"%s~%d" % (line.id, number) if number else line.id
             no_reference = string_hash(f"alone {id.decode()}") < share * 2**64
             yield bytes(ManifestLine(id, line.audio, line.rest + NO_REFERENCES if no_reference else line.rest))
-    if espeak is not None:
-        yield from map(bytes, manifest_lines(espeak / "train"))
+    for other in others:
+        yield from map(bytes, manifest_lines(other / "train"))
 
 
 @cache
@@ -45,17 +48,21 @@ def _is_clean(speaker: bytes) -> bool:
     return has_clean_channel(speaker.decode(), SEED)
 
 
-def held_out_lines(natural: Path, espeak: Path | None) -> Iterator[bytes]:
-    yield from map(bytes, manifest_lines(natural / "held_out"))
+def held_out_lines(natural: Path, espeak: Path | None, real: Path | None) -> Iterator[bytes]:
+    for corpus in (natural, *([real] if real else [])):
+        yield from map(bytes, manifest_lines(corpus / "held_out"))
     if espeak is not None:
         yield from map(bytes, islice(manifest_lines(espeak / "held_out"), ESPEAK_HELD_OUT_CLIPS))
 
 
-def write_mix(natural: Path, espeak: Path | None, repeat: int, no_reference_share: float, out: Path) -> dict[str, int]:
+def write_mix(
+    natural: Path, espeak: Path | None, repeat: int, no_reference_share: float, out: Path, real: Path | None = None
+) -> dict[str, int]:
     """How many lines there are in each part."""
+    others = [corpus for corpus in (espeak, real) if corpus is not None]
     mix = {
-        "train": list(training_lines(natural, espeak, repeat, no_reference_share)),
-        "held_out": list(held_out_lines(natural, espeak)),
+        "train": list(training_lines(natural, others, repeat, no_reference_share)),
+        "held_out": list(held_out_lines(natural, espeak, real)),
     }
     for part, lines in mix.items():
         write_manifest_lines(out / part / "manifest.jsonl", lines)
@@ -66,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--natural", type=Path, required=True, help="folder made by augment_natural.py")
     parser.add_argument("--espeak", type=Path, help="folder made by espeak_corpus.py; natural speech alone without")
+    parser.add_argument("--real", type=Path, help="folder made by augment_real.py")
     parser.add_argument("--repeat", type=int, default=1, help="how often a natural line comes in one epoch")
     parser.add_argument(
         "--no-reference-share", type=float, default=0.1, help="share of natural lines without a reference, 1/3 at most"
@@ -73,7 +81,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
-        for part, count in write_mix(args.natural, args.espeak, args.repeat, args.no_reference_share, args.out).items():
+        counts = write_mix(args.natural, args.espeak, args.repeat, args.no_reference_share, args.out, args.real)
+        for part, count in counts.items():
             print(f"{args.out / part}: {count} lines")
     except MynaError as error:
         parser.exit(1, f"{error}\n")

@@ -32,19 +32,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from augment_natural import augmented_unwritten_clips
+from augment_natural import SEED, augmented_unwritten_clips
 from corpus_making.corpus_folder import CorpusFolder
 from corpus_making.held_out import is_held_out
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, KokoroSpeaker, OnnxKokoro, Samples, SynthesisRequest, joined_model
 from corpus_making.lines import TextPool
+from corpus_making.loudness import speaker_formant_factor, speaker_tract_factor
 from myna.errors import ConfigError, MynaError
 from myna.io import atomic_write
 
-MIN_CLIPS, SPEAKERS_PER_FILE, SPEAKERS_PER_TASK = 6, 2, 8
+MIN_CLIPS, SPEAKERS_PER_FILE, SPEAKERS_PER_TASK = 6, 2, 12
 """Clips of a speaker, speakers of a file, and speakers that take turns where no file is to be filled."""
-EXPECTED_CLIP_SECONDS, MAX_SECONDS = 3.8, 14.0
-"""Seconds of a clip, which has 4.3 in the mean: how many are config for at once is counted with the first, since a few
-too many cost less than another round. What is longer than the second is left out."""
+EXPECTED_CLIP_SECONDS, MAX_SECONDS = 4.2, 32.0
+"""Seconds of a clip, which has some 4.7 in the mean: how many are config for at once is counted with the first, since a
+few too many cost less than another round. What is longer than the second is left out."""
+TEMPO_EXPONENT = 0.7
+"""How much of the tempo that a smaller or larger speaker is played at is undone beforehand: small people do not speak
+that much faster."""
 MAX_HELD_OUT_SPEAKERS = 60
 """More held-out speakers would not make the evaluation better."""
 WRITER_THREADS = 4
@@ -136,7 +140,7 @@ def make_augmented(
         return corpus.add(name, "en", augmented_unwritten_clips(name, session.clips, channels=synthesis.channels))
 
     with ThreadPoolExecutor(WRITER_THREADS) as pool:
-        return sum(pool.map(write, record_sessions(config, lines, kokoro, names)))
+        return sum(pool.map(write, record_sessions(config, lines, kokoro, names, shaped=synthesis.channels)))
 
 
 def make(
@@ -191,6 +195,9 @@ class SpeakerSession:
     used_texts: set[str] = field(default_factory=set)
     clips: list[tuple[str, Samples]] = field(default_factory=list)
     seconds: float = 0.0
+    speed: float = 1.0
+    """Factor on the speaker's own."""
+    formants: float = 1.0
 
     @property
     def enough(self) -> bool:
@@ -204,7 +211,8 @@ class SpeakerSession:
             while text in self.used_texts:
                 text = lines.draw_natural(self.rng)
             self.used_texts.add(text)
-            yield SynthesisRequest(text, self.speaker, self.speaker.speed * self.rng.uniform(0.95, 1.05))
+            speed = self.speed * self.speaker.speed * self.rng.uniform(0.95, 1.05)
+            yield SynthesisRequest(text, self.speaker, speed, self.formants)
 
     def add_clip(self, text: str, samples: Samples) -> None:
         if 0 < len(samples) <= MAX_SECONDS * SAMPLE_RATE:
@@ -221,14 +229,17 @@ class SpeakerSession:
 
 
 def record_sessions(
-    config: CorpusConfig, lines: TextPool, kokoro: Kokoro, names: Sequence[str]
+    config: CorpusConfig, lines: TextPool, kokoro: Kokoro, names: Sequence[str], *, shaped: bool = False
 ) -> list[SpeakerSession]:
-    """All clips of these speakers, synthesized in batches over speakers."""
+    """All clips of these speakers, synthesized in batches over speakers. `shaped`: with vocal tracts of their own; what
+    `augment_natural.py` does to a speaker's size is foreseen in the tempo."""
     sessions = [
         SpeakerSession(
             KokoroSpeaker.draw(name, kokoro.voices, config.seed),
             random.Random(f"{config.seed}/clips/{name}"),
             config.hours * 3600 / config.speakers,
+            speed=speaker_tract_factor(name, SEED) ** TEMPO_EXPONENT if shaped else 1.0,
+            formants=speaker_formant_factor(name, SEED) if shaped else 1.0,
         )
         for name in names
     ]

@@ -1,4 +1,4 @@
-"""Bundle for a machine without network, in parts of a limited size: wheels, texts, Kokoro, speech, backgrounds.
+"""Bundle for a machine without network, in parts of a limited size: wheels, texts, Kokoro, speech, a checkpoint.
 
 python training/fledgling/pack_offline.py --texts data/fledgling/texts --kokoro data/fledgling/kokoro \\
     --natural PARQUET_FOLDER --real PARQUET_FOLDER_OR_FILE... --background AUDIO_FOLDER --out data/fledgling/bundle
@@ -50,18 +50,22 @@ def pack(
     real: Sequence[Path] = (),
     backgrounds: Sequence[Path] = (),
     real_limit: int = 2**60,
+    init: Path | None = None,
+    words: Path | None = None,
 ) -> list[int]:
     """Write the parts; their sizes in bytes."""
     if out.exists():
         raise DataError(f"{out} exists", hint=f"rm -r {out}, or choose another folder with --out")
     first = out / "0"
     shutil.copytree(texts, first / "texts")
+    if words is not None:
+        shutil.copy(words, first / "real_words.json")
     _wheels(first / "wheels", python)
     for folder in backgrounds:
         _pack_backgrounds(folder, first / "background" / f"{folder.name}.parquet")
     sizes = [_size(first)]
     thinned = out / "thinned"
-    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real)):
+    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real), *_tree(init, "init")):
         if name.startswith("real/"):
             file = _thin(file, thinned / name, real_limit)
         size = file.stat().st_size
@@ -84,6 +88,12 @@ def _kokoro(folder: Path | None) -> Iterator[tuple[Path, str]]:
 def _natural(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     for file in sorted(file for folder in folders for file in folder.glob("*.parquet")):
         yield file, f"natural/{file.parent.name}-{file.name}"
+
+
+def _tree(folder: Path | None, name: str) -> Iterator[tuple[Path, str]]:
+    for file in sorted(folder.rglob("*")) if folder else ():
+        if file.is_file() and not file.name.startswith("."):
+            yield file, f"{name}/{file.relative_to(folder).as_posix()}"
 
 
 def _real(sources: Sequence[Path]) -> Iterator[tuple[Path, str]]:
@@ -162,6 +172,8 @@ def main() -> None:
     parser.add_argument("--real-limit", type=float, default=1e6, help="MiB of a file of real speech; rows are left out")
     parser.add_argument("--background", type=Path, nargs="*", default=[], help="folders of audio files without speech")
     parser.add_argument("--kokoro", type=Path, help="folder made by export_kokoro.py")
+    parser.add_argument("--init", type=Path, help="checkpoint that the language model begins with, with its codec")
+    parser.add_argument("--words", type=Path, help="file that augment_real.py made of real speech")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--python", default="3.12", help="version of Python over there")
     parser.add_argument("--limit", type=float, default=56, help="MiB of a part; the checkout is copied beside it")
@@ -178,6 +190,8 @@ def main() -> None:
             args.real,
             args.background,
             int(args.real_limit * 2**20),
+            args.init,
+            args.words,
         )
     except MynaError as error:
         parser.exit(1, f"{error}\n")

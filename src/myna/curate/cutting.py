@@ -47,6 +47,10 @@ class Stretch:
     end_ms: int
     speaker: str = ""
     words: tuple[RecognisedWord, ...] = ()
+    overlapped: bool = False
+    """Somebody else speaks at the same time: it is not joined with what can be kept."""
+    new_voice: bool = False
+    """It does not sound like the stretch before it, and is not joined with that, whatever their speakers are."""
 
     @property
     def text(self) -> str:
@@ -140,7 +144,8 @@ def cut_clips(stretches: Sequence[Stretch], length_ms: int, settings: CutSetting
 
 
 def _may_join(one: Stretch, following: Stretch, settings: CutSettings) -> bool:
-    return one.speaker == following.speaker and following.start_ms - one.end_ms <= 1000 * settings.max_pause
+    alike = one.speaker == following.speaker and one.overlapped == following.overlapped
+    return alike and not following.new_voice and following.start_ms - one.end_ms <= 1000 * settings.max_pause
 
 
 def _length_cost(seconds: float, settings: CutSettings) -> float:

@@ -76,7 +76,7 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
         "other speaker": clip & (_strings(table, "speaker") == ""),
         "clipped": clip & (measure("clipped_share") > keep.max_clipped_share),
         "narrow band": clip & (measure("bandwidth_hz") < keep.min_bandwidth_hz),
-        "noisy": clip & (measure("snr_db") < keep.min_snr_db),
+        "noisy": clip & (measure("snr_db") < keep.min_snr_db) & ~(measure("dnsmos_bak") >= keep.clean_dnsmos_bak),
         "low quality": clip & (measure("dnsmos_ovrl") < keep.min_dnsmos_ovrl),
         "wrong language": clip & _wrong_language(table, settings),
         "doubtful text": clip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,9 +15,12 @@ from myna.audio.files import Samples
 from myna.curate import analysis
 from myna.curate.analysis.models import DEFAULT_FOLDER
 from myna.curate.settings import ListenSettings
-from myna.evaluate.asr import ASR, TimedTranscript
+from myna.evaluate.asr import ASR, TimedTranscript, Transcript
+from myna.train.precision import pick_device
 
 NO_ASR = "none"
+FIRST_PASS_FORMAT = 2
+"""Raised where the same models give other rows than before: parts are then listened to again."""
 EMBEDDED_STEP_SECONDS = 0.5
 """Embedded lengths are multiples of it: each new length costs the convolutions a new plan."""
 MAX_EMBEDDED_SECONDS = 8.0
@@ -31,7 +34,17 @@ class WordRecogniser(Protocol):
     def name(self) -> str:
         """Identifies the weights."""
 
-    def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript: ...
+    @property
+    def batch_size(self) -> int:
+        """Clips that are best given at once."""
+
+    def transcribe_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[Transcript]: ...
+
+    def transcribe_words_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[TimedTranscript]: ...
 
 
 class SpeakerActivity(Protocol):
@@ -58,28 +71,42 @@ class CurationModels:
     asr: WordRecogniser | None
     check_asr: WordRecogniser | None
     networks: analysis.AnalysisModels
+    device: str = "cpu"
 
     @classmethod
     def open(cls, settings: ListenSettings, threads: int = 0) -> CurationModels:
         def open_asr(name: str) -> ASR:
-            return ASR.open(name, settings.device, threads=threads)
+            return ASR.open(name, settings.device, threads=threads, float16=True)
 
         asr = None if settings.asr == NO_ASR else open_asr(settings.asr)
         check = open_asr(settings.check_asr) if settings.check_asr and settings.check_asr != settings.asr else asr
-        return cls(analysis.voice_activity, asr, check, analysis.load_models(analysis_settings(settings, threads)))
+        networks = analysis.load_models(analysis_settings(settings, threads))
+        return cls(analysis.voice_activity, asr, check, networks, str(pick_device(settings.device).type))
 
     @property
     def names(self) -> list[str]:
-        """Of all models, with their versions: rows of parts are comparable where these are equal."""
+        """Of all models, with their versions, and of what is done with them: rows of parts are comparable where these
+        are equal."""
         recognisers = [one.name if one is not None else NO_ASR for one in (self.asr, self.check_asr)]
-        return [*recognisers, *(f"{name} {version}" for name, version in sorted(self.networks.versions.items()))]
+        networks = (f"{name} {version}" for name, version in sorted(self.networks.versions.items()))
+        return [f"first pass {FIRST_PASS_FORMAT} on {self.device}", *recognisers, *networks]
 
-    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> TimedTranscript:
-        return self.asr.transcribe_words(samples, sample_rate, language) if self.asr else TimedTranscript()
+    def transcribe(self, clips: Iterable[Samples], sample_rate: int, language: str | None) -> Iterator[TimedTranscript]:
+        """The first transcription: with the times of words."""
+        if self.asr is None:
+            yield from (TimedTranscript() for _ in clips)
+            return
+        for batch in analysis.batches(clips, self.asr.batch_size):
+            yield from self.asr.transcribe_words_batch(batch, sample_rate, [language] * len(batch))
 
-    def check(self, samples: Samples, sample_rate: int, language: str | None) -> TimedTranscript:
-        """The second transcription."""
-        return self.check_asr.transcribe_words(samples, sample_rate, language) if self.check_asr else TimedTranscript()
+    def check(self, clips: Iterable[tuple[Samples, str | None]], sample_rate: int) -> Iterator[str]:
+        """The second transcription, of clips with their languages: text alone."""
+        if self.check_asr is None:
+            yield from ("" for _ in clips)
+            return
+        for batch in analysis.batches(clips, self.check_asr.batch_size):
+            samples, languages = zip(*batch, strict=True)
+            yield from (one.text for one in self.check_asr.transcribe_batch(samples, sample_rate, languages))
 
     def find_speakers(self, samples: Samples, sample_rate: int) -> SpeakerActivity | None:
         """Speaker turns; None where there is no model for them."""
@@ -89,13 +116,14 @@ class CurationModels:
 
     def embed(self, samples: Samples, sample_rate: int) -> npt.NDArray[np.float32]:
         """Speaker embedding of the middle of a clip; empty without an encoder."""
+        [embedding] = self.embed_all([samples], sample_rate)
+        return embedding
+
+    def embed_all(self, clips: Iterable[Samples], sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
+        """The same of many clips."""
         if self.networks.speaker_encoder is None:
-            return np.empty(0, np.float32)
-        step = round(EMBEDDED_STEP_SECONDS * sample_rate)
-        size = min(len(samples) // step * step, round(MAX_EMBEDDED_SECONDS * sample_rate))
-        first = (len(samples) - size) // 2
-        clip = samples[first : first + size] if size else np.resize(samples, step)
-        return np.asarray(analysis.embed_speaker(clip, sample_rate, self.networks), np.float32)
+            return (np.empty(0, np.float32) for _ in clips)
+        return analysis.embed_speakers((_middle(clip, sample_rate) for clip in clips), sample_rate, self.networks)
 
     def measure(self, samples: Samples, sample_rate: int) -> dict[str, float]:
         return analysis.measure(samples, sample_rate, self.networks)
@@ -111,9 +139,16 @@ class CurationModels:
         return analysis.fingerprint(samples, sample_rate)
 
 
+def _middle(samples: Samples, sample_rate: int) -> Samples:
+    step = round(EMBEDDED_STEP_SECONDS * sample_rate)
+    size = min(len(samples) // step * step, round(MAX_EMBEDDED_SECONDS * sample_rate))
+    first = (len(samples) - size) // 2
+    return samples[first : first + size] if size else np.resize(samples, step)
+
+
 def analysis_settings(settings: ListenSettings, threads: int = 0) -> analysis.AnalysisSettings:
     folder = Path(settings.models).expanduser() if settings.models else DEFAULT_FOLDER
-    return analysis.AnalysisSettings(folder=folder, device=settings.device, threads=threads)
+    return analysis.AnalysisSettings(folder=folder, device=str(pick_device(settings.device)), threads=threads)
 
 
 def missing_models(settings: ListenSettings) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +48,18 @@ FindSpeech = Callable[[Samples], Sequence[tuple[float, float]]]
 def as_samples(pcm: Pcm) -> Samples:
     """16-bit PCM as samples of a full scale of 1."""
     return np.asarray(pcm, np.float32) / np.float32(32767)
+
+
+def resample_pcm(pcm: Pcm, sample_rate: int) -> Samples:
+    """16-bit PCM at 24 kHz as samples at another rate; a minute at a time, so that there is one copy of it."""
+    stream = soxr.ResampleStream(SAMPLE_RATE, sample_rate, 1, dtype="float32", quality="VHQ")
+    samples, filled, block = np.empty(len(pcm) * sample_rate // SAMPLE_RATE + 1, np.float32), 0, 60 * SAMPLE_RATE
+    for start in range(0, len(pcm) + 1, block):
+        piece = stream.resample_chunk(as_samples(pcm[start : start + block]), last=start + block > len(pcm))
+        piece = piece[: len(samples) - filled]
+        samples[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    return samples[:filled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,32 +236,35 @@ class _PartWriter:
         self._folder, self._file_hash, self._find_speech = folder, file_hash, find_speech
         self._longest = round(settings.part_minutes * 60 * SAMPLE_RATE)
         self._pause = settings.part_pause
-        self._pending: list[Pcm] = []
-        self._pending_samples, self._start_ms, self._seconds = 0, 0, 0
+        self._pending: Pcm = np.empty(0, "<i2")
+        """The first `_filled` samples of it are of the part that is being collected."""
+        self._filled, self._start_ms, self._seconds = 0, 0, 0
         self._clipped: dict[int, float] = {}
         self._hash = hashlib.sha256()
         self._parts: list[PartAudio] = []
 
     def add(self, samples: Samples, clipped: float) -> None:
         pcm = np.rint(samples.clip(-1, 1) * 32767).astype("<i2")
-        self._hash.update(pcm.tobytes())
-        self._pending.append(pcm)
-        self._pending_samples += len(pcm)
+        self._hash.update(pcm)
+        if self._filled + len(pcm) > len(self._pending):
+            grown = min(2 * self._filled, self._longest) + len(pcm)
+            self._pending = np.concatenate([self._pending[: self._filled], np.empty(grown - self._filled, "<i2")])
+        self._pending[self._filled : self._filled + len(pcm)] = pcm
+        self._filled += len(pcm)
         if clipped:
             self._clipped[self._seconds] = clipped
         self._seconds += 1
-        if self._pending_samples >= self._longest:
-            joined = np.concatenate(self._pending)
-            cut_ms = self._cut_ms(joined)
-            self._write(joined[: cut_ms * SAMPLES_PER_MS])
-            rest = joined[cut_ms * SAMPLES_PER_MS :].copy()
-            self._pending, self._pending_samples = [rest], len(rest)
+        if self._filled >= self._longest:
+            collected = self._pending[: self._filled]
+            cut = self._cut_ms(collected) * SAMPLES_PER_MS
+            self._write(collected[:cut])
+            self._filled -= cut
+            self._pending[: self._filled] = collected[cut:].copy()
 
     def finish(self) -> tuple[tuple[PartAudio, ...], str]:
         """The parts, and the hash of all of them together."""
-        if self._pending_samples:
-            joined = np.concatenate(self._pending)
-            self._write(np.pad(joined, (0, -len(joined) % SAMPLES_PER_MS)))  # to the full millisecond
+        if self._filled:
+            self._write(np.pad(self._pending[: self._filled], (0, -self._filled % SAMPLES_PER_MS)))  # full milliseconds
         return tuple(self._parts), self._hash.hexdigest() if self._parts else ""
 
     def _cut_ms(self, pcm: Pcm) -> int:
@@ -267,11 +281,9 @@ class _PartWriter:
     def _write(self, pcm: Pcm) -> None:
         start, end = self._start_ms, self._start_ms + len(pcm) // SAMPLES_PER_MS
         name = f"{PARTS_FOLDER}/{self._file_hash}-{start}.flac"
-        content = io.BytesIO()
-        soundfile.write(content, pcm, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
         with atomic_write(self._folder / name) as temporary:
-            temporary.write_bytes(content.getbuffer())
+            soundfile.write(temporary, pcm, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
             fsync(temporary)
         clipped = {str(second): share for second, share in self._clipped.items() if start <= 1000 * second < end}
-        self._parts.append(PartAudio(start, end, hashlib.sha256(pcm.tobytes()).hexdigest(), name, clipped))
+        self._parts.append(PartAudio(start, end, hashlib.sha256(pcm).hexdigest(), name, clipped))
         self._start_ms = end

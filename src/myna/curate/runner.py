@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,6 @@ import pyarrow as pa
 from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.curate.decision import decide
 from myna.curate.duplicates import mark_duplicates
-from myna.curate.engine import CurationEngine, OpenModels, ProcessPool, WorkerContext, default_workers, findings_path
 from myna.curate.export import assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.models import NO_ASR, CurationModels
 from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
@@ -25,8 +25,17 @@ from myna.curate.script import apply_scripts, read_script
 from myna.curate.settings import CurateSettings
 from myna.curate.speakers import enrolment_embeddings, link_table_speakers, loudness_gains
 from myna.curate.table import Recordings, assemble_table, find_copies, write_segments
+from myna.curate.worker import (
+    CurationWorker,
+    OpenModels,
+    WorkerContext,
+    default_workers,
+    findings_path,
+    with_absolute_paths,
+)
 from myna.errors import ConfigError, DataError, OutputError
 from myna.io import claim_folder, save_text
+from myna.pools import Pool, open_pool
 from myna.progress import ProgressCallback, silent
 
 INDEX_FILE = "recordings.json"
@@ -109,8 +118,11 @@ def run_curation(
     with _lock(out):
         notes: list[str] = []
         if sources:
-            engine = _open_engine(WorkerContext(out.absolute(), settings, open_models), workers, ray)
-            index = _listen(sources, out, settings, script, limit, engine, progress, notes)
+            context = WorkerContext(out.absolute(), with_absolute_paths(settings), open_models)
+            make_worker = partial(CurationWorker, context)
+            number = workers or (default_workers() if ray is None else None)
+            with open_pool(make_worker, number, ray, settings.listen.device) as pool:
+                index = _listen(sources, out, settings, script, limit, pool, progress, notes)
         else:
             index = CurationIndex.load(out)
             if index.first_pass != settings.first_pass_hash(index.models):
@@ -140,42 +152,34 @@ def _lock(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _open_engine(context: WorkerContext, workers: int | None, ray: str | None) -> CurationEngine:
-    if ray is not None:
-        from myna.curate.cluster import ClusterPool
-
-        return ClusterPool(context, ray, workers)
-    return ProcessPool(context, workers or default_workers())
-
-
 def _listen(
     sources: Sequence[Path],
     out: Path,
     settings: CurateSettings,
     script: Path | None,
     limit: int | None,
-    engine: CurationEngine,
+    pool: Pool[CurationWorker],
     progress: ProgressCallback,
     notes: list[str],
 ) -> CurationIndex:
     """The first pass over everything that was not listened to before."""
     files = find_recordings(sources, out=out)[:limit]
-    with engine as pool:
-        decoded: dict[Path, DecodedRecording] = {}
-        for path, one in pool.decode(file.path.absolute() for file in files):
-            decoded[path] = one
-            progress("decoding", len(decoded), len(files))
-        recordings = [(file, decoded[file.path.absolute()]) for file in files]
-        names = pool.model_names()
-        parts = part_list(recordings, settings.first_pass_hash(names))
-        unique = [part for group in parts.values() for part in group]
-        pending = [part for part in unique if not findings_path(out, part).is_file()]
-        total = round(sum(part.seconds for part in unique))
-        done = total - sum(part.seconds for part in pending)
+    decoded: dict[Path, DecodedRecording] = {}
+    for path, one in pool.map(CurationWorker.decode, (file.path.absolute() for file in files)):
+        decoded[path] = one
+        progress("decoding", len(decoded), len(files))
+    recordings = [(file, decoded[file.path.absolute()]) for file in files]
+    names = _model_names(pool)
+    parts = part_list(recordings, settings.first_pass_hash(names))
+    unique = [part for group in parts.values() for part in group]
+    pending = [part for part in unique if not findings_path(out, part).is_file()]
+    total = round(sum(part.seconds for part in unique))
+    done = total - sum(part.seconds for part in pending)
+    progress("listening", round(done), total)
+    longest_first = sorted(pending, key=lambda part: -part.seconds)
+    for part, _ in pool.map(CurationWorker.refine, longest_first, describe=lambda part: part.audio):
+        done += part.seconds
         progress("listening", round(done), total)
-        for part, _ in pool.refine(sorted(pending, key=lambda part: -part.seconds)):
-            done += part.seconds
-            progress("listening", round(done), total)
     damaged = [f"{file.name}: {one.problem}" for file, one in recordings if one.problem]
     notes += [f"could not be read to its end: {problem}" for problem in damaged[:MAX_NAMED_FILES]]
     if len(damaged) > MAX_NAMED_FILES:
@@ -187,6 +191,17 @@ def _listen(
     index = CurationIndex(settings.first_pass_hash(names), names, entries)
     index.save(out)
     return index
+
+
+def _model_names(pool: Pool[CurationWorker]) -> list[str]:
+    """Of the models that parts are refined with."""
+    names, *others = pool.call_each(CurationWorker.model_names)
+    if different := [one for one in others if one != names]:
+        raise ConfigError(
+            f"nodes of the cluster have different models: {names} and {different[0]}",
+            hint="copy one folder of models to all of them; myna doctor --ray ADDRESS compares them",
+        )
+    return names
 
 
 def part_list(recordings: Recordings, first_pass: str) -> dict[str, list[Part]]:

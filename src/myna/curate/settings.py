@@ -20,6 +20,8 @@ from myna.errors import ConfigError
 from myna.io import save_text
 
 Cosine = Annotated[float, Field(ge=-1, le=1)]
+FIRST_PASS_VERSION = 2
+"""Raised whenever the first pass finds something else in the same audio: folders of before are listened to again."""
 
 
 class ListenSettings(Settings):
@@ -68,7 +70,7 @@ class SpeakerSettings(Settings):
     enrolment_threshold: Cosine = 0.45
     """Cosine with an enrolment from which a speaker is that one."""
     min_share: Share = 0.02
-    """Speakers with less of all speech are nobody: their clips are `other speaker`."""
+    """Speakers with less of the speech in each of their recordings are nobody: their clips are `other speaker`."""
 
 
 class KeepSettings(Settings):
@@ -81,7 +83,10 @@ class KeepSettings(Settings):
     max_music_share: Share = 0.1
     """Share of the clip that is music."""
     min_snr_db: float = 15.0
-    """Speech above everything else, in dB."""
+    """Speech above everything else, in dB, unless the background is clean by `clean_dnsmos_bak`."""
+    clean_dnsmos_bak: float = 3.5
+    """Predicted quality of the background, from 1 to 5, from which a low `snr_db` is not believed: its denoiser
+    also takes parts of clean voices away."""
     min_bandwidth_hz: float = 7000.0
     """Highest frequency in it: a telephone has 3,400."""
     max_clipped_share: Share = 0.001
@@ -144,7 +149,8 @@ class CurateSettings(Settings):
     def first_pass_hash(self, models: Sequence[str]) -> str:
         """Identifies what the rows of a part depend on, besides its audio."""
         listen = self.listen.model_dump(include={"language"})
-        tree = {"listen": listen, "cut": self.cut.model_dump(mode="json"), "models": list(models)}
+        tree: dict[str, Any] = {"listen": listen, "cut": self.cut.model_dump(mode="json"), "models": list(models)}
+        tree["version"] = FIRST_PASS_VERSION
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from myna.audio.files import read_audio
 from myna.curate import analysis
-from myna.curate.analysis.diarization import SAME_SPEAKER_COSINE
+from myna.curate.analysis.diarization import LINKED_SPEAKER_COSINE, NOBODY
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import cosine
@@ -52,19 +52,40 @@ def link_table_speakers(
     [labels] = analysis.link_speakers(
         [(means, weights if weights.any() else np.array([seconds[rows].sum() for _, rows in groups]))],
         speakers=settings.number,
-        threshold=settings.threshold if settings.threshold is not None else SAME_SPEAKER_COSINE,
+        threshold=settings.threshold if settings.threshold is not None else LINKED_SPEAKER_COSINE,
         enrolment=np.array([enrolled[name] for name in names], np.float32) if enrolled else None,
         enrolment_threshold=settings.enrolment_threshold,
-        min_share=settings.min_share,
+        min_share=settings.min_share if settings.number else 0.0,
     )
-    for label, (_, rows) in zip(labels, groups, strict=True):
-        if label >= 0 and not (names and label >= len(names)):  # with enrolments, everyone else is nobody
+    heard = {*labels.tolist()} - _marginal(table, labels, [rows for _, rows in groups], settings.min_share)
+    for label, (_, rows) in zip(labels.tolist(), groups, strict=True):
+        if label in heard and not (names and label >= len(names)):  # with enrolments, everyone else is nobody
             speaker[rows] = names[label] if names else f"speaker-{label + 1}"
     for name in sorted(set(speaker[voiced]) - {""}):
         rows = [row for row in voiced if speaker[row] == name]
         mean = _mean([vector_of[row] for row in rows], seconds[rows])
         similarity[rows] = [cosine(vector_of[row], mean) for row in rows]
     return set_columns(table, {"speaker": speaker, "speaker_similarity": similarity})
+
+
+def _marginal(
+    table: pa.Table, labels: npt.NDArray[np.int64], groups: Sequence[list[int]], min_share: float
+) -> set[int]:
+    """Nobody's label, and those of speakers that have less than the share in every recording they are heard in."""
+    length = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
+    recordings = table["recording"].to_pylist()
+    spoken: dict[str, dict[int, int]] = {}
+    for label, rows in zip(labels.tolist(), groups, strict=True):
+        for row in rows:
+            shares = spoken.setdefault(recordings[row], {})
+            shares[label] = shares.get(label, 0) + int(length[row])
+    main = {
+        label
+        for shares in spoken.values()
+        for label, milliseconds in shares.items()
+        if milliseconds >= min_share * sum(shares.values())
+    }
+    return ({*labels.tolist()} - main) | {NOBODY}
 
 
 def _local_groups(table: pa.Table, rows: Sequence[int]) -> list[tuple[bool, list[int]]]:

@@ -76,7 +76,8 @@ class BatchBuilder(Generic[SequenceT, BatchT]):
         table = self.dataset.table
 
         def clip(index: int, *, is_target: bool = False) -> AudioClip:
-            return AudioClip(table.id[index].as_py(), self.dataset.codes_at(index), is_target)
+            codes, reference_only = self.dataset.codes_at(index), not table.is_target[index]
+            return AudioClip(table.id[index].as_py(), codes, is_target, bool(reference_only))
 
         id: str = table.id[target].as_py()
         if answer := table.answer[target].as_py():

@@ -1,11 +1,10 @@
-"""Code store: every clip is encoded once, and training reads the codes from memory-mapped shards.
+"""Code store: every clip is encoded once (data/encoding.py), and training reads the codes from memory-mapped shards.
 
     FOLDER/codes/<first 8 of the codec's revision>/00000.arrow ...   codes by key
                                                   /index.arrow       from utterance to key, written last
 
 A key hashes the audio file, the span and the codec's revision, so that only new clips are encoded and another codec
-never finds codes that are not its own. Shards follow manifest order and are written atomically. Killed at any moment,
-`encode_dataset` loses at most the shard in flight, and run again it leaves the same bytes as an undisturbed run.
+never finds codes that are not its own. Shards are written atomically.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import count
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,51 +25,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
-from myna.audio.files import probe, read_audio
-from myna.data.codec import Codes, Encoder, NotifyCallback, Samples
+from myna.data.codec import Codes
 from myna.data.utterance import Span, Utterance
-from myna.errors import AudioError, DataError
+from myna.errors import DataError
 from myna.io import atomic_write, bytes_hash, file_hash, fsync
-from myna.progress import ProgressCallback, silent
 
 FORMAT = "1"
 INDEX_FILE = "index.arrow"
-READER_THREADS = min(8, os.cpu_count() or 1)
 MAX_MAPPED_SHARDS = 1024
 """A process may have only so many memory maps, and the pages it reads in them count as its own memory."""
 ClipKeys = Mapping[tuple[Path, Span | None], str]
 """Keys by audio file and span."""
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeReport:
-    """Result of `encode_dataset`."""
-
-    utterances: int
-    """Utterances that now have codes."""
-    encoded: int
-    """Clips encoded in this run."""
-    seconds: float
-    """Seconds of audio encoded in this run."""
-    elapsed: float
-    too_short: tuple[str, ...]
-    """Ids of utterances shorter than one frame, which have no codes."""
-
-    @property
-    def pace(self) -> float:
-        """Seconds of audio encoded per second."""
-        return self.seconds / self.elapsed if self.elapsed else 0.0
-
-
-class PendingClip(NamedTuple):
-    """A clip to be encoded, its samples trimmed to whole frames."""
-
-    key: str
-    text: str
-    frames: int
-    samples: Samples
 
 
 def codes_key(audio_hash: str, span: Span | None, revision: str) -> str:
@@ -83,90 +44,15 @@ def codes_key(audio_hash: str, span: Span | None, revision: str) -> str:
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
 
 
-def encode_dataset(
-    utterances: Iterable[Utterance],
-    codec: Encoder,
-    folder: Path,
-    *,
-    shard_seconds: float = 600.0,
-    batch_seconds: float = 60.0,
-    progress: ProgressCallback = silent,
-    notify: NotifyCallback = lambda _message: None,
-) -> EncodeReport:
-    """Bring the store up to date: encode what is new, then write the index of `utterances`.
-
-    Longer shards find more clips of similar length to encode together; shorter ones lose less to a kill. A shard is
-    always encoded as a whole, so that it does not matter to any clip where a run was stopped.
-    """
-    utterances = list(utterances)
-    _check_unique_ids(utterances)
-    with _write_lock(folder, codec.revision) as codes_folder, ThreadPoolExecutor(READER_THREADS) as pool:
-        frames = _stored_frames(codes_folder, codec.revision)
-        by_audio = {utterance.audio: utterance for utterance in utterances}
-        recordings = dict(zip(by_audio, _prefetch(pool, _probe_recording, by_audio.values()), strict=True))
-        keys = [codes_key(recordings[u.audio].hash, u.span, codec.revision) for u in utterances]
-        new = {key: u for key, u in zip(keys, utterances, strict=True) if key not in frames}
-
-        def seconds(item: tuple[str, Utterance]) -> float:
-            start, end = span_bounds(item[1].span)
-            return (recordings[item[1].audio].seconds if end is None else end) - start
-
-        began, done, encoded, encoded_frames = time.monotonic(), 0, 0, 0
-        existing = _shard_paths(codes_folder)
-        free_numbers = (number for number in count() if number not in existing)
-        # The next shard is read while one is encoded.
-        clips = _prefetch(pool, partial(_load_clip, codec), new.items(), seconds, shard_seconds)
-        for group in group_into_shards(clips, shard_seconds * codec.frame_rate):
-            shard = [clip for clip in group if clip.frames]
-            done += len(group) - len(shard)
-            codes: dict[int, Codes] = {}
-            for positions, batch in codec.encode_batches([clip.samples for clip in shard], batch_seconds, notify):
-                codes |= zip(positions, batch, strict=True)
-                done, encoded_frames = done + len(batch), encoded_frames + sum(map(len, batch))
-                progress("encoding", done, len(new))
-            if shard:
-                table = _shard_table(shard, [codes[position] for position in range(len(shard))], codec)
-                write_arrow(folder, codes_folder / f"{next(free_numbers):05d}.arrow", table)
-                frames |= {clip.key: clip.frames for clip in shard}
-                encoded += len(shard)
-        _write_index(folder, utterances, keys, frames, codec.revision, codec.sample_rate)
-
-    has_codes = [key in frames for key in keys]
-    return EncodeReport(
-        utterances=sum(has_codes),
-        encoded=encoded,
-        seconds=encoded_frames / codec.frame_rate,
-        elapsed=time.monotonic() - began,
-        too_short=tuple(u.id for u, encoded in zip(utterances, has_codes, strict=True) if not encoded),
-    )
-
-
 def write_index(
     utterances: Iterable[Utterance], keys: ClipKeys, folder: Path, *, revision: str, sample_rate: int
 ) -> None:
     """Write the index of `utterances` whose codes are stored already, under the given keys: no recording is opened."""
     utterances = list(utterances)
-    _check_unique_ids(utterances)
-    with _write_lock(folder, revision) as codes_folder:
+    check_unique_ids(utterances)
+    with lock_codes(folder, revision) as codes_folder:
         chosen = [keys[utterance.audio, utterance.span] for utterance in utterances]
-        _write_index(folder, utterances, chosen, _stored_frames(codes_folder, revision), revision, sample_rate)
-
-
-def group_into_shards(clips: Iterable[PendingClip], limit: float) -> Iterator[list[PendingClip]]:
-    """Groups of `limit` frames or a little more, the last one with what is left.
-
-    Each depends only on the clips since the group before it, so that a run continued after any shard groups as before.
-    """
-    shard: list[PendingClip] = []
-    filled = 0
-    for clip in clips:
-        shard.append(clip)
-        filled += clip.frames
-        if filled >= limit:
-            yield shard
-            shard, filled = [], 0
-    if shard:
-        yield shard
+        write_index_file(folder, utterances, chosen, stored_frames(codes_folder, revision), revision, sample_rate)
 
 
 class CodeLocation(NamedTuple):
@@ -193,7 +79,7 @@ class CodeStore:
         if not (codes_folder / INDEX_FILE).is_file():
             problem = "was not encoded to the end with" if codes_folder.is_dir() else "holds no codes of"
             raise DataError(f"{folder} {problem} the codec {revision[:8]}", hint=prepare_command(folder))
-        return cls(folder, revision, _shard_paths(codes_folder))
+        return cls(folder, revision, shard_paths(codes_folder))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker maps the files itself, rather than being sent what they hold.
@@ -236,43 +122,10 @@ class _ShardContents(NamedTuple):
     """Where codes begin, in bytes from the beginning of the file."""
 
 
-class _Recording(NamedTuple):
-    hash: str
-    seconds: float
-
-
-def _probe_recording(utterance: Utterance) -> _Recording:
-    with _audio_errors(utterance):
-        return _Recording(hash=file_hash(utterance.audio), seconds=probe(utterance.audio).seconds)
-
-
-def _load_clip(codec: Encoder, item: tuple[str, Utterance]) -> PendingClip:
-    key, utterance = item
-    with _audio_errors(utterance):
-        samples = read_audio(utterance.audio, sample_rate=codec.sample_rate, span=span_bounds(utterance.span))
-    frames = len(samples) // codec.hop
-    return PendingClip(key, utterance.text, frames, samples[: frames * codec.hop])
-
-
-def _shard_table(shard: Sequence[PendingClip], codes: Sequence[Codes], codec: Encoder) -> Any:
-    assert all(array.shape == (clip.frames, codec.codebooks) for clip, array in zip(shard, codes, strict=True))
-    offsets = np.cumsum([0, *(array.size for array in codes)], dtype=np.int64)
-    values = np.concatenate([array.reshape(-1) for array in codes])
-    columns = {
-        "key": pa.array([clip.key for clip in shard], pa.string()),
-        "codes": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)),
-        "frames": pa.array([clip.frames for clip in shard], pa.int32()),
-        "codebooks": pa.array([codec.codebooks] * len(shard), pa.int32()),
-        "frame_rate": pa.array([codec.frame_rate] * len(shard), pa.float64()),
-        "seconds": pa.array([clip.frames / codec.frame_rate for clip in shard], pa.float64()),
-        "text": pa.array([clip.text for clip in shard], pa.string()),
-    }
-    return arrow_batch(columns, codec.revision, sample_rate=str(codec.sample_rate))
-
-
-def _write_index(
+def write_index_file(
     folder: Path, utterances: list[Utterance], keys: list[str], frames: dict[str, int], revision: str, sample_rate: int
 ) -> None:
+    """Write the index, by whoever holds the lock; `frames` are those of all keys that have codes."""
     spans = [span_bounds(utterance.span) for utterance in utterances]
     columns = {
         "id": pa.array([utterance.id for utterance in utterances], pa.string()),
@@ -302,14 +155,15 @@ def write_arrow(folder: Path, path: Path, table: Any) -> None:
         fsync(path.parent)
 
 
-def _shard_paths(codes_folder: Path) -> dict[int, Path]:
+def shard_paths(codes_folder: Path) -> dict[int, Path]:
+    """Shards by number."""
     return {int(path.stem): path for path in sorted(codes_folder.glob("[0-9]*.arrow"))}
 
 
-def _stored_frames(codes_folder: Path, revision: str) -> dict[str, int]:
+def stored_frames(codes_folder: Path, revision: str) -> dict[str, int]:
     """Frames by key, of all codes in the store."""
     frames: dict[str, int] = {}
-    for path in _shard_paths(codes_folder).values():
+    for path in shard_paths(codes_folder).values():
         shard = _read_shard(path, revision)
         frames |= zip(shard.keys.to_pylist(), shard.frames.tolist(), strict=True)
     return frames
@@ -394,7 +248,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _write_lock(folder: Path, revision: str) -> Iterator[Path]:
+def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
     """The folder for codes, without what a killed run left half-written, for one writer at a time.
 
     The operating system releases the lock with its process, however that ends.
@@ -416,39 +270,8 @@ def _write_lock(folder: Path, revision: str) -> Iterator[Path]:
         yield codes_folder
 
 
-def _prefetch(
-    pool: ThreadPoolExecutor,
-    function: Callable[[T], R],
-    items: Iterable[T],
-    size: Callable[[T], float] = lambda _item: 0.0,
-    max_size: float = 0.0,
-) -> Iterator[R]:
-    """`map` with bounded read-ahead: a few items, and more of them up to `max_size` in total."""
-    pending: deque[tuple[float, Future[R]]] = deque()
-    pending_size = 0.0
-    for item in items:
-        pending.append((size(item), pool.submit(function, item)))
-        pending_size += pending[-1][0]
-        while len(pending) > 2 * READER_THREADS and pending_size > max_size:
-            item_size, result = pending.popleft()
-            pending_size -= item_size
-            yield result.result()
-    while pending:
-        yield pending.popleft()[1].result()
-
-
-@contextmanager
-def _audio_errors(utterance: Utterance) -> Iterator[None]:
-    try:
-        yield
-    except AudioError as error:
-        raise AudioError(f"{utterance.id}: {error.what}", hint=error.hint) from error
-    except OSError as error:
-        problem = f"{utterance.id}: {utterance.audio} cannot be read: {error.strerror or error}"
-        raise AudioError(problem, hint="put the file back, or import the source again") from error
-
-
-def _check_unique_ids(utterances: Sequence[Utterance]) -> None:
+def check_unique_ids(utterances: Sequence[Utterance]) -> None:
+    """Refuse utterances of which two have one id."""
     [(id, uses)] = Counter(utterance.id for utterance in utterances).most_common(1) or [("", 0)]
     if uses > 1:
         raise DataError(f"two utterances have the id {id}", hint="give each a name of its own")

@@ -17,6 +17,8 @@ class AudioClip:
     id: str
     codes: Codes
     target: bool = False
+    reference_only: bool = False
+    """Never supervised, not even where references are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from myna.audio.files import Samples
 from myna.errors import ModelError
 from myna.evaluate.asr_faster_whisper import ASR_HINT, WEIGHTS_FILE, FasterWhisper, download_faster_whisper
 from myna.evaluate.asr_transformers import TransformersWhisper
+from myna.evaluate.asr_windows import DecodedClip
 from myna.evaluate.dependencies import HUB_FILES, as_mono_16khz, download_snapshot, is_silent
 from myna.models.files import read_json
+from myna.train.memory_plan import is_out_of_memory
 from myna.train.precision import pick_device
 
 TRANSFORMERS_PREFIX = "transformers:"
@@ -64,20 +67,23 @@ class ASR:
         self._backend = backend
 
     @classmethod
-    def open(cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1, threads: int = 0) -> ASR:
+    def open(
+        cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1, threads: int = 0, float16: bool = False
+    ) -> ASR:
         """A folder with a Whisper, of CTranslate2 or of transformers, as its files tell; or a name to download.
 
         `base` is one of faster-whisper's names, `owner/name` one of the hub's, and `transformers:base` the Whisper of
         that size as it was published. `workers` threads may transcribe concurrently; each computes with `threads`, or
         with its share of up to four cores. With `auto` as the device, faster-whisper takes the CPU where its libraries
-        do not run on the GPU.
+        do not run on the GPU. `float16` has transformers compute in half precision on a GPU, as faster-whisper always
+        does there.
         """
         by_transformers = name_or_folder.startswith(TRANSFORMERS_PREFIX)
         name = name_or_folder.removeprefix(TRANSFORMERS_PREFIX)
         folder = _folder(name, by_transformers=by_transformers)
         if not by_transformers and not is_transformers_whisper(folder):
             return cls(FasterWhisper.open(folder, name, device, workers, threads))
-        return cls(TransformersWhisper.open(folder, name, str(pick_device(device))))
+        return cls(TransformersWhisper.open(folder, name, str(pick_device(device)), float16=float16))
 
     @property
     def name(self) -> str:
@@ -98,24 +104,60 @@ class ASR:
         text = self._backend.transcribe(clip, language)
         return Transcript(text, is_loop(text))
 
+    @property
+    def batch_size(self) -> int:
+        """Clips that are best given at once: 1 on a CPU."""
+        return self._backend.batch_size
+
+    def transcribe_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[Transcript]:
+        """Texts of many clips at once, each with its own language."""
+        texts = [" ".join(one.texts) for one in self._decode(clips, sample_rate, languages, words=False)]
+        return [Transcript(text, is_loop(text)) for text in texts]
+
     def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript:
-        """The same with the times of words, by faster-whisper alone; None has the language detected."""
-        if not isinstance(self._backend, FasterWhisper):
-            raise ModelError(
-                "times of words are given by faster-whisper alone",
-                hint="give a Whisper converted with ct2-transformers-converter, or one of its names: base, large-v3",
+        """The same with the times of words; None has the language detected."""
+        [transcript] = self.transcribe_words_batch([samples], sample_rate, [language])
+        return transcript
+
+    def transcribe_words_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[TimedTranscript]:
+        """Texts of many clips at once with the times of words."""
+        return [
+            TimedTranscript(
+                tuple(TimedWord(*word) for word in one.words),
+                one.language,
+                one.language_probability,
+                min(one.avg_log_probs, default=math.nan),
+                max(one.compression_ratios, default=math.nan),
             )
-        clip = as_mono_16khz(samples, sample_rate)
-        if is_silent(clip):
-            return TimedTranscript()
-        segments, info = self._backend.transcribe_segments(clip, language, word_timestamps=True)
-        return TimedTranscript(
-            tuple(TimedWord(word.word, word.start, word.end) for one in segments for word in one.words or ()),
-            info.language,
-            info.language_probability,
-            min((one.avg_logprob for one in segments), default=math.nan),
-            max((one.compression_ratio for one in segments), default=math.nan),
-        )
+            for one in self._decode(clips, sample_rate, languages, words=True)
+        ]
+
+    def _decode(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None], *, words: bool
+    ) -> list[DecodedClip]:
+        """A batch that does not fit into the memory of the device is halved."""
+        waves = [as_mono_16khz(clip, sample_rate) for clip in clips]
+        spoken = [index for index, wave in enumerate(waves) if not is_silent(wave)]
+        decoded = [DecodedClip("", math.nan) for _ in waves]
+        batches = [spoken] if spoken else []
+        while batches:
+            batch = batches.pop()
+            try:
+                results = self._backend.decode(
+                    [waves[index] for index in batch], [languages[index] for index in batch], words=words
+                )
+            except RuntimeError as error:
+                if len(batch) == 1 or not is_out_of_memory(error):
+                    raise
+                batches += [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+                continue
+            for index, result in zip(batch, results, strict=True):
+                decoded[index] = result
+        return decoded
 
 
 def is_transformers_whisper(folder: Path) -> bool:

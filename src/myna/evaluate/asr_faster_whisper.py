@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 
 from myna.audio.files import Samples
 from myna.errors import ModelError
+from myna.evaluate.asr_windows import BEAMS, DecodedClip, decode_clips
 from myna.evaluate.dependencies import SAMPLE_RATE, import_optional
 from myna.train.precision import pick_device
 
 INSTALL = ('pip install "myna[evaluate]"',)
 WEIGHTS_FILE = "model.bin"
+GPU_BATCH_CLIPS = 32
 REQUIRED_FILES = (WEIGHTS_FILE, "tokenizer.json", "config.json")
 """Without them faster-whisper would look for a network, or fail deep inside."""
 ASR_HINT = (
@@ -67,22 +70,24 @@ class FasterWhisper:
         numbers = " float16" if on_gpu else ""
         return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{numbers}", note)
 
-    def transcribe(self, clip: Samples, language: str | None) -> str:
-        return " ".join(segment.text.strip() for segment in self.transcribe_segments(clip, language)[0])
+    @property
+    def batch_size(self) -> int:
+        """Clips that are best given at once. On a CPU two windows take twice the time of one."""
+        return GPU_BATCH_CLIPS if self._model.model.device == "cuda" else 1
 
-    def transcribe_segments(
-        self, clip: Samples, language: str | None, *, word_timestamps: bool = False
-    ) -> tuple[list[Any], Any]:
-        """Segments as faster-whisper has them, and its `TranscriptionInfo`."""
-        segments, info = self._model.transcribe(
+    def transcribe(self, clip: Samples, language: str | None) -> str:
+        segments, _ = self._model.transcribe(
             clip,
             language=language,
-            beam_size=5,
+            beam_size=BEAMS,
             temperature=0.0,
             condition_on_previous_text=False,
-            word_timestamps=word_timestamps,
+            word_timestamps=False,
         )
-        return list(segments), info
+        return " ".join(segment.text.strip() for segment in segments)
+
+    def decode(self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool) -> list[DecodedClip]:
+        return decode_clips(self._model, clips, languages, word_times=words)
 
 
 def download_faster_whisper(name: str) -> Path:

@@ -7,7 +7,7 @@ speaker have a similarity of about 0.63, two speakers about 0.24.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from myna.models.files import format_names, load_network
 
 MELS, WINDOW, HOP = 80, 400, 160
 WIDTH, SCALE = 1024, 8
+GPU_BATCH_CLIPS = 64
 MIN_SECONDS = 0.1
 """Shorter clips have no embedding: the convolutions reach that far to both sides."""
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
@@ -46,14 +47,30 @@ class EcapaEncoder:
         network = load_network(EcapaNetwork(), file, device, hint=hint)
         return cls(network, f"ecapa {file_hash(file)[:12]}")
 
-    @torch.inference_mode()
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:
         """Zeros for a clip without a voice: similar to no speaker."""
-        clip = as_mono_16khz(samples, sample_rate)
-        if is_silent(clip) or len(samples) < MIN_SECONDS * sample_rate:
-            return np.zeros(self._network.size, np.float32)
-        wave = torch.from_numpy(clip).to(self._network.get_buffer("filters").device)
-        return np.asarray(self._network(wave).cpu().numpy(), np.float32)
+        [embedding] = self.embed_batch([samples], sample_rate)
+        return embedding
+
+    @property
+    def batch_size(self) -> int:
+        """Clips that are best given at once. On a CPU two take twice the time of one."""
+        return 1 if self._network.get_buffer("filters").device.type == "cpu" else GPU_BATCH_CLIPS
+
+    @torch.inference_mode()
+    def embed_batch(self, clips: Sequence[Samples], sample_rate: int) -> list[SpeakerEmbedding]:
+        """Clips of one length go through the network together: padding would change their embeddings."""
+        embeddings = [np.zeros(self._network.size, np.float32) for _ in clips]
+        waves: dict[int, dict[int, Samples]] = {}
+        for index, samples in enumerate(clips):
+            clip = as_mono_16khz(samples, sample_rate)
+            if not is_silent(clip) and len(samples) >= MIN_SECONDS * sample_rate:
+                waves.setdefault(len(clip), {})[index] = clip
+        for group in waves.values():
+            batch = torch.from_numpy(np.stack(list(group.values()))).to(self._network.get_buffer("filters").device)
+            for index, embedding in zip(group, self._network(batch).cpu().numpy(), strict=True):
+                embeddings[index] = np.asarray(embedding, np.float32)
+        return embeddings
 
 
 def _weights_file(path: Path) -> Path:
@@ -91,23 +108,23 @@ class EcapaNetwork(nn.Module):
         self.fc = _conv(6 * WIDTH, self.size, 1)
         self.register_buffer("filters", _mel_filters(), persistent=False)
 
-    def forward(self, wave: torch.Tensor) -> torch.Tensor:
-        """One clip at 16 kHz (samples,) -> its embedding (192,), of length one."""
-        x = self._log_mels(wave)
+    def forward(self, waves: torch.Tensor) -> torch.Tensor:
+        """Clips at 16 kHz (batch, samples) -> their embeddings (batch, 192), of length one."""
+        x = self._log_mels(waves)
         outputs = []
         for block in self.blocks:
             x = block(x)
             outputs.append(x)
         x = self.fc(self.asp_bn(self.asp(self.mfa(torch.cat(outputs[1:], 1)))))
-        return F.normalize(x.flatten(), dim=0)
+        return F.normalize(x[..., 0], dim=1)
 
-    def _log_mels(self, wave: torch.Tensor) -> torch.Tensor:
-        window = torch.hamming_window(WINDOW, device=wave.device)
-        spectra = torch.stft(wave, WINDOW, HOP, window=window, pad_mode="constant", return_complex=True)
-        powers = spectra.abs().square().T @ self.get_buffer("filters")
+    def _log_mels(self, waves: torch.Tensor) -> torch.Tensor:
+        window = torch.hamming_window(WINDOW, device=waves.device)
+        spectra = torch.stft(waves, WINDOW, HOP, window=window, pad_mode="constant", return_complex=True)
+        powers = spectra.abs().square().transpose(1, 2) @ self.get_buffer("filters")
         decibels = 10 * powers.clamp(min=1e-10).log10()
-        decibels = decibels.clamp(min=float(decibels.max()) - 80)
-        return (decibels - decibels.mean(0)).T[None]
+        decibels = decibels.clamp(min=decibels.amax((1, 2), keepdim=True) - 80)
+        return (decibels - decibels.mean(1, keepdim=True)).transpose(1, 2)
 
 
 def _mel_filters() -> torch.Tensor:

@@ -27,12 +27,12 @@ from myna.evaluate.results import (
 )
 from myna.evaluate.scorers import SCORING_WORKERS, Scorers
 from myna.evaluate.scoring import ItemScores, SpeakerEmbeddings, score_item
-from myna.evaluate.systems import System
+from myna.evaluate.systems import System, SystemOutput
 from myna.io import bytes_hash, safe_file_name
 from myna.progress import ProgressCallback, silent
 
 ITEMS_PER_SAVE = 32
-"""Items that are scored between two writes of the results."""
+"""Items that are spoken or scored between two writes of the results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def _generate(
     batch_size: int,
     progress: ProgressCallback,
 ) -> None:
-    """Audio of the items that have none yet, in batches of similar length."""
+    """Audio of the items that have none yet. Those of one maximum length are a queue, from which a row of the batch is
+    filled as soon as it is free; the longest are first, so that no row is left alone with one at the end."""
 
     def is_done(item: EvalItem) -> bool:
         row = results.rows.get(item.id)
@@ -97,30 +98,41 @@ def _generate(
         return True
 
     missing = [item for item in items if not is_done(item)]
+    missing.sort(key=lambda item: (-item.max_seconds, -len(item.text), item.id))
     done = len(items) - len(missing)
     progress(f"{system.name}: speaking", done, len(items))
-    for batch in _batches(missing, batch_size):
-        for item, output in zip(batch, system.speak(batch), strict=True):
-            audio = audio_path(system.name, item.id) if len(output.samples) else ""
-            if audio:
-                write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
-            results.rows[item.id] = ItemScores(
-                system=system.name,
-                id=item.id,
-                key=generation_key(system, item),
-                text=item.text,
-                speaker=item.speaker,
-                language=item.language,
-                length_class=item.length_class,
-                audio=audio,
-                audio_hash=bytes_hash(output.samples.tobytes()),
-                stopped=output.stopped,
-                expected_seconds=item.expected_seconds,
-                item_key=item.key,
-            )
-        results.save()
-        done += len(batch)
-        progress(f"{system.name}: speaking", done, len(items))
+    try:
+        for _, queue in itertools.groupby(missing, key=lambda item: item.max_seconds):
+            for item, output in system.speak(list(queue), batch_size):
+                results.rows[item.id] = _write_output(system, item, output, out)
+                done += 1
+                progress(f"{system.name}: speaking", done, len(items))
+                if done % ITEMS_PER_SAVE == 0:
+                    results.save()
+    finally:
+        if missing:
+            results.save()
+
+
+def _write_output(system: System, item: EvalItem, output: SystemOutput, out: Path) -> ItemScores:
+    """Audio of an item into the folder, and its row without scores."""
+    audio = audio_path(system.name, item.id) if len(output.samples) else ""
+    if audio:
+        write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
+    return ItemScores(
+        system=system.name,
+        id=item.id,
+        key=generation_key(system, item),
+        text=item.text,
+        speaker=item.speaker,
+        language=item.language,
+        length_class=item.length_class,
+        audio=audio,
+        audio_hash=bytes_hash(output.samples.tobytes()),
+        stopped=output.stopped,
+        expected_seconds=item.expected_seconds,
+        item_key=item.key,
+    )
 
 
 def _save_references(system: System, items: Sequence[EvalItem], results: ItemScoresFile, out: Path) -> None:
@@ -137,14 +149,6 @@ def _save_references(system: System, items: Sequence[EvalItem], results: ItemSco
         for clip, name in zip(item.references, names, strict=True):
             if not (out / name).is_file():
                 write_audio(out / name, np.clip(load_clip(clip, system.sample_rate), -1.0, 1.0), system.sample_rate)
-
-
-def _batches(items: Sequence[EvalItem], size: int) -> Iterator[list[EvalItem]]:
-    """Items of one maximum length each, since a batch lasts as long as its longest."""
-    ordered = sorted(items, key=lambda item: (item.max_seconds, len(item.text), item.id))
-    for _, group in itertools.groupby(ordered, key=lambda item: item.max_seconds):
-        same = list(group)
-        yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
 def _score(

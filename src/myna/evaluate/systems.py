@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
 from myna.speak.fingerprint import weights_fingerprint
+from myna.speak.segments import SpeechPlan
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
 
@@ -41,8 +42,9 @@ class System(Protocol):
 
     def supports(self, item: EvalItem) -> bool: ...
 
-    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
-        """A batch of items of one maximum length; no output may depend on the rest of the batch."""
+    def speak(self, items: Sequence[EvalItem], batch_size: int) -> Iterator[tuple[EvalItem, SystemOutput]]:
+        """Items of one maximum length, at most `batch_size` at the same time, each as it ends; no output may depend on
+        the others."""
 
     def close(self) -> None:
         """Release the weights; `speak` loads them again."""
@@ -65,9 +67,11 @@ class Recordings:
     def supports(self, item: EvalItem) -> bool:
         return item.recording is not None
 
-    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
-        clips = [load_clip(item.recording, self.sample_rate) for item in items if item.recording is not None]
-        return [SystemOutput(self.transform(clip) if self.transform is not None else clip, None) for clip in clips]
+    def speak(self, items: Sequence[EvalItem], batch_size: int) -> Iterator[tuple[EvalItem, SystemOutput]]:  # noqa: ARG002
+        for item in items:
+            assert item.recording is not None, "items without a recording are not supported"
+            clip = load_clip(item.recording, self.sample_rate)
+            yield item, SystemOutput(self.transform(clip) if self.transform is not None else clip, None)
 
     def close(self) -> None:
         pass
@@ -113,16 +117,19 @@ class SpeechSystem:
     def supports(self, item: EvalItem) -> bool:  # noqa: ARG002
         return True
 
-    def speak(self, items: Sequence[EvalItem]) -> list[SystemOutput]:
-        requests = [
-            SpeechRequest(item.text, tuple(map(self._encode_reference, item.references)), scene=item.scene, id=item.id)
-            for item in items
-        ]
-        outputs = self.engine.speak(requests, replace(self.sampling, max_seconds=items[0].max_seconds))
-        return [SystemOutput(output.samples, output.stopped) for output in outputs]
+    def speak(self, items: Sequence[EvalItem], batch_size: int) -> Iterator[tuple[EvalItem, SystemOutput]]:
+        plans = map(self._plan, items)
+        for place, speech in self.engine.speak_plans(plans, batch_size=batch_size):
+            yield items[place], SystemOutput(speech.samples, speech.stopped)
 
     def close(self) -> None:
         self._engine = None
+
+    def _plan(self, item: EvalItem) -> SpeechPlan:
+        """One segment, however long: the maximum length is that of the whole item."""
+        references = tuple(map(self._encode_reference, item.references))
+        request = SpeechRequest(item.text, references, scene=item.scene, id=item.id)
+        return self.engine.plan(request, replace(self.sampling, max_seconds=item.max_seconds), split=False)
 
     def _encode_reference(self, clip: Utterance) -> Reference:
         key = recording_key(clip)

@@ -72,6 +72,9 @@ class SpeechDecoder(Protocol):
     def adapters(self) -> AdapterSlots | None:
         """Adapters that its rows may use."""
 
+    def warm_up(self) -> None:
+        """Compile and capture what prompts of usual sizes need, before the first comes; no row may be in use."""
+
     def use_adapter(self, row: int, slot: int, strength: float) -> None:
         """Let a row use an adapter, from its prefill on until it ends; slot -1 is none."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -45,11 +45,32 @@ class PerthNet(nn.Module):
         self.normal = _layers(weights, "decoder.normal_layers")
         self.fast = _layers(weights, "decoder.fast_layers")
 
-    def gain(self, levels: Tensor) -> Tensor:
-        """Factors of the magnitudes that are the mark, shape (batch, marked bins, frames)."""
+    def gain(self, levels: Tensor, is_frame: Tensor | None = None) -> Tensor:
+        """Factors of the magnitudes that are the mark, shape (batch, marked bins, frames). Where clips are shorter
+        than the batch, `is_frame` of shape (batch, 1, frames) tells their frames from what is behind them."""
         is_marked = levels.mean(1, keepdim=True) > MARK_LEVEL
-        change: Tensor = self.encoder(levels[:, :MARKED_BINS]) * is_marked
+        x = levels[:, :MARKED_BINS].transpose(1, 2)
+        # Convolutions as products, which take a third less time for so few frames.
+        for weight, bias, taps in self._encoder_matrices:
+            if is_frame is not None:  # a convolution reads zeros behind a clip, whatever its batch
+                x = x * is_frame.transpose(1, 2)
+            if taps > 1:
+                x = F.pad(x, (0, 0, taps // 2, taps // 2)).unfold(1, taps, 1).transpose(2, 3)
+            batch, frames = x.shape[:2]
+            x = torch.addmm(bias, x.reshape(batch * frames, -1), weight).view(batch, frames, -1)
+            if weight is not self._encoder_matrices[-1][0]:
+                x = F.leaky_relu(x)
+        change = x.transpose(1, 2) * is_marked
         return torch.pow(10.0, change * (RANGE_DB / 20))
+
+    @cached_property
+    def _encoder_matrices(self) -> list[tuple[Tensor, Tensor, int]]:
+        """Weights (taps x inputs, outputs), biases and taps of the encoder's layers."""
+        layers = [layer for layer in self.encoder if isinstance(layer, nn.Conv1d)]
+        return [
+            (layer.weight.permute(2, 1, 0).flatten(0, 1).contiguous(), layer.bias, layer.weight.shape[2])
+            for layer in layers
+        ]
 
     def score(self, levels: Tensor) -> Tensor:
         """How surely a clip is marked, about 0 to 1, by three networks at different tempos; shape (batch,)."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from myna.audio.files import Samples
@@ -30,12 +32,20 @@ __all__ = [
     "StreamWatermark",
     "check_installed",
     "detect_spans",
+    "mark_streams",
     "watermark",
     "watermark_score",
 ]
 
-FIRST_BLOCK, MAX_BLOCK = 8, 64
-"""Frames of 10 ms that are marked at a time. A block is as long as all before it and the first."""
+FIRST_BLOCKS = (5, 21, 53, 117)
+"""Frames of 10 ms at which the first blocks end, which do not look ahead: all that are known when a codec's first
+windows (2, 4, 8 and 16 frames of 40 ms) are decoded, so that little of them is held back."""
+WHOLE_BLOCK, MAX_BLOCK = 230, 128
+"""Frame at which the first block ends that looks ahead, and frames of those behind it."""
+EARLY_HOPS = 2
+"""Steps behind its last frame up to which a block that does not look ahead gives samples out."""
+MAX_STACKED = 64
+"""Blocks that are computed in one call on a GPU."""
 MARK_THRESHOLD = 0.5
 """Score above which a clip counts as marked."""
 MIN_SAMPLE_RATE = 8_000
@@ -91,79 +101,136 @@ class StreamWatermark:
 
     Which frames are computed together depends on their place in the stream alone, so that the marked samples do not
     depend on the pieces. Frame n is centred on sample n * hop; the stream is mirrored before its first sample and
-    behind its last.
+    behind its last. `mark_streams` advances many streams together.
     """
 
     def __init__(self, sample_rate: int, *, device: str = "cpu") -> None:
         _check_rate(sample_rate)
+        self.sample_rate, self.device = sample_rate, torch.device(device)
         self._window, self._hop = _frame_samples(sample_rate)
-        self._device = torch.device(device)
-        self._network = load_perth(self._device)
         self._length = self._done = self._start = 0
         """Samples that have come, frames that are marked, and the frame at which `_samples` begins."""
         self._samples = _NOTHING
         self._mirrored = False
+        self._given = 0
+        """Samples of the padded stream that were given out."""
         self._mark, self._weight = _NOTHING, _NOTHING
-        """Sums of the mark's overlapping frames and of their squared windows, from frame `_done` on."""
+        """Sums of the mark's overlapping frames and of their squared windows, from sample `_given` on."""
+        self._edge: float | None = None
+        """The mark at the last sample, where it was given out before all frames that reach it were known."""
         self._finished = False
 
     def push(self, samples: Samples) -> Samples:
         """Add samples; the marked samples that are ready, perhaps none."""
-        assert not self._finished, "the stream has ended"
-        self._length += len(samples)
-        self._samples = np.concatenate([self._samples, np.asarray(samples, np.float32)])
-        if not self._mirrored and self._length <= self._window // 2:
-            return _NOTHING
-        self._mirror_start()
-        return self._advance(self._start + (len(self._samples) - self._window) // self._hop + 1)
+        self.add(samples)
+        return mark_streams([self])[0]
 
     def finish(self) -> Samples:
         """End the stream; its last marked samples."""
+        self.add(_NOTHING, last=True)
+        return mark_streams([self])[0]
+
+    def add(self, samples: Samples, *, last: bool = False) -> None:
+        """Add samples, the `last` ones to end the stream. They are marked by `mark_streams`."""
         assert not self._finished, "the stream has ended"
-        self._finished = True
-        if not self._length:
-            return _NOTHING
-        self._mirror_start()
-        missing = -self._length % self._hop
-        self._samples = np.pad(np.pad(self._samples, (0, missing)), (0, self._window // 2), mode="reflect")
-        return self._advance((self._length + missing) // self._hop + 1)
+        self._length += len(samples)
+        self._samples = np.concatenate([self._samples, np.asarray(samples, np.float32)])
+        self._finished = last
+        half = self._window // 2
+        if not self._mirrored and (self._length > half or (last and self._length)):
+            self._samples, self._mirrored = np.pad(self._samples, (half, 0), mode="reflect"), True
+        if last and self._length:
+            self._samples = np.pad(np.pad(self._samples, (0, -self._length % self._hop)), (0, half), mode="reflect")
 
-    def _mirror_start(self) -> None:
-        if not self._mirrored:
-            self._samples, self._mirrored = np.pad(self._samples, (self._window // 2, 0), mode="reflect"), True
+    def _blocks(self) -> list[_Block]:
+        """The blocks that can be marked now."""
+        frames = self._start + (len(self._samples) - self._window) // self._hop + 1 if self._mirrored else 0
+        return list(_plan_blocks(self._done, frames, self._finished))
 
-    def _advance(self, frames: int) -> Samples:
-        """Mark the blocks that can be marked with so many known frames; the samples that are complete then."""
-        pieces = [_NOTHING]
-        for block in _plan_blocks(self._done, frames, self._finished):
-            is_end = self._finished and block.last == frames
-            mark, weight = self._mark_block(block), _window_weight(self._window, self._hop, block.last - block.first)
-            self._mark, self._weight = _add(self._mark, mark), _add(self._weight, weight)
-            # Padded samples from the block's first frame on, up to those that the next block adds to.
-            count = len(mark) if is_end else (block.last - block.first) * self._hop
-            offset = (block.first - self._start) * self._hop
-            marked = self._samples[offset : offset + count] + self._mark[:count] / self._weight[:count].clip(1e-6)
-            margin = self._window // 2 - block.first * self._hop
-            pieces.append(marked[max(0, margin) : max(0, margin + self._length)])
-            self._mark, self._weight, self._done = self._mark[count:], self._weight[count:], block.last
-            start = max(0, block.last - FRAME_REACH)
-            self._samples, self._start = self._samples[(start - self._start) * self._hop :], start
-        return np.concatenate(pieces)
+    def _block_samples(self, block: _Block) -> Samples:
+        """All samples that a block is computed from."""
+        first, last = block.start - self._start, block.stop - 1 - self._start
+        return self._samples[first * self._hop : last * self._hop + self._window]
 
-    def _mark_block(self, block: _Block) -> Samples:
-        """The frames of a block's mark, windowed and added up."""
-        window, hop = self._window, self._hop
-        first, last = (block.start - self._start) * hop, (block.stop - 1 - self._start) * hop + window
-        samples = torch.from_numpy(self._samples[first:last]).to(self._device)
-        hann, own = _hann(window, self._device), slice(block.first - block.start, block.last - block.start)
-        with torch.inference_mode():
-            spectra = torch.fft.rfft(samples.unfold(0, window, hop) * hann).T
-            gain = self._network.gain(levels_of(spectra, window)[None])[0]
-            change = torch.zeros_like(spectra[:, own])
-            change[:MARKED_BINS] = spectra[:MARKED_BINS, own] * (gain[:, own] - 1)
-            frames = torch.fft.irfft(change, n=window, dim=0) * hann[:, None]
-            length = (frames.shape[1] - 1) * hop + window
-            return F.fold(frames[None], (1, length), (1, window), stride=(1, hop)).view(-1).cpu().numpy()
+    def _give_out(self, block: _Block, mark: Samples) -> Samples:
+        """The samples that are complete with the mark of a block, the next one."""
+        frames, hop, known = block.last - block.first, self._hop, self._start * self._hop + len(self._samples)
+        offset = block.first * hop - self._given  # below zero where samples were given out early
+        weight = _window_weight(self._window, hop, frames)
+        self._mark, self._weight = _add(self._mark, mark, offset), _add(self._weight, weight, offset)
+        # Up to the samples that the next block adds to, or a little into them.
+        early = self._window // 2 + (EARLY_HOPS - 1) * hop if block.is_early else 0
+        end = known if block.is_end else block.last * hop + early
+        count = end - self._given
+        change = self._mark[:count] / self._weight[:count].clip(1e-6)
+        if self._edge is not None:  # no step where an early end was
+            change[:hop] += (self._edge - change[0]) * _fade(hop)[: len(change)]
+        self._edge = float(change[-1]) if block.is_early and not block.is_end else None
+        place = self._given - self._start * hop
+        marked = self._samples[place : place + count] + change
+        margin = self._window // 2 - self._given
+        self._mark, self._weight, self._given, self._done = self._mark[count:], self._weight[count:], end, block.last
+        start = max(0, min(block.last - FRAME_REACH, self._given // hop))
+        self._samples, self._start = self._samples[(start - self._start) * hop :], start
+        return marked[max(0, margin) : max(0, margin + self._length)]
+
+
+def mark_streams(streams: Sequence[StreamWatermark]) -> list[Samples]:
+    """The marked samples that are ready, of each stream; on a GPU the blocks of all of them are computed together.
+
+    On a CPU the samples of a stream have the same bits alone and beside others; on a GPU they are equal but for
+    rounding."""
+    blocks = [(stream, block) for stream in streams for block in stream._blocks()]
+    parts: dict[int, list[Samples]] = {id(stream): [_NOTHING] for stream in streams}
+    size = _stack_size(blocks[0][0].device) if blocks else 1
+    for first in range(0, len(blocks), size):
+        batch = blocks[first : first + size]
+        for (stream, block), mark in zip(batch, _compute_marks(batch), strict=True):
+            parts[id(stream)].append(stream._give_out(block, mark))
+    return [np.concatenate(parts[id(stream)]) for stream in streams]
+
+
+def _stack_size(device: torch.device) -> int:
+    return MAX_STACKED if device.type == "cuda" else 1
+
+
+def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Samples]:
+    """The frames of each block's mark, windowed and added up."""
+    device, sample_rate = blocks[0][0].device, blocks[0][0].sample_rate
+    window, hop = _frame_samples(sample_rate)
+    inputs = [stream._block_samples(block) for stream, block in blocks]
+    assert all((stream.device, stream.sample_rate) == (device, sample_rate) for stream, _ in blocks)
+    own = [(block.first - block.start, block.last - block.start) for _, block in blocks]
+    lengths = [block.stop - block.start for _, block in blocks]
+    on_gpu = device.type == "cuda"
+    samples = torch.zeros(len(blocks), max(map(len, inputs)), pin_memory=on_gpu)
+    for row, one in zip(samples.numpy(), inputs, strict=True):
+        row[: len(one)] = one
+    # Of every row: its frames, and those of them that are its block's own.
+    spans = torch.tensor([[length, *span] for length, span in zip(lengths, own, strict=True)], pin_memory=on_gpu)
+    with _side_stream(device) if on_gpu else nullcontext(), torch.inference_mode():
+        marks = _mark_frames(*(x.to(device, non_blocking=True) for x in (samples, spans)), window, hop)
+        marks = marks.to("cpu", non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream(device).synchronize()
+    spans_samples = [slice(first * hop, (last - 1) * hop + window) for first, last in own]
+    return [mark[span] for mark, span in zip(marks.numpy(), spans_samples, strict=True)]
+
+
+def _mark_frames(samples: Tensor, spans: Tensor, window: int, hop: int) -> Tensor:
+    """Marks of stacked blocks: (blocks, samples) -> (blocks, samples). `spans` are the frames of each, and the first
+    and last of its own; what lies behind a block's frames means nothing."""
+    hann, device = _hann(window, samples.device), samples.device
+    spectra = torch.fft.rfft(samples.unfold(1, window, hop) * hann).transpose(1, 2)
+    frame = torch.arange(spectra.shape[2], device=device)
+    lengths, first, last = spans[:, :, None].unbind(1)
+    is_padded = len(samples) > 1
+    gain = load_perth(device).gain(levels_of(spectra, window), (frame < lengths)[:, None] if is_padded else None)
+    is_own = ((frame >= first) & (frame < last))[:, None]
+    change = torch.zeros_like(spectra)
+    change[:, :MARKED_BINS] = spectra[:, :MARKED_BINS] * ((gain - 1) * is_own)
+    frames = torch.fft.irfft(change, n=window, dim=1) * hann[:, None]
+    return F.fold(frames, (1, samples.shape[1]), (1, window), stride=(1, hop)).flatten(1)
 
 
 class _Block(NamedTuple):
@@ -173,18 +240,25 @@ class _Block(NamedTuple):
     first: int
     last: int
     stop: int
+    is_end: bool
+    """Whether the stream ends with it."""
+
+    @property
+    def is_early(self) -> bool:
+        return self.last in FIRST_BLOCKS
 
 
 def _plan_blocks(done: int, frames: int, ended: bool) -> Iterator[_Block]:
     """The blocks behind frame `done` that can be marked with `frames` known frames, all of them if the stream has
-    `ended`. The first ones do not look ahead as far as the others: speech begins the sooner."""
+    `ended`."""
     while done < frames:
-        ahead = min(FRAME_REACH, done // 2)
-        last = done + min(done + FIRST_BLOCK, MAX_BLOCK)
+        last = next((end for end in (*FIRST_BLOCKS, WHOLE_BLOCK) if end > done), done + MAX_BLOCK)
+        ahead = 0 if last in FIRST_BLOCKS else FRAME_REACH
         if last + ahead > frames and not ended:
             return
         last = min(last, frames)
-        yield _Block(max(0, done - FRAME_REACH), done, last, min(last + ahead, frames))
+        is_end = ended and last == frames
+        yield _Block(max(0, done - FRAME_REACH), done, last, min(last + ahead, frames), is_end)
         done = last
 
 
@@ -209,17 +283,35 @@ def _hann(window: int, device: torch.device) -> torch.Tensor:
     return torch.hann_window(window, device=device)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _window_weight(window: int, hop: int, frames: int) -> Samples:
-    """Sum of the squared windows of so many frames."""
+    """Sum of the squared windows of so many frames. Few lengths are frequent: the last block of a stream has any."""
     squared, total = torch.hann_window(window).square().numpy(), np.zeros((frames - 1) * hop + window, np.float32)
     for frame in range(frames):
         total[frame * hop : frame * hop + window] += squared
     return total
 
 
-def _add(carried: Samples, samples: Samples) -> Samples:
-    """The sum of two arrays, the first of which may be shorter."""
-    total = samples.copy()
+def _add(carried: Samples, samples: Samples, offset: int) -> Samples:
+    """The sum of two arrays, the second of which begins `-offset` samples before the first, and ends behind it."""
+    total = samples[-offset:].copy()
     total[: len(carried)] += carried
     return total
+
+
+@lru_cache(maxsize=8)
+def _fade(samples: int) -> Samples:
+    """From 1 to 0."""
+    return np.linspace(1, 0, samples, endpoint=False, dtype=np.float32)
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """CUDA stream of the watermark: it waits for nothing that the model does, and little of that for it."""
+    with torch.cuda.stream(_cuda_stream(device)):
+        yield
+
+
+@lru_cache(maxsize=8)
+def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call,no-any-return]

@@ -32,12 +32,11 @@ def create_app(context: ServerContext) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        context.client.start()
+        await context.start()
         try:
             yield
         finally:
-            context.uploads.close()
-            await context.client.close()
+            await context.close()
 
     app = FastAPI(
         title="Myna speech server",
@@ -81,7 +80,7 @@ def _add_status_routes(app: FastAPI) -> None:
     @app.get("/metrics", tags=["status"], response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus."""
-        return Response(server_context(request).metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(await server_context(request).render_metrics(), media_type="text/plain; version=0.0.4")
 
 
 def _add_page(app: FastAPI) -> None:

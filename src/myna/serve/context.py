@@ -16,6 +16,7 @@ from myna.audio.files import Samples
 from myna.errors import DataError
 from myna.provenance.origin import SpeechOrigin, display_name, weights_sha256
 from myna.provenance.speech_log import check_log, log_speech
+from myna.serve.adapters import AdapterCatalog
 from myna.serve.api_errors import ApiError
 from myna.serve.engine_client import EngineClient
 from myna.serve.messages import EngineSettings, SpeakMessage
@@ -86,8 +87,7 @@ class ServerContext:
     metrics: ServerMetrics
     store: VoiceStore
     uploads: UploadDecoder
-    adapter_sources: dict[str, str]
-    """Names and folders of adapters."""
+    adapters: AdapterCatalog
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     """Tells servers behind one address apart."""
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -100,8 +100,21 @@ class ServerContext:
         check_log()
         client = EngineClient(settings.engine)
         store = VoiceStore(settings.voices)
-        adapters = dict(settings.engine.adapters)
-        return cls(settings, client, ServerMetrics(client), store, UploadDecoder(), adapters)
+        return cls(settings, client, ServerMetrics(client), store, UploadDecoder(), AdapterCatalog(client))
+
+    async def start(self) -> None:
+        self.client.start()
+
+    async def close(self) -> None:
+        self.uploads.close()
+        await self.client.close()
+
+    async def change_adapter(self, name: str, source: str | None) -> None:
+        """Add an adapter, or remove it where there is no source."""
+        await (self.adapters.remove(name) if source is None else self.adapters.add(name, source))
+
+    async def render_metrics(self) -> bytes:
+        return self.metrics.render()
 
     @property
     def sample_rate(self) -> int:
@@ -110,7 +123,7 @@ class ServerContext:
 
     def resolve_model(self, name: str) -> str:
         """Name of the adapter that a request asks for, empty for the model itself."""
-        base, adapters = self.settings.model, self.client.adapters
+        base, adapters = self.settings.model, self.adapters.sources
         adapter = name.removeprefix(f"{base}:")
         if adapter in adapters:
             return adapter
@@ -148,7 +161,7 @@ class ServerContext:
             priority,
             session,
         )
-        source = self.adapter_sources.get(adapter, self.settings.engine.source)
+        source = self.adapters.sources.get(adapter, self.settings.engine.source)
         origin = SpeechOrigin(
             self.settings.model,
             adapter or (display_name(source) if await self._weights_hash(source) else ""),
@@ -159,6 +172,8 @@ class ServerContext:
             body.seed,
             self.client.known.watermark if self.client.known is not None else "",
         )
+        if adapter:
+            await self.adapters.load(adapter)
         return PreparedSpeech(message, origin)
 
     async def _references(self, body: SpeechSettings) -> tuple[tuple[tuple[Samples, str], ...], str, str]:

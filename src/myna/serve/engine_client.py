@@ -45,7 +45,7 @@ class EngineJob:
     """One request to the engine: its events as they come. Leaving it early cancels it."""
 
     def __init__(self, client: EngineClient, id: str) -> None:
-        self._client, self.id = client, id
+        self._client, self.id, self.adapter = client, id, ""
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self.end: RequestEnd | None = None
 
@@ -109,6 +109,10 @@ class EngineClient:
         return len(self._jobs)
 
     @property
+    def adapters_in_use(self) -> set[str]:
+        return {job.adapter for job in self._jobs.values()}
+
+    @property
     def ready(self) -> bool:
         return self.info is not None and not self._closing.is_set()
 
@@ -160,7 +164,9 @@ class EngineClient:
             )
         job = EngineJob(self, f"request {next(self._numbers)}")
         self._jobs[job.id], self._began[job.id] = job, time.monotonic()
-        self.send(make_message(job.id))
+        message = make_message(job.id)
+        job.adapter = getattr(message, "adapter", "")
+        self.send(message)
         return job
 
     def send(self, message: EngineMessage) -> None:

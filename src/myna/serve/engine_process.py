@@ -18,6 +18,7 @@ from myna.audio.files import Samples, pcm16
 from myna.data.conversation import AudioClip, Reference
 from myna.data.utterance import normalise_text
 from myna.errors import ConfigError, MynaError, SpeakError
+from myna.provenance.watermark import MARK_NAME, StreamWatermark, check_installed
 from myna.serve.messages import (
     AdapterMessage,
     AnswerMessage,
@@ -36,7 +37,7 @@ from myna.serve.messages import (
 from myna.serve.tempo import TempoFilter
 from myna.speak.answering import AnswerEngine, AudioQuestion
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
-from myna.speak.live import LiveBatch, SampleFilter, StreamEvent
+from myna.speak.live import LiveBatch, StreamEvent
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SpeechPlan, SpokenSegment
 from myna.speak.validation import check_speech_text
 
@@ -166,13 +167,10 @@ class SpeechWorker:
 
     def __init__(self, engine: Engine, settings: EngineSettings) -> None:
         self._engine = engine
+        engine.max_adapters = settings.max_adapters
         device = next(engine.model.parameters()).device
-        watermark = ""
         if settings.watermark:
-            from myna.provenance.watermark import MARK_NAME, check_installed
-
             check_installed()
-            watermark = MARK_NAME
         self._device, self._marked = device, settings.watermark
         self._batch = LiveBatch(
             engine,
@@ -188,7 +186,9 @@ class SpeechWorker:
         self._session_of: dict[str, tuple[str, str]] = {}
         """Session and text of requests that belong to one."""
         self._warm_up()
-        self.info = EngineInfo(engine.codec.sample_rate, False, engine.adapters, watermark, str(device))
+        self.info = EngineInfo(
+            engine.codec.sample_rate, False, engine.adapters, MARK_NAME if settings.watermark else "", str(device)
+        )
 
     @property
     def busy(self) -> bool:
@@ -213,7 +213,7 @@ class SpeechWorker:
             text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
             sampling = replace(self._engine.family.sampling, max_seconds=(number + 1.5) * frame)
             plan = self._engine.plan(SpeechRequest(text, id=text), sampling, split=False)
-            batch.submit(f"warm-up {number}", plan, filters=self._filters(1.0))
+            batch.submit(f"warm-up {number}", plan, watermark=self._watermark())
         while batch.busy:
             batch.step()
 
@@ -221,7 +221,11 @@ class SpeechWorker:
         match message:
             case SpeakMessage():
                 plan = self._plan(message)
-                self._batch.submit(message.id, plan, filters=self._filters(message.speed), priority=message.priority)
+                rate = self._engine.codec.sample_rate
+                filters = [TempoFilter(message.speed, rate)] if message.speed != 1.0 else []
+                self._batch.submit(
+                    message.id, plan, filters=filters, watermark=self._watermark(), priority=message.priority
+                )
                 if message.session:
                     self._session_of[message.id] = message.session, normalise_text(message.text)
             case CancelMessage():
@@ -291,16 +295,8 @@ class SpeechWorker:
         self._references.move_to_end(key)
         return self._references[key]
 
-    def _filters(self, speed: float) -> list[SampleFilter]:
-        filters: list[SampleFilter] = []
-        rate = self._engine.codec.sample_rate
-        if speed != 1.0:
-            filters.append(TempoFilter(speed, rate))
-        if self._marked:
-            from myna.provenance.watermark import StreamWatermark
-
-            filters.append(StreamWatermark(rate, device=str(self._device)))
-        return filters
+    def _watermark(self) -> StreamWatermark | None:
+        return StreamWatermark(self._engine.codec.sample_rate, device=str(self._device)) if self._marked else None
 
 
 class AnswerWorker:

@@ -36,6 +36,8 @@ class EngineSettings:
     positions: int = 2048
     max_waiting: int = 64
     watermark: bool = True
+    max_adapters: int = 32
+    """That are loaded at a time."""
 
 
 @dataclass(frozen=True, slots=True)

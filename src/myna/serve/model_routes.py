@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from myna.data.pronunciation.assessment import DEFAULT_QUESTION
 from myna.provenance.origin import display_name
 from myna.serve.api_errors import ApiError
 from myna.serve.context import ServerContext, server_context, unless_disconnected
-from myna.serve.messages import AdapterMessage, AnswerMessage, RequestEnd
+from myna.serve.messages import AnswerMessage, RequestEnd
 from myna.serve.schemas import LoadAdapterBody, UnloadAdapterBody
 
 MAX_ANSWER_SECONDS = 60.0
@@ -26,7 +25,7 @@ router = APIRouter(tags=["models"])
 async def list_models(request: Request) -> dict[str, Any]:
     """The model, and the adapters beside it."""
     context = server_context(request)
-    names = [context.settings.model, *context.client.adapters]
+    names = [context.settings.model, *context.adapters.sources]
     return {"object": "list", "data": [_model_object(context, name) for name in names]}
 
 
@@ -40,9 +39,10 @@ async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
 def _model_object(context: ServerContext, name: str) -> dict[str, Any]:
     base = context.settings.model
     known = {"id": name, "object": "model", "created": context.started_at, "owned_by": "myna"}
-    if name not in context.client.adapters:
+    source = context.adapters.sources.get(name.removeprefix(f"{base}:"))
+    if source is None:
         return {**known, "root": base, "parent": None}
-    return {**known, "root": display_name(context.adapter_sources.get(name, name)), "parent": base}
+    return {**known, "root": display_name(source), "parent": base}
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
@@ -50,9 +50,9 @@ async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
     """Load an adapter from one of the allowed folders, while the others are spoken with."""
     context = server_context(request)
     folder = _allowed_folder(context, body.lora_path)
-    if body.lora_name in (context.settings.model, *context.client.adapters):
+    if body.lora_name in (context.settings.model, *context.adapters.sources):
         raise ApiError(400, f"there is a model named {body.lora_name} already", param="lora_name")
-    await _change_adapters(context, body.lora_name, str(folder))
+    await context.change_adapter(body.lora_name, str(folder))
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
@@ -61,21 +61,10 @@ async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> str:
     """Forget an adapter. Requests that speak with it go on."""
     context = server_context(request)
     _check_adapter_loading(context)
-    if body.lora_name not in context.client.adapters:
+    if body.lora_name not in context.adapters.sources:
         raise ApiError(404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found")
-    await _change_adapters(context, body.lora_name, None)
+    await context.change_adapter(body.lora_name, None)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-
-
-async def _change_adapters(context: ServerContext, name: str, source: str | None) -> None:
-    client = context.client
-    job = client.submit(lambda id: AdapterMessage(id, name, source), counts=False)
-    await job.result()
-    context.adapter_sources.pop(name, None)
-    if source is not None:
-        context.adapter_sources[name] = source
-    # An engine process that is started again loads them again.
-    client.settings = replace(client.settings, adapters=dict(context.adapter_sources))
 
 
 def _check_adapter_loading(context: ServerContext) -> None:

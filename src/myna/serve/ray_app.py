@@ -1,49 +1,180 @@
 """Ray Serve application: replicas of the server, one a card, with an engine process each.
 
+    myna serve runs/marta --ray auto --replicas 1-4
     serve run deploy/ray.yaml
 
-Adapters are those of the settings, so that every replica has them; what is loaded while it runs would reach one replica
-alone, and is not allowed here.
+An actor beside the replicas, the registry, knows the adapters that all of them have: what one is asked to load or
+unload, all load and unload before it is answered.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import asyncio
+import os
+import random
+import time
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+import ray
 from ray import serve
+from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from myna.errors import ConfigError
+from myna.serve.api_errors import ApiError
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
-from myna.serve.messages import EngineSettings
+from myna.serve.messages import EngineInfo, EngineSettings
+from myna.serve.replica_registry import REPORT_SECONDS, AdapterVersion, ReplicaRegistry, ReplicaReport, merge_metrics
 from myna.serve.sources import resolve_sources
 
 ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
-SERVER_FIELDS = ("api_key", "max_characters", "voices", "drain_seconds")
+SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds")
+APPLICATION = "speech"
+REGISTRY = "registry"
+ROUTING_SECONDS = 2.0
+"""Between two looks of the router at the adapters that a replica has loaded."""
+
+
+@dataclass(eq=False)
+class ReplicaContext(ServerContext):
+    """State of a replica, which has the adapters that the registry knows."""
+
+    _version: AdapterVersion = field(default_factory=lambda: AdapterVersion(-1, {}))
+    _failures: dict[str, str] = field(default_factory=dict)
+    _follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load the model and all adapters: before that Ray sends no requests."""
+        if self._follower is not None:
+            return
+        await super().start()
+        await self.client.wait_until_loaded()
+        await self._apply(await self._report())
+        if self._failures:
+            raise ApiError(503, "; ".join(f"{name}: {problem}" for name, problem in self._failures.items()))
+        self._follower = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            await _registry().forget.remote(self.id)
+        await super().close()
+
+    async def change_adapter(self, name: str, source: str | None) -> None:
+        if problem := await _registry().change_adapter.remote(name, source):
+            raise ApiError(400, problem, param="lora_name")
+
+    async def render_metrics(self) -> bytes:
+        texts = await _registry().metrics.remote()
+        return merge_metrics(texts | {self.id: self.metrics.render()})
+
+    async def _report(self) -> AdapterVersion:
+        report = ReplicaReport(self.id, self._version, self._failures, self.metrics.render())
+        version: AdapterVersion = await _registry().report.remote(report)
+        return version
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._apply(await self._report())
+            except (ray.exceptions.RayError, ValueError):  # the registry is being started anew
+                await asyncio.sleep(REPORT_SECONDS)
+
+    async def _apply(self, version: AdapterVersion) -> None:
+        if version.number == self._version.number:
+            return
+        failures = dict[str, str]()
+        for name, source in list(self.adapters.sources.items()):
+            if version.sources.get(name) != source:
+                await self.adapters.remove(name)
+        for name, source in version.sources.items():
+            if name not in self.adapters.sources:
+                try:
+                    await self.adapters.add(name, source)
+                except ApiError as error:
+                    failures[name] = error.message
+        self._version, self._failures = version, failures
+
+
+def _registry() -> Any:
+    """Looked up each time: Ray starts another one if it dies."""
+    return serve.get_deployment_actor(REGISTRY)
+
+
+@serve.ingress()
+class SpeechReplica:
+    """One server with its engine process."""
+
+    async def __init__(self, settings: ServerSettings, started_at: int) -> None:  # type: ignore[misc]
+        self._context = ReplicaContext.create(settings)
+        self._context.started_at = started_at
+        await self._context.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return create_app(self._context)
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces a replica where this is an error."""
+        if not self._context.client.healthy:
+            raise RuntimeError("the engine does not do its work")
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Ray, for `WarmAdapterRouter`."""
+        client = self._context.client
+        return {"warm": client.adapters if client.in_flight < client.settings.rows else ()}
+
+    async def engine_info(self) -> EngineInfo | None:
+        return self._context.client.info
+
+
+class WarmAdapterRouter(RequestRouter):  # type: ignore[misc]
+    """Sends a request to the shorter queue of two replicas, as Ray's own router does: of two that have a stream to
+    spare and have loaded the adapter which the header `serve_multiplexed_model_id` names, otherwise of any two."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        name = pending_request.metadata.multiplexed_model_id if pending_request is not None else ""
+        warm = [one for one in candidate_replicas if name in one.routing_stats.get("warm", ())]
+        groups = [group for group in (warm, candidate_replicas) if group]
+        return [random.sample(group, min(2, len(group))) for group in groups]
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """The application of a Serve config file. `arguments` are `sources`, a list as of `myna serve`; the fields of
-    `EngineSettings`; `api_key`, `max_characters` and `voices`; and `deployment`, options of Ray's deployment."""
+    """The application of a Serve config file. `arguments` are `sources`, a list as of `myna serve`; fields of
+    `EngineSettings`; some of `ServerSettings`; and `deployment`, options of Ray's deployment."""
     options = dict(arguments)
     deployment = options.pop("deployment", {})
-    settings = _settings(options)
-    capacity = settings.engine.rows + settings.engine.max_waiting
+    return application(_settings(options), **deployment)
 
-    def build_replica() -> FastAPI:
-        return create_app(ServerContext.create(settings))
 
-    replica = serve.deployment(
-        name="speech",
+def application(settings: ServerSettings, **options: Any) -> serve.Application:
+    """The application of the settings, with options of Ray's deployment."""
+    engine = settings.engine
+    registry = DeploymentActorConfig(
+        name=REGISTRY,
+        actor_class=ray.remote(ReplicaRegistry),
+        init_kwargs={"adapters": dict(engine.adapters)},
+        actor_options={"num_cpus": 0},
+    )
+    defaults: dict[str, Any] = {
         # Ray's own limit is 5; what is beyond ours is refused by the replica, with a Retry-After.
-        max_ongoing_requests=2 * capacity,
-        health_check_period_s=5,
-        graceful_shutdown_timeout_s=settings.drain_seconds,
-        **deployment,
-    )(serve.ingress(build_replica)(type("SpeechReplica", (), {"__doc__": "One server with its engine process."})))
-    return replica.bind()
+        "max_ongoing_requests": 2 * (engine.rows + engine.max_waiting),
+        "health_check_period_s": 5,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": settings.drain_seconds,
+        "max_constructor_retry_count": 2,
+    }
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # which knows connections alone, and no adapters
+        defaults["request_router_config"] = RequestRouterConfig(
+            request_router_class=WarmAdapterRouter, request_routing_stats_period_s=ROUTING_SECONDS
+        )
+    replica = serve.deployment(name=APPLICATION, deployment_actors=[registry], **(defaults | options))(SpeechReplica)
+    return replica.bind(settings, int(time.time()))
 
 
 def _settings(options: dict[str, Any]) -> ServerSettings:
@@ -51,14 +182,16 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
     if not sources:
         raise ConfigError("a Ray application needs sources", hint="sources: [runs/marta], as of myna serve")
     engine = EngineSettings("", **{name: options.pop(name) for name in ENGINE_FIELDS if name in options})
-    served = resolve_sources(sources, engine.model)
-    rank = engine.adapter_rank or (64 if served.adapters else None)
-    engine = replace(engine, source=served.source, adapters=served.adapters, adapter_rank=rank)
     known = {name: options.pop(name) for name in SERVER_FIELDS if name in options}
     if options:
         raise ConfigError(
             f"Ray arguments that are not known: {', '.join(sorted(options))}",
             hint=f"known: {', '.join(('sources', 'deployment', *SERVER_FIELDS, *ENGINE_FIELDS))}",
         )
+    known["adapter_folders"] = tuple(Path(folder) for folder in known.get("adapter_folders", ()))
+    known.setdefault("api_key", os.environ.get("MYNA_API_KEY"))
+    served = resolve_sources(sources, engine.model, keep_adapters=bool(known["adapter_folders"]))
+    rank = engine.adapter_rank or (64 if served.adapters or known["adapter_folders"] else None)
+    engine = replace(engine, source=served.source, adapters=served.adapters, adapter_rank=rank)
     # Behind Ray's proxy a replica has names that it does not know.
     return ServerSettings(engine, host="0.0.0.0", **known)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import multiprocessing
 import tempfile
+from collections import OrderedDict
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,6 +27,8 @@ MAX_DECODE_SECONDS = 20.0
 MAX_DECODE_BYTES = 2 * 2**30
 """Of memory, of all kinds, in the process that decodes."""
 RECORDING_NAME = "recording"
+MAX_CACHED = 32
+"""Decoded recordings that are kept: programs send the same reference with every request."""
 
 
 class UploadDecoder:
@@ -33,6 +37,7 @@ class UploadDecoder:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._turn = asyncio.Lock()
+        self._decoded: OrderedDict[tuple[bytes, int, float], Samples] = OrderedDict()
 
     async def decode(
         self, data: bytes, sample_rate: int, *, param: str, max_seconds: float = MAX_REFERENCE_SECONDS
@@ -40,18 +45,26 @@ class UploadDecoder:
         """Mono samples of an encoded recording; `param` names the field it came in."""
         if len(data) > MAX_UPLOAD_BYTES:
             raise ApiError(413, f"a recording has at most {MAX_UPLOAD_BYTES // 2**20} MiB", param=param)
+        key = (hashlib.blake2b(data, digest_size=16).digest(), sample_rate, max_seconds)
         async with self._turn:
+            if key in self._decoded:
+                self._decoded.move_to_end(key)
+                return self._decoded[key]
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(1, context, initializer=_limit_memory)
             pending = asyncio.get_running_loop().run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
             try:
-                return await asyncio.wait_for(pending, MAX_DECODE_SECONDS)
+                samples = await asyncio.wait_for(pending, MAX_DECODE_SECONDS)
             except AudioError as error:
                 raise ApiError.of(error, param=param) from None
             except (BrokenProcessPool, MemoryError, TimeoutError):
                 self.close()
                 raise ApiError(400, "the recording cannot be decoded within the limits", param=param) from None
+            self._decoded[key] = samples
+            if len(self._decoded) > MAX_CACHED:
+                self._decoded.popitem(last=False)
+            return samples
 
     def close(self) -> None:
         if self._pool is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from myna.data.codec import Codes, PendingSamples, Samples
 from myna.errors import MynaError, SpeakError
 from myna.models.base import RenderedSequence
+from myna.provenance.watermark import StreamWatermark, mark_streams
 from myna.speak.engine import Engine
 from myna.speak.scheduler import BatchScheduler, FinishReason
 from myna.speak.segments import SegmentedGeneration, SpeechPlan
@@ -32,7 +33,7 @@ class QueueFullError(SpeakError):
 
 
 class SampleFilter(Protocol):
-    """What is done to the samples of one stream before they are given out, a change of tempo or a watermark."""
+    """What is done to the samples of one stream before they are marked and given out: a change of tempo."""
 
     def push(self, samples: Samples, /) -> Samples:
         """The next samples in, those that are ready out."""
@@ -66,6 +67,7 @@ class _Stream:
     id: str
     plan: SpeechPlan
     filters: Sequence[SampleFilter]
+    watermark: StreamWatermark | None
     generation: SegmentedGeneration | None = None
     code_stream: CodeStream | None = None
     playback_ends: float | None = None
@@ -123,6 +125,7 @@ class LiveBatch:
             self._scheduler = BatchScheduler(
                 engine.family.speech_decoder(engine.model, rows, positions, engine._adapter_slots, exact=engine.exact)
             )
+            self._scheduler.decoder.warm_up()
             warm_up(engine.codec, rows)
         self._inbox: SimpleQueue[_Waiting | str] = SimpleQueue()
         self._queue: list[_Waiting] = []
@@ -150,15 +153,24 @@ class LiveBatch:
         decoder = self._scheduler.decoder
         return decoder.positions(prompt, max_frames) <= decoder.max_positions
 
-    def submit(self, id: str, plan: SpeechPlan, *, filters: Sequence[SampleFilter] = (), priority: int = 0) -> None:
-        """Queue a request under an id of its own; a lower `priority` comes first, then whoever came first."""
+    def submit(
+        self,
+        id: str,
+        plan: SpeechPlan,
+        *,
+        filters: Sequence[SampleFilter] = (),
+        watermark: StreamWatermark | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request under an id of its own; a lower `priority` comes first, then whoever came first. Its samples
+        go through the filters, and are marked last."""
         with self._lock:
             if self._open >= self.rows + self.max_waiting:
                 raise QueueFullError(
                     f"{self._open} requests are spoken or waiting, and no more are taken", hint="try again in a moment"
                 )
             self._open += 1
-            self._inbox.put(_Waiting(priority, next(self._numbers), _Stream(id, plan, filters)))
+            self._inbox.put(_Waiting(priority, next(self._numbers), _Stream(id, plan, filters, watermark)))
 
     def cancel(self, id: str) -> None:
         """End a request; its row is free with the next step. One that has ended is no concern."""
@@ -267,22 +279,29 @@ class LiveBatch:
             return []
         streams, pending = self._decoding
         self._decoding = None
-        events: list[StreamEvent] = []
-        with self._engine._threads():  # for the filters too, which compute as little at a time as the model
-            for stream, samples in zip(streams, pending(), strict=True):
-                if not stream.cancelled:
-                    events += self._pass_on(stream, samples)
-        return events
+        with self._engine._threads():  # for the watermark too, which computes as little at a time as the model
+            decoded = [
+                (stream, stream.filtered(samples, last=_code_stream(stream).finished))
+                for stream, samples in zip(streams, pending(), strict=True)
+                if not stream.cancelled
+            ]
+            marks = [stream.watermark for stream, _ in decoded if stream.watermark is not None]
+            for stream, samples in decoded:
+                if stream.watermark is not None:
+                    stream.watermark.add(samples, last=_code_stream(stream).finished)
+            marked = iter(mark_streams(marks))
+        return [
+            event
+            for stream, samples in decoded
+            for event in self._pass_on(stream, samples if stream.watermark is None else next(marked))
+        ]
 
     def _pass_on(self, stream: _Stream, samples: Samples) -> list[StreamEvent]:
-        """Give out samples of a stream, through its filters."""
-        finished = _code_stream(stream).finished
-        if stream.filters and (finished or len(samples)):
-            samples = stream.filtered(samples, last=finished)
+        """Give out samples of a stream."""
         if len(samples):
             start = stream.playback_ends if stream.playback_ends is not None else self._clock()
             stream.playback_ends = start + len(samples) / self._engine.codec.sample_rate
-        if finished:
+        if _code_stream(stream).finished:
             self._streams.remove(stream)
             assert stream.generation is not None
             return [self._end(stream, stream.generation.finish_reason, samples=samples)]

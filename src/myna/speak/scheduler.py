@@ -160,12 +160,13 @@ class BatchScheduler:
     def _read(self) -> None:
         step, generations = self._pending.popleft()
         codes, log_probs, active = step.result()
-        for row, generation in enumerate(generations):
+        rows = zip(generations, codes.unbind(), log_probs.unbind(), active.tolist(), strict=True)
+        for generation, row_codes, row_log_probs, is_active in rows:
             if generation.finished:
                 continue
-            generation._delayed.append(codes[row])
-            generation._log_probs.append(log_probs[row])
-            if not active[row]:
+            generation._delayed.append(row_codes)
+            generation._log_probs.append(row_log_probs)
+            if not is_active:
                 # All codebooks of the last frame are ends; the cap is at the frame after the last one allowed.
                 ended = len(generation._delayed) - codes.shape[1]
                 generation.finish_reason = "stop" if ended < generation.max_frames else "length"

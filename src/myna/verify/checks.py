@@ -7,36 +7,43 @@ order of `CHECKS`: the first one merges an adapter, the last one puts a LoRA on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from peft import PeftModel
-from torch import nn
 
 from myna.config import AdaptSettings
-from myna.data.codec import Codec, Codes, Samples
-from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
+from myna.data.codec import Codec, Samples
+from myna.data.conversation import AudioClip
+from myna.errors import CheckpointError, ModelError
 from myna.models.base import (
     IGNORE_INDEX,
     AnsweringFamily,
     Batch,
-    Family,
     RenderedSequence,
-    Sampling,
     SpeakingFamily,
     StreamLosses,
     get_base_model,
 )
-from myna.models.lora import make_trainable, merge_lora
+from myna.models.lora import load_adapter, make_trainable, merge_lora, read_lora_matrices
 from myna.models.merge import LOGIT_TOLERANCES, compare_merged, probe_logits
+from myna.models.speech_decoder import LoraMatrices
 from myna.speak.engine import Engine, SpeechRequest
-from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, Generation, request_sampling
-from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams
+from myna.speak.streaming import StreamDecoder
+from myna.verify.speaking import (
+    GREEDY,
+    GreedyChoices,
+    adapter_choices,
+    decode_together,
+    greedy_choices,
+    speak_together,
+)
+from myna.verify.subject import TEXTS, NotApplicableError, VerifiedModel
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far two losses of one stream may be from one another, as a share of the larger, by the type of the weights."""
@@ -44,22 +51,10 @@ GRADIENT_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16:
 """How far two gradients of a LoRA matrix may be from one another, as a share of its norm."""
 LOG_PROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """How far two log-probabilities of one code may be from one another."""
-GREEDY = Sampling(temperature=0.0, repetition_window=0)
-TEXTS = (
-    "Good morning.",
-    "The weather is fine today, is it not?",
-    "Seven ships sailed.",
-    "She said that nobody would come, and then everybody came at once.",
-)
-QUESTIONS = ("What is said?", "How is it said, and by whom?", "In which language?")
 MIN_STEPS = 8
 """Steps that must be comparable with transformers' `generate`, over all prompts."""
 MIN_LEVEL = 1e-4
 """Root-mean-square level below which decoded audio is silence: -80 dB."""
-
-
-class NotApplicableError(Exception):
-    """A check that says nothing about this model; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,87 +67,47 @@ class Finding:
     tolerance: float | None = None
 
 
-@dataclass(eq=False)
-class VerifiedModel:
-    """The model to verify, with its codec if it speaks."""
-
-    family: Family
-    model: nn.Module
-    """With an adapter on it until `check_merged` has merged it."""
-    codec: Codec | None
-    device: torch.device
-    dtype: torch.dtype
-    quick: bool
-
-    @property
-    def frames(self) -> int:
-        """Frames, or tokens, to generate."""
-        return 16 if self.quick else 64
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether requests are spoken in exact batches: on a CPU any batch is one, and elsewhere only CUDA has them."""
-        return self.device.type == "cuda" and isinstance(self.family, SpeakingFamily)
-
-    @property
-    def speaking(self) -> tuple[SpeakingFamily, Codec]:
-        if not isinstance(self.family, SpeakingFamily) or self.codec is None:
-            raise NotApplicableError("the model answers in words: it generates no speech and has no codec")
-        return self.family, self.codec
-
-    @cached_property
-    def clips(self) -> list[AudioClip]:
-        """Those of the family's probe: a reference and a target, or the clip of a question."""
-        return [part for turn in self.family.probe().turns for part in turn.parts if isinstance(part, AudioClip)]
-
-    @cached_property
-    def sequences(self) -> list[RenderedSequence]:
-        """Supervised: the family's probe, and others of other lengths, one of them without a reference."""
-        conversations = [self.family.probe()]
-        for number, text in enumerate(TEXTS[:2]):
-            clip = replace(self.clips[-1], codes=self.clips[-1].codes[number:])
-            if isinstance(self.family, SpeakingFamily):
-                references = (Reference(TEXTS[2], self.clips[0]),) if number else ()
-                conversations.append(speech_conversation(text, id=text, references=references, target=clip))
-            else:
-                conversations.append(answer_conversation(QUESTIONS[number + 1], clip, id=text, answer=text))
-        return [self.family.render(conversation, supervise_text=True) for conversation in conversations]
-
-    @cached_property
-    def prompts(self) -> list[RenderedSequence]:
-        """Open: with and without a reference, of different lengths."""
-        return [self.family.render(conversation) for conversation in self._open()]
-
-    def _open(self) -> Iterator[Conversation]:
-        if isinstance(self.family, SpeakingFamily):
-            yield from map(self.speech, range(len(TEXTS)))
-            return
-        for number, question in enumerate(QUESTIONS):
-            clip = replace(self.clips[0], codes=self.clips[0].codes[8 * number :])
-            yield answer_conversation(question, clip, id=question)
-
-    def speech(self, number: int, target: AudioClip | None = None) -> Conversation:
-        """The conversation of a prompt; with a target, that of its answer."""
-        references = (Reference(TEXTS[2], self.clips[0]),) if number % 2 else ()
-        return speech_conversation(TEXTS[number], id=TEXTS[number], references=references, target=target)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """As in training."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
-
-
 def check_merged(subject: VerifiedModel) -> Finding:
-    """logits of the adapter on its base, and of the merged model"""
+    """the adapter on its base, and the merged model: logits, and greedy codes of the adapter in rows of a batch"""
     model = subject.model
-    if not isinstance(model, PeftModel):
+    if not isinstance(model, PeftModel) or subject.adapter is None:
         raise NotApplicableError("there is no adapter: this is a whole model")
     with model.disable_adapter():
         base = probe_logits(subject.family, model)
     adapted = probe_logits(subject.family, model)
-    subject.model = merge_lora(model)
+    matrices, note = _row_matrices(subject, subject.adapter)
+    if matrices is not None:
+        subject.model = model.unload()
+    try:
+        choices = adapter_choices(subject, matrices) if matrices is not None else []
+    finally:
+        subject.model = merge_lora(model if matrices is None else load_adapter(subject.model, subject.adapter))
     check = compare_merged(base, adapted, probe_logits(subject.family, subject.model), subject.dtype)
+    if check.problem is not None:
+        return Finding(False, check.problem, check.largest_difference, check.tolerance)
+    if choices:
+        try:
+            spoken = _compare_choices(subject, choices)
+        except NotApplicableError as reason:
+            note = f"in rows of a batch {reason}"
+        else:
+            note = f"in rows of a batch {spoken.detail}"
+            if not spoken.passed:
+                return replace(spoken, detail=note)
     detail = f"{check.logits:,} logits; {check.lost_share:.2%} of what the adapter changes is lost in rounding"
-    return Finding(check.problem is None, check.problem or detail, check.largest_difference, check.tolerance)
+    return Finding(True, f"{detail}; {note}" if note else detail, check.largest_difference, check.tolerance)
+
+
+def _row_matrices(subject: VerifiedModel, adapter: Path) -> tuple[LoraMatrices | None, str]:
+    """The adapter's matrices for rows of a batch; or why it can only be merged."""
+    if not isinstance(subject.family, SpeakingFamily):
+        return None, ""
+    try:
+        return read_lora_matrices(subject.family, adapter), ""
+    except CheckpointError:
+        raise
+    except ModelError as error:
+        return None, f"not in rows of a batch: {error.what}"
 
 
 def check_forward(subject: VerifiedModel) -> Finding:
@@ -198,18 +153,24 @@ def check_packed(subject: VerifiedModel) -> Finding:
 
 def check_generate(subject: VerifiedModel) -> Finding:
     """greedy choices, and those of transformers' own generate"""
-    family, compared, complete, gap, largest, note = subject.family, 0, 0, 0.0, 0.0, ""
-    for prompt in subject.prompts:
-        theirs = family.transformers_generate(subject.model, prompt, subject.frames)
-        ours = _greedy(subject, prompt, theirs.end)
-        count = min(len(ours.choices), len(theirs.choices))
-        steps, mine, other = theirs.steps[:count], ours.choices[:count], theirs.choices[:count]
+    return _compare_choices(subject, greedy_choices(subject))
+
+
+def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -> Finding:
+    """Greedy choices of ours for all prompts, and those of transformers' `generate`, up to the first difference."""
+    compared, complete, gap, largest, note = 0, 0, 0.0, 0.0, ""
+    for prompt, found, theirs in zip(subject.prompts, choices, subject.generated, strict=True):
+        ours = found.choices
+        if found.stopped:
+            ours = np.concatenate([ours, np.full((1, theirs.choices.shape[1]), theirs.end)])
+        count = min(len(ours), len(theirs.choices))
+        steps, mine, other = theirs.steps[:count], ours[:count], theirs.choices[:count]
         known = other != IGNORE_INDEX
-        if not ours.stopped and len(ours.choices) <= len(theirs.choices):
+        if not found.stopped and len(ours) <= len(theirs.choices):
             # Beyond the cap of frames ours is made to end, and the codebooks that are not at their end see that.
-            known &= steps <= theirs.steps[len(ours.choices) - 1, 0]
+            known &= steps <= theirs.steps[len(ours) - 1, 0]
         different = known & (mine != other)
-        complete += bool(known[:, 0].all()) and len(ours.choices) == count and not different.any()
+        complete += bool(known[:, 0].all()) and len(ours) == count and not different.any()
         first = int(steps[different].min()) if different.any() else int(steps[known].max(initial=-1)) + 1
         compared += len(np.unique(steps[known & (steps < first)]))
         finite = np.isfinite(theirs.scores)
@@ -238,16 +199,16 @@ def check_alone(subject: VerifiedModel) -> Finding:
             for prompt, answer in zip(subject.prompts, answers, strict=True)
         ]
         return _equality(subject, sum(alike) / len(alike), "answers")
-    family, codec = subject.speaking
+    _, codec = subject.speaking
     # Fewer rows than requests, and caps that differ: some wait, and rows are moved.
     caps = [subject.frames - 3 * number for number in range(len(subject.prompts))]
     rows = len(caps) - 1
-    crowd = _speak_together(subject, family, subject.prompts, caps, rows)
+    crowd = speak_together(subject, subject.prompts, caps, rows)
     equal = total = compared = 0
     worst, note, tolerance = 0.0, "", LOG_PROB_TOLERANCES[subject.dtype]
     for prompt, cap, among in zip(subject.prompts, caps, crowd, strict=True):
         # An exact batch has one shape, whatever is in it.
-        [alone] = _speak_together(subject, family, [prompt], [cap], rows if subject.is_exact else 1, max(caps))
+        [alone] = speak_together(subject, [prompt], [cap], rows if subject.is_exact else 1, max(caps))
         count = min(len(alone.codes), len(among.codes))
         same = alone.codes[:count] == among.codes[:count]
         equal, total = equal + int(same.sum()), total + max(alone.codes.size, among.codes.size)
@@ -263,8 +224,8 @@ def check_alone(subject: VerifiedModel) -> Finding:
         return Finding(False, "every request begins with other codes among others than by itself", 1.0, 0)
     if not worst <= tolerance:
         return Finding(False, f"log-probabilities of the same codes differ by {worst:.3g}{note}", worst, tolerance)
-    for prompt, among, samples in zip(subject.prompts, crowd, _decode_together(codec, crowd), strict=True):
-        if (finding := _compare_samples(samples, _decode_together(codec, [among])[0], codec)) is not None:
+    for prompt, among, samples in zip(subject.prompts, crowd, decode_together(codec, crowd), strict=True):
+        if (finding := _compare_samples(samples, decode_together(codec, [among])[0], codec)) is not None:
             return replace(finding, detail=f"{finding.detail}, of {prompt.id!r} decoded among other streams")
     detail = f"codes{note}; log-probabilities differ by {worst:.2g}; samples of all streams are equal"
     return _equality(subject, equal / total if total else 1.0, detail)
@@ -276,7 +237,7 @@ def check_replay(subject: VerifiedModel) -> Finding:
     objective = family.objective(subject.model).eval()
     streams = [place for place, stream in enumerate(family.streams) if stream.startswith("code")]
     caps = [subject.frames] * len(subject.prompts)
-    spoken = _speak_together(subject, family, subject.prompts, caps, len(caps))
+    spoken = speak_together(subject, subject.prompts, caps, len(caps))
     worst, codes = (0.0, "", 0.0, 0.0), 0
     for number, one in enumerate(spoken):
         if not len(one.codes):
@@ -419,81 +380,6 @@ def voiced_sound(codec: Codec, seconds: float) -> Samples:
     envelope = 0.5 + 0.5 * np.sin(2 * np.pi * 3 * time) ** 2
     sound *= envelope
     return np.asarray(0.3 * sound / np.abs(sound).max(), np.float32)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _GreedyChoices:
-    choices: npt.NDArray[np.int64]
-    """As in `TransformersGeneration`, with the end where it was found."""
-    stopped: bool
-
-
-def _greedy(subject: VerifiedModel, prompt: RenderedSequence, end: int) -> _GreedyChoices:
-    if isinstance(subject.family, AnsweringFamily):
-        ids, stopped = subject.family.greedy_ids(subject.model, prompt, subject.frames)
-        choices = np.array(ids, np.int64)[:, None]
-    else:
-        family, _ = subject.speaking
-        [spoken] = _speak_together(subject, family, [prompt], [subject.frames], 1, sampling=GREEDY)
-        choices, stopped = spoken.codes.astype(np.int64), spoken.stopped
-    if stopped:
-        choices = np.concatenate([choices, np.full_like(choices[:1], end, shape=(1, max(1, choices.shape[1])))])
-    return _GreedyChoices(choices, stopped)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Spoken:
-    codes: Codes
-    log_probs: npt.NDArray[np.float32]
-    """(frames + 1, codebooks): of the codes, and of the ends."""
-    steps: npt.NDArray[np.int64]
-    """(frames, codebooks): the step at which each code was chosen."""
-    stopped: bool
-
-
-def _speak_together(
-    subject: VerifiedModel,
-    family: SpeakingFamily,
-    prompts: Sequence[RenderedSequence],
-    caps: Sequence[int],
-    rows: int,
-    max_frames: int = 0,
-    sampling: Sampling | None = None,
-) -> list[_Spoken]:
-    positions = max(map(len, subject.prompts)) + max(*caps, max_frames) + SPARE_POSITIONS
-    decoder = family.speech_decoder(subject.model, rows, positions, exact=subject.is_exact)
-    scheduler = BatchScheduler(decoder)
-    generations = [
-        scheduler.submit(prompt, sampling or request_sampling(family.sampling, prompt.id), cap)
-        for prompt, cap in zip(prompts, caps, strict=True)
-    ]
-    while scheduler.busy:
-        scheduler.advance()
-    return [_spoken(scheduler, generation) for generation in generations]
-
-
-def _spoken(scheduler: BatchScheduler, generation: Generation) -> _Spoken:
-    codes = generation.codes()
-    frames, books = codes.shape
-    # The delay undone on the numbers of the steps themselves.
-    numbered = [torch.full((books,), step) for step in range(frames + books)]
-    steps = scheduler.decoder.undelay(numbered, 0, frames).numpy().astype(np.int64)
-    return _Spoken(codes, generation.log_probs(), steps, generation.finish_reason == "stop")
-
-
-def _decode_together(codec: Codec, spoken: Sequence[_Spoken], piece: int = 9) -> list[Samples]:
-    """Samples of clips whose frames come a few at a time, the windows of all clips in one call."""
-    streams = [CodeStream(codec) for _ in spoken]
-    parts: list[list[Samples]] = [[np.zeros(0, np.float32)] for _ in spoken]
-    for start in range(0, max(len(one.codes) for one in spoken), piece):
-        for stream, one in zip(streams, spoken, strict=True):
-            if not stream.ended:
-                stream.push(one.codes[start : start + piece])
-                if start + piece >= len(one.codes):
-                    stream.end()
-        for own, samples in zip(parts, decode_streams(codec, streams)(), strict=True):
-            own.append(samples)
-    return [np.concatenate(own) for own in parts]
 
 
 @contextmanager

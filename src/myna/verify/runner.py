@@ -17,7 +17,8 @@ from myna.speak.loading import full_model_codec, load_adapted, open_base
 from myna.speak.tuned import find_tuned, require_tuned
 from myna.train.precision import choose_precision, pick_device
 from myna.verify.certificate import Certificate, VerifyCheck, VerifyStatus
-from myna.verify.checks import CHECKS, Finding, NotApplicableError, VerifiedModel
+from myna.verify.checks import CHECKS, Finding
+from myna.verify.subject import NotApplicableError, VerifiedModel
 
 
 def run_verification(
@@ -64,7 +65,8 @@ def load_verified(
         family = open_family(name, codec=codec)
         model = family.load_model(dtype=dtype, device=target, text_head=family.has_weights and family.has_text_head)
     loaded = family.load_codec(device=target) if isinstance(family, SpeakingFamily) else None
-    return VerifiedModel(family, model.requires_grad_(False).eval(), loaded, target, dtype, quick)
+    adapter = tuned.adapter if tuned is not None and not tuned.is_full else None
+    return VerifiedModel(family, model.requires_grad_(False).eval(), adapter, loaded, target, dtype, quick)
 
 
 def _run(name: str, check: Callable[[VerifiedModel], Finding], subject: VerifiedModel) -> VerifyCheck:

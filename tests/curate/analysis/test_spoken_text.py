@@ -10,10 +10,8 @@ from myna.curate.analysis.spoken_text import (
     normalise_spoken_text,
     number_words,
     ordinal_words,
-    tokenizer_coverage,
     year_words,
 )
-from myna.models.byte_tokenizer import byte_tokenizer
 
 ENGLISH = {
     "It cost $5.20.": "It cost five dollars and twenty cents.",
@@ -74,25 +72,3 @@ def test_arabic_letters_and_digits_are_uniform_and_get_no_vowels() -> None:
 
 def test_other_languages_stay_as_written() -> None:
     assert normalise_spoken_text("Am 5. Mai  um 10:30", "de") == "Am 5. Mai um 10:30"
-
-
-def test_coverage_names_what_a_tokenizer_cannot_say() -> None:
-    class Letters:
-        unk_token_id = 0
-
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
-            return [ord(letter) if letter.isascii() else 0 for letter in text]
-
-        def decode(self, ids: list[int]) -> str:
-            return "".join(map(chr, ids))
-
-    coverage = tokenizer_coverage("naïve ï", Letters())
-    assert coverage.unknown == {"ï": 2}
-    assert coverage.share == pytest.approx(4 / 6)
-    assert tokenizer_coverage("  ", Letters()).share == 1
-
-
-def test_a_byte_tokenizer_covers_every_language() -> None:
-    coverage = tokenizer_coverage("Xin chào, مرحبا", byte_tokenizer(["<s>"], begin="<s>", end="<s>", pad="<s>"))
-    assert coverage.share == 1
-    assert coverage.tokens_per_character > 1

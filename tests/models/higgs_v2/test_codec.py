@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.data.code_store import encode_dataset
 from myna.data.dataset import DatasetInfo, PreparedDataset
+from myna.data.encoding import encode_dataset
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
 from myna.errors import CheckpointError, ModelError

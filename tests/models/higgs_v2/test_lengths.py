@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from myna.config import DataSettings
-from myna.data.code_store import encode_dataset
 from myna.data.conversation import AudioClip, Conversation, Reference, Turn, speech_conversation
 from myna.data.dataset import DatasetInfo, PreparedDataset
+from myna.data.encoding import encode_dataset
 from myna.data.loader import Loader, Shard
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance

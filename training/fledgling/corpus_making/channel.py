@@ -1,11 +1,11 @@
-"""Channel simulation: random microphone, room impulse response, noise and bandwidth for each speaker.
+"""Channel simulation: random microphones and bandwidths for speakers; rooms, noise and distortion for references.
 
-Synthetic speech has none of these, and a model trained on it alone fails on other recordings. The channel is the same
-in all clips of a speaker, so that a reference determines it; distance and noise level differ a little from clip to
-clip. A third of the speakers has none.
+Synthetic speech has none of these, and a model trained on it alone fails on other recordings. A speaker's microphone
+(`MICROPHONE`) is the same in all clips, so that a reference determines it; a third of the speakers has none. A clip
+that only serves as a reference goes through a channel of its own (`REFERENCE`) besides: targets have neither noise nor
+room, so that a model learns to take the voice of a poor recording, and not its faults.
 
-A clip costs one FFT convolution. The impulse response of microphone, room and band, and some seconds of noise, are
-computed once per speaker.
+A clip costs one FFT convolution. Drawing a channel takes 1 ms, or 5 with noise.
 """
 
 from __future__ import annotations
@@ -25,30 +25,53 @@ Spectrum = npt.NDArray[np.float64]
 SAMPLE_RATE = 24_000
 CLEAN_SHARE = 1 / 3
 """Share of speakers without a channel."""
-CUT_OFF_WEIGHTS = {4000.0: 1, 5512.5: 1, 8000.0: 4, 11025.0: 2}
-"""Bandwidths in Hz of recordings of 8, 11.025, 16 and 22.05 kHz, and their weights. The third is the most common, and
-the one a model of clean speech did worst on; the last hardly mattered."""
-GENTLE_CUT_OFF_HZ = (3800.0, 11000.0)
-"""Where microphones, synthesisers and lossy files fade out instead."""
 HIGH_PASS_HZ = (60.0, 150.0)
 MAX_EQUALISER_DB = 6.0
-RT60_SECONDS, DIRECT_TO_REVERBERANT_DB = (0.1, 0.5), (5.0, 20.0)
-"""Range of the reverberation time, and of the direct-to-reverberant ratio."""
-SNR_DB = (25.0, 55.0)
 ROOM_JITTER_DB, NOISE_JITTER_DB = 0.7, 1.0
 """Standard deviations from clip to clip."""
-EFFECT_SHARES = {
-    "equaliser": 0.9,
-    "sharp": 0.3,
-    "gentle": 0.25,
-    "high-pass": 0.5,
-    "room": 0.5,
-    "noise": 0.7,
-    "hum": 0.15,
-}
-"""How many of the speakers with a channel have each; hum is a share of noise, and no sharp band fades gently too."""
-CLIPPING_SHARE, COMPRESSION_SHARE = 0.06, 0.10
 
+
+@dataclass(frozen=True, slots=True)
+class ChannelRanges:
+    """Shares of channels that have an effect, and ranges that its parameters are drawn from."""
+
+    clean: float
+    """Share without any effect."""
+    equaliser: float = 0.9
+    sharp: float = 0.3
+    """Share whose band ends sharply, as that of a file with a lower sample rate."""
+    gentle: float = 0.25
+    """Share whose band fades out, of those where it does not end sharply."""
+    high_pass: float = 0.5
+    room: float = 0.0
+    noise: float = 0.0
+    hum: float = 0.15
+    """Share of those with noise."""
+    clipping: float = 0.0
+    compression: float = 0.0
+    cut_off_weights: dict[float, int] = field(default_factory=lambda: {8000.0: 4, 11025.0: 2})
+    """Bandwidths in Hz and their weights."""
+    gentle_cut_off_hz: tuple[float, float] = (6000.0, 11000.0)
+    rt60_seconds: tuple[float, float] = (0.1, 0.9)
+    direct_to_reverberant_db: tuple[float, float] = (0.0, 20.0)
+    snr_db: tuple[float, float] = (6.0, 45.0)
+
+
+MICROPHONE = ChannelRanges(clean=CLEAN_SHARE)
+"""Of a speaker."""
+REFERENCE = ChannelRanges(
+    clean=0.0,
+    equaliser=0.6,
+    room=0.55,
+    noise=0.7,
+    clipping=0.08,
+    compression=0.12,
+    cut_off_weights={4000.0: 2, 5512.5: 1, 8000.0: 4, 11025.0: 1},
+    gentle_cut_off_hz=(3800.0, 11000.0),
+)
+"""Of a reference: bandwidths of recordings of 8, 11.025, 16 and 22.05 kHz, speech 6 dB above noise and more."""
+
+EFFECTS = ("equaliser", "sharp", "gentle", "high_pass", "room", "noise", "hum")
 FILTER_SAMPLES = 8192
 """FFT size of microphone filters, whose responses are far shorter."""
 KEPT_SAMPLES = 1536
@@ -117,25 +140,27 @@ class Channel:
         return self.response is None
 
     @classmethod
-    def draw(cls, speaker: str, seed: int) -> Channel:
-        if has_clean_channel(speaker, seed):
+    def draw(cls, name: str, seed: int, ranges: ChannelRanges = MICROPHONE) -> Channel:
+        """The channel of a speaker, or of whatever else has that name."""
+        if has_clean_channel(name, seed, ranges):
             return cls()
-        rng = random.Random(f"{seed}/channel/{speaker}")
+        rng = random.Random(f"{seed}/channel/{name}")
         generator = np.random.default_rng(rng.getrandbits(64))
-        has = {part: rng.random() < share for part, share in EFFECT_SHARES.items()}
-        cut_off = rng.choices(list(CUT_OFF_WEIGHTS), list(CUT_OFF_WEIGHTS.values()))[0] if has["sharp"] else None
+        has = {effect: rng.random() < getattr(ranges, effect) for effect in EFFECTS}
+        weights = ranges.cut_off_weights
+        cut_off = rng.choices(list(weights), list(weights.values()))[0] if has["sharp"] else None
         band = _draw_low_pass(cut_off, rng) if cut_off else np.ones(1)
-        response = np.convolve(_draw_microphone(rng, has), band).astype(np.float32)
-        tail = _draw_room(rng, generator) if has["room"] else None
+        response = np.convolve(_draw_microphone(rng, has, ranges), band).astype(np.float32)
+        tail = _draw_room(rng, generator, ranges) if has["room"] else None
         return cls(
             response=response,
             delay=len(band) // 2,
             room=None if tail is None else _convolve(response, tail),
             cut_off=cut_off,
             noise=_draw_noise(rng, generator, band, hum=has["hum"]) if has["noise"] else None,
-            snr_db=rng.uniform(*SNR_DB) if has["noise"] else math.inf,
-            dynamics=_draw_dynamics(rng),
-            clip_rng=random.Random(f"{seed}/wavering/{speaker}"),
+            snr_db=rng.uniform(*ranges.snr_db) if has["noise"] else math.inf,
+            dynamics=_draw_dynamics(rng, ranges),
+            clip_rng=random.Random(f"{seed}/wavering/{name}"),
         )
 
     def record(self, samples: Samples) -> Samples:
@@ -158,24 +183,24 @@ class Channel:
         return recorded
 
 
-def has_clean_channel(speaker: str, seed: int) -> bool:
+def has_clean_channel(name: str, seed: int, ranges: ChannelRanges = MICROPHONE) -> bool:
     """Whether this speaker has no channel, without drawing one."""
-    return random.Random(f"{seed}/clean/{speaker}").random() < CLEAN_SHARE
+    return random.Random(f"{seed}/clean/{name}").random() < ranges.clean
 
 
 def _gain_of(decibels: float) -> float:
     return 10 ** (decibels / 20)
 
 
-def _draw_microphone(rng: random.Random, has: dict[str, bool]) -> npt.NDArray[np.float64]:
+def _draw_microphone(rng: random.Random, has: dict[str, bool], ranges: ChannelRanges) -> npt.NDArray[np.float64]:
     """Answers after the sound and never before it, as what is made of coils and membranes does."""
     decibels = _draw_equaliser(rng) if has["equaliser"] else np.zeros_like(FREQUENCIES)
     frequencies = np.maximum(FREQUENCIES, 5.0)  # no filter is deeper than it is there, or its logarithm would ring
-    if has["high-pass"]:
+    if has["high_pass"]:
         edge, order = rng.uniform(*HIGH_PASS_HZ), rng.choice((1, 2, 3))
         decibels = decibels - 10 * np.log10(1 + (edge / frequencies) ** (2 * order))
     if has["gentle"] and not has["sharp"]:
-        low, high = GENTLE_CUT_OFF_HZ
+        low, high = ranges.gentle_cut_off_hz
         edge, order = low * (high / low) ** rng.random(), rng.randint(2, 10)
         decibels = decibels - 10 * np.log10(1 + (frequencies / edge) ** (2 * order))
     fade = np.ones(KEPT_SAMPLES)
@@ -212,9 +237,9 @@ def _draw_low_pass(cut_off: float, rng: random.Random) -> npt.NDArray[np.float64
     return np.asarray(middle * np.sinc(middle * times) * np.blackman(2 * half + 1))
 
 
-def _draw_room(rng: random.Random, generator: np.random.Generator) -> Samples:
+def _draw_room(rng: random.Random, generator: np.random.Generator, ranges: ChannelRanges) -> Samples:
     """One or two walls and a small table, then noise that fades, its high sounds soonest."""
-    seconds, direct = rng.uniform(*RT60_SECONDS), rng.uniform(*DIRECT_TO_REVERBERANT_DB)
+    seconds, direct = rng.uniform(*ranges.rt60_seconds), rng.uniform(*ranges.direct_to_reverberant_db)
     times = np.arange(round(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     dark = rng.uniform(0.3, 0.8)
     tail = generator.standard_normal(len(times)) * 10 ** (-3 * times / seconds)
@@ -246,11 +271,11 @@ def _draw_noise(
     return np.asarray(loop / loop.std(), np.float32)
 
 
-def _draw_dynamics(rng: random.Random) -> Dynamics | None:
+def _draw_dynamics(rng: random.Random, ranges: ChannelRanges) -> Dynamics | None:
     kind = rng.random()
-    if kind < CLIPPING_SHARE:
+    if kind < ranges.clipping:
         return Dynamics(ceiling=rng.uniform(2.0, 4.0))
-    return Dynamics(ratio=rng.uniform(1.3, 2.5)) if kind < CLIPPING_SHARE + COMPRESSION_SHARE else None
+    return Dynamics(ratio=rng.uniform(1.3, 2.5)) if kind < ranges.clipping + ranges.compression else None
 
 
 def _convolve(one: Samples, other: Samples) -> Samples:

@@ -36,6 +36,15 @@ AUDIO = b'"audio": "%ssound/'
 LINE = re.compile(rb'\{"id": "([^"\\]+)", "audio": "(sound/[^"\\]+)", (.*)\}\n')
 
 
+class CorpusClip(NamedTuple):
+    """A clip of a speaker."""
+
+    text: str
+    samples: Samples
+    reference_only: bool = False
+    """It sets a voice, and is never a target."""
+
+
 class CorpusFolder:
     """Writer of a corpus, speaker by speaker."""
 
@@ -61,16 +70,17 @@ class CorpusFolder:
     def has(self, speaker: str) -> bool:
         return self._lines(speaker).is_file()
 
-    def add(self, speaker: str, language: str, clips: Iterable[tuple[str, Samples]]) -> float:
-        """All clips of a speaker, each with its text; how many seconds they are."""
+    def add(self, speaker: str, language: str, clips: Iterable[CorpusClip]) -> float:
+        """All clips of a speaker; how many seconds they are."""
         home, seconds, lines = self.part(speaker), 0.0, []
-        for number, (text, samples) in enumerate(clips):
+        for number, (text, samples, reference_only) in enumerate(clips):
             name = Path("sound", speaker, f"{number:03d}.wav")
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             soundfile.write(home / name, samples, SAMPLE_RATE, format="WAV", subtype="PCM_16")
             seconds += len(samples) / SAMPLE_RATE
-            normalised = normalise_text(text)
-            lines.append(Utterance(f"{speaker}-{number:03d}", name, normalised, speaker, language).to_json())
+            extras = {"reference_only": True} if reference_only else {}
+            one = Utterance(f"{speaker}-{number:03d}", name, normalise_text(text), speaker, language, extras=extras)
+            lines.append(one.to_json())
         with atomic_write(self._lines(speaker)) as temporary:
             written = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             temporary.write_text(written, encoding="utf-8")

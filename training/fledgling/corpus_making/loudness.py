@@ -23,19 +23,26 @@ LEVEL_DB = (-27.0, -16.0)
 LEVEL_JITTER_DB = 1.0
 """Decibels by which the level of one speaker's clips differs, as a standard deviation."""
 MAX_PEAK = 0.97
-RESIZED_SHARE, TRACT_FACTORS = 0.5, (0.9, 1.12)
-"""The share of speakers who become smaller or larger than they were made, and by which factors."""
+RESIZED_SHARE, TRACT_FACTORS = 0.6, (0.76, 1.2)
+"""The share of speakers who become smaller or larger than they were made, down to children, and by which factors."""
+FORMANT_SHARE, FORMANT_FACTORS = 0.5, (0.88, 1.14)
+"""The share of speakers whose formants are moved at the same pitch, and by which factors."""
 
 
 def trim(samples: Samples, sample_rate: int, rng: random.Random) -> Samples:
     """Without most of the silence at both ends; all of a clip that is nothing else."""
-    speech = _speech_windows(samples, sample_rate)
-    if not speech.any() or rng.random() < UNTRIMMED_SHARE:
+    first, last = speech_bounds(samples, sample_rate)
+    if last == 0 or rng.random() < UNTRIMMED_SHARE:
         return samples
-    size = round(WINDOW_SECONDS * sample_rate)
-    first, last = int(speech.argmax()) * size, (len(speech) - int(speech[::-1].argmax())) * size
     before, after = (round(rng.uniform(*bounds) * sample_rate) for bounds in (LEADING_SECONDS, TRAILING_SECONDS))
     return samples[max(0, first - before) : last + after]
+
+
+def speech_bounds(samples: Samples, sample_rate: int, silence_db: float = SILENCE_DB) -> tuple[int, int]:
+    """First sample of speech, and the one after the last; both 0 where there is none."""
+    speech = _speech_windows(samples, sample_rate, silence_db)
+    size = round(WINDOW_SECONDS * sample_rate)
+    return (int(speech.argmax()) * size, (len(speech) - int(speech[::-1].argmax())) * size) if speech.any() else (0, 0)
 
 
 def speaker_level(speaker: str, seed: int) -> float:
@@ -45,8 +52,19 @@ def speaker_level(speaker: str, seed: int) -> float:
 
 def speaker_tract_factor(speaker: str, seed: int) -> float:
     """How much longer the way from throat to lips is than a synthesiser made it; many stay as they were made."""
-    rng = random.Random(f"{seed}/size/{speaker}")
-    return rng.uniform(*TRACT_FACTORS) if rng.random() < RESIZED_SHARE else 1.0
+    return _speaker_factor(f"{seed}/size/{speaker}", RESIZED_SHARE, TRACT_FACTORS)
+
+
+def speaker_formant_factor(speaker: str, seed: int) -> float:
+    """How much higher the formants are than a synthesiser made them, at the same pitch."""
+    return _speaker_factor(f"{seed}/formants/{speaker}", FORMANT_SHARE, FORMANT_FACTORS)
+
+
+def _speaker_factor(salt: str, share: float, factors: tuple[float, float]) -> float:
+    """Uniform on a logarithmic scale, or 1."""
+    rng = random.Random(salt)
+    low, high = factors
+    return low * (high / low) ** rng.random() if rng.random() < share else 1.0
 
 
 def resample_tract(samples: Samples, size: float) -> Samples:
@@ -69,10 +87,10 @@ def speech_power(samples: Samples, sample_rate: int) -> float:
     return float(np.mean(np.square(samples[: len(speech)][speech], dtype=np.float64))) if speech.any() else 0.0
 
 
-def _speech_windows(samples: Samples, sample_rate: int) -> npt.NDArray[np.bool_]:
+def _speech_windows(samples: Samples, sample_rate: int, silence_db: float = SILENCE_DB) -> npt.NDArray[np.bool_]:
     """Which windows hold speech, the last one being whole or not there."""
     size = round(WINDOW_SECONDS * sample_rate)
     windows = samples[: len(samples) // size * size].reshape(-1, size)
     power = np.mean(np.square(windows, dtype=np.float64), axis=1)
     loudest = power.max(initial=0.0)
-    return np.asarray((power > loudest * 10 ** (SILENCE_DB / 10)) & (loudest > 0))
+    return np.asarray((power > loudest * 10 ** (silence_db / 10)) & (loudest > 0))

@@ -13,9 +13,9 @@ from myna.curate.analysis.diarization import (
 )
 from myna.curate.analysis.fingerprints import DuplicateMatch, bit_error, find_duplicates, find_retakes, fingerprint
 from myna.curate.analysis.loudness import integrated_loudness
-from myna.curate.analysis.measures import embed_speaker, measure
+from myna.curate.analysis.measures import batches, embed_speaker, embed_speakers, measure
 from myna.curate.analysis.models import AnalysisModels, AnalysisSettings, Capability, capabilities, load_models
-from myna.curate.analysis.spoken_text import TokenizerCoverage, normalise_spoken_text, tokenizer_coverage
+from myna.curate.analysis.spoken_text import normalise_spoken_text
 from myna.curate.analysis.voice_activity import voice_activity
 
 __all__ = [
@@ -27,11 +27,12 @@ __all__ = [
     "SpeakerTurn",
     "SpeakerTurns",
     "SpeechSpan",
-    "TokenizerCoverage",
+    "batches",
     "bit_error",
     "capabilities",
     "cluster_embeddings",
     "embed_speaker",
+    "embed_speakers",
     "find_duplicates",
     "find_local_speakers",
     "find_retakes",
@@ -43,6 +44,5 @@ __all__ = [
     "measure",
     "normalise_spoken_text",
     "speaker_turns",
-    "tokenizer_coverage",
     "voice_activity",
 ]

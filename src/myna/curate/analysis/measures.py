@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
 
 from myna.audio.files import Samples
 from myna.audio.signal_measures import bandwidth_hz, clipped_share
 from myna.curate.analysis.loudness import integrated_loudness
 from myna.curate.analysis.models import AnalysisModels, require
 from myna.curate.analysis.quality import CALIBRATIONS
+from myna.evaluate.ecapa import EcapaEncoder
 
 NAN = float("nan")
+FloatArray = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[str, float]:
@@ -28,8 +36,23 @@ def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[
     }
 
 
-def embed_speaker(
-    samples: Samples, sample_rate: int, models: AnalysisModels
-) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def embed_speaker(samples: Samples, sample_rate: int, models: AnalysisModels) -> FloatArray:
     """Speaker embedding of length one; zeros where there is no voice."""
     return require(models.speaker_encoder, "speaker embeddings").embed(samples, sample_rate)
+
+
+def embed_speakers(clips: Iterable[Samples], sample_rate: int, models: AnalysisModels) -> Iterator[FloatArray]:
+    """The same of many clips, in batches where the encoder has them."""
+    encoder = require(models.speaker_encoder, "speaker embeddings")
+    if not isinstance(encoder, EcapaEncoder):
+        yield from (encoder.embed(clip, sample_rate) for clip in clips)
+        return
+    for batch in batches(clips, encoder.batch_size):
+        yield from encoder.embed_batch(batch, sample_rate)
+
+
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Items by `size`, the last ones fewer; taken one batch after the other."""
+    source = iter(items)
+    while batch := list(itertools.islice(source, size)):
+        yield batch

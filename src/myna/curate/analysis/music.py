@@ -30,7 +30,9 @@ PATCH_STEP_FRAMES = 10
 CLASSES = ("speech", "music", "noise")
 ACTIVE_ENERGY_RATIO = 0.03
 """Of the mean log energy: quieter patches are no evidence of anything."""
-BATCH_PATCHES = 256
+BATCH_PATCHES = 64
+WINDOW_SECONDS = 60.0
+"""Of audio at once, which bounds the memory."""
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -61,12 +63,14 @@ class SpeechMusicNoiseNetwork(nn.Module):
     @torch.inference_mode()
     def classify(self, samples: Samples, sample_rate: int) -> FloatArray:
         """Probabilities of each patch that is loud enough (patches x 3), one every 0.1 s; none in silence."""
-        patches = log_mel_patches(as_mono_16khz(samples, sample_rate))
+        wave, size = as_mono_16khz(samples, sample_rate), round(WINDOW_SECONDS * SAMPLE_RATE)
         device = next(self.parameters()).device
-        starts = range(0, len(patches), BATCH_PATCHES)
-        batches = (torch.from_numpy(patches[start : start + BATCH_PATCHES]) for start in starts)
-        parts = [self(batch.to(device)).cpu().numpy() for batch in batches]
-        return np.concatenate([np.empty((0, len(CLASSES)), np.float32), *parts])
+        parts = [np.empty((0, len(CLASSES)), np.float32)]
+        for first in range(0, max(1, len(wave)), size):
+            patches = log_mel_patches(wave[first : first + size])
+            batches = (patches[start : start + BATCH_PATCHES] for start in range(0, len(patches), BATCH_PATCHES))
+            parts += [self(torch.from_numpy(batch).to(device)).cpu().numpy() for batch in batches]
+        return np.concatenate(parts)
 
     def music_share(self, samples: Samples, sample_rate: int) -> float:
         """Mean probability of music where there is sound; 0 in silence."""

@@ -17,6 +17,8 @@ def open_onnx(file: Path, threads: int = 0) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
+    # An arena is as large as everything that the longest clip needed, and is never given back.
+    options.enable_cpu_mem_arena = False
     try:
         return runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:

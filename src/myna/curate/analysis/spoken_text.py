@@ -10,8 +10,7 @@ import functools
 import importlib.util
 import re
 import unicodedata
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from myna.data.text_normalization import TATWEEL, base_language
 from myna.evaluate.dependencies import import_optional
@@ -92,26 +91,6 @@ def normalise_spoken_text(text: str, language: str, *, diacritics: bool = False)
     if base == "ar":
         return _arabic(text, diacritics)
     return text
-
-
-class TokenizerCoverage(NamedTuple):
-    share: float
-    """Of characters that come back from the tokenizer as they were."""
-    unknown: dict[str, int]
-    """Characters that do not, with their counts."""
-    tokens_per_character: float
-
-
-def tokenizer_coverage(text: str, tokenizer: Any) -> TokenizerCoverage:
-    """How a tokenizer of transformers takes a text: a character is covered where decoding its tokens gives it back."""
-    counts = Counter(unicodedata.normalize("NFC", text.replace("\n", " ")))
-    counts.pop(" ", None)
-    total = sum(counts.values())
-    if not total:
-        return TokenizerCoverage(1.0, {}, 0.0)
-    unknown = {letter: count for letter, count in counts.items() if not _is_covered(letter, tokenizer)}
-    tokens = len(tokenizer.encode(text, add_special_tokens=False))
-    return TokenizerCoverage(1 - sum(unknown.values()) / total, unknown, tokens / total)
 
 
 def number_words(number: int) -> str:
@@ -264,11 +243,3 @@ def _arabic(text: str, diacritics: bool) -> str:
     if not diacritics:
         return uniform
     return str(import_optional("text2tashkeel", "pip install text2tashkeel").diacritize(uniform))
-
-
-def _is_covered(letter: str, tokenizer: Any) -> bool:
-    ids = tokenizer.encode(letter, add_special_tokens=False)
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if not ids or (unknown is not None and unknown in ids):
-        return False
-    return unicodedata.normalize("NFC", str(tokenizer.decode(ids))).strip() == letter

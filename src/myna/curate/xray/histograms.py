@@ -43,7 +43,7 @@ class MeasureInfo:
 MEASURE_INFOS = (
     MeasureInfo("cer", "Disagreement of both transcriptions", "character error rate", "max_cer", "max"),
     MeasureInfo("edge_cer", "Disagreement at the edges", "error rate at one end", "max_edge_cer", "max"),
-    MeasureInfo("snr_db", "Speech above noise", "dB", "min_snr_db", "min"),
+    MeasureInfo("snr_db", "Speech above noise, where there is some", "dB", "min_snr_db", "min"),
     MeasureInfo("dnsmos_ovrl", "Predicted quality", "DNSMOS OVRL, 1 to 5", "min_dnsmos_ovrl", "min"),
     MeasureInfo("bandwidth_hz", "Bandwidth", "Hz", "min_bandwidth_hz", "min"),
     MeasureInfo("music_share", "Music", "share of the clip", "max_music_share", "max"),
@@ -76,6 +76,8 @@ def measure_histograms(source: XraySource) -> list[dict[str, Any]]:
     histograms = []
     for info in MEASURE_INFOS:
         values = _values(table, info.column)
+        if info.column == "snr_db":  # where the background is clean it decides nothing
+            values = np.where(_values(table, "dnsmos_bak") >= source.settings.keep.clean_dnsmos_bak, math.nan, values)
         known = np.isfinite(values)
         if not known.any():
             continue

@@ -12,7 +12,7 @@ from rapidfuzz.distance import Levenshtein
 from myna.data.text_normalization import UNSPACED, alphanumeric, base_language
 
 GRAPHEME_TEXTS = 20_000
-"""Texts whose grapheme clusters are counted; of more, every so manieth."""
+"""Texts whose grapheme clusters and tokens are counted; of more, every so manieth."""
 SHOWN_CHARACTERS = 400
 RARE_COUNT = 5
 """Clips, or fewer, in which a rare character occurs."""
@@ -58,7 +58,7 @@ def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = N
     sentences = Counter(filter(None, keys))
     repeated = {key: count for key, count in sentences.most_common(REPEATED) if count > 1}
     originals = {key: text for key, text in zip(keys, texts, strict=True) if key in repeated}
-    unsupported = unsupported_characters(list(characters), tokenizer) if tokenizer is not None else None
+    coverage = None if tokenizer is None else tokenizer_coverage(characters, texts[::step], tokenizer)
     common = characters.most_common(SHOWN_CHARACTERS)
     return {
         "texts": len(texts),
@@ -79,17 +79,39 @@ def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = N
         "digit_texts_spoken": sum(any(map(str.isdecimal, text)) for text in spoken),
         "repeated_texts": sum(count - 1 for count in sentences.values()),
         "repeated": [{"text": originals[key], "clips": count} for key, count in repeated.items()],
-        "unsupported": unsupported,
-        "unsupported_clips": None if unsupported is None else sum(not set(unsupported).isdisjoint(t) for t in texts),
+        "coverage": None
+        if coverage is None
+        else coverage._asdict() | {"lost_clips": sum(not set(coverage.lost).isdisjoint(text) for text in texts)},
     }
 
 
-def unsupported_characters(characters: Sequence[str], tokenizer: Any) -> list[str]:
-    """Characters that do not come back from the tokenizer as they went in; their case may change."""
-    lost = []
-    for one in characters:
-        ids = tokenizer.encode(f"a{one}a", add_special_tokens=False)
-        back = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+class TokenizerCoverage(NamedTuple):
+    """How a tokenizer takes the characters of texts."""
+
+    lost: list[str]
+    """Characters that do not come back as they went in; their case may change."""
+    split: dict[str, int]
+    """Characters that take several tokens, such as the bytes that spell them, and how many; the commonest first."""
+    split_share: float
+    """Of all characters of the texts."""
+    tokens_per_character: float
+
+
+def tokenizer_coverage(characters: Counter[str], texts: Sequence[str], tokenizer: Any) -> TokenizerCoverage:
+    """Compare characters, by their counts, and whole texts with a tokenizer of transformers."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    lost, split = [], {}
+    for one, _ in characters.most_common():
+        back = tokenizer.decode(encode(f"a{one}a"), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokens = len(encode(f"a{one}")) - len(encode("a"))
         if one.casefold() not in back.casefold():
             lost.append(one)
-    return sorted(lost)
+        elif tokens > 1:
+            split[one] = tokens
+    split_count, length = sum(characters[one] for one in split), sum(map(len, texts))
+    tokens = sum(len(encode(text)) for text in texts)
+    return TokenizerCoverage(sorted(lost), split, split_count / max(1, characters.total()), tokens / max(1, length))

@@ -63,8 +63,8 @@ def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:
                 f"{speaker['speaker']} may be two people: {share} of the clips are another voice",
             )
     text = numbers["text"]
-    if text["unsupported"]:
-        lost = f"{len(text['unsupported'])} characters, in {text['unsupported_clips']:,} clips"
+    if text["coverage"] and text["coverage"]["lost"]:
+        lost = f"{len(text['coverage']['lost'])} characters, in {text['coverage']['lost_clips']:,} clips"
         add("bad", "text", f"The tokenizer loses {lost}")
     if text["digit_texts_spoken"]:
         share = f"{text['digit_texts_spoken']:,} of {text['texts']:,} texts"

@@ -159,7 +159,8 @@ class Renderer(PromptRenderer):
             text_label = supervise_text and turn.role == "assistant" and trained
             for part in turn.parts:
                 if isinstance(part, AudioClip):
-                    yield from _clip(part, turn.role, part.target or supervise_references, text_label)
+                    supervised = part.target or (supervise_references and not part.reference_only)
+                    yield from _clip(part, turn.role, supervised, text_label)
                 else:
                     yield PromptSegment("text", self._check_text(part, conversation.id), text_label)
             continues = turn.role == "assistant" and following is not None and following.role == "assistant"

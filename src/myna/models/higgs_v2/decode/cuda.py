@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 
 from myna._compat import scaled_mm
-from myna.models.base import RenderedSequence
+from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
 from myna.models.higgs_v2.decode import kernels
 from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
@@ -37,11 +37,13 @@ RESULT_BUFFERS = 4
 """Steps whose results may wait for the host: more than `steps_ahead`."""
 PROMPT_BUCKET = 64
 """Prompts are padded to a multiple of this, in text and in audio positions, so that few graphs serve all."""
+WARM_TEXT, WARM_AUDIO = 256, 448
+"""Positions of the largest prompt that a graph is captured for in advance: a reference of 17 s, and 1,000 letters."""
 LOG2_E = 1.4426950408889634
 ADAPTER_CHUNK = 16
 """Ranks of an adapter that a kernel reads at once."""
-NORM_WARPS = 16
-"""The same with adapters and without, since the order of a sum depends on it."""
+NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
+"""Of a decoder without adapter slots and with them, in use or not: the order of a sum depends on it."""
 
 
 class DecodeAttentionTile(NamedTuple):
@@ -52,6 +54,18 @@ class DecodeAttentionTile(NamedTuple):
     block: int
     warps: int
     stages: int
+
+
+class GateTile(NamedTuple):
+    """Tile sizes of SwiGLU with adapters."""
+
+    outputs: int
+    ranks: int
+    warps: int
+    stages: int
+
+
+GATE_TILE = GateTile(64, 64, 4, 3)
 
 
 def decode_attention_tile(rows: int) -> DecodeAttentionTile:
@@ -122,8 +136,20 @@ class CudaDecoder(HiggsDecoder):
             wide = config.intermediate_size
             self._codes8 = torch.empty(rows, max(hidden, wide), dtype=torch.float8_e4m3fn, device=device)
             self._scales8 = torch.empty(rows, 1, dtype=torch.float32, device=device)
+        self._norm_warps = NORM_WARPS if adapters is None else ADAPTED_NORM_WARPS
         # A kernel that may start while the one before it ends, on GPUs that can.
         self._dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
+
+    def warm_up(self) -> None:
+        """Capture the graphs of prompts up to `WARM_TEXT` and `WARM_AUDIO` positions, without adapters."""
+        config, books = self.core.config, self.delay.codebooks
+        for text in range(PROMPT_BUCKET, WARM_TEXT + 1, PROMPT_BUCKET):
+            for audio in range(0, WARM_AUDIO + 1, PROMPT_BUCKET):
+                ids = np.repeat([config.bos_token_id, config.audio_token_id], [text, audio])
+                codes = np.zeros((audio, books), np.int64)
+                ignored = (np.full_like(ids, IGNORE_INDEX), np.full_like(codes, IGNORE_INDEX))
+                if text + audio <= self.max_positions:
+                    self.prefill(0, RenderedSequence("warm-up", ids, codes, *ignored, spans=(), target_seconds=0.0))
 
     @torch.inference_mode()
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
@@ -180,7 +206,7 @@ class CudaDecoder(HiggsDecoder):
                         *(h[first:], added, norm, x[first:], *(None,) * 6, epsilon, x.shape[1], 0, x.shape[1]),
                         BLOCK=triton.next_power_of_2(x.shape[1]),
                         **{"ADD": update is not None, "RANK": 0, "CHUNK": 0, "QUANTIZE": False},
-                        num_warps=NORM_WARPS,
+                        num_warps=self._norm_warps,
                     )
 
         for number, (audio, text) in enumerate(zip(self._layers or (), self._text_layers, strict=True)):
@@ -487,7 +513,7 @@ class MatrixBatch:
             RANK=self.rank if update is not None else 0,
             CHUNK=self.chunk,
             QUANTIZE=self.quantized,
-            num_warps=NORM_WARPS,
+            num_warps=decoder._norm_warps,
         )
 
     def gate(self, gate_up: Product) -> None:
@@ -501,13 +527,13 @@ class MatrixBatch:
                 num_warps=8 if self.quantized else 4,
             )
             return
-        ranks = self.decoder.slots_in_use(rows) * self.rank
-        block_rows, block_ranks = min(64, max(16, triton.next_power_of_2(rows))), min(64, ranks)
-        kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, 64)](
+        ranks, tile = self.decoder.slots_in_use(rows) * self.rank, GATE_TILE
+        block_rows = min(64, max(16, triton.next_power_of_2(rows)))
+        kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, tile.outputs)](
             *(gate_up.values, gated, *gate_up.adapters, rows, ranks, *gate_up.strides),
-            *(wide, self.rank, block_rows, 64, block_ranks),
-            num_warps=4,
-            num_stages=3,
+            *(wide, self.rank, block_rows, tile.outputs, min(tile.ranks, ranks)),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         self.quantize(gated[:rows])
 

@@ -68,6 +68,9 @@ class HiggsDecoder:
         half = self.head_dim // 2
         self._cos, self._sin = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
+    def warm_up(self) -> None:
+        """Nothing is compiled here."""
+
     @torch.inference_mode()
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
         parts = prompt_tensors(prompt, self.core.config, self.device)

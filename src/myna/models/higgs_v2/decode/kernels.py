@@ -298,6 +298,7 @@ def add_rms_norm_kernel(
     """h += update and what the row's adapter adds to it; and the norm of the result, also in fp8 if it is to be."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)
+    factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)  # ahead of the store, which it must not wait for
     x = tl.load(h + b * K + k, mask=k < K, other=0.0)
     if ADD:
         x += tl.load(update + b * update_stride + k, mask=k < K, other=0.0).to(tl.float32)
@@ -306,7 +307,7 @@ def add_rms_norm_kernel(
             x += _expand(shrunk + b * shrunk_stride, w, slot, strength, 0, k, 1, K, RANK, CHUNK)
         tl.store(h + b * K + k, x, mask=k < K)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-    y = x * rstd * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    y = x * rstd * factor
     tl.store(out + b * K + k, y.to(out.dtype.element_ty), mask=k < K)
     if QUANTIZE:
         _store_quantized(y, codes, scale, b, k, K)
@@ -412,6 +413,10 @@ def adapted_silu_multiply_kernel(
     slot = tl.load(slots + m, mask=m < rows, other=-1)
     strength = tl.load(strengths + m, mask=m < rows, other=0.0)
     precision: tl.constexpr = "ieee" if w.dtype.element_ty == tl.float32 else "tf32"
+    is_output = (m < rows)[:, None] & (n < N)[None, :]
+    source = gate_up + m[:, None] * gate_up_stride + n[None, :]
+    gate = tl.load(source, mask=is_output, other=0.0)  # read while B is on its way
+    up = tl.load(source + N, mask=is_output, other=0.0)
     gate_added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, ranks, BLOCK_K):
@@ -426,12 +431,10 @@ def adapted_silu_multiply_kernel(
         up_matrix = tl.load(matrix + N, mask=inside, other=0.0)
         gate_added = tl.dot(gate_shrunk, gate_matrix, gate_added, input_precision=precision)
         up_added = tl.dot(up_shrunk, up_matrix, up_added, input_precision=precision)
-    inside = (m < rows)[:, None] & (n < N)[None, :]
-    source = gate_up + m[:, None] * gate_up_stride + n[None, :]
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32) + gate_added * strength[:, None]
-    up = tl.load(source + N, mask=inside, other=0.0).to(tl.float32) + up_added * strength[:, None]
+    gate = gate.to(tl.float32) + gate_added * strength[:, None]
+    up = up.to(tl.float32) + up_added * strength[:, None]
     y = gate * tl.sigmoid(gate) * up
-    tl.store(out + m[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + m[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=is_output)
 
 
 @triton.jit

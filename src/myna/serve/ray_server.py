@@ -1,0 +1,132 @@
+"""`myna serve --ray`: the application on a Ray cluster, until this process is told to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from myna.errors import ConfigError, SpeakError
+from myna.ray_cluster import connect_cluster
+from myna.serve.context import ServerSettings
+from myna.serve.messages import EngineInfo
+
+BUSY_SHARE = 0.75
+"""Of a replica's streams: with more requests on average, another replica is started."""
+UPSCALE_SECONDS = 5.0
+"""That there have to be so many requests, before it is."""
+HAPROXY_VARIABLES = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # this process, which has no event loop, asks a replica too
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+}
+"""Read by every process of Ray Serve. The last is the time that HAProxy has to forget a replica that ends."""
+
+
+def run_on_ray(
+    settings: ServerSettings,
+    address: str,
+    replicas: str,
+    *,
+    haproxy: bool,
+    on_ready: Callable[[EngineInfo], None],
+) -> None:
+    """Serve on a Ray cluster until SIGTERM or SIGINT. What is being spoken then is spoken to its end, for
+    `drain_seconds` at most. `on_ready` is called when all replicas that it starts with are loaded and warm."""
+    counts = parse_replicas(replicas)
+    variables = HAPROXY_VARIABLES if haproxy else {}
+    os.environ.update(variables)  # before Serve is imported
+    ray = connect_cluster(address, **({"runtime_env": {"env_vars": variables}} if haproxy else {}))
+    from ray import serve
+
+    from myna.serve.ray_app import APPLICATION, application
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if serve.status().proxies:
+        raise ConfigError(
+            "Ray Serve runs on this cluster already",
+            hint="serve shutdown ends it; or add the application of deploy/ray.yaml to its own config file",
+        )
+    options = deployment_options(settings, counts, ray.cluster_resources())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        serve.start(http_options={"host": settings.host, "port": settings.port})
+        try:
+            handle = serve.run(application(_absolute(settings), **options), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            message = serve.status().applications[APPLICATION].deployments
+            problem = "; ".join(one.message for one in message.values()) or str(error)
+            raise SpeakError(problem, hint="myna serve without --ray tells more") from error
+        on_ready(handle.engine_info.remote().result())
+        with suppress(KeyboardInterrupt):
+            while APPLICATION in serve.status().applications:
+                time.sleep(1)
+            raise SpeakError("the application was removed from the cluster", hint="serve status tells what it runs")
+    finally:
+        with suppress(TimeoutError):  # Ray waits for a minute, and for less than `drain_seconds` may be
+            serve.delete(APPLICATION)
+        while APPLICATION in serve.status().applications:
+            time.sleep(0.5)
+        serve.shutdown()
+        ray.shutdown()
+
+
+def parse_replicas(text: str) -> tuple[int, int]:
+    """The least and the most replicas of `2` or `1-4`."""
+    match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"{text!r} is no number of replicas", hint="--replicas 2, or --replicas 1-4")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def deployment_options(
+    settings: ServerSettings, replicas: tuple[int, int], resources: Mapping[str, float]
+) -> dict[str, Any]:
+    """Options of Ray's deployment: a card for each replica if there are any, and how their number follows the load."""
+    device = settings.engine.device
+    kind = "GPU" if device.startswith("cuda") or (device == "auto" and resources.get("GPU")) else "CPU"
+    least, most = replicas
+    if least > (available := int(resources.get(kind, 0))):
+        raise ConfigError(
+            f"{least} replicas need {least} {kind}s, and the cluster has {available}",
+            hint=f"--replicas {max(available, 1)}, or add machines: ray start --address=HEAD:6379",
+        )
+    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": 1, "num_gpus": int(kind == "GPU")}}
+    if least == most:
+        return options | {"num_replicas": least}
+    scaling = {
+        "min_replicas": least,
+        "max_replicas": most,
+        "target_ongoing_requests": BUSY_SHARE * settings.engine.rows,
+        "upscale_delay_s": UPSCALE_SECONDS,
+    }
+    return options | {"autoscaling_config": scaling}
+
+
+def _absolute(settings: ServerSettings) -> ServerSettings:
+    """The same with absolute paths: replicas have working directories of their own."""
+
+    def absolute(source: str | None) -> str | None:
+        return str(Path(source).absolute()) if source is not None and Path(source).exists() else source
+
+    engine = settings.engine
+    source = absolute(engine.source)
+    assert source is not None
+    adapters = {name: str(absolute(folder)) for name, folder in engine.adapters.items()}
+    return replace(
+        settings,
+        engine=replace(
+            engine, source=source, model=absolute(engine.model), codec=absolute(engine.codec), adapters=adapters
+        ),
+        adapter_folders=tuple(folder.absolute() for folder in settings.adapter_folders),
+        voices=settings.voices.absolute() if settings.voices is not None else None,
+        asr=absolute(settings.asr),
+    )

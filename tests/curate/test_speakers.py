@@ -1,0 +1,37 @@
+"""Speakers of a curation, linked over parts and recordings by their embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from myna.curate.settings import SpeakerSettings
+from myna.curate.speakers import link_table_speakers
+from tests.curate.tables import segment, segments_table
+
+pytest.importorskip("scipy")
+VOICES = np.eye(64, dtype=np.float32)
+
+
+def test_many_speakers_with_little_each_stay_somebody() -> None:
+    """A hundredth of all speech is a reader of one book in a hundred, and all of that book."""
+    rows = [
+        segment(f"{book}-{number}", f"book{book}.wav", 5000 * number, 5000 * (number + 1), "clip", local_speaker="0")
+        | {"embedding": VOICES[book].tolist()}
+        for book in range(60)
+        for number in range(2)
+    ]
+    speakers = link_table_speakers(segments_table(rows), SpeakerSettings())["speaker"].to_pylist()
+    assert len(set(speakers)) == 60 and "" not in speakers
+
+
+def test_a_moment_of_another_voice_is_nobody() -> None:
+    rows = [
+        segment("a", "talk.wav", 0, 60_000, local_speaker="0", embedding=VOICES[0].tolist()),
+        segment("b", "talk.wav", 60_000, 61_000, local_speaker="1", embedding=VOICES[1].tolist()),
+        segment("c", "other.wav", 0, 9000, local_speaker="0", embedding=VOICES[0].tolist()),
+    ]
+    linked = link_table_speakers(segments_table(rows), SpeakerSettings())
+    assert linked["speaker"].to_pylist() == ["speaker-1", "", "speaker-1"]
+    everybody = link_table_speakers(segments_table(rows), SpeakerSettings(min_share=0.0))
+    assert everybody["speaker"].to_pylist() == ["speaker-1", "speaker-2", "speaker-1"]

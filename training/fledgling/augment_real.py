@@ -1,0 +1,139 @@
+"""Corpus of real speech for the language model: recordings and variants with other voices, poor references among them.
+
+python training/fledgling/augment_real.py --source CORPUS/en-real --words data/fledgling/real_words.json --asr WHISPER
+python training/fledgling/augment_real.py --source CORPUS/en-real --words data/fledgling/real_words.json \\
+    --out data/fledgling/real_augmented --jobs 16
+
+The first has Whisper write down the words of all recordings with their times, once: two seconds of a core for each half
+minute. The second cuts and augments: 12 s of a core for an hour. Both continue when they are run again; speakers whose
+words are not known are left out.
+
+English only: the model's texts are, and a few other voices would not be worth letters that it cannot read. Each speaker
+is there as recorded, and `--variants` times with another pitch and other formants under another name; held-out speakers
+only as recorded. As of natural speech, a third of the clips are references alone, through a channel of their own
+(`corpus_making/real_lines.py` says which others).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+from augment_natural import SEED, is_reference, poor_reference
+from codec_training.recordings import Recording, recordings
+from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
+from corpus_making.held_out import is_held_out, is_held_out_line
+from corpus_making.kokoro import move_formants
+from corpus_making.loudness import at_level, resample_tract, speaker_level, trim
+from corpus_making.real_lines import HeardRecordings, RealLine, by_speaker, real_lines
+from myna.errors import MynaError
+
+TRACT_FACTORS, FORMANT_FACTORS = (0.84, 1.18), (0.9, 1.12)
+"""Of variants: how much more slowly they are played, and how much higher the formants are."""
+
+
+def variant_name(speaker: str, variant: int) -> str:
+    """Another speaker's name, and the speaker's own for variant 0. None of them is held out by its hash."""
+    if variant == 0:
+        return speaker
+    names = (f"{speaker}~{variant}{'+' * more}" for more in range(1000))
+    return next(name for name in names if not is_held_out(name))
+
+
+def variant_clips(name: str, lines: Sequence[RealLine], *, changed: bool) -> Iterator[CorpusClip]:
+    """Clips of a speaker or, if `changed`, of a variant."""
+    rng, level = random.Random(f"{SEED}/real/{name}"), speaker_level(name, SEED)
+    size, formants = ((_factor(rng, bounds) if changed else 1.0) for bounds in (TRACT_FACTORS, FORMANT_FACTORS))
+    for line in lines:
+        samples = trim(move_formants(resample_tract(line.samples, size), formants), SAMPLE_RATE, rng)
+        clip = f"{name}/{line.id}"
+        if is_reference(clip, len(samples) / SAMPLE_RATE):
+            yield CorpusClip(line.text, poor_reference(clip, samples, level), reference_only=True)
+        else:
+            samples = at_level(samples, SAMPLE_RATE, level, rng)
+            yield CorpusClip(line.text, samples, reference_only=not line.is_target)
+
+
+def _factor(rng: random.Random, bounds: tuple[float, float]) -> float:
+    low, high = bounds
+    return low * (high / low) ** rng.random()
+
+
+def augment_speaker(found: Sequence[Recording], words: Path, variants: int, out: Path) -> None:
+    """Write a speaker and the variants; one of whom there is a single clip has no reference, and is left out."""
+    corpus, speaker = CorpusFolder(out), found[0].speaker
+    count = 1 if is_held_out(speaker) else 1 + variants
+    missing = [variant for variant in range(count) if not corpus.has(variant_name(speaker, variant))]
+    heard = _read_words(words)
+    if not missing or not heard.has(found):
+        return
+    lines = [line for line in real_lines(found, heard) if not is_held_out_line(line.text)]
+    if len(lines) > 1:
+        for variant in missing:
+            name = variant_name(speaker, variant)
+            corpus.add(name, "en", variant_clips(name, lines, changed=variant > 0))
+
+
+@cache
+def _read_words(file: Path) -> HeardRecordings:
+    """Once in each process."""
+    return HeardRecordings(file)
+
+
+def augment(
+    speakers: Sequence[Sequence[Recording]], words: Path, variants: int, jobs: int, out: Path
+) -> dict[str, int]:
+    """How many clips there are in each part."""
+    corpus = CorpusFolder(out)
+    corpus.begin({"variants": variants})
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        begun = [pool.submit(augment_speaker, found, words, variants, out) for found in speakers]
+        for done in track(begun, "augmenting"):
+            done.result()
+    return corpus.finish()
+
+
+def hear(speakers: Sequence[Sequence[Recording]], words: Path, asr: str) -> None:
+    from myna.evaluate.asr import ASR
+
+    heard, opened = HeardRecordings(words), ASR.open(asr, threads=1)
+    for found in track(speakers, "hearing"):
+        if not heard.has(found):
+            heard.hear(found, opened)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="parquet files of real English, with texts")
+    parser.add_argument("--words", type=Path, required=True, help="file with the words of all recordings")
+    parser.add_argument("--asr", help="hear what is missing there: a CTranslate2 Whisper model, or a name to download")
+    parser.add_argument("--out", type=Path, help="folder for the corpus")
+    parser.add_argument("--variants", type=int, default=7, help="speakers that are made of each")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that augment")
+    args = parser.parse_args()
+    try:
+        speakers = list(by_speaker(recordings(args.source)).values())
+        if args.asr:
+            hear(speakers, args.words, args.asr)
+        heard = HeardRecordings(args.words)
+        print(f"words of {sum(map(heard.has, speakers))} of {len(speakers)} speakers are known")
+        if args.out:
+            for part, count in augment(speakers, args.words, args.variants, args.jobs, args.out).items():
+                print(f"{args.out / part}: {count} clips")
+    except MynaError as error:
+        parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
