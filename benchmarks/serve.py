@@ -1,16 +1,18 @@
 """Load test of a speech server: how soon it is heard, and how many it serves at a time without a gap.
 
 python benchmarks/serve.py --model fledgling --rates 0.5 1 2 --out FOLDER         starts `myna serve`, on any device
-python benchmarks/serve.py --model RUN --rates 1 10 20 --streams --out docs/benchmarks -- --streams 256 --queue 512
 python benchmarks/serve.py --url http://HOST:8000 --rates 1 10 --out FOLDER       any server of OpenAI's contract
-python benchmarks/serve.py --instant --rates 50 100 --out FOLDER                  our HTTP side: an engine of no time
+python benchmarks/serve.py --random --reference --rates 1 10 20 --max-rate-seconds 62 --streams --first-streams 400
+    --trial-seconds 20 --stream-seeds 0 --resolution 0.2 --out docs/benchmarks -- --streams 128       in 8 minutes
+python benchmarks/serve.py --instant --rates 50 100 --out FOLDER                  a model of no time: all but the model
 
 Requests come as they would from many people: at random moments of a given rate, whether earlier ones are answered or
 not, the same moments for the same seed. Each asks for one of the demo's sentences as raw PCM; with `--reference` in the
 voice of one of its recordings, sent along. `benchmarks/load_client.py` defines every figure. A rate is `clean` when
 every request was answered, none was dropped, and no player had an underrun. `--streams` then searches for the most
-people who can listen at a time, each to one text after the other, without an underrun. Words behind `--` go to
-`myna serve`. Writes serve.json and serve.svg; with `--instant`, serve-http.json and serve-http.svg.
+people who can listen at a time, each to one text after the other, without an underrun. `--random` serves random weights
+of the full size, which find no end: a text is spoken until its budget of frames is used up. Words behind `--` go to the
+server. Writes serve.json and serve.svg after every rate; with `--instant`, serve-http.json and serve-http.svg.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import version
@@ -145,7 +147,7 @@ async def find_streams(
     trials: list[dict[str, Any]] = []
 
     async def passes(listeners: int) -> bool:
-        for seed in asked.seeds:
+        for seed in asked.stream_seeds or asked.seeds:
             progress(f"{listeners} listeners", 0, None)
             bodies = RequestBodies(fields, seed)
             result = await run_listeners(client, bodies.next, listeners, asked.trial_seconds, seed)
@@ -154,7 +156,7 @@ async def find_streams(
                 return False
         return True
 
-    most = await largest_passing(passes, asked.first_streams, asked.max_streams)
+    most = await largest_passing(passes, asked.first_streams, asked.max_streams, asked.resolution)
     return {"most_listeners": most, "trial_seconds": asked.trial_seconds, "trials": trials}
 
 
@@ -171,9 +173,13 @@ def processor_seconds(server: int | None) -> dict[str, float]:
 
 
 async def run(
-    url: str, asked: argparse.Namespace, progress: ProgressCallback, server: int | None = None
-) -> dict[str, Any]:
-    """All measurements of one server; `server` is the process id of one of our own."""
+    url: str,
+    asked: argparse.Namespace,
+    progress: ProgressCallback,
+    save: Callable[[dict[str, Any]], None],
+    server: int | None = None,
+) -> None:
+    """All measurements of one server, saved one by one; `server` is the process id of one of our own."""
     client = SpeechClient(url, api_key=asked.api_key, clock=now)
     fields = {
         **{"model": asked.name or (await client.models())[0], "voice": asked.voice, "response_format": "pcm"},
@@ -187,33 +193,35 @@ async def run(
     for trace in warm_up:
         if trace.error:
             sys.exit(f"the server does not speak ({trace.status}): {trace.error}")
-    rows = []
+    facts: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "server": asked.model or asked.synthetic or asked.url,
+        "settings": {key: value for key, value in fields.items() if key not in ("ref_audio", "ref_text")}
+        | {"reference": asked.reference, "serve_options": asked.serve_options},
+        "rows": [],
+        "streams": None,
+    }
     for rate in asked.rates:
-        summaries = []
+        requests, summaries = min(asked.requests, round(rate * asked.max_rate_seconds)), []
         for seed in asked.seeds:
             stage = f"{rate:g} a second, seed {seed}"
-            progress(stage, 0, asked.requests)
-            on_done = lambda done, stage=stage: progress(stage, done, asked.requests)  # noqa: E731
+            progress(stage, 0, requests)
+            on_done = lambda done, stage=stage, total=requests: progress(stage, done, total)  # noqa: E731
             bodies = RequestBodies(fields, seed)
-            moments = poisson_arrivals(rate, asked.requests, seed)
+            moments = poisson_arrivals(rate, requests, seed)
             plan = [PlannedRequest(moment, bodies.next()) for moment in moments]
             before = processor_seconds(server)
             result = await run_open_loop(client, plan, on_done=on_done)
             spent = {name: total - before[name] for name, total in processor_seconds(server).items()}
-            cost = {name: 1000 * seconds / asked.requests for name, seconds in spent.items()}
+            cost = {name: 1000 * seconds / requests for name, seconds in spent.items()}
             summaries.append({"seed": seed, **result.summary(), "processor_ms_per_request": cost})
-        rows.append(rate_row(rate, summaries))
-    streams = await find_streams(client, asked, fields, progress) if asked.streams else None
+        facts["rows"].append(rate_row(rate, summaries))
+        save(facts)
+    if asked.streams:
+        facts["streams"] = await find_streams(client, asked, fields, progress)
+        save(facts)
     await client.close()
-    return {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "server": asked.model or ("instant engine" if asked.instant else asked.url),
-        "settings": {key: value for key, value in fields.items() if key not in ("ref_audio", "ref_text")}
-        | {"reference": asked.reference, "requests": asked.requests, "serve_options": asked.serve_options},
-        "rows": rows,
-        "streams": streams,
-    }
 
 
 def machine() -> dict[str, Any]:
@@ -245,7 +253,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     server = parser.add_mutually_exclusive_group(required=True)
     server.add_argument("--url", default="", help="address of a server that runs already, without /v1")
     server.add_argument("--model", default="", help="start `myna serve` with this run or model")
-    server.add_argument("--instant", action="store_true", help="start our HTTP process with an engine of no time")
+    for name, text in (
+        ("instant", "a model of no time"),
+        ("random", "random weights of the full size"),
+        ("tiny", "very small random weights"),
+    ):
+        server.add_argument(f"--{name}", dest="synthetic", action="store_const", const=name, help=f"serve {text}")
     parser.add_argument("--name", default="", help="model to ask for; by default the first of /v1/models")
     parser.add_argument("--voice", default="default")
     parser.add_argument("--reference", action="store_true", help="send a recording of the demo's voice along")
@@ -253,9 +266,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", default=os.environ.get("MYNA_API_KEY", ""))
     parser.add_argument("--rates", type=float, nargs="*", default=[1.0], help="requests a second")
     parser.add_argument("--requests", type=int, default=200, help="of each rate and seed")
+    parser.add_argument("--max-rate-seconds", type=float, default=600.0, help="send fewer where that takes longer")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--warm-up", type=int, default=8, help="requests before anything is measured")
     parser.add_argument("--streams", action="store_true", help="search for the most listeners without an underrun")
+    parser.add_argument("--stream-seeds", type=int, nargs="+", help="of the search for listeners; all, if not given")
+    parser.add_argument("--resolution", type=float, default=0.05, help="of that search")
     parser.add_argument("--first-streams", type=int, default=8)
     parser.add_argument("--max-streams", type=int, default=1024)
     parser.add_argument("--trial-seconds", type=float, default=30.0, help="that each number of listeners is tried")
@@ -269,22 +285,28 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     asked = parse()
-    with tempfile.TemporaryDirectory(prefix="myna-load-") as home, progress_bars() as progress:
-        if asked.url:
-            facts = asyncio.run(run(asked.url, asked, progress))
-        else:
-            started = [str(INSTANT_SERVER)] if asked.instant else ["-m", "myna", "serve", asked.model, "--port", "0"]
-            with server_process([sys.executable, *started, *asked.serve_options], home) as (url, server):
-                facts = asyncio.run(run(url, asked, progress, server))
-    name = "serve-http" if asked.instant else "serve"
-    save_text(asked.out / f"{name}.json", json.dumps(facts, indent=2) + "\n")
-    save_text(asked.out / f"{name}.svg", drawing(facts["rows"]))
-    for row in facts["rows"]:
+    name = "serve-http" if asked.synthetic == "instant" else "serve"
+
+    def save(facts: dict[str, Any]) -> None:
+        save_text(asked.out / f"{name}.json", json.dumps(facts, indent=2) + "\n")
+        save_text(asked.out / f"{name}.svg", drawing(facts["rows"]))
+        if facts["streams"] is not None:
+            print(f"most listeners without an underrun: {facts['streams']['most_listeners']}", flush=True)
+            return
+        row = facts["rows"][-1]
         figures = [(name, row[name]["p95"]["median"]) for name in ("first_audible", "e2e") if row[name]]
         shown = ", ".join(f"{name} p95 {1000 * value:.1f} ms" for name, value in figures)
-        print(f"{row['name']}: {shown}; {'clean' if row['clean'] else 'not clean'}")
-    if facts["streams"] is not None:
-        print(f"most listeners without an underrun: {facts['streams']['most_listeners']}")
+        print(f"{row['name']}: {shown}; {'clean' if row['clean'] else 'not clean'}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="myna-load-") as home, progress_bars() as progress:
+        if asked.url:
+            asyncio.run(run(asked.url, asked, progress, save))
+            return
+        started = ["-m", "myna", "serve", asked.model, "--port", "0"]
+        if asked.synthetic:
+            started = [str(SYNTHETIC_SERVER), f"--{asked.synthetic}"]
+        with server_process([sys.executable, *started, *asked.serve_options], home) as (url, server):
+            asyncio.run(run(url, asked, progress, save, server))
 
 
 if __name__ == "__main__":

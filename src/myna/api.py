@@ -784,11 +784,6 @@ class Voice:
         from myna.speak.lines import open_lines
         from myna.speak.lines_output import LineTakes, speak_lines
 
-        if self._adapter:
-            raise SpeakError(
-                f"files of lines are not spoken with an adapter beside the model, as {self._adapter} is",
-                hint="open the run itself: myna.load(RUN).speak_lines(...)",
-            )
         reference, reference_text, stored = self._stored_voice(voice, reference, reference_text)
         references, suffix = self._reference_recordings(reference, reference_text), f".{format}"
         lines = open_lines(Path(file), Path(out), references=references, language=language, suffix=suffix, force=force)
@@ -813,6 +808,8 @@ class Voice:
             suffix=suffix,
             takes=choice,
             marker=self._marker(watermark, stored),
+            adapter=self._adapter,
+            strength=self._strength,
             progress=progress,
         )
 

@@ -81,9 +81,9 @@ def test_what_an_evaluation_has_said_is_taken_over(
     spoken: list[str] = []
     speak = SpeechSystem.speak
 
-    def counted(self: SpeechSystem, tasks: Any) -> Any:
-        spoken.extend([self.name] * len(tasks))
-        return speak(self, tasks)
+    def counted(self: SpeechSystem, items: Any, batch_size: int) -> Any:
+        spoken.extend([self.name] * len(items))
+        return speak(self, items, batch_size)
 
     monkeypatch.setattr(SpeechSystem, "speak", counted)
     fresh = compare(runs_folder, str(runs_folder / "one"), f"untuned={runs_folder / 'model'}", out=tmp_path)

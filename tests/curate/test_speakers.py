@@ -35,3 +35,13 @@ def test_a_moment_of_another_voice_is_nobody() -> None:
     assert linked["speaker"].to_pylist() == ["speaker-1", "", "speaker-1"]
     everybody = link_table_speakers(segments_table(rows), SpeakerSettings(min_share=0.0))
     assert everybody["speaker"].to_pylist() == ["speaker-1", "speaker-2", "speaker-1"]
+
+
+def test_one_known_speaker_is_everybody() -> None:
+    rows = [
+        segment(str(number), "memo.wav", 5000 * number, 5000 * (number + 1), local_speaker=str(number % 2))
+        | {"embedding": VOICES[number % 2].tolist()}
+        for number in range(4)
+    ]
+    linked = link_table_speakers(segments_table(rows), SpeakerSettings(number=1))
+    assert set(linked["speaker"].to_pylist()) == {"speaker-1"}

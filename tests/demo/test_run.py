@@ -222,7 +222,8 @@ def test_before_speaks_the_model_and_after_the_run(shown: tuple[Path, str], nest
         system._engine = engine
         for clip in held_out:
             item = EvalItem(clip.id, clip.text, clip.speaker, clip.language, (reference,), recording=clip)
-            samples = system.speak([item])[0].samples
+            [(_, spoken)] = system.speak([item], 1)
+            samples = spoken.samples
             generated[name].append(samples)
             files = [file for file in clips(out, name) if file.stem == clip.id]
             assert bool(files) == bool(len(samples))

@@ -39,9 +39,16 @@ CLIPS = [sound(seed, seconds) for seed, seconds in enumerate((1.0, 3.5, 0.6, 2.0
 LANGUAGES = ["en", None, "ar", None]
 
 
+@pytest.fixture
+def faster_whisper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its list of symbols that are no speech needs more of a tokenizer than letters."""
+    package = pytest.importorskip("faster_whisper.tokenizer")
+    monkeypatch.setattr(package.Tokenizer, "non_speech_tokens", ())
+
+
 @pytest.mark.extras
+@pytest.mark.usefixtures("faster_whisper")
 def test_a_clip_has_the_same_words_alone_and_in_a_batch(asr: ASR) -> None:
-    pytest.importorskip("faster_whisper")
     together = asr.transcribe_words_batch(CLIPS, RATE, LANGUAGES)
     for clip, language, among_others in zip(CLIPS, LANGUAGES, together, strict=True):
         alone = asr.transcribe_words(clip, RATE, language)
@@ -59,8 +66,8 @@ def test_a_clip_has_the_same_words_alone_and_in_a_batch(asr: ASR) -> None:
 
 
 @pytest.mark.extras
+@pytest.mark.usefixtures("faster_whisper")
 def test_silence_in_a_batch_is_not_given_to_the_recogniser(asr: ASR) -> None:
-    pytest.importorskip("faster_whisper")
     batch = [np.zeros(RATE, np.float32), CLIPS[0], np.zeros(0, np.float32)]
     silent, spoken, empty = asr.transcribe_words_batch(batch, RATE, ["en"] * 3)
     assert silent.words == empty.words == () and spoken.words
@@ -69,8 +76,8 @@ def test_silence_in_a_batch_is_not_given_to_the_recogniser(asr: ASR) -> None:
 
 
 @pytest.mark.extras
+@pytest.mark.usefixtures("faster_whisper")
 def test_a_batch_that_does_not_fit_into_memory_is_halved(asr: ASR, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("faster_whisper")
     sizes: list[int] = []
     encode = TorchWhisperNetwork.encode
     whisper = asr._backend._whisper  # type: ignore[union-attr]

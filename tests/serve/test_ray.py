@@ -29,9 +29,11 @@ from tests.serve.conftest import RunningServer, start_server
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 LONG = " ".join(f"Sentence number {number} is here to be spoken slowly." for number in range(40))
 VARIABLES = {
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",  # by default 5, on two busy cores too few
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
+"""Ray's own patience is too short for two cores that are busy."""
 
 
 @dataclass
@@ -96,10 +98,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(2) as (cluster, _):
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
-        yield cluster.address
+        with ray_nodes(2) as nodes:
+            yield nodes.address
 
 
 def arguments(models: Models, address: str) -> tuple[str, ...]:

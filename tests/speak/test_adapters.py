@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import myna
+from myna.audio.files import read_audio
 from myna.errors import CheckpointError, ModelError, SpeakError
 from myna.models import open_family
 from myna.models.base import Sampling
@@ -210,3 +212,26 @@ def test_voices_of_adapters_share_a_model(model: Path, family: HiggsV2, adapters
     second.unload_adapter()
     with pytest.raises(SpeakError, match="no adapter b"):
         second.speak("hello", **options)
+
+
+def test_lines_of_a_file_are_spoken_with_an_adapter(model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    lines, out = tmp_path / "lines.txt", tmp_path / "out"
+    lines.write_text("Good morning.\nGood evening.\n", encoding="utf-8")
+    settings: dict[str, Any] = {"max_seconds": 0.4, "watermark": False}
+    base = myna.load(str(model), device="cpu")
+    first, weaker, second, again = (
+        base.load_adapter(adapters[adapter], name=name, strength=strength)
+        for adapter, name, strength in (("first", "a", 1), ("first", "b", 0.5), ("second", "c", 1), ("first", "d", 1))
+    )
+    spoken = {}
+    for name, voice in (("base", base), ("first", first), ("weaker", weaker), ("second", second)):
+        found = voice.speak_lines(lines, out, **settings)
+        assert found.kept == 0, f"{name} is another voice"
+        spoken[name] = read_audio(out / found.rows[0]["file"])
+        alone = voice.speak("Good morning.", **settings).samples
+        assert np.abs(spoken[name] - alone.clip(-1, 1)).max() < 1e-3
+        assert voice.speak_lines(lines, out, **settings).kept == 2
+    for one, other in itertools.combinations(spoken.values(), 2):
+        assert one.shape != other.shape or np.abs(one - other).max() > 1e-2
+    first.speak_lines(lines, out, **settings)
+    assert again.speak_lines(lines, out, **settings).kept == 2, "the same adapter, whatever it is called"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import soundfile
 
 import evaluate_demo
+from myna.data.manifest import read_manifest
 
 
 def score(
@@ -71,3 +77,30 @@ def test_every_seed_is_a_demo_that_is_not_run_twice(tmp_path: Path, monkeypatch:
     ]
     table = json.loads((tmp_path / "evaluation.json").read_text())
     assert [row["seed"] for row in table["seeds"]] == [0, 1]
+
+
+def test_three_minutes_of_a_real_voice_become_a_corpus_for_the_demo(tmp_path: Path) -> None:
+    """Recordings that are too short, say too little or say the same are left out."""
+    rng = np.random.default_rng(0)
+
+    def row(number: int, seconds: float, text: str) -> dict[str, Any]:
+        file = io.BytesIO()
+        soundfile.write(file, 0.1 * rng.standard_normal(round(seconds * 24_000)), 24_000, format="FLAC")
+        audio = {"bytes": file.getvalue(), "path": f"{number}.flac"}
+        return {"id": f"voice-{number}", "speaker": "voice", "text": text, "audio": audio}
+
+    rows = [row(number, 6.0, f"this is line number {number}") for number in range(50)]
+    rows += [
+        row(50, 1.0, "this is far too short"),
+        row(51, 3.0, "few words"),
+        row(52, 3.0, "this is line number 1"),
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "voice.parquet")
+    learned = evaluate_demo.write_real_voice(tmp_path / "voice.parquet", None, tmp_path / "voice")  # type: ignore[arg-type]
+    lines = read_manifest(tmp_path / "voice" / "manifest.jsonl")
+    held_out = [line for line in lines if line.extras.get("held_out")]
+    assert len(held_out) == evaluate_demo.HELD_OUT_CLIPS and 180 <= learned < 186
+    assert len({line.text for line in lines}) == len(lines) and all(line.audio.is_file() for line in lines)
+    assert not {"voice-50", "voice-51"} & {line.id for line in lines}
+    table = evaluate_demo.summarise([score(0, 0.7, 0.74)], evaluate_demo.MIN_REAL_SIMILARITY_GAIN)
+    assert table["passed"] is False and table["min_similarity_gain"] == 0.05

@@ -112,7 +112,7 @@ def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Pat
         *("augment_real.py", "mix_corpora.py", "encode.py", "myna train", "myna train", "export_fledgling.py")
     ]
     by_script = {Path(words[0]).name: words for words in calls}
-    assert option(by_script["natural_corpus.py"], "--seconds") == "300"
+    assert option(by_script["natural_corpus.py"], "--seconds") == "360"
     assert option(by_script["mix_corpora.py"], "--real") == str(tmp_path / "data/real_augmented")
     init = tmp_path / "data" / "init"
     assert (init / "model.safetensors").read_text() == files[0] and (init / "config.json").read_text() == files[1]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import export_fledgling
 import myna.models
-from corpus_making.corpus_folder import CorpusFolder
+from corpus_making.corpus_folder import CorpusClip, CorpusFolder
 from encode import assigned_clips, encode, open_codec_of
 from init_fledgling import SIZE, Size, fledgling_config, fledgling_tokenizer, make
 from mix_corpora import write_mix
@@ -36,7 +36,7 @@ from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
 from myna.terminal import TrainingDisplay
 from tests.birds import tone_speech
-from train_codec import TINY
+from train_codec import LARGE, TINY
 
 RECIPES = Path(__file__).parents[2] / "training" / "fledgling"
 TOY = Size(hidden=32, layers=2, ffn=32, heads=2, keys=1)
@@ -73,7 +73,7 @@ def record(folder: Path, speakers: tuple[str, ...], pitch: float) -> None:
     corpus = CorpusFolder(folder)
     for number, speaker in enumerate(speakers):
         lines = ("good morning", "what a fine day", "follow me", "yes")
-        corpus.add(speaker, "en", [(line, tone_speech(line, pitch * (1 + number / 3))) for line in lines])
+        corpus.add(speaker, "en", [CorpusClip(line, tone_speech(line, pitch * (1 + number / 3))) for line in lines])
     corpus.finish()
 
 

@@ -274,6 +274,23 @@ def test_lines_come_back_in_their_places(folders: list[Path], monkeypatch: pytes
     assert [len(samples) for samples in model.say(requests)] == [len(samples) for samples in whole], "in many batches"
 
 
+def test_formants_are_moved_in_their_lines_alone(folders: list[Path]) -> None:
+    model = TorchKokoro(folders, "cpu")
+    speaker = kokoro.KokoroSpeaker("anna", ("af_heart", "bm_george"), 0.4, 1.0)
+    said = []
+    for factor in (1.0, 1.12):
+        torch.manual_seed(0)
+        texts = {"abcdefgh" * 2: 1.0, "abab": factor, "cdefab": factor}
+        said.append(model.say([kokoro.SynthesisRequest(text, speaker, 1.0, moved) for text, moved in texts.items()]))
+    assert np.array_equal(said[0][0], said[1][0])
+    for plain, moved in list(zip(*said, strict=True))[1:]:
+        assert plain.shape == moved.shape and not np.allclose(plain, moved, atol=1e-3)
+    waves, factors = torch.randn(3, 2000), np.array([1.0, 1.12, 0.9], np.float32)
+    for row, wave in enumerate(model._move_formants(waves.clone(), factors)):
+        alone = kokoro.move_formants(waves[row].numpy(), float(factors[row]))
+        assert np.allclose(wave.numpy(), alone, atol=1e-5) and (factors[row] == 1.0) == np.array_equal(alone, waves[row])
+
+
 def test_a_load_that_did_not_arrive_is_missed(folders: list[Path]) -> None:
     with pytest.raises(DataError, match="are missing"):
         TorchKokoro(folders[1:], "cpu")

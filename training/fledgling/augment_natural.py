@@ -34,7 +34,7 @@ SEED = 0
 SETTINGS = "augmentation.json"
 """Not `corpus.json`, which is left to `natural_corpus.py`, since both may fill one folder."""
 
-REFERENCE_SHARE, REFERENCE_SECONDS = 0.35, (1.5, 12.0)
+REFERENCE_SHARE, REFERENCE_SECONDS = 0.3, (1.5, 12.0)
 """The share of clips of these lengths that only serve as references, each through a channel of its own. No other
 version of them is a target, or a model would learn to copy its reference."""
 REFERENCE_LEVEL_DB = 4.0

@@ -193,7 +193,8 @@ voices_corpora() { # many voices, a few clips of each, in a process of its own, 
 
 language() { # with a clock and a folder of its own; parts of the bundle may come while speech is synthesized
   local INIT_FROM=$DATA/initial CODEC=$DATA/initial/codec RUNS=$RUNS/language
-  local NATURAL_SECONDS=${NATURAL_SECONDS:-300} NATURAL_SPEAKERS=${LANGUAGE_SPEAKERS:-9000}
+  local NATURAL_SECONDS=${NATURAL_SECONDS:-360}
+  local NATURAL_HOURS=${LANGUAGE_HOURS:-300} NATURAL_SPEAKERS=${LANGUAGE_SPEAKERS:-12000}
   local HOURS=${LANGUAGE_ESPEAK_HOURS:-10} SPEAKERS=${LANGUAGE_ESPEAK_SPEAKERS:-400}
   local CONTINUED=(--set train.learning_rate="${LANGUAGE_RATE:-1.2e-3}") # of known weights with unknown codes
   mkdir -p "$RUNS"

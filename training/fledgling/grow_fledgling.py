@@ -29,7 +29,7 @@ from init_fledgling import SIZE, Size, fledgling_config
 from myna.data.codec import Codes
 from myna.errors import DataError, MynaError
 from myna.models.files import load_tokenizer
-from myna.models.higgs_v2.checkpoint import load_weights, read_config, save_checkpoint
+from myna.models.higgs_v2.checkpoint import load_weights, read_config, read_sampling, save_checkpoint
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.mel_codec.codec import MelCodec
 
@@ -136,7 +136,7 @@ def grow(source: Path, codec: Path, pairs: list[EncodedPair], out: Path, size: S
     state[HEAD] = translated_head(state[HEAD], pairs, delay)
     model = HiggsAudioV2ForConditionalGeneration(config)
     model.load_state_dict(widened(state, old, config, seed))
-    save_checkpoint(model.half(), out, load_tokenizer(source), codec=codec)
+    save_checkpoint(model.half(), out, load_tokenizer(source), read_sampling(source), codec=codec)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

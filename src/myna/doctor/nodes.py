@@ -18,6 +18,7 @@ from myna.errors import MynaError
 SHARED_FACTS = ("python", "transformers", "myna", "codec")
 """That the machine that shares out the work needs as well; its torch may be a build for CPUs."""
 HINTS = {
+    "node": "`ray start` there within the environment of Myna; /tmp/ray/session_latest/logs on that node say more",
     "python": "make every environment with the same Python: make setup PYTHON=/path/to/python3.12",
     "torch": "pip install --constraint constraints.txt torch, on every node",
     "transformers": "pip install --constraint constraints.txt transformers, on every node",
@@ -79,7 +80,7 @@ def check_cluster(
     checks = [Check("nodes", "ok", f"{len(nodes)} with {total}")]
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, str):
-            checks.append(Check(f"node {node.name}", "failed", answer, HINTS["myna"]))
+            checks.append(Check(f"node {node.name}", "failed", answer, HINTS["node"]))
     here = NodeReport(HERE, 0, 0, node_facts(DEFAULT_FOLDER.absolute(), *sources))
     checks += compare_nodes(here, [report for report in reports if report.facts])
     if shared is None:

@@ -12,11 +12,13 @@ from typing import Any, Generic, TypeVar
 from myna.errors import ConfigError, MynaError
 from myna.ray_cluster import connect_cluster
 
-RETRY_FOREVER = -1
+RESTART_FOREVER = -1
+MAX_RETRIES = 4
+"""Of a call whose process or node was lost each time."""
 WAIT_SECONDS = 5.0
 """Between looks at the nodes of the cluster."""
-NODE_SECONDS = 120.0
-"""For one node to answer: the first call starts a process there and imports torch."""
+NODE_SECONDS = 300.0
+"""For a node to answer: the first call starts a process there and imports torch, which may lie on a slow disk."""
 W = TypeVar("W")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,7 +43,7 @@ class RayPool(Generic[W]):
         has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
         self.uses_gpus = device.startswith("cuda") or (device == "auto" and has_gpus)
         self._actor_class = ray.remote(
-            num_cpus=1, num_gpus=int(self.uses_gpus), max_restarts=RETRY_FOREVER, max_task_retries=RETRY_FOREVER
+            num_cpus=1, num_gpus=int(self.uses_gpus), max_restarts=RESTART_FOREVER, max_task_retries=MAX_RETRIES
         )(_Actor)
         self._actors: list[Any] = []
         if not self._places():
@@ -60,12 +62,12 @@ class RayPool(Generic[W]):
         self._actors = []
 
     def call_each(self, function: Callable[[W], R]) -> list[R]:
-        return [self._result(call) for call in [actor.call.remote(function) for actor in self._actors]]
+        calls = [actor.call.remote(function) for actor in self._actors]
+        return [self._result(call, function.__name__) for call in calls]
 
     def map(
         self, function: Callable[[W, T], R], items: Iterable[T], *, describe: Callable[[T], str] = str
     ) -> Iterator[tuple[T, R]]:
-        del describe  # Ray repeats calls for ever
         waiting, idle = list(reversed(list(items))), list(self._actors)
         running: dict[Any, tuple[Any, T]] = {}
         while waiting or running:
@@ -81,7 +83,7 @@ class RayPool(Generic[W]):
             done, _ = self._ray.wait(list(running), num_returns=1, timeout=WAIT_SECONDS)
             for call in done:
                 actor, item = running.pop(call)
-                yield item, self._result(call)
+                yield item, self._result(call, f"{function.__name__} {describe(item)}")
                 idle.append(actor)
 
     def _places(self) -> int:
@@ -97,14 +99,17 @@ class RayPool(Generic[W]):
         self._actors += started
         return started
 
-    def _result(self, call: Any) -> Any:
+    def _result(self, call: Any, work: str) -> Any:
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, MynaError) else error from None
         except self._ray.exceptions.RayActorError as error:
-            hint = f"compare the nodes: myna doctor --ray {self._address}"
-            raise ConfigError(f"a node of the cluster cannot do its work: {error}", hint=hint) from error
+            raise ConfigError(
+                f"no worker of the cluster could {work}: {error}",
+                hint=f"compare the nodes: myna doctor --ray {self._address}; if they are alike, it may have run out of "
+                "memory: try fewer with --workers; what is done stays done",
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

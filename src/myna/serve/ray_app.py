@@ -13,8 +13,7 @@ import asyncio
 import os
 import random
 import time
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -22,16 +21,13 @@ from ray import serve
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from myna.errors import ConfigError
 from myna.serve.api_errors import ApiError
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
-from myna.serve.messages import EngineInfo, EngineSettings
+from myna.serve.messages import EngineInfo
+from myna.serve.ray_server import settings_of_arguments
 from myna.serve.replica_registry import REPORT_SECONDS, AdapterVersion, ReplicaRegistry, ReplicaReport, merge_metrics
-from myna.serve.sources import resolve_sources
 
-ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
-SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds")
 APPLICATION = "speech"
 REGISTRY = "registry"
 ROUTING_SECONDS = 2.0
@@ -149,7 +145,7 @@ def build(arguments: dict[str, Any]) -> serve.Application:
     `EngineSettings`; some of `ServerSettings`; and `deployment`, options of Ray's deployment."""
     options = dict(arguments)
     deployment = options.pop("deployment", {})
-    return application(_settings(options), **deployment)
+    return application(settings_of_arguments(options), **deployment)
 
 
 def application(settings: ServerSettings, **options: Any) -> serve.Application:
@@ -175,23 +171,3 @@ def application(settings: ServerSettings, **options: Any) -> serve.Application:
         )
     replica = serve.deployment(name=APPLICATION, deployment_actors=[registry], **(defaults | options))(SpeechReplica)
     return replica.bind(settings, int(time.time()))
-
-
-def _settings(options: dict[str, Any]) -> ServerSettings:
-    sources = options.pop("sources", None)
-    if not sources:
-        raise ConfigError("a Ray application needs sources", hint="sources: [runs/marta], as of myna serve")
-    engine = EngineSettings("", **{name: options.pop(name) for name in ENGINE_FIELDS if name in options})
-    known = {name: options.pop(name) for name in SERVER_FIELDS if name in options}
-    if options:
-        raise ConfigError(
-            f"Ray arguments that are not known: {', '.join(sorted(options))}",
-            hint=f"known: {', '.join(('sources', 'deployment', *SERVER_FIELDS, *ENGINE_FIELDS))}",
-        )
-    known["adapter_folders"] = tuple(Path(folder) for folder in known.get("adapter_folders", ()))
-    known.setdefault("api_key", os.environ.get("MYNA_API_KEY"))
-    served = resolve_sources(sources, engine.model, keep_adapters=bool(known["adapter_folders"]))
-    rank = engine.adapter_rank or (64 if served.adapters or known["adapter_folders"] else None)
-    engine = replace(engine, source=served.source, adapters=served.adapters, adapter_rank=rank)
-    # Behind Ray's proxy a replica has names that it does not know.
-    return ServerSettings(engine, host="0.0.0.0", **known)

@@ -9,15 +9,18 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from myna.errors import ConfigError, SpeakError
 from myna.ray_cluster import connect_cluster
 from myna.serve.context import ServerSettings
-from myna.serve.messages import EngineInfo
+from myna.serve.messages import EngineInfo, EngineSettings
+from myna.serve.sources import resolve_sources
 
+ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
+SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds")
 BUSY_SHARE = 0.75
 """Of a replica's streams: with more requests on average, another replica is started."""
 UPSCALE_SECONDS = 5.0
@@ -130,3 +133,25 @@ def _absolute(settings: ServerSettings) -> ServerSettings:
         voices=settings.voices.absolute() if settings.voices is not None else None,
         asr=absolute(settings.asr),
     )
+
+
+def settings_of_arguments(options: dict[str, Any]) -> ServerSettings:
+    """Settings of a Serve config file: `sources`, a list as of `myna serve`, fields of `EngineSettings`, and some of
+    `ServerSettings`."""
+    sources = options.pop("sources", None)
+    if not sources:
+        raise ConfigError("a Ray application needs sources", hint="sources: [runs/marta], as of myna serve")
+    engine = EngineSettings("", **{name: options.pop(name) for name in ENGINE_FIELDS if name in options})
+    known = {name: options.pop(name) for name in SERVER_FIELDS if name in options}
+    if options:
+        raise ConfigError(
+            f"Ray arguments that are not known: {', '.join(sorted(options))}",
+            hint=f"known: {', '.join(('sources', 'deployment', *SERVER_FIELDS, *ENGINE_FIELDS))}",
+        )
+    known["adapter_folders"] = tuple(Path(folder) for folder in known.get("adapter_folders", ()))
+    known.setdefault("api_key", os.environ.get("MYNA_API_KEY"))
+    served = resolve_sources(sources, engine.model, keep_adapters=bool(known["adapter_folders"]))
+    rank = engine.adapter_rank or (64 if served.adapters or known["adapter_folders"] else None)
+    engine = replace(engine, source=served.source, adapters=served.adapters, adapter_rank=rank)
+    # Behind Ray's proxy a replica has names that it does not know.
+    return ServerSettings(engine, host="0.0.0.0", **known)

@@ -31,7 +31,7 @@ from myna.models.speech_decoder import AdapterSlots
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech
 from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
-from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, request_sampling
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
 from myna.speak.streaming import StreamDecoder
 from myna.speak.validation import open_reference
@@ -143,6 +143,7 @@ class Engine:
         self._batch: BatchScheduler | None = None
         self._adapter_slots: AdapterSlots | None = None
         self._adapters: dict[str, WeightsMetadata] = {}
+        self._adapter_hashes: dict[str, str] = {}
         self.tuned_with = ""
         """The run that is merged into the model: adapters need the base model."""
         parameters = list(model.parameters())
@@ -165,7 +166,7 @@ class Engine:
             raise SpeakError(
                 f"an adapter named {name} is loaded already", hint="unload it first, or choose another name"
             )
-        matrices, metadata, base_checked = read_adapter(self, source)
+        matrices, metadata, base_checked, files_hash = read_adapter(self, source)
         if self._adapter_slots is None:
             rank = max(len(a) for a, _ in matrices.values())
             self._batch = None  # made anew, with adapters, by the next request; what runs in the old one goes on
@@ -180,19 +181,23 @@ class Engine:
                 f"{source} changes nothing: with it, every logit of a test prompt is what it is without",
                 hint="train it for longer, or load a later checkpoint",
             )
-        self._adapters[name] = metadata
+        self._adapters[name], self._adapter_hashes[name] = metadata, files_hash
         return LoadedAdapter(name, effect, base_checked)
 
     def scene_of(self, adapter: str) -> str:
         """The scene that most of the training had, of an adapter or of the model itself."""
         return self._adapters[adapter].scene if adapter in self._adapters else self.scene
 
+    def adapter_fingerprint(self, name: str) -> str:
+        """Equal ones speak alike on one model: hash of its files, and where its references are placed."""
+        return f"{self._adapter_hashes[name]} {self._adapters[name].reference_placement}"
+
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that speak with it go on."""
         if name not in self._adapters or self._adapter_slots is None:
             raise SpeakError(f"there is no adapter {name}", hint=f"loaded: {', '.join(self._adapters) or 'none'}")
         self._adapter_slots.unload(name)
-        del self._adapters[name]
+        del self._adapters[name], self._adapter_hashes[name]
 
     def reference(self, recording: Path, text: str, span: Span | None = None) -> Reference:
         """A reference voice from a recording, or a span of it, and its transcript. Warns of its faults."""
@@ -210,25 +215,9 @@ class Engine:
     def speak(
         self, requests: Sequence[SpeechRequest], sampling: Sampling, on_frame: Callable[[int], None] | None = None
     ) -> list[Speech]:
-        """Speak requests together; `on_frame` is called with the number of whole frames so far."""
-        prompts = [self.family.render(self._conversation(request)) for request in requests]
-        max_frames = max(1, int(sampling.max_seconds * self.codec.frame_rate))
-        with self._computing():
-            scheduler = self._scheduler(prompts, max_frames)
-            generations = [
-                scheduler.submit(
-                    *(prompt, request_sampling(sampling, prompt.id), max_frames, request.adapter, request.strength)
-                )
-                for prompt, request in zip(prompts, requests, strict=True)
-            ]
-            frames = 0
-            while scheduler.busy:
-                scheduler.advance()
-                longest = max(generation.frames for generation in generations)
-                if on_frame is not None and longest > frames:
-                    on_frame(longest)
-                frames = longest
-        return [self._speech(generation.codes(), generation.finish_reason) for generation in generations]
+        """Speak requests together, each as one segment; `on_frame` is called with the number of whole frames so far."""
+        plans = [self.plan(request, sampling, split=False) for request in requests]
+        return [speech for _, speech in sorted(self.speak_plans(plans, on_frame), key=lambda spoken: spoken[0])]
 
     def plan(self, request: SpeechRequest, sampling: Sampling, *, split: bool = True, language: str = "") -> SpeechPlan:
         """How a request will be spoken. A text of more than 30 s, by estimate, is split into segments, unless it has
@@ -291,6 +280,9 @@ class Engine:
                 for number in [number for number, generation in spoken.items() if generation.finish_reason]:
                     ended = spoken.pop(number)
                     yield number, self._speech(ended.codes(), ended.finish_reason, ended.warnings)
+            if rows:
+                with self._computing():
+                    scheduler.release_finished()  # not only with the next step: an adapter may be unloaded before it
         finally:
             for generation in spoken.values():
                 generation.cancel()
@@ -336,10 +328,6 @@ class Engine:
         with self._threads():
             samples = self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32)
         return Speech(samples, codes, finish_reason, self.codec.sample_rate, tuple(warnings))
-
-    def _scheduler(self, prompts: Sequence[RenderedSequence], max_frames: int) -> BatchScheduler:
-        """The batch for these prompts."""
-        return self._scheduler_of(len(prompts), max(map(len, prompts), default=0) + max_frames + SPARE_POSITIONS)
 
     def _scheduler_of(self, requests: int, positions: int) -> BatchScheduler:
         """The batch, made anew where these requests do not fit it."""

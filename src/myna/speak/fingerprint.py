@@ -10,9 +10,10 @@ import torch
 from myna.speak.engine import Engine
 
 
-def weights_fingerprint(engine: Engine) -> str:
-    """Hash of all weights and of how they are used, wherever they were loaded from."""
-    return _hash_weights(engine, "", engine.model.state_dict())
+def weights_fingerprint(engine: Engine, adapter: str = "", strength: float = 1.0) -> str:
+    """Hash of all weights and of how they are used, wherever they were loaded from; also of an adapter beside them."""
+    source = f"{engine.adapter_fingerprint(adapter)} {strength}" if adapter else ""
+    return _hash_weights(engine, source, engine.model.state_dict())
 
 
 def trainable_fingerprint(engine: Engine) -> str:

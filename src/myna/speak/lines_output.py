@@ -75,19 +75,22 @@ def speak_lines(
     suffix: str = ".wav",
     takes: LineTakes | None = None,
     marker: SpeechMarker | None = None,
+    adapter: str = "",
+    strength: float = 1.0,
     progress: ProgressCallback = silent,
 ) -> SpokenLines:
     """Speak lines in batches. Those that are there, with the same text, voice, settings and weights, stay as they are.
 
     A line is what its text alone gives with its seed: lines with the same words, voice and seed sound the same. Lines
-    are planned as the batch comes to them, so that the first of very many is spoken at once.
+    are planned as the batch comes to them, so that the first of very many is spoken at once. `adapter` and `strength`
+    are as of `SpeechRequest`.
     """
     with lock_folder(out, "speaking into"):
         known = _read_rows(out / SPOKEN_FILE)
-        weights = weights_fingerprint(engine)
+        weights = weights_fingerprint(engine, adapter, strength)
         recording_hash = cache(file_hash)
         samplings = [sampling if line.seed is None else replace(sampling, seed=line.seed) for line in lines]
-        scenes = [_first_given(line.scene, scene, engine.scene) for line in lines]
+        scenes = [_first_given(line.scene, scene, engine.scene_of(adapter)) for line in lines]
         keys = [
             _key(line, weights, line_scene, line_sampling, takes, marker, recording_hash)
             for line, line_scene, line_sampling in zip(lines, scenes, samplings, strict=True)
@@ -99,7 +102,8 @@ def speak_lines(
         ]
         encoded = cache(lambda reference: engine.reference(reference.audio, reference.text, reference.span))
         count = takes.count if takes is not None else 1
-        plans = (_plan(engine, lines[number], scenes[number], samplings[number], encoded) for number in new)
+        voice = (adapter, strength)
+        plans = (_plan(engine, lines[number], scenes[number], samplings[number], encoded, *voice) for number in new)
         all_takes = (plan.take(take) for plan in plans for take in range(count))
         save_text(out / SPOKEN_FILE, "".join(map(_json_line, known.values())))
         done = len(lines) - len(new)
@@ -158,10 +162,12 @@ def _is_spoken(row: Mapping[str, Any] | None, key: str, out: Path, suffix: str, 
     return all(name.endswith(suffix) and (out / name).is_file() for name in files)
 
 
-def _plan(engine: Engine, line: SpeechLine, scene: str, sampling: Sampling, encoded: Any) -> SpeechPlan:
+def _plan(
+    engine: Engine, line: SpeechLine, scene: str, sampling: Sampling, encoded: Any, adapter: str, strength: float
+) -> SpeechPlan:
     try:
         references: tuple[Reference, ...] = tuple(map(encoded, line.references))
-        request = SpeechRequest(line.text, references, scene, id=line.text)
+        request = SpeechRequest(line.text, references, scene, line.text, adapter, strength)
         plan = engine.plan(request, sampling, language=line.language)
     except MynaError as error:
         raise SpeakError(f"line {line.line}, {line.id}: {error.what}", hint=error.hint) from error

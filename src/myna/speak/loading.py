@@ -11,7 +11,9 @@ from torch import nn
 from myna.config import Quantization
 from myna.data.codec import Encoder
 from myna.errors import MynaError, SpeakError
+from myna.io import file_hash
 from myna.models import open_family
+from myna.models.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from myna.models.base import Family, require_speaking
 from myna.models.metadata import WeightsMetadata, read_metadata
 from myna.models.speech_decoder import LoraMatrices
@@ -72,6 +74,7 @@ class SavedLora(NamedTuple):
     base_checked: bool
     """Whether the base model is known to be the one it was trained on: weights that are quantized, rounded otherwise or
     without the text head cannot be compared."""
+    files_hash: str
 
 
 def read_adapter(engine: Engine, source: Source) -> SavedLora:
@@ -95,7 +98,8 @@ def read_adapter(engine: Engine, source: Source) -> SavedLora:
         _check_base(tuned, family, engine.model, trained_in)
     _check_trained_with(_Loaded(family, engine.model, source, known, torch.device("cpu")), engine.codec)
     checked = comparable and "base model" in known.inputs
-    return SavedLora(read_lora_matrices(family, tuned.adapter), known, checked)
+    files = [file_hash(tuned.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
+    return SavedLora(read_lora_matrices(family, tuned.adapter), known, checked, " ".join(files))
 
 
 def load_answer_engine(*, run: Source | None = None, model: str | None = None, device: str) -> AnswerEngine:

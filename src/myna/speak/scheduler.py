@@ -112,7 +112,7 @@ class BatchScheduler:
                 yield frames
 
     def advance(self) -> None:
-        self._let_out()
+        self.release_finished()
         self._let_in()
         if self._rows:
             longest = max(len(generation.prompt) + generation._steps for generation in self._rows)
@@ -122,8 +122,11 @@ class BatchScheduler:
         while len(self._pending) > (self.decoder.steps_ahead if self._rows else 0):
             self._read()
 
-    def _let_out(self) -> None:
-        """Free the rows of finished requests; the last row takes the place of one that leaves."""
+    def release_finished(self) -> None:
+        """Free the rows and adapters of requests that have ended; the last row takes the place of one that leaves."""
+        for generation in [waiting for waiting in self._waiting if waiting.finished]:
+            self._waiting.remove(generation)
+            self._release(generation)
         for row in range(len(self._rows) - 1, -1, -1):
             if not self._rows[row].finished:
                 continue
@@ -137,9 +140,6 @@ class BatchScheduler:
     def _let_in(self) -> None:
         while self._waiting and len(self._rows) < self.decoder.rows:
             generation = self._waiting.popleft()
-            if generation.finished:
-                self._release(generation)
-                continue
             row, prompt, voice = len(self._rows), generation.prompt, (generation._slot, generation.strength)
             if generation._slot >= 0:
                 self.decoder.use_adapter(row, *voice)

@@ -307,8 +307,8 @@ def _average_link(
 ) -> IntArray:
     hierarchy = import_optional("scipy.cluster.hierarchy", INSTALL)
     distance = import_optional("scipy.spatial.distance", INSTALL)
-    if len(vectors) == 1:
-        return np.zeros(1, np.int64)
+    if len(vectors) == 1 or speakers == 1:
+        return np.zeros(len(vectors), np.int64)
     tree = hierarchy.linkage(distance.pdist(vectors.astype(np.float64), "cosine").clip(0, 2), "average")
     if not speakers:
         return np.asarray(hierarchy.fcluster(tree, 1 - threshold, "distance"), np.int64) - 1
