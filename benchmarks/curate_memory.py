@@ -26,7 +26,7 @@ import soundfile
 from myna.io import save_text
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/curate-memory.json"
-INTERVAL_SECONDS = 0.5
+INTERVAL_SECONDS = 1.0
 DECODE = """
 import sys
 from pathlib import Path

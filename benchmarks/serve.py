@@ -10,9 +10,10 @@ Requests come as they would from many people: at random moments of a given rate,
 not, the same moments for the same seed. Each asks for one of the demo's sentences as raw PCM; with `--reference` in the
 voice of one of its recordings, sent along. `benchmarks/load_client.py` defines every figure. A rate is `clean` when
 every request was answered, none was dropped, and no player had an underrun. `--streams` then searches for the most
-people who can listen at a time, each to one text after the other, without an underrun. `--random` serves random weights
-of the full size, which find no end: a text is spoken until its budget of frames is used up. Words behind `--` go to the
-server. Writes serve.json and serve.svg after every rate; with `--instant`, serve-http.json and serve-http.svg.
+people who can listen at a time, each to one text of four sentences after the other, without an underrun. `--random`
+serves random weights of the full size, which find no end: a text is spoken for as long as its recording is. Words
+behind `--` go to the server. Writes serve.json and serve.svg after every rate; with `--instant`, serve-http.json and
+serve-http.svg.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import io
 import json
 import os
 import platform
@@ -33,12 +35,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+import soundfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -54,6 +58,7 @@ from benchmarks.load_client import (
     standalone_plot,
 )
 
+from myna import __version__
 from myna.io import save_text
 from myna.progress import ProgressCallback
 from myna.report.plot import Curve
@@ -61,46 +66,65 @@ from myna.terminal import progress_bars
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
 SYNTHETIC_SERVER = Path(__file__).parent / "synthetic_server.py"
-START_SECONDS = 600.0
+START_SECONDS = 300.0
 """That a server may take to load its model and to be warm."""
+ENGINE_DIED = "the engine process ended with code"
+"""In the log of a server whose engine cannot start: it would try again for ever."""
 MAX_LAG_SECONDS = 0.02
 """Scheduling lag (p99) above which the client was too busy to measure."""
 
 
-def demo_sentences() -> list[str]:
+class Sentence(NamedTuple):
+    """A sentence of the demo, and how long its recording is."""
+
+    text: str
+    seconds: float
+    recording: Path
+
+
+@cache
+def demo_sentences() -> tuple[Sentence, ...]:
     rows = [json.loads(line) for line in (RECORDINGS / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row["text"] for row in rows]
+    files = [RECORDINGS / row["audio"] for row in rows]
+    return tuple(
+        Sentence(row["text"], soundfile.info(file).duration, file) for row, file in zip(rows, files, strict=True)
+    )
 
 
 def demo_reference() -> dict[str, str]:
-    """A recording of about four seconds, as a request carries it."""
-    row = json.loads((RECORDINGS / "manifest.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    audio = base64.b64encode((RECORDINGS / row["audio"]).read_bytes()).decode()
-    return {"ref_audio": f"data:audio/ogg;base64,{audio}", "ref_text": row["text"]}
+    """A recording of about four seconds, as a request carries it: as a WAV file, which every server reads."""
+    sentence, content = demo_sentences()[0], io.BytesIO()
+    samples, rate = soundfile.read(sentence.recording, dtype="int16")
+    soundfile.write(content, samples, rate, format="WAV")
+    audio = base64.b64encode(content.getvalue()).decode()
+    return {"ref_audio": f"data:audio/wav;base64,{audio}", "ref_text": sentence.text}
 
 
 class RequestBodies:
-    """Bodies of requests: sentences in an order of their own for every seed, and fields that all have."""
+    """Bodies of requests: texts of so many sentences, in an order of their own for every seed, and fields that all
+    have. With `timed`, no text takes longer than its recording: random weights find no end."""
 
-    def __init__(self, fields: Mapping[str, Any], seed: int) -> None:
-        self._fields, self._sentences = fields, demo_sentences()
+    def __init__(self, fields: Mapping[str, Any], seed: int, *, sentences: int = 1, timed: bool = False) -> None:
+        self._fields, self._sentences, self._timed = fields, sentences, timed
         self._random = np.random.default_rng(seed)
 
     def next(self) -> dict[str, Any]:
-        text = self._sentences[int(self._random.integers(len(self._sentences)))]
-        return {**self._fields, "input": text}
+        known = demo_sentences()
+        chosen = [known[index] for index in self._random.integers(len(known), size=self._sentences)]
+        limit = {"max_seconds": round(sum(one.seconds for one in chosen), 2)} if self._timed else {}
+        return {**self._fields, **limit, "input": " ".join(one.text for one in chosen)}
 
 
 @contextmanager
-def server_process(command: Sequence[str], home: str) -> Iterator[tuple[str, int]]:
+def server_process(command: Sequence[str], home: str, log: Path | None = None) -> Iterator[tuple[str, int]]:
     """A server of our own; its address and its process id once it is ready."""
-    log, variables = Path(home, "server.log"), {**os.environ, "MYNA_HOME": home, "PYTHONUNBUFFERED": "1"}
+    log, variables = log or Path(home, "server.log"), {**os.environ, "MYNA_HOME": home, "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
     try:
         deadline = time.monotonic() + START_SECONDS
         while "Ctrl+C ends it" not in (output := log.read_text(encoding="utf-8", errors="replace")):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or ENGINE_DIED in output or time.monotonic() > deadline:
                 sys.exit(f"the server did not start:\n{output}")
             time.sleep(0.1)
         address = re.search(r"http://[\w.]+:\d+", output)
@@ -149,7 +173,8 @@ async def find_streams(
     async def passes(listeners: int) -> bool:
         for seed in asked.stream_seeds or asked.seeds:
             progress(f"{listeners} listeners", 0, None)
-            bodies = RequestBodies(fields, seed)
+            timed = asked.synthetic is not None
+            bodies = RequestBodies(fields, seed, sentences=asked.listener_sentences, timed=timed)
             result = await run_listeners(client, bodies.next, listeners, asked.trial_seconds, seed)
             trials.append({"listeners": listeners, "seed": seed, **result.summary()})
             if not trials[-1]["clean"]:
@@ -188,7 +213,7 @@ async def run(
     for field in asked.field:
         name, _, value = field.partition("=")
         fields[name] = json.loads(value)
-    bodies = RequestBodies(fields, 0)
+    bodies = RequestBodies(fields, 0, timed=asked.synthetic is not None)
     warm_up = await asyncio.gather(*(client.speak(bodies.next()) for _ in range(asked.warm_up)))
     for trace in warm_up:
         if trace.error:
@@ -198,7 +223,8 @@ async def run(
         "machine": machine(),
         "server": asked.model or asked.synthetic or asked.url,
         "settings": {key: value for key, value in fields.items() if key not in ("ref_audio", "ref_text")}
-        | {"reference": asked.reference, "serve_options": asked.serve_options},
+        | {"reference": asked.reference, "listener_sentences": asked.listener_sentences}
+        | {"serve_options": asked.serve_options},
         "rows": [],
         "streams": None,
     }
@@ -208,7 +234,7 @@ async def run(
             stage = f"{rate:g} a second, seed {seed}"
             progress(stage, 0, requests)
             on_done = lambda done, stage=stage, total=requests: progress(stage, done, total)  # noqa: E731
-            bodies = RequestBodies(fields, seed)
+            bodies = RequestBodies(fields, seed, timed=asked.synthetic is not None)
             moments = poisson_arrivals(rate, requests, seed)
             plan = [PlannedRequest(moment, bodies.next()) for moment in moments]
             before = processor_seconds(server)
@@ -234,7 +260,7 @@ def machine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "gpu": gpu,
-        "versions": {name: version(name) for name in ("myna", "torch", "uvicorn", "httpx2")},
+        "versions": {"myna": __version__} | {name: version(name) for name in ("torch", "uvicorn", "httpx2")},
     }
 
 
@@ -274,7 +300,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resolution", type=float, default=0.05, help="of that search")
     parser.add_argument("--first-streams", type=int, default=8)
     parser.add_argument("--max-streams", type=int, default=1024)
+    parser.add_argument("--listener-sentences", type=int, default=4, help="of a text in that search, about 13 s")
     parser.add_argument("--trial-seconds", type=float, default=30.0, help="that each number of listeners is tried")
+    parser.add_argument("--server-log", type=Path, help="where a server of our own writes what it says")
     parser.add_argument("--out", type=Path, required=True)
     all_words = list(sys.argv[1:] if words is None else words)
     end = all_words.index("--") if "--" in all_words else len(all_words)
@@ -305,7 +333,7 @@ def main() -> None:
         started = ["-m", "myna", "serve", asked.model, "--port", "0"]
         if asked.synthetic:
             started = [str(SYNTHETIC_SERVER), f"--{asked.synthetic}"]
-        with server_process([sys.executable, *started, *asked.serve_options], home) as (url, server):
+        with server_process([sys.executable, *started, *asked.serve_options], home, asked.server_log) as (url, server):
             asyncio.run(run(url, asked, progress, save, server))
 
 

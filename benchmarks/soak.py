@@ -152,11 +152,9 @@ def fitted_growth(samples: list[dict[str, Any]], process: str, figure: str) -> d
     """Slope of a figure in 1,000 requests after the warm-up, its 95 % interval, and what that is over all of them."""
     kept = samples[round(WARM_UP_SHARE * len(samples)) :]
     blocks = [block for block in np.array_split(np.arange(len(kept)), FIT_BLOCKS) if len(block)]
-    requests, values = (
-        np.array([np.mean([read(kept[index]) for index in block]) for block in blocks])
-        for read in (lambda sample: sample["request"] / 1000, lambda sample: sample[process][figure])
-    )
-    result = stats.linregress(requests, values)
+    requests = [float(np.mean([kept[index]["request"] / 1000 for index in block])) for block in blocks]
+    values = [float(np.mean([kept[index][process][figure] for index in block])) for block in blocks]
+    result: Any = stats.linregress(requests, values)
     # All equal: the fit knows no error of that.
     margin = float(stats.t.ppf(0.975, len(blocks) - 2) * result.stderr) if np.ptp(values) else 0.0
     slope, span = float(result.slope), (kept[-1]["request"] - kept[0]["request"]) / 1000

@@ -5,8 +5,8 @@ python benchmarks/synthetic_server.py --instant --step-ms 10     a decoder and a
 python benchmarks/synthetic_server.py --host-cost                processor time of a step beside the model, no server
 
 Everything else is real: uvicorn, the checks of a request, the pipe between two processes, the running batch with its
-streams and windows, the stacking and adding up of watermarks, the encoder of the audio. Of the instant model the
-watermark's network takes no time either.
+streams and windows, the watermark, the encoder of the audio. The weights of the watermark's network are random as well,
+and with the instant model it takes no time either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,7 @@ from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
 from myna.models.speech_decoder import StepResult
+from myna.provenance.perth import PerthNet
 from myna.serve import engine_client
 from myna.serve.context import ServerSettings
 from myna.serve.messages import AudioPiece, EngineSettings, SpeakMessage
@@ -82,8 +83,25 @@ def random_family(size: str, device: torch.device) -> RandomHiggs:
     return family
 
 
+@cache
+def random_perth(device: torch.device) -> PerthNet:
+    """The network of the watermark with random weights, whose mark is all but silent."""
+    shapes = [(256, 128, 1), *[(256, 256, 7)] * 5, (128, 256, 1)]
+    generator, weights = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    for part in ("encoder.layers", *(f"decoder.{tempo}_layers" for tempo in ("slow", "normal", "fast"))):
+        for number, shape in enumerate(shapes):
+            weights[f"{part}.{number}.conv.weight"] = 0.01 * torch.randn(shape, generator=generator)
+            weights[f"{part}.{number}.conv.bias"] = torch.zeros(shape[0])
+    return PerthNet(weights).to(device).eval().requires_grad_(False)
+
+
 def random_engine(size: str, device: torch.device) -> Engine:
-    """Random weights: in bf16 on a GPU, as a model is served."""
+    """Random weights of model, codec and watermark: in bf16 on a GPU, as a model is served."""
+    from myna.provenance import watermark
+    from myna.serve import engine_process
+
+    engine_process.check_installed = lambda: None  # type: ignore[attr-defined]  # it need not be there
+    watermark.load_perth = random_perth  # type: ignore[attr-defined]
     family = random_family(size, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = family.load_model(dtype=dtype, device=device, text_head=False).requires_grad_(False)
@@ -120,7 +138,7 @@ class InstantDecoder(HiggsDecoder):
 
     def end(self, row: int) -> None: ...
 
-    def step(self, rows: int, longest: int) -> InstantStep:  # type: ignore[override]  # noqa: ARG002
+    def step(self, rows: int, longest: int) -> InstantStep:  # noqa: ARG002
         self._left[:rows] -= 1
         self._ends = max(self._ends, time.perf_counter()) + self._step_seconds
         active = (self._left[:rows] > 0).to(torch.int64)
@@ -165,8 +183,10 @@ def instant_engine(step_seconds: float) -> Engine:
         family, rows, positions, step_seconds
     )
     from myna.provenance import watermark
+    from myna.serve import engine_process
 
-    watermark._stack_size = lambda _: watermark.MAX_STACKED
+    engine_process.check_installed = lambda: None  # type: ignore[attr-defined]
+    watermark._stack_size = lambda device: watermark.MAX_STACKED  # noqa: ARG005
     watermark._mark_frames = lambda samples, *_: torch.zeros(1, 1).expand(samples.shape)
     return Engine(family, model, ToneCodec())  # type: ignore[arg-type]
 
@@ -181,7 +201,7 @@ def run_synthetic_engine(kind: str, step_seconds: float, settings: EngineSetting
             return engine_process.SpeechWorker(instant_engine(step_seconds), settings)
         return engine_process.SpeechWorker(random_engine(kind, pick_device(settings.device)), settings)
 
-    engine_process.open_worker = open_worker  # type: ignore[assignment]
+    engine_process.open_worker = open_worker
     engine_process.run_engine(settings, connection)
 
 
@@ -227,7 +247,7 @@ def main() -> None:
     host, port = listener.getsockname()[:2]
     engine_client._run_engine = partial(run_synthetic_engine, asked.kind, asked.step_ms / 1000)
     engine = EngineSettings(
-        f"higgs-v2-{asked.kind}",
+        "higgs-v2",  # a name that needs no folder
         device=asked.device,
         rows=asked.streams,
         positions=asked.positions,

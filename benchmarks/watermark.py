@@ -258,6 +258,8 @@ def measure(
             print(f"{name}: {number + 1} of {len(clips)}", flush=True)
     rows = {}
     for key, kinds in scores.items():
+        if not kinds["marked"]:
+            continue
         found = [score > MARK_THRESHOLD for score in kinds["marked"]]
         false = [score > MARK_THRESHOLD for score in kinds["unmarked"]]
         rows[key] = {

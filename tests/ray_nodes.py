@@ -19,7 +19,7 @@ __all__ = ["Nodes", "ray", "ray_nodes"]
 
 
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Of a node's helper processes. Where they may choose, the node waits 15 s for them: on a busy machine too few."""
+"""Of a node's helper processes. A node waits for ports that they choose, on a busy machine not long enough."""
 
 
 class Nodes:

@@ -31,7 +31,7 @@ def test_nodes_that_are_alike() -> None:
 
 @pytest.mark.parametrize("name", ["python", "torch", "myna", "curation_models"])
 def test_each_difference_is_named(name: str) -> None:
-    checks = compare_nodes(report("here"), [report("a"), report("b", **{name: "another"})])
+    checks = compare_nodes(report("here"), [report("a"), report("b", 0, **{name: "another"})])
     [failed] = [check for check in checks if check.status == "failed"]
     assert failed.name == name.replace("_", " ")
     assert failed.detail.endswith("and another on b") and failed.hint
@@ -92,8 +92,9 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
 
 def test_the_table_of_nodes() -> None:
     console = Console(width=160, record=True)
-    show_nodes([report("a", codec="12"), NodeReport("b", 1, 0, {})], console)
+    show_nodes([report("a", codec="12 and a name that is long"), NodeReport("b", 1, 0, {})], console)
     header, first, second = console.export_text().splitlines()
+    assert "12 and" not in first and len(first.split()[-1]) == 8, "what is long is hashed"
     assert header.split()[:4] == ["node", "CPUs", "GPUs", "python"]
     assert first.split()[:4] == ["a", "4", "0", "3.11.2"] and second.split()[:4] == ["b", "1", "0", "-"]
 

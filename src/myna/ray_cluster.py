@@ -25,6 +25,7 @@ def connect_cluster(address: str, **options: Any) -> Any:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"there is no Ray cluster at {address}: {error}",
-                hint="start one: ray start --head, and on the others ray start --address=HEAD:6379",
+                hint="start one: ray start --head, and on the others ray start --address=HEAD:6379; if it asks for a "
+                "token: export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=FILE, as on its head",
             ) from None
     return ray

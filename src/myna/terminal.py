@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from myna.io import bytes_hash
 from myna.progress import ProgressCallback
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
 """The mark of a check, the same in ASCII for terminals that have no more, and its colour."""
+MAX_CELL_CHARACTERS = 21
+"""In the table of a cluster's nodes."""
 MIN_DETAIL_WIDTH = 120
 """Columns of a terminal that has room for sentences beside a table."""
 
@@ -204,7 +207,10 @@ def show_nodes(nodes: Sequence[NodeReport], console: Console) -> None:
     for title in ("node", "CPUs", "GPUs", *facts):
         table.add_column(title, overflow="fold")
     for node in nodes:
-        table.add_row(node.name, str(node.cpus), str(node.gpus), *(node.facts.get(name, "-") for name in facts))
+        cells = [node.facts.get(name, "-") for name in facts]
+        # Of what is long, a hash: whether it is the same everywhere can be seen.
+        short = [one if len(one) <= MAX_CELL_CHARACTERS else bytes_hash(one.encode())[:8] for one in cells]
+        table.add_row(node.name, str(node.cpus), str(node.gpus), *short)
     console.print(table)
 
 

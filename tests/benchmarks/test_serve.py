@@ -46,16 +46,29 @@ def test_the_plot_stands_alone() -> None:
 def test_sentences_and_the_voice_are_the_demos() -> None:
     bodies, again = RequestBodies({"model": "m"}, 3), RequestBodies({"model": "m"}, 3)
     texts = [bodies.next()["input"] for _ in range(50)]
-    assert texts == [again.next()["input"] for _ in range(50)] and set(texts) <= set(demo_sentences())
-    assert demo_reference()["ref_audio"].startswith("data:audio/ogg;base64,") and demo_reference()["ref_text"]
+    assert texts == [again.next()["input"] for _ in range(50)]
+    assert set(texts) <= {sentence.text for sentence in demo_sentences()}
+    assert demo_reference()["ref_audio"].startswith("data:audio/wav;base64,UklGR") and demo_reference()["ref_text"]
+    timed = RequestBodies({"model": "m"}, 3, sentences=4, timed=True).next()
+    assert timed["input"].count(". ") >= 3 and 4 < timed["max_seconds"] < 40
 
 
 def test_words_behind_two_dashes_are_the_servers() -> None:
     asked = parse(["--model", "fledgling", "--out", "x", "--rates", "1", "2", "--", "--streams", "64"])
     assert asked.serve_options == ["--streams", "64"] and asked.rates == [1.0, 2.0] and not asked.streams
-    assert parse(["--instant", "--out", "x"]).serve_options == []
+    asked = parse(["--instant", "--out", "x"])
+    assert (asked.serve_options, asked.synthetic) == ([], "instant")
     with pytest.raises(SystemExit):
         parse(["--out", "x"])
+
+
+@pytest.mark.slow
+def test_random_weights_are_served_and_measured(tmp_path: Path) -> None:
+    words = ["--tiny", "--rates", "2", "--max-rate-seconds", "2", "--seeds", "0", "--warm-up", "1", "--reference"]
+    subprocess.run([sys.executable, SCRIPT, *words, "--out", tmp_path], check=True, capture_output=True)
+    facts = json.loads((tmp_path / "serve.json").read_text(encoding="utf-8"))
+    [seed] = facts["rows"][0]["seeds"]
+    assert (facts["server"], seed["requests"], seed["whole"]) == ("tiny", 4, 4) and seed["first_audible"]["p95"] > 0
 
 
 @pytest.mark.slow

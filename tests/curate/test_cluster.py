@@ -31,7 +31,7 @@ def expected(source: tuple[Path, Truth], tmp_path_factory: pytest.TempPathFactor
     return contents(out)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Nodes]:
     with ray_nodes(2) as made:
         yield made

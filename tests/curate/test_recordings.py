@@ -8,10 +8,11 @@ import av
 import numpy as np
 import pytest
 import soundfile
+import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, write_audio
 from myna.audio.signal_measures import speech_spans
-from myna.curate.recordings import SAMPLE_RATE, DecodedRecording, decode_recording, find_recordings
+from myna.curate.recordings import SAMPLE_RATE, DecodedRecording, decode_recording, find_recordings, resample_pcm
 from myna.curate.settings import ListenSettings
 from myna.errors import DataError
 from tests.audio.media import RATE, write_container
@@ -130,3 +131,12 @@ def test_files_are_found_by_suffix_and_named_relative_to_their_folder(tmp_path: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no recording"):
         find_recordings([tmp_path / "empty"], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("samples", [0, 1, 60 * 24_000, 60 * 24_000 + 7, 150 * 24_000])
+def test_a_part_is_resampled_minute_by_minute_as_if_at_once(samples: int) -> None:
+    pcm = np.random.default_rng(1).integers(-9000, 9000, samples).astype(np.int16)
+    resampled = resample_pcm(pcm, 16_000)
+    expected = soxr.resample(pcm.astype(np.float32) / np.float32(32767), SAMPLE_RATE, 16_000, quality="VHQ")
+    assert resampled.dtype == np.float32 and len(resampled) == len(expected)
+    assert np.allclose(resampled, expected, atol=1e-6)

@@ -139,6 +139,10 @@ def test_other_thresholds_decide_again_without_sources(
         clip for clip, status in columns(folder, "clip", "status") if status == "kept"
     }
     assert load_curate_settings(folder).keep.seconds == (5, 20), "the folder remembers its settings"
+    assert not strict.notes
+    nothing = curate([], folder, curated[1], "keep.min_bandwidth_hz=99000")
+    assert not nothing.clips
+    assert nothing.notes[-1].endswith(f"myna curate --out {folder} --set keep.min_bandwidth_hz=VALUE")
     with pytest.raises(ConfigError, match="listened to again"):
         curate([], folder, curated[1], "cut.min_gap=0.3")
     with pytest.raises(ConfigError, match="keep"):

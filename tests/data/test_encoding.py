@@ -99,6 +99,7 @@ def test_a_worker_with_another_codec_is_refused(source: Path, tmp_path: Path) ->
 
 def test_prepare_with_a_real_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of the demo, by the codec of a model in a folder of a relative name."""
+    assert encode_dataset.__kwdefaults__ is not None
     monkeypatch.setitem(encode_dataset.__kwdefaults__, "shard_seconds", 6.0)
     monkeypatch.chdir(tmp_path)
     save_tiny_model(Path("model"))

@@ -374,6 +374,14 @@ def test_a_reference_short_of_sound_but_long_of_text_counts(tmp_path: Path) -> N
         loader.check_lengths()
 
 
+def test_a_clip_that_is_a_reference_alone_is_known_as_one(tmp_path: Path) -> None:
+    clips = [said(tmp_path, "target"), said(tmp_path, "other"), said(tmp_path, "poor", reference_only=True)]
+    builder = load(prepared(tmp_path, clips), row_tokens=4000).builder
+    parts = [part for turn in builder.conversation(0, [1, 2]).turns for part in turn.parts]
+    found = [(part.id, part.target, part.reference_only) for part in parts if not isinstance(part, str)]
+    assert found == [("other", False, False), ("poor", False, True), ("target", True, False)]
+
+
 def test_a_reference_of_many_bytes_and_few_tokens_hides_no_other(tmp_path: Path) -> None:
     """Bytes only bound tokens: here the clip with the most bytes is not the one with the most tokens."""
     clips = [

@@ -35,7 +35,7 @@ def asr(tmp_path_factory: pytest.TempPathFactory) -> ASR:
     return ASR.open(str(save_whisper(tmp_path_factory.mktemp("whisper"), seconds=30)))
 
 
-CLIPS = [sound(seed, seconds) for seed, seconds in enumerate((1.0, 3.5, 0.6, 2.0))]
+CLIPS = [sound(seed, seconds) for seed, seconds in enumerate((29.0, 20.0, 0.6, 26.0))]
 LANGUAGES = ["en", None, "ar", None]
 
 

@@ -144,3 +144,12 @@ def test_ears_are_named_by_their_weights(wavlm: Path, tmp_path: Path) -> None:
     assert len(names) == 2
     one, two = (open_speaker_encoder(str(folder)).embed(noise(0), RATE) for folder in (wavlm, other))
     assert cosine_similarity(one, two) < 0.999
+
+
+def test_a_batch_of_voices_is_each_of_them_alone(ecapa: Path) -> None:
+    encoder = EcapaEncoder.open(ecapa)
+    clips = [noise(1), noise(2, 1.0), 1e-3 * noise(3), np.zeros(RATE, np.float32), noise(4, 1.0)]
+    together = encoder.embed_batch(clips, RATE)
+    for clip, embedding in zip(clips, together, strict=True):
+        assert embedding == pytest.approx(encoder.embed(clip, RATE), abs=1e-5)
+    assert not together[3].any() and encoder.batch_size == 1

@@ -26,13 +26,14 @@ def rendered(
     text: str = "hello\nthere",
     text_too: bool = False,
     supervise_references: bool = False,
+    reference_only: bool = False,
 ) -> RenderedSequence:
     dice = np.random.default_rng(0)
     codes = [dice.integers(0, 64, (frames, 8)).astype(np.uint16) for frames in (5, target)]
     conversation = speech_conversation(
         text,
         id="utterance",
-        references=(Reference("as I said", AudioClip("reference", codes[0])),),
+        references=(Reference("as I said", AudioClip("reference", codes[0], reference_only=reference_only)),),
         target=AudioClip("target", codes[1], target=True),
     )
     return family.render(conversation, supervise_text=text_too, supervise_references=supervise_references)
@@ -66,6 +67,12 @@ def test_only_clips_that_are_learned_have_a_green_title(family: Family) -> None:
     assert [word for word in green(token_view(rendered(family), family)) if "frames" in word] == [
         "target: 7 frames, 0.28 s\n"
     ]
+
+
+def test_a_clip_that_is_a_reference_alone_is_never_learned(family: Family) -> None:
+    for reference_only, learned in ((False, 2), (True, 1)):
+        drawn = rendered(family, supervise_references=True, reference_only=reference_only)
+        assert len([word for word in green(token_view(drawn, family)) if "frames" in word]) == learned
 
 
 def test_nothing_is_green_in_what_is_only_to_be_spoken(family: Family) -> None:

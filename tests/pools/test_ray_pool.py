@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,9 +15,6 @@ from tests.ray_nodes import Nodes, ray, ray_nodes
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
 
-DEADLY = 99
-
-
 class Echo:
     """Worker that says on which node it is."""
 
@@ -30,8 +26,6 @@ class Echo:
 
     def answer(self, item: int) -> str:
         time.sleep(self._seconds)
-        if item == DEADLY:
-            os._exit(1)
         if item < 0:
             raise DataError(f"{item} is below zero", hint="give another")
         return self.node()
@@ -65,14 +59,6 @@ def test_a_worker_that_cannot_be_made_is_an_error(cluster: Nodes) -> None:
     ):
         list(pool.map(Echo.answer, [1]))
     assert "myna doctor --ray" in caught.value.hint
-
-
-def test_an_item_that_always_kills_its_worker_is_given_up(cluster: Nodes) -> None:
-    with (
-        open_pool(Echo, None, cluster.address) as pool,
-        pytest.raises(ConfigError, match="no worker of the cluster could answer item 99"),
-    ):
-        list(pool.map(Echo.answer, [1, DEADLY], describe=lambda item: f"item {item}"))
 
 
 def test_a_cluster_without_gpus_is_refused(cluster: Nodes) -> None:

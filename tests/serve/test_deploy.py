@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from myna.cli import app
 from myna.errors import ConfigError
@@ -101,3 +102,9 @@ def test_arguments_of_ray_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         settings_of_arguments(arguments | {"rowz": 1})
     with pytest.raises(ConfigError, match="needs sources"):
         settings_of_arguments({})
+
+
+@pytest.mark.parametrize("option", [("--replicas", "2"), ("--haproxy",)])
+def test_options_of_ray_are_refused_without_it(option: tuple[str, ...]) -> None:
+    error = CliRunner().invoke(app, ["serve", "fledgling", *option]).exception
+    assert isinstance(error, ConfigError) and "--ray auto" in error.hint

@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.audio.files import pcm16, read_audio
+from myna.provenance.credentials import read_credentials
+from myna.provenance.origin import SpeechOrigin
 from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole
+from myna.serve.speech_routes import _finished_file
 from myna.serve.tempo import TempoFilter
 
 RATE = 24_000
@@ -96,3 +99,19 @@ def test_a_tempo_keeps_the_pitch(speed: float) -> None:
     part = changed[len(changed) // 4 : len(changed) // 4 + RATE // 10]
     crossings = int((np.diff(part > 0)).sum())
     assert abs(crossings - 44) <= 3, "a tenth of a second of 220 Hz"
+
+
+@pytest.mark.parametrize("format", MEDIA_TYPES)
+def test_finished_files_have_credentials_where_there_is_a_place(
+    format: AudioFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYNA_HOME", str(tmp_path / "home"))
+    origin = SpeechOrigin("fledgling", voice="anna", consent="cons_1")
+    content, is_signed = _finished_file(pcm16(tone(1.0)), format, RATE, origin)
+    file = tmp_path / f"speech.{format}"
+    file.write_bytes(content)
+    found = read_credentials(file)
+    assert is_signed == (found is not None) == (format in ("wav", "mp3", "flac"))
+    assert len(decode(content, format)) == pytest.approx(RATE, abs=3_000)
+    if found is not None:
+        assert (found.state, found.is_synthetic, found.speech["consent"]) == ("own", True, "cons_1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from myna.audio.files import pcm16
 from myna.errors import ConfigError
 from myna.models import open_family, save_tiny_model
+from myna.provenance.speech_log import LOG_FILE
 from myna.serve.context import ServerSettings
 from myna.serve.messages import EngineSettings
 from myna.serve.ray_server import deployment_options, parse_replicas
@@ -41,6 +43,7 @@ class Stream:
     """A long speech, read by a thread of its own."""
 
     url: str
+    segment_seconds: float = 8.0
     server: str = ""
     received: int = 0
     is_whole: bool = False
@@ -51,7 +54,7 @@ class Stream:
         self.thread.start()
 
     def _read(self) -> None:
-        body = {"input": LONG, "response_format": "pcm", "max_seconds": 20.0}
+        body = {"input": LONG, "response_format": "pcm", "max_seconds": self.segment_seconds}
         with httpx2.stream("POST", f"{self.url}/v1/audio/speech", json=body, timeout=300) as response:
             self.server = response.headers["x-server-id"]
             try:
@@ -66,8 +69,8 @@ class Stream:
         self.thread.join(400)
 
 
-def start_streams(url: str, count: int) -> list[Stream]:
-    streams = [Stream(url) for _ in range(count)]
+def start_streams(url: str, count: int, segment_seconds: float = 8.0) -> list[Stream]:
+    streams = [Stream(url, segment_seconds) for _ in range(count)]
     assert all(stream.is_running.wait(200) for stream in streams), "audio comes as it is made"
     return streams
 
@@ -81,7 +84,7 @@ class Models:
     def expected(self, adapter: str = "") -> bytes:
         """What one process says without any server."""
         run = {"run": self.root / "adapters" / adapter} if adapter else {"model": str(self.root / "tiny")}
-        engine = load_engine(**run, device="cpu")  # type: ignore[arg-type]
+        engine = load_engine(**run, device="cpu")
         sampling = replace(engine.family.sampling, max_seconds=1.0, seed=0)
         plan = engine.plan(SpeechRequest("two words", id="two words"), sampling)
         return pcm16(next(engine.speak_plans([plan]))[1].samples)
@@ -97,9 +100,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def address(home: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in VARIABLES.items():
+        for name, value in (VARIABLES | {"MYNA_HOME": str(home)}).items():
             patch.setenv(name, value)
         with ray_nodes(2) as nodes:
             yield nodes.address
@@ -112,10 +120,9 @@ def arguments(models: Models, address: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def single(models: Models, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def single(models: Models, address: str, home: Path) -> Iterator[RunningServer]:
     """A server of one replica, or of two if there is work for them."""
     options = (*arguments(models, address), "--replicas", "1-2")
-    home = tmp_path_factory.mktemp("home")
     with start_server(home, *options, source=str(models.root / "tiny"), environment=VARIABLES) as server:
         yield server
 
@@ -189,25 +196,31 @@ def test_status_and_figures_are_of_all_replicas(server: RunningServer) -> None:
 
 
 def test_a_client_that_leaves_frees_its_row(server: RunningServer) -> None:
-    with httpx2.stream("POST", f"{server.url}/v1/audio/speech", json={"input": LONG}, timeout=120) as response:
+    body = {"input": LONG, "response_format": "pcm"}
+    with httpx2.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=120) as response:
         next(response.iter_raw())
-        server.wait_for("myna_requests_in_flight", 1)
-    server.wait_for("myna_requests_in_flight", 0, seconds=10)
+    deadline = time.monotonic() + 60
+    while json.loads((server.home / LOG_FILE).read_text().splitlines()[-1])["finish_reason"] != "cancelled":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    server.wait_for("myna_requests_in_flight", 0)
 
 
 def test_a_killed_replica_loses_its_own_requests_alone(server: RunningServer) -> None:
-    streams = start_streams(server.url, 8)
+    streams = start_streams(server.url, 4, segment_seconds=30.0)
     assert len({stream.server for stream in streams}) == 2
     own = psutil.Process().children(recursive=True)
     replicas = [one for one in own if "ServeReplica" in " ".join(one.cmdline())]
     assert len(replicas) == 2
     engines = replicas[0].children()
+    assert all(stream.thread.is_alive() for stream in streams)
     replicas[0].kill()
     for stream in streams:
         stream.wait()
     broken = {stream.server for stream in streams if not stream.is_whole}
     whole = {stream.server for stream in streams if stream.is_whole}
-    assert len(broken) == len(whole) == 1 and not broken & whole
+    lengths = {stream.received for stream in streams if stream.is_whole}
+    assert len(broken) == len(whole) == len(lengths) == 1 and not broken & whole
     psutil.wait_procs(engines, timeout=20)
     assert not [one for one in engines if one.is_running()], "its engine ends with it"
     deadline = time.monotonic() + 180
@@ -220,7 +233,7 @@ def test_sigterm_drains(server: RunningServer) -> None:
     server.process.send_signal(signal.SIGTERM)
     for stream in streams:
         stream.wait()
-    assert all(stream.is_whole for stream in streams)
+    assert all(stream.is_whole for stream in streams) and len({stream.received for stream in streams}) == 1
     assert server.process.wait(120) == 0, server.output
     assert "Traceback" not in server.output
 

@@ -15,6 +15,7 @@ from myna.data.codec import Samples
 from myna.errors import SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
+from myna.provenance.watermark import StreamWatermark, watermark
 from myna.speak.engine import Engine, Speech, SpeechRequest
 from myna.speak.live import LEAD_SECONDS, LiveBatch, QueueFullError, StreamEnd, StreamEvent
 from myna.speak.loading import load_engine
@@ -160,6 +161,18 @@ def test_filters_lose_nothing(engine: Engine) -> None:
     plan = make_plan(engine, "hello")
     batch.submit("filtered", plan, filters=[Tail(), Tail()])
     assert np.array_equal(join(finish(batch))[0]["filtered"], spoken(engine, plan).samples)
+
+
+def test_streams_are_marked_as_their_files_are(engine: Engine) -> None:
+    batch, rate = LiveBatch(engine, rows=3, positions=512, max_waiting=8), engine.codec.sample_rate
+    plans = {f"{n}": make_plan(engine, text, seed=n, seconds=0.3 + 0.3 * n) for n, text in enumerate(TEXTS)}
+    for id, plan in plans.items():
+        batch.submit(id, plan, watermark=StreamWatermark(rate))
+    batch.submit("plain", plans["3"])
+    samples, _ = join(finish(batch))
+    for id, plan in plans.items():
+        assert np.array_equal(samples[id], watermark(spoken(engine, plan).samples, rate))
+    assert np.array_equal(samples["plain"], spoken(engine, plans["3"]).samples)
 
 
 def test_a_stream_that_is_ahead_leaves_the_codec_to_others(engine: Engine) -> None:

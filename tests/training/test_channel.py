@@ -110,8 +110,8 @@ def test_length_is_kept_and_nothing_is_infinite_clipped_or_late() -> None:
             assert heard.shape == clip.shape and heard.dtype == np.float32 and np.isfinite(heard).all()
         bare = replace(one, noise=None, dynamics=None)
         assert abs(int(np.abs(bare.record(click)).argmax()) - 9000) < 24, "within a millisecond"
-        for clip in augmented(speaker, [8 * syllables(), 0.001 * syllables()]):
-            assert np.abs(clip.samples).max() <= loudness.MAX_PEAK + 1e-6
+        for shaped in augmented(speaker, [8 * syllables(), 0.001 * syllables()]):
+            assert np.abs(shaped.samples).max() <= loudness.MAX_PEAK + 1e-6
     assert len(drawn()[0][1].record(np.zeros(0, np.float32))) == 0, "espeak may say nothing"
 
 

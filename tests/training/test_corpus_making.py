@@ -38,7 +38,7 @@ from corpus_making.lines import TextPool
 from corpus_making.loudness import speaker_formant_factor, speaker_tract_factor
 from corpus_making.npm_packages import Package, fetch, members
 from corpus_making.process_pool import map_with_restarts
-from corpus_making.written_forms import GIVEN_NAMES, spoken_form, written_line
+from corpus_making.written_forms import GIVEN_NAMES, spoken_form, with_dotted_titles, written_line
 from myna.data.hash_rng import string_hash
 from myna.data.importers import import_source
 from myna.data.manifest import read_manifest, write_manifest
@@ -200,6 +200,7 @@ def test_what_is_written_is_read_in_full() -> None:
         "Plain words stay. So do 3 apples.": "Plain words stay. So do 3 apples.",
     }.items():
         assert spoken_form(written) == spoken
+    assert spoken_form(with_dotted_titles("Mr Chen, Mrs. Kim, Drake.")) == "Mister Chen, Missus Kim, Drake."
     drawn = {written_line(random.Random(seed), ["Ada Lovelace"], ["Hanoi"]) for seed in range(300)}
     assert len(drawn) > 200 and all(line[-1] in ".?" for line in drawn)
     assert any("Ada Lovelace" in line for line in drawn) and not any("$" in spoken_form(line) for line in drawn)
@@ -561,7 +562,7 @@ def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> No
         )
     real.finish()
     natural, espeak = tmp_path / "natural", tmp_path / "espeak"
-    counts = mix_corpora.write_mix(natural, espeak, 3, 0.1, tmp_path / "mixed", tmp_path / "real")
+    counts = mix_corpora.write_mix(natural, espeak, 3, 0.04, tmp_path / "mixed", tmp_path / "real")
     lines, judged = (read_manifest(tmp_path / "mixed" / part / "manifest.jsonl") for part in ("train", "held_out"))
     assert counts == {"train": len(lines), "held_out": len(judged)}
     assert len(lines) == 72 == len({one.id for one in lines})
@@ -589,14 +590,14 @@ def test_a_mix_is_what_reading_and_writing_every_line_would_leave(
     )
     corpus.add("spk025", "", [CorpusClip("مرحبًا", tone(0.1))])
     corpus.finish()
-    mix_corpora.write_mix(home, home, 2, 0.1, Path("mixed"))
+    mix_corpora.write_mix(home, home, 2, 0.04, Path("mixed"))
 
     def slowly() -> Iterator[Utterance]:
         for one in read_manifest(home / "train" / "manifest.jsonl"):
             for id in (one.id, f"{one.id}~1"):
                 extras: dict[str, list[str]] = (
                     {"references": []} if string_hash(f"alone {id}") < 0.3 * 2**64 else {}
-                )  # of clean speakers thrice the share
+                )  # of speakers as they were made
                 yield replace(one, id=id, extras=extras)
         yield from read_manifest(home / "train" / "manifest.jsonl")
 
@@ -669,6 +670,18 @@ def test_a_bundle_is_cut_into_parts(texts: Path, tmp_path: Path, monkeypatch: py
     assert all(size <= 20_000 for size in sizes) and len(sizes) < 6, "what fits into an earlier part goes there"
     parts = [sum(file.stat().st_size for file in (tmp_path / "both" / str(n)).rglob("*.*")) for n in range(len(sizes))]
     assert parts == sizes
+
+
+def test_a_checkpoint_is_packed_file_by_file(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_offline, "_wheels", lambda out, _: out.mkdir(parents=True))
+    for name in ("grown/model.safetensors", "grown/codec/model.safetensors", "words.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"3" * 15_000)
+    out, words = tmp_path / "bundle", tmp_path / "words.json"
+    sizes = pack_offline.pack(texts, [], out, "3.12", limit=20_000, init=tmp_path / "grown", words=words)
+    assert all(size <= 20_000 for size in sizes) and (out / "0/real_words.json").is_file()
+    found = {str(file.relative_to(out / file.relative_to(out).parts[0])) for file in out.rglob("*.safetensors")}
+    assert found == {"init/model.safetensors", "init/codec/model.safetensors"}
 
 
 def test_real_speech_is_thinned_and_keeps_its_name(

@@ -26,11 +26,13 @@ def codes(seed: int, frames: int = 40) -> np.ndarray[tuple[int, ...], np.dtype[n
     return np.random.default_rng(seed).integers(0, ENTRIES, (frames, 8)).astype(np.uint16)
 
 
-def hidden_states(model: HiggsAudioV2ForConditionalGeneration) -> torch.Tensor:
+def logits_of(model: HiggsAudioV2ForConditionalGeneration) -> torch.Tensor:
     delayed = torch.from_numpy(DELAY.apply(codes(0)))
     ids = torch.full((1, len(delayed)), model.config.audio_token_id)
     with torch.no_grad():
-        return model.audio_lm_head(model.model(input_ids=ids, audio_input_ids=delayed[None]).last_hidden_state)
+        states: torch.Tensor = model.model(input_ids=ids, audio_input_ids=delayed[None]).last_hidden_state
+        logits: torch.Tensor = model.audio_lm_head(states)
+    return logits
 
 
 def test_a_larger_model_says_what_the_smaller_one_said() -> None:
@@ -42,9 +44,9 @@ def test_a_larger_model_says_what_the_smaller_one_said() -> None:
     config = fledgling_config(LARGE, codebook_size=ENTRIES)
     large = HiggsAudioV2ForConditionalGeneration(config).eval()
     large.load_state_dict(widened(small.state_dict(), small.config, config, seed=0))
-    one, other = hidden_states(small), hidden_states(large)
+    one, other = logits_of(small), logits_of(large)
     assert torch.nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.95
-    random = hidden_states(HiggsAudioV2ForConditionalGeneration(config).eval())
+    random = logits_of(HiggsAudioV2ForConditionalGeneration(config).eval())
     assert torch.nn.functional.cosine_similarity(one, random, dim=-1).abs().max() < 0.5
 
 

@@ -22,7 +22,7 @@ from mix_corpora import write_mix
 from myna import api
 from myna.cli import app
 from myna.config import load_recipe
-from myna.data import code_store
+from myna.data import encoding
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import read_manifest
 from myna.errors import CheckpointError, ModelError
@@ -180,7 +180,7 @@ def test_no_sound_is_read_again_for_the_index(home: Path, monkeypatch: pytest.Mo
         read.append(path)
         return file_hash(path)
 
-    monkeypatch.setattr(code_store, "file_hash", hashing)
+    monkeypatch.setattr(encoding, "file_hash", hashing)
     parts = {home / "mixed" / part: tmp_path / part for part in ("train", "held_out")}
     encode(parts, str(home / "egg"), tmp_path / "work", jobs=1, device="cpu")
     sounds = {one.audio for source in parts for one in read_manifest(source / "manifest.jsonl")}

@@ -10,7 +10,7 @@ words are not known are left out.
 
 English only: the model's texts are, and a few other voices would not be worth letters that it cannot read. Each speaker
 is there as recorded, and `--variants` times with another pitch and other formants under another name; held-out speakers
-only as recorded. As of natural speech, a third of the clips are references alone, through a channel of their own
+only as recorded. As of natural speech, three clips in ten are references alone, through a channel of their own
 (`corpus_making/real_lines.py` says which others).
 """
 
@@ -33,7 +33,7 @@ from codec_training.recordings import Recording, recordings
 from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
 from corpus_making.held_out import is_held_out, is_held_out_line
 from corpus_making.kokoro import move_formants
-from corpus_making.loudness import at_level, resample_tract, speaker_level, trim
+from corpus_making.loudness import at_level, log_uniform, resample_tract, speaker_level, trim
 from corpus_making.real_lines import HeardRecordings, RealLine, by_speaker, real_lines
 from myna.errors import MynaError
 
@@ -52,7 +52,7 @@ def variant_name(speaker: str, variant: int) -> str:
 def variant_clips(name: str, lines: Sequence[RealLine], *, changed: bool) -> Iterator[CorpusClip]:
     """Clips of a speaker or, if `changed`, of a variant."""
     rng, level = random.Random(f"{SEED}/real/{name}"), speaker_level(name, SEED)
-    size, formants = ((_factor(rng, bounds) if changed else 1.0) for bounds in (TRACT_FACTORS, FORMANT_FACTORS))
+    size, formants = ((log_uniform(rng, bounds) if changed else 1.0) for bounds in (TRACT_FACTORS, FORMANT_FACTORS))
     for line in lines:
         samples = trim(move_formants(resample_tract(line.samples, size), formants), SAMPLE_RATE, rng)
         clip = f"{name}/{line.id}"
@@ -61,11 +61,6 @@ def variant_clips(name: str, lines: Sequence[RealLine], *, changed: bool) -> Ite
         else:
             samples = at_level(samples, SAMPLE_RATE, level, rng)
             yield CorpusClip(line.text, samples, reference_only=not line.is_target)
-
-
-def _factor(rng: random.Random, bounds: tuple[float, float]) -> float:
-    low, high = bounds
-    return low * (high / low) ** rng.random()
 
 
 def augment_speaker(found: Sequence[Recording], words: Path, variants: int, out: Path) -> None:
@@ -108,7 +103,7 @@ def hear(speakers: Sequence[Sequence[Recording]], words: Path, asr: str) -> None
     from myna.evaluate.asr import ASR
 
     heard, opened = HeardRecordings(words), ASR.open(asr, threads=1)
-    for found in track(speakers, "hearing"):
+    for found in track(sorted(speakers, key=len), "hearing"):  # who has one recording needs its words most
         if not heard.has(found):
             heard.hear(found, opened)
 
@@ -119,7 +114,7 @@ def main() -> None:
     parser.add_argument("--words", type=Path, required=True, help="file with the words of all recordings")
     parser.add_argument("--asr", help="hear what is missing there: a CTranslate2 Whisper model, or a name to download")
     parser.add_argument("--out", type=Path, help="folder for the corpus")
-    parser.add_argument("--variants", type=int, default=7, help="speakers that are made of each")
+    parser.add_argument("--variants", type=int, default=11, help="speakers that are made of each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that augment")
     args = parser.parse_args()
     try:

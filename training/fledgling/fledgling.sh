@@ -225,7 +225,7 @@ real_corpus() { # English alone
   local sources=() words="$BUNDLE/0/real_words.json"
   real_sources
   [ -e "$words" ] && [ -d "$DATA/real/en-real" ] || { say "the bundle has no real English: trained without"; return 0; }
-  $PYTHON $HERE/augment_real.py --source "$DATA/real/en-real" --words "$words" --variants "${REAL_VARIANTS:-7}" \
+  $PYTHON $HERE/augment_real.py --source "$DATA/real/en-real" --words "$words" --variants "${REAL_VARIANTS:-11}" \
     --jobs "$JOBS" --out "$DATA/real_augmented"
 }
 

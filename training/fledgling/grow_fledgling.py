@@ -67,7 +67,7 @@ def encoded_pairs(speech: Iterable[Path], old: MelCodec, new: MelCodec, limit: i
 def widened(state: State, old: HiggsAudioV2Config, config: HiggsAudioV2Config, seed: int) -> State:
     """The weights in tensors of a larger configuration: the same function, but for small random numbers."""
     torch.manual_seed(seed)
-    made = HiggsAudioV2ForConditionalGeneration(config).state_dict()
+    made: State = HiggsAudioV2ForConditionalGeneration(config).state_dict()
     norm = (old.hidden_size / config.hidden_size) ** 0.5  # of more numbers, of which the new ones are nearly zero
     for name, fresh in made.items():
         if name not in state:  # a layer beyond the old ones: its outputs begin at zero

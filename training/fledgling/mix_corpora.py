@@ -19,22 +19,25 @@ from pathlib import Path
 from augment_natural import SEED
 from corpus_making.channel import CLEAN_SHARE, has_clean_channel
 from corpus_making.corpus_folder import ManifestLine, manifest_lines, write_manifest_lines
+from corpus_making.loudness import RESIZED_SHARE, speaker_tract_factor
 from myna.data.hash_rng import string_hash
 from myna.errors import MynaError
 
 ESPEAK_HELD_OUT_CLIPS = 200
 """Held-out clips of espeak in the evaluation."""
+UNCHANGED_SHARE = CLEAN_SHARE * (1 - RESIZED_SHARE)
+"""Share of speakers who have neither a channel nor another size."""
 REFERENCE_ONLY, NO_REFERENCES = b'"extras": {"reference_only": true}', b', "extras": {"references": []}'
 
 
 def training_lines(natural: Path, others: Sequence[Path], repeat: int, no_reference_share: float) -> Iterator[bytes]:
     """Training lines. A share of the natural ones has no reference, for synthesis without one; such lines are of
-    speakers without a channel."""
+    speakers without a channel, of the size they were made."""
     for line in manifest_lines(natural / "train"):
         if REFERENCE_ONLY in line.rest:
             yield bytes(line)
             continue
-        share = no_reference_share / CLEAN_SHARE if _is_clean(line.id.rpartition(b"-")[0]) else 0.0
+        share = no_reference_share / UNCHANGED_SHARE if _is_unchanged(line.id.rpartition(b"-")[0]) else 0.0
         for number in range(repeat):
             id = b"%s~%d" % (line.id, number) if number else line.id
             no_reference = string_hash(f"alone {id.decode()}") < share * 2**64
@@ -44,8 +47,8 @@ def training_lines(natural: Path, others: Sequence[Path], repeat: int, no_refere
 
 
 @cache
-def _is_clean(speaker: bytes) -> bool:
-    return has_clean_channel(speaker.decode(), SEED)
+def _is_unchanged(speaker: bytes) -> bool:
+    return has_clean_channel(speaker.decode(), SEED) and speaker_tract_factor(speaker.decode(), SEED) == 1.0
 
 
 def held_out_lines(natural: Path, espeak: Path | None, real: Path | None) -> Iterator[bytes]:
@@ -76,7 +79,10 @@ def main() -> None:
     parser.add_argument("--real", type=Path, help="folder made by augment_real.py")
     parser.add_argument("--repeat", type=int, default=1, help="how often a natural line comes in one epoch")
     parser.add_argument(
-        "--no-reference-share", type=float, default=0.1, help="share of natural lines without a reference, 1/3 at most"
+        "--no-reference-share",
+        type=float,
+        default=0.08,
+        help="of natural lines without a reference, 0.13 at most",
     )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

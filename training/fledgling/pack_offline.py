@@ -91,8 +91,8 @@ def _natural(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _tree(folder: Path | None, name: str) -> Iterator[tuple[Path, str]]:
-    for file in sorted(folder.rglob("*")) if folder else ():
-        if file.is_file() and not file.name.startswith("."):
+    if folder is not None:
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             yield file, f"{name}/{file.relative_to(folder).as_posix()}"
 
 

@@ -20,6 +20,17 @@ MIN_PACE_CLIPS = 20
 """Clips of a speaker that tell how fast that speaker is."""
 TYPICAL_WORD_CHARACTERS = 6
 
+THRESHOLDS: dict[DropReason, str] = {
+    "music": "max_music_share",
+    "overlap": "max_overlap_share",
+    "clipped": "max_clipped_share",
+    "narrow band": "min_bandwidth_hz",
+    "noisy": "min_snr_db",
+    "low quality": "min_dnsmos_ovrl",
+    "doubtful text": "max_cer",
+}
+"""The setting of `keep` to change for a person who wants to keep what a reason drops."""
+
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 GIVEN_REASONS: tuple[DropReason, ...] = ("unreadable", "duplicate")

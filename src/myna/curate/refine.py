@@ -33,6 +33,7 @@ from myna.curate.schema import SCHEMA, empty_row
 from myna.curate.settings import CurateSettings
 from myna.curate.text_measures import measure_text
 from myna.evaluate.asr import TimedTranscript
+from myna.system_memory import release_free_memory
 
 EDGE_MS = 1500
 """Length of the first and the last piece of a clip that are compared with its speaker."""
@@ -114,7 +115,10 @@ def _find_speech(
     spans = models.find_speech(wave, WHOLE_PART_RATE)
     found = [(round(1000 * start), round(1000 * end)) for start, end in spans]
     speech = merge_speech(found, length_ms, round(1000 * settings.cut.min_gap))
-    return speech, models.find_speakers(wave, WHOLE_PART_RATE)
+    speakers = models.find_speakers(wave, WHOLE_PART_RATE)
+    del wave
+    release_free_memory()
+    return speech, speakers
 
 
 def _cut(pcm: Pcm, start_ms: int, end_ms: int) -> Samples:
@@ -141,7 +145,9 @@ def _transcribe(pcm: Pcm, speech: list[SpanMs], models: CurationModels, language
         start = max(before, speech[first][0] - CHUNK_PAD_MS)
         spans.append((start, min(behind, speech[after - 1][1] + CHUNK_PAD_MS)))
     transcripts = models.transcribe((_cut(pcm, *span) for span in spans), SAMPLE_RATE, language or None)
-    return [_Chunk(*span, *one, text) for span, one, text in zip(spans, ranges, transcripts, strict=True)]
+    chunks = [_Chunk(*span, *one, text) for span, one, text in zip(spans, ranges, transcripts, strict=True)]
+    release_free_memory()
+    return chunks
 
 
 def _is_overlapped(speakers: SpeakerActivity, span: SpanMs) -> bool:
@@ -224,6 +230,7 @@ def _clip_row(
     language = sources[0].language
     overlap = speakers.overlap_share(clip.start_ms / 1000, clip.end_ms / 1000) if speakers is not None else math.nan
     row = _segment(part, clip.start_ms, clip.end_ms, "clip") | models.measure(audio, SAMPLE_RATE)
+    release_free_memory()  # after each clip: 10 ms, and 100 MB and more that would stay fragmented
     row |= {
         "local_speaker": clip.stretches[0].speaker,
         "text": clip.text,

@@ -7,20 +7,21 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 
 from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
-from myna.curate.decision import decide
+from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.duplicates import mark_duplicates
 from myna.curate.export import assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.models import NO_ASR, CurationModels
 from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
 from myna.curate.refine import Part
-from myna.curate.schema import TABLE_FILE
+from myna.curate.schema import TABLE_FILE, DropReason
 from myna.curate.script import apply_scripts, read_script
 from myna.curate.settings import CurateSettings
 from myna.curate.speakers import enrolment_embeddings, link_table_speakers, loudness_gains
@@ -41,6 +42,8 @@ from myna.progress import ProgressCallback, silent
 INDEX_FILE = "recordings.json"
 LOCK_FILE = ".lock"
 FOLDER_KIND = "curation"
+LITTLE_KEPT = 0.25
+"""Share of the audio below which a note says what costs most."""
 MAX_NAMED_FILES = 5
 """Unreadable files that a note names."""
 
@@ -136,7 +139,22 @@ def run_curation(
         write_segments(out, table)
         write_curated_manifest(out, table)
         settings.save(out)
-    return summarize(out, table, notes)
+    result = summarize(out, table, notes)
+    return replace(result, notes=(*notes, *_keep_more(result, settings)))
+
+
+def _keep_more(result: CurationResult, settings: CurateSettings) -> list[str]:
+    """Where little was kept: the threshold that costs most, and how to change it."""
+    if result.kept_seconds >= LITTLE_KEPT * result.seconds:
+        return []
+    for reason, seconds in result.dropped.items():
+        if threshold := THRESHOLDS.get(cast(DropReason, reason)):
+            now = getattr(settings.keep, threshold)
+            return [
+                f"little was kept: {seconds / result.seconds:.0%} is `{reason}`, by keep.{threshold}={now:g}",
+                f"To keep more of it:  myna curate --out {result.folder} --set keep.{threshold}=VALUE",
+            ]
+    return []
 
 
 @contextmanager

@@ -100,6 +100,7 @@ class TorchWhisperNetwork:
         output = GenerationMixin.generate(
             self._model,
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
+            attention_mask=torch.ones(encoded.shape[:2], dtype=torch.long, device=encoded.device),
             decoder_input_ids=torch.tensor(prompts, device=encoded.device),
             generation_config=config,
             logits_processor=LogitsProcessorList([WhisperTimeStampLogitsProcessor(config, begin_index=size)]),

@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar
 from myna.errors import ConfigError, MynaError
 from myna.ray_cluster import connect_cluster
 
-RESTART_FOREVER = -1
-MAX_RETRIES = 4
-"""Of a call whose process or node was lost each time."""
+RETRY_FOREVER = -1
+"""Restarts of an actor, and repeats of its call. A call to an actor that waits for a place uses up any other number."""
 WAIT_SECONDS = 5.0
 """Between looks at the nodes of the cluster."""
 NODE_SECONDS = 300.0
@@ -43,7 +42,7 @@ class RayPool(Generic[W]):
         has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
         self.uses_gpus = device.startswith("cuda") or (device == "auto" and has_gpus)
         self._actor_class = ray.remote(
-            num_cpus=1, num_gpus=int(self.uses_gpus), max_restarts=RESTART_FOREVER, max_task_retries=MAX_RETRIES
+            num_cpus=1, num_gpus=int(self.uses_gpus), max_restarts=RETRY_FOREVER, max_task_retries=RETRY_FOREVER
         )(_Actor)
         self._actors: list[Any] = []
         if not self._places():

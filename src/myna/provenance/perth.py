@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class PerthNet(nn.Module):
         return torch.pow(10.0, change * (RANGE_DB / 20))
 
     @cached_property
-    def _encoder_matrices(self) -> list[tuple[Tensor, Tensor, int]]:
+    def _encoder_matrices(self) -> list[tuple[Tensor, Any, int]]:
         """Weights (taps x inputs, outputs), biases and taps of the encoder's layers."""
         layers = [layer for layer in self.encoder if isinstance(layer, nn.Conv1d)]
         return [

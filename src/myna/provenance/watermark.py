@@ -167,7 +167,7 @@ class StreamWatermark:
             change[:hop] += (self._edge - change[0]) * _fade(hop)[: len(change)]
         self._edge = float(change[-1]) if block.is_early and not block.is_end else None
         place = self._given - self._start * hop
-        marked = self._samples[place : place + count] + change
+        marked: Samples = self._samples[place : place + count] + change
         margin = self._window // 2 - self._given
         self._mark, self._weight, self._given, self._done = self._mark[count:], self._weight[count:], end, block.last
         start = max(0, min(block.last - FRAME_REACH, self._given // hop))
@@ -209,7 +209,8 @@ def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Sam
     # Of every row: its frames, and those of them that are its block's own.
     spans = torch.tensor([[length, *span] for length, span in zip(lengths, own, strict=True)], pin_memory=on_gpu)
     with _side_stream(device) if on_gpu else nullcontext(), torch.inference_mode():
-        marks = _mark_frames(*(x.to(device, non_blocking=True) for x in (samples, spans)), window, hop)
+        samples, spans = samples.to(device, non_blocking=True), spans.to(device, non_blocking=True)
+        marks = _mark_frames(samples, spans, window, hop)
         marks = marks.to("cpu", non_blocking=True)
         if on_gpu:
             torch.cuda.current_stream(device).synchronize()
@@ -314,4 +315,4 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ unload, all load and unload before it is answered.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import time
@@ -32,6 +33,8 @@ APPLICATION = "speech"
 REGISTRY = "registry"
 ROUTING_SECONDS = 2.0
 """Between two looks of the router at the adapters that a replica has loaded."""
+
+log = logging.getLogger("myna.serve")
 
 
 @dataclass(eq=False)
@@ -57,7 +60,6 @@ class ReplicaContext(ServerContext):
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
-            await _registry().forget.remote(self.id)
         await super().close()
 
     async def change_adapter(self, name: str, source: str | None) -> None:
@@ -77,7 +79,8 @@ class ReplicaContext(ServerContext):
         while True:
             try:
                 await self._apply(await self._report())
-            except (ray.exceptions.RayError, ValueError):  # the registry is being started anew
+            except (ray.exceptions.RayError, ValueError, ApiError) as error:  # an actor or an engine is started anew
+                log.warning("adapters could not be compared with those of the other replicas: %s", error)
                 await asyncio.sleep(REPORT_SECONDS)
 
     async def _apply(self, version: AdapterVersion) -> None:

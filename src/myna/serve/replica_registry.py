@@ -107,9 +107,6 @@ class ReplicaRegistry:
     async def metrics(self) -> dict[str, bytes]:
         return {report.id: report.metrics for report in self._live()}
 
-    async def forget(self, id: str) -> None:
-        self._reports.pop(id, None)
-
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
     """Figures of several servers in one text, each sample with the `server` that it is of."""
@@ -121,7 +118,8 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
                 family = line.split(" ", 3)[2]
             samples = families.setdefault(family, [])
             if not line.startswith("#"):
-                line = re.sub(r"^(\w+)(?:\{(.*)\})? ", rf'\1{{server="{server}",\2}} ', line).replace(",} ", "} ", 1)
+                name, brace, rest = re.split(r"(\W)", line, maxsplit=1)
+                line = f'{name}{{server="{server}"{"," if brace == "{" else "} "}{rest}'
             if line not in samples:
                 samples.append(line)
     return "".join(f"{line}\n" for samples in families.values() for line in samples).encode()

@@ -16,6 +16,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
+from myna.provenance.credentials import sign_audio
+from myna.provenance.origin import SpeechOrigin
 from myna.serve.api_errors import ApiError, validation_error
 from myna.serve.context import PreparedSpeech, ServerContext, server_context, unless_disconnected
 from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole
@@ -106,15 +108,24 @@ async def _speak_whole(
         pcm, end = await job.result()
     finally:
         job.cancel()
-    await context.log(prepared.origin, pcm, {"finish_reason": end.finish_reason})
+    settings = (body.response_format, context.sample_rate, prepared.origin)
+    content, is_signed = await asyncio.to_thread(_finished_file, pcm, *settings)
+    await context.log(prepared.origin, pcm, {"finish_reason": end.finish_reason, "signed": is_signed})
     return SpokenItem(
         index=0,
-        audio=base64.b64encode(encode_whole(pcm, body.response_format, context.sample_rate)).decode(),
+        audio=base64.b64encode(content).decode(),
         format=body.response_format,
         seed=prepared.origin.seed,
         finish_reason=end.finish_reason or "error",
         warnings=list(end.warnings),
     )
+
+
+def _finished_file(pcm: bytes, format: AudioFormat, sample_rate: int, origin: SpeechOrigin) -> tuple[bytes, bool]:
+    """A whole file, with its credentials where the format has a place for them, and whether it has."""
+    plain = encode_whole(pcm, format, sample_rate)
+    signed = sign_audio(plain, f".{format}", origin)
+    return (plain, False) if signed is None else (signed, True)
 
 
 def submit_speech(context: ServerContext, prepared: PreparedSpeech) -> EngineJob:
@@ -214,10 +225,6 @@ class SpeechResponse(Response):
             "total_tokens": end.input_tokens + end.output_tokens,
         }
         return _event("speech.audio.done", usage=usage, finish_reason=end.finish_reason, warnings=list(end.warnings))
-
-
-def _delta_event(data: bytes) -> bytes:
-    return _event("speech.audio.delta", audio=base64.b64encode(data).decode())
 
 
 def _event(kind: str, **content: Any) -> bytes:

@@ -23,7 +23,8 @@ from myna.speak.validation import MAX_REFERENCE_SECONDS
 
 MAX_UPLOAD_BYTES = 10 * 2**20
 """As OpenAI has it for samples of voices."""
-MAX_DECODE_SECONDS = 20.0
+MAX_START_SECONDS, MAX_DECODE_SECONDS = 120.0, 20.0
+"""That the process may take to start, on a machine that has much else to do, and to decode a recording."""
 MAX_DECODE_BYTES = 2 * 2**30
 """Of memory, of all kinds, in the process that decodes."""
 RECORDING_NAME = "recording"
@@ -50,11 +51,13 @@ class UploadDecoder:
             if key in self._decoded:
                 self._decoded.move_to_end(key)
                 return self._decoded[key]
-            if self._pool is None:
-                context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(1, context, initializer=_limit_memory)
-            pending = asyncio.get_running_loop().run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
+            loop = asyncio.get_running_loop()
             try:
+                if self._pool is None:
+                    context = multiprocessing.get_context("spawn")
+                    self._pool = ProcessPoolExecutor(1, context, initializer=_limit_memory)
+                    await asyncio.wait_for(loop.run_in_executor(self._pool, _wait_for_process), MAX_START_SECONDS)
+                pending = loop.run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
                 samples = await asyncio.wait_for(pending, MAX_DECODE_SECONDS)
             except AudioError as error:
                 raise ApiError.of(error, param=param) from None
@@ -81,6 +84,10 @@ def _limit_memory() -> None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_DECODE_BYTES, MAX_DECODE_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MAX_UPLOAD_BYTES, 2 * MAX_UPLOAD_BYTES))
+
+
+def _wait_for_process() -> None:
+    """Returns when the process has started."""
 
 
 def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:

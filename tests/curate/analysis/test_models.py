@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from myna.curate.analysis import AnalysisModels, AnalysisSettings, capabilities, load_models, measure
+from myna.curate.analysis import AnalysisModels, AnalysisSettings, batches, capabilities, load_models, measure
 from myna.curate.analysis.models import FILES
-from myna.curate.analysis.music import SpeechMusicNoiseNetwork, log_mel_patches
+from myna.curate.analysis.music import WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from myna.curate.analysis.segmentation import SegmentationNetwork
 from myna.curate.schema import MEASURES
 from myna.errors import CheckpointError
@@ -60,3 +60,18 @@ def test_music_of_any_length_has_a_share_and_silence_none() -> None:
     assert patches.shape[1:] == (68, 21)
     assert patches.mean((1, 2)) == pytest.approx(0, abs=1e-4)
     assert patches.std((1, 2)) == pytest.approx(1, abs=1e-4)
+
+
+def test_music_of_an_hour_is_measured_minute_by_minute() -> None:
+    network = SpeechMusicNoiseNetwork().eval()
+    sound = babble(WINDOW_SECONDS + 5, 2, 16_000)
+    first, rest = sound[: round(WINDOW_SECONDS * 16_000)], sound[round(WINDOW_SECONDS * 16_000) :]
+    apart = np.concatenate([network.classify(first, 16_000), network.classify(rest, 16_000)])
+    assert np.allclose(network.classify(sound, 16_000), apart, atol=1e-5)
+
+
+def test_items_come_in_batches_when_they_are_needed() -> None:
+    taken: list[int] = []
+    source = batches((taken.append(number) or number for number in range(7)), 3)  # type: ignore[func-returns-value]
+    assert next(source) == [0, 1, 2] and taken == [0, 1, 2]
+    assert list(source) == [[3, 4, 5], [6]]

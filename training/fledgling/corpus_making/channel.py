@@ -5,7 +5,7 @@ Synthetic speech has none of these, and a model trained on it alone fails on oth
 that only serves as a reference goes through a channel of its own (`REFERENCE`) besides: targets have neither noise nor
 room, so that a model learns to take the voice of a poor recording, and not its faults.
 
-A clip costs one FFT convolution. Drawing a channel takes 1 ms, or 5 with noise.
+A clip costs one FFT convolution. Drawing a channel costs more where there is noise: a reference takes some 20 ms.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ KEPT_SAMPLES = 1536
 FREQUENCIES = np.fft.rfftfreq(FILTER_SAMPLES, 1 / SAMPLE_RATE)
 OCTAVES = np.log2(np.maximum(FREQUENCIES, 20.0) / 1000)
 """From 1 kHz."""
-NOISE_LOOP_SAMPLES = 2**17
-"""Length of the noise loop of a speaker: five seconds, periodic."""
+NOISE_LOOP_SAMPLES = 2**16
+"""Length of a noise loop: nearly three seconds, periodic."""
 COMPRESSOR_WINDOW = np.hanning(13)[1:-1]
 """Windows over which a compressor follows loudness."""
 FFT_ODD_FACTORS = (1, 3, 5, 9, 15, 25, 27, 45, 75, 81, 125)

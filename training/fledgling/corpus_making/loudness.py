@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -61,10 +62,14 @@ def speaker_formant_factor(speaker: str, seed: int) -> float:
 
 
 def _speaker_factor(salt: str, share: float, factors: tuple[float, float]) -> float:
-    """Uniform on a logarithmic scale, or 1."""
+    """One of the factors, or 1."""
     rng = random.Random(salt)
-    low, high = factors
-    return low * (high / low) ** rng.random() if rng.random() < share else 1.0
+    return log_uniform(rng, factors) if rng.random() < share else 1.0
+
+
+def log_uniform(rng: random.Random, bounds: tuple[float, float]) -> float:
+    """Uniform on a logarithmic scale."""
+    return math.exp(rng.uniform(*map(math.log, bounds)))
 
 
 def resample_tract(samples: Samples, size: float) -> Samples:

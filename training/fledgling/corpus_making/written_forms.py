@@ -129,6 +129,7 @@ _ABBREVIATION = re.compile(
     + "|".join(re.escape(one) for one in sorted(ABBREVIATIONS, key=len, reverse=True))
     + r")(?!\w)(\s*$)?"
 )
+_BARE_TITLE = re.compile(r"\b(Mr|Mrs|Dr)\b(?!\.)")
 _SPELLED = re.compile(rf"\b({'|'.join(SPELLED)})\b")
 _WORDS = re.compile(rf"\b({'|'.join(WORDS)})\b")
 _UNIT = re.compile(rf"(?<=\d) ?({'|'.join(UNITS)})\b")
@@ -145,6 +146,11 @@ def spoken_form(text: str) -> str:
     text = _SPELLED.sub(lambda found: " ".join(found[1].upper()), text)
     text = _WORDS.sub(lambda found: found[1].capitalize(), text)
     return text.replace(" & ", " and ")
+
+
+def with_dotted_titles(text: str) -> str:
+    """Titles as most people write them; prose was cut into sentences at dots, and has lost those."""
+    return _BARE_TITLE.sub(r"\1.", text)
 
 
 def written_line(rng: random.Random, people: Sequence[str], places: Sequence[str]) -> str:
