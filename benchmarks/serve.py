@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import io
 import json
 import os
 import platform
@@ -92,12 +91,10 @@ def demo_sentences() -> tuple[Sentence, ...]:
 
 
 def demo_reference() -> dict[str, str]:
-    """A recording of about four seconds, as a request carries it: as a WAV file, which every server reads."""
-    sentence, content = demo_sentences()[0], io.BytesIO()
-    samples, rate = soundfile.read(sentence.recording, dtype="int16")
-    soundfile.write(content, samples, rate, format="WAV")
-    audio = base64.b64encode(content.getvalue()).decode()
-    return {"ref_audio": f"data:audio/wav;base64,{audio}", "ref_text": sentence.text}
+    """A recording of about four seconds, as a request carries it."""
+    sentence = demo_sentences()[0]
+    audio = base64.b64encode(sentence.recording.read_bytes()).decode()
+    return {"ref_audio": f"data:audio/ogg;base64,{audio}", "ref_text": sentence.text}
 
 
 class RequestBodies:

@@ -26,7 +26,8 @@ def sound(seed: int, seconds: float) -> Samples:
     """Two tones, one after the other."""
     random = np.random.default_rng(seed)
     times = np.arange(round(seconds * RATE)) / RATE
-    pitches = np.where(times < seconds / 2, *random.uniform(150, 900, 2))
+    first, second = random.uniform(150, 900, 2)
+    pitches = np.where(times < seconds / 2, first, second)
     return np.asarray(0.3 * np.sin(2 * np.pi * pitches * times), np.float32)
 
 
@@ -54,13 +55,13 @@ def test_a_clip_has_the_same_words_alone_and_in_a_batch(asr: ASR) -> None:
         alone = asr.transcribe_words(clip, RATE, language)
         assert alone.words and alone.text == among_others.text
         assert [(one.start, one.end) for one in alone.words] == [(one.start, one.end) for one in among_others.words]
-        assert alone.avg_log_prob == pytest.approx(among_others.avg_log_prob, abs=1e-4)
+        assert alone.avg_log_prob == pytest.approx(among_others.avg_log_prob, abs=1e-5)
         assert (alone.language, round(alone.language_probability, 4)) == (
             among_others.language,
             round(among_others.language_probability, 4),
         )
         assert alone.language == (language or alone.language) and (language is None) == (alone.language_probability < 1)
-    assert len({one.text for one in together}) > 1, "different sounds have different letters"
+    assert len({round(one.avg_log_prob, 4) for one in together}) > 2, "a clip in another's place would be found"
     texts = asr.transcribe_batch(CLIPS, RATE, LANGUAGES)
     assert all(text.text for text in texts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import signal
 import socket
@@ -15,6 +16,7 @@ import httpx2
 import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
+import soundfile
 
 from myna.provenance.speech_log import LOG_FILE
 from tests.serve.conftest import RunningServer, start_server
@@ -95,7 +97,8 @@ def test_a_batch_waits_for_its_turns(server: RunningServer) -> None:
     content = response.json()
     assert (content["succeeded"], content["failed"]) == (9, 1)
     files = {base64.b64decode(item["audio"]) for item in content["results"][:9]}
-    assert len(files) == 1 and files.pop().startswith(b"RIFF")
+    spoken = {soundfile.read(io.BytesIO(file), dtype="int16")[0].tobytes() for file in files}
+    assert len(spoken) == 1 and len(spoken.pop()) > 1000 and len(files) == 9, "each is signed with its own id"
     assert content["results"][9]["error"]["param"] == "voice"
 
 

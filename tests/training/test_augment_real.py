@@ -116,3 +116,6 @@ def test_words_are_heard_once_and_kept(tmp_path: Path) -> None:
     again = HeardRecordings(tmp_path / "words.json")
     assert again.has(found) and [again.is_understood(one) for one in found] == [True, False]
     assert [word.text for word in again.words(found[0])] == [" word"]
+    digits = [recording("bert", "bert-0", "Three seven five", 2.0)]
+    again.hear(digits, OneWordASR())  # type: ignore[arg-type]
+    assert again.is_understood(digits[0]), "which Whisper writes as 375"

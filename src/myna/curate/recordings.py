@@ -285,5 +285,5 @@ class _PartWriter:
             soundfile.write(temporary, pcm, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
             fsync(temporary)
         clipped = {str(second): share for second, share in self._clipped.items() if start <= 1000 * second < end}
-        self._parts.append(PartAudio(start, end, hashlib.sha256(pcm).hexdigest(), name, clipped))
+        self._parts.append(PartAudio(start, end, hashlib.sha256(pcm.data).hexdigest(), name, clipped))
         self._start_ms = end

@@ -175,12 +175,9 @@ def _stretches(
     pairs = zip(speech, speech[1:], voices, voices[1:], strict=False)
     new_voice = [False, *(_is_new_voice(one, two, cosine(voice, other)) for one, two, voice, other in pairs)]
     overlapped = [speakers is not None and _is_overlapped(speakers, span) for span in speech]
-    return [
-        Stretch(*span, *rest)
-        for span, *rest in zip(
-            speech, _stretch_speakers(speech, voices, speakers), words, overlapped, new_voice, strict=False
-        )
-    ]
+    labels = _stretch_speakers(speech, voices, speakers)
+    columns = zip(speech, labels, words, overlapped, new_voice, strict=False)
+    return [Stretch(start, end, label, group, overlap, new) for (start, end), label, group, overlap, new in columns]
 
 
 def _stretch_speakers(speech: list[SpanMs], voices: list[FloatArray], speakers: SpeakerActivity | None) -> list[str]:

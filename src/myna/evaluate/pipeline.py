@@ -111,6 +111,9 @@ def _generate(
                     results.save()
     finally:
         if missing:
+            # In the order of the items, whichever ended first; rows of other items stay behind them.
+            places = {item.id: place for place, item in enumerate(items)}
+            results.rows = dict(sorted(results.rows.items(), key=lambda row: places.get(row[0], len(places))))
             results.save()
 
 

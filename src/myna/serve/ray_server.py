@@ -65,8 +65,8 @@ def run_on_ray(
         try:
             handle = serve.run(application(_absolute(settings), **options), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
-            message = serve.status().applications[APPLICATION].deployments
-            problem = "; ".join(one.message for one in message.values()) or str(error)
+            deployments = serve.status().applications[APPLICATION].deployments.values()
+            problem = "; ".join(one.message for one in deployments) or str(error)
             raise SpeakError(problem, hint="myna serve without --ray tells more") from error
         on_ready(handle.engine_info.remote().result())
         with suppress(KeyboardInterrupt):
@@ -74,7 +74,7 @@ def run_on_ray(
                 time.sleep(1)
             raise SpeakError("the application was removed from the cluster", hint="serve status tells what it runs")
     finally:
-        with suppress(TimeoutError):  # Ray waits for a minute, and for less than `drain_seconds` may be
+        with suppress(TimeoutError):  # Ray waits for a minute here, and `drain_seconds` may be more
             serve.delete(APPLICATION)
         while APPLICATION in serve.status().applications:
             time.sleep(0.5)

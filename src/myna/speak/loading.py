@@ -98,8 +98,9 @@ def read_adapter(engine: Engine, source: Source) -> SavedLora:
         _check_base(tuned, family, engine.model, trained_in)
     _check_trained_with(_Loaded(family, engine.model, source, known, torch.device("cpu")), engine.codec)
     checked = comparable and "base model" in known.inputs
+    matrices = read_lora_matrices(family, tuned.adapter)  # which also refuses what is no adapter
     files = [file_hash(tuned.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
-    return SavedLora(read_lora_matrices(family, tuned.adapter), known, checked, " ".join(files))
+    return SavedLora(matrices, known, checked, " ".join(files))
 
 
 def load_answer_engine(*, run: Source | None = None, model: str | None = None, device: str) -> AnswerEngine:

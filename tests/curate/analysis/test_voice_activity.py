@@ -7,7 +7,7 @@ import pytest
 
 from myna.curate.analysis import voice_activity
 from myna.curate.analysis.voice_activity import BATCH_WINDOWS, WINDOW_SAMPLES, speech_spans_of
-from tests.curate.scripted import SAMPLE_RATE, make_recording
+from tests.curate.scripted import make_recording
 
 WINDOW = WINDOW_SAMPLES / 16_000
 
@@ -20,12 +20,12 @@ def test_speech_begins_above_a_half_and_ends_in_a_long_silence() -> None:
     silence = [0.0] * 6
     assert spans(*silence) == []
     [(start, end)] = spans(*silence, 0.9, 0.9, *silence)
-    assert (start, end) == (pytest.approx(6 * WINDOW - 0.03), pytest.approx(8 * WINDOW + 0.03))
+    assert start == pytest.approx(6 * WINDOW - 0.03) and end == pytest.approx(8 * WINDOW + 0.03)
     assert len(spans(*silence, 0.9, 0.0, 0.0, 0.9, *silence)) == 1, "64 ms are too short to end it"
     assert len(spans(*silence, 0.9, *silence, 0.9, *silence)) == 2
     assert spans(*silence, 0.9, *[0.4] * 20, *silence)[0][1] > 27 * WINDOW, "0.4 goes on, but does not begin"
     assert spans(*silence, *[0.4] * 20) == []
-    assert spans(0.9, 0.9) == [(0.0, pytest.approx(2 * WINDOW))], "within the recording"
+    assert spans(0.9, 0.9) == [(0.0, 2 * WINDOW)], "within the recording"
 
 
 @pytest.mark.extras
@@ -37,4 +37,3 @@ def test_spans_are_those_of_faster_whisper() -> None:
     options = vad.VadOptions(threshold=0.5, min_silence_duration_ms=100, speech_pad_ms=30)
     expected = [(one["start"] / 16_000, one["end"] / 16_000) for one in vad.get_speech_timestamps(wave, options)]
     assert len(expected) > 5 and voice_activity(wave, 16_000) == expected
-    assert SAMPLE_RATE == 24_000
