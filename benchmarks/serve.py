@@ -26,6 +26,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -310,6 +311,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     asked = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that our own server ends too
     name = "serve-http" if asked.synthetic == "instant" else "serve"
 
     def save(facts: dict[str, Any]) -> None:

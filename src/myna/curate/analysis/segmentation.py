@@ -28,7 +28,7 @@ FRAME_SAMPLES, FRAME_STEP_SAMPLES = 991, 270
 FRAME_SECONDS = FRAME_STEP_SAMPLES / SAMPLE_RATE
 LOCAL_SPEAKERS, MAX_SIMULTANEOUS = 3, 2
 BATCH_WINDOWS, GPU_BATCH_WINDOWS = 8, 64
-"""Of windows at once: twice as many take 100 MB more, and no less time on a CPU."""
+"""Of windows at once: a CPU gains nothing from more, which take 100 MB for each eight."""
 
 FloatArray = npt.NDArray[np.float32]
 
