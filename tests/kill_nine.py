@@ -521,7 +521,7 @@ def run_quietly(words: list[str]) -> None:
 
 
 def kill_at_random(kills: int, seed: int, folder: Path, *, fresh_every: int = FRESH_START_EVERY) -> KillReport:
-    """Kill commands so many times, each command as often as the others; `fresh_every` 0 forks them all."""
+    """Kill commands so many times or more, each at least once; `fresh_every` 0 forks them all."""
     began, dice, report = time.monotonic(), random.Random(seed), KillReport()
     sys.modules.update(ABSENT)  # type: ignore[arg-type]
     tqdm.monitor_interval = 0  # or it starts a thread
@@ -536,7 +536,7 @@ def kill_at_random(kills: int, seed: int, folder: Path, *, fresh_every: int = FR
     report.operations = {one.name: one.operations for one in every}
     report.undisturbed_seconds = {one.name: [round(one.seconds[fresh], 2) for fresh in (False, True)] for one in every}
     number = 0
-    while report.kills < kills:
+    while report.kills < kills or len(report.by_command) < len(every):  # some are killed several times in a row
         command = min(every, key=lambda one: report.by_command.get(one.name, 0))
         number += 1
         fresh = bool(fresh_every) and number % fresh_every == 0

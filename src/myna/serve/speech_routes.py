@@ -151,7 +151,14 @@ class SpeechResponse(Response):
             job.cancel()
 
     async def _stream(self, job: EngineJob, send: Send, began: float) -> None:
-        is_started, given = False, bytearray()
+        is_started, is_logged, given = False, False, bytearray()
+
+        async def log_once() -> None:
+            nonlocal is_logged
+            if given and not is_logged:
+                is_logged = True
+                reason = job.end.finish_reason if job.end is not None else "cancelled"
+                await asyncio.shield(self._context.log(self._prepared.origin, bytes(given), {"finish_reason": reason}))
 
         async def send_body(data: bytes, *, more: bool = True) -> None:
             nonlocal is_started
@@ -168,6 +175,7 @@ class SpeechResponse(Response):
                     _event("speech.audio.delta", audio=base64.b64encode(data).decode()) if self._is_sse else data
                 )
             assert job.end is not None
+            await log_once()  # what a client has heard to its end is in the log, whatever happens to the server then
             await send_body(self._done_event(job.end) if self._is_sse else b"", more=False)
         except ApiError as error:
             if not is_started:
@@ -179,9 +187,7 @@ class SpeechResponse(Response):
         except TimeoutError:
             log.warning("request %s: its client no longer reads", self._prepared.origin.id)
         finally:
-            if given:
-                reason = job.end.finish_reason if job.end is not None else "cancelled"
-                await asyncio.shield(self._context.log(self._prepared.origin, bytes(given), {"finish_reason": reason}))
+            await log_once()
 
     async def _encoded(self, job: EngineJob, given: bytearray) -> AsyncIterator[bytes]:
         encoder = AudioEncoder(self._format, self._context.sample_rate)
