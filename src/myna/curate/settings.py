@@ -20,8 +20,6 @@ from myna.errors import ConfigError
 from myna.io import save_text
 
 Cosine = Annotated[float, Field(ge=-1, le=1)]
-FIRST_PASS_VERSION = 2
-"""Raised whenever the first pass finds something else in the same audio: folders of before are listened to again."""
 
 
 class ListenSettings(Settings):
@@ -149,8 +147,7 @@ class CurateSettings(Settings):
     def first_pass_hash(self, models: Sequence[str]) -> str:
         """Identifies what the rows of a part depend on, besides its audio."""
         listen = self.listen.model_dump(include={"language"})
-        tree: dict[str, Any] = {"listen": listen, "cut": self.cut.model_dump(mode="json"), "models": list(models)}
-        tree["version"] = FIRST_PASS_VERSION
+        tree = {"listen": listen, "cut": self.cut.model_dump(mode="json"), "models": list(models)}
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
