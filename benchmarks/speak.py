@@ -60,7 +60,8 @@ CONTEXT, FRAMES = 450, 250
 BANDWIDTH = 4.3e12
 """Bytes a second that an H200's memory was seen to deliver."""
 REFERENCE_FRAMES, PROMPT_TEXT = 125, 60
-ADAPTER_RANK = 16
+ADAPTER_RANKS = (8, 16)
+TRAINING_RANK = 16
 CODEC_STEPS = 16
 """Steps between two calls of the codec, which takes the frames of all rows at once."""
 WORDS = "the small bird sings early while grey light falls over a garden and nobody walks along the old wall"
@@ -251,7 +252,7 @@ class Bench:
         names = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
         names = [name for name in names if ".layers." in name]
         if kind == "adapter":
-            config = peft.LoraConfig(r=ADAPTER_RANK, target_modules=names, init_lora_weights=False)
+            config = peft.LoraConfig(r=TRAINING_RANK, target_modules=names, init_lora_weights=False)
             self.model = peft.get_peft_model(self.model, config).base_model.model
         else:
             self.model = quantize(self.model, kind, names, self.device)  # type: ignore[arg-type]
@@ -262,17 +263,17 @@ class Bench:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=kind == "adapter"):
             return self.decode(self.decoder(rows, CONTEXT + FRAMES + 68), rows)
 
-    def adapter_slots(self, count: int) -> tuple[HiggsAdapterSlots, dict[str, Any]]:
-        """Adapters of rank 16 on every projection, random; and how long one takes to load."""
-        slots = HiggsAdapterSlots(self.model, count, ADAPTER_RANK)
+    def adapter_slots(self, count: int, rank: int) -> tuple[HiggsAdapterSlots, dict[str, Any]]:
+        """Adapters on every projection, random; and how long one takes to load."""
+        slots = HiggsAdapterSlots(self.model, count, rank)
         linears = {name: module for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
         generator, seconds = torch.Generator().manual_seed(0), 0.0
         for number in range(count):
             if number < 2:  # the others get the same matrices: to draw them takes longer than all else
                 matrices = {
                     name: (
-                        torch.randn(ADAPTER_RANK, linear.in_features, generator=generator) * 0.02,
-                        torch.randn(linear.out_features, ADAPTER_RANK, generator=generator) * 0.02,
+                        torch.randn(rank, linear.in_features, generator=generator) * 0.02,
+                        torch.randn(linear.out_features, rank, generator=generator) * 0.02,
                     )
                     for name, linear in linears.items()
                     if ".layers." in name
@@ -282,7 +283,7 @@ class Bench:
             self.synchronize()
             seconds = time.perf_counter() - start
         size = sum(group.a.nbytes + group.b.nbytes for layers in slots.groups.values() for group in layers)
-        return slots, {"load_s": seconds, "mib_each": size / count / 2**20}
+        return slots, {"rank": rank, "load_s": seconds, "mib_each": size / count / 2**20}
 
     def first_audio(self, codec: HiggsCodec) -> dict[str, Any]:
         scheduler = BatchScheduler(self.decoder(1, 1024))
@@ -447,14 +448,16 @@ def main() -> None:
     for rows in counts:
         bench.measure(f"ours, {rows} rows", partial(bench.decode, decoder, rows))
     adapter_rows = 2 if arguments.tiny else 64
-    slots, facts = bench.adapter_slots(2 if arguments.tiny else 32)
-    bench.facts["adapters"] = facts
-    adapted = bench.decoder(adapter_rows, positions, slots)
-    for rows, count in ((1, 1), (adapter_rows, 0), (adapter_rows, 1), (adapter_rows, 8), (adapter_rows, 32)):
-        count = min(count, slots.capacity)
-        name = f"ours, {rows} rows, {count} adapters"
-        bench.measure(name, partial(bench.decode, adapted, rows, adapters=count))
-    del adapted, slots
+    bench.facts["adapters"] = []
+    for rank in ADAPTER_RANKS:
+        slots, facts = bench.adapter_slots(2 if arguments.tiny else 32, rank)
+        bench.facts["adapters"].append(facts)
+        adapted = bench.decoder(adapter_rows, positions, slots)
+        for rows, count in ((1, 1), (adapter_rows, 0), (adapter_rows, 1), (adapter_rows, 8), (adapter_rows, 32)):
+            count = min(count, slots.capacity)
+            name = f"ours, {rows} rows, {count} adapters of rank {rank}"
+            bench.measure(name, partial(bench.decode, adapted, rows, adapters=count))
+        del adapted, slots
     exact = bench.decoder(adapter_rows, positions, exact=True)
     for rows in (1, adapter_rows):
         bench.measure(f"ours, exact, {rows} rows", partial(bench.decode, exact, rows))

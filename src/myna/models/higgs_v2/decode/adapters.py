@@ -18,7 +18,7 @@ from myna.models.higgs_v2.decode.weights import can_join, extend_weight
 from myna.models.higgs_v2.forward import AttentionFunction
 from myna.models.speech_decoder import LoraMatrices
 
-RANK_MULTIPLE = 16
+RANK_MULTIPLE = 8
 """Ranks are padded to a power of two, and to at least this."""
 
 GROUPS = {

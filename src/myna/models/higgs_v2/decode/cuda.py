@@ -42,6 +42,8 @@ WARM_TEXT, WARM_AUDIO = 256, 448
 LOG2_E = 1.4426950408889634
 ADAPTER_CHUNK = 16
 """Ranks of an adapter that a kernel reads at once."""
+SHRINK_ROWS = 8
+"""The A of slots in use are multiplied with some more, up to a multiple of this."""
 NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
 """Of a decoder without adapter slots and with them, in use or not: the order of a sum depends on it."""
 
@@ -205,7 +207,7 @@ class CudaDecoder(HiggsDecoder):
                     kernels.add_rms_norm_kernel[(last - first,)](
                         *(h[first:], added, norm, x[first:], *(None,) * 6, epsilon, x.shape[1], 0, x.shape[1]),
                         BLOCK=triton.next_power_of_2(x.shape[1]),
-                        **{"ADD": update is not None, "RANK": 0, "CHUNK": 0, "QUANTIZE": False},
+                        **{"ADD": update is not None, "RANK": 0, "CHUNK": 0, "QUANTIZE": False, "DEPENDENT": False},
                         num_warps=self._norm_warps,
                     )
 
@@ -228,7 +230,7 @@ class CudaDecoder(HiggsDecoder):
                     gate_up = F.linear(x[first:last], weights.gate_up.values)
                     gated = gate_up.new_empty(last - first, gate_up.shape[1] // 2)
                     kernels.silu_multiply_kernel[last - first, triton.cdiv(gated.shape[1], 1024)](
-                        gate_up, gated, None, None, gated.shape[1], 1024, False
+                        gate_up, gated, None, None, gated.shape[1], 1024, False, False
                     )
                     torch.mm(gated, weights.down.values.t(), out=update[first:last])
 
@@ -423,10 +425,11 @@ class CudaDecoder(HiggsDecoder):
             kernels.rotate_and_store_kernel[rows, self.heads + 2 * self.kv_heads](
                 *(qkv.values, self._q, self.keys[number], self.values[number], self._half_cos, self._half_sin),
                 *(self.state.positions, *qkv.adapters, self.max_positions, *qkv.strides),
-                *(self.heads, self.kv_heads, self.head_dim, batch.rank, batch.chunk),
+                *(self.heads, self.kv_heads, self.head_dim, batch.rank, batch.chunk, self._dependent),
                 num_warps=1,
+                launch_pdl=self._dependent,
             )
-            self._attend(number, rows)
+            self._attend(number, rows, dependent=self._dependent)
             attended = self._attended[:rows]
             batch.quantize(attended)
             batch.add_and_normalize(batch.product(attended, weights.out, "out", number), weights.mlp_norm, x)
@@ -474,9 +477,9 @@ class MatrixBatch:
             return Product(self._multiply(x, weight), None, None, state)
         a, b, _, extended = self.adapters.groups[group][layer]
         outputs, used = b.shape[2], decoder.slots_in_use(self.rows)
-        ranks = used * a.shape[1] * a.shape[2]
+        ranks = -(-used * a.shape[1] * a.shape[2] // SHRINK_ROWS) * SHRINK_ROWS
         if extended is not None:
-            y = F.linear(x, extended[: outputs + ranks])
+            y = F.linear(x, extended[: outputs + ranks])  # fewer, where there are no more
             return Product(y, y[:, outputs:], b, state)
         return Product(self._multiply(x, weight), F.linear(x, a[:used].flatten(0, 2)), b, state)
 
@@ -513,27 +516,32 @@ class MatrixBatch:
             RANK=self.rank if update is not None else 0,
             CHUNK=self.chunk,
             QUANTIZE=self.quantized,
+            DEPENDENT=decoder._dependent,
             num_warps=decoder._norm_warps,
+            launch_pdl=decoder._dependent,
         )
 
     def gate(self, gate_up: Product) -> None:
         """SwiGLU, also in fp8 where products are."""
-        gated, rows = self.decoder._gated, self.rows
+        gated, rows, dependent = self.decoder._gated, self.rows, self.decoder._dependent
         wide = gated.shape[1]
         if gate_up.shrunk is None:
             block = triton.next_power_of_2(wide) if self.quantized else 1024
             kernels.silu_multiply_kernel[rows, triton.cdiv(wide, block)](
-                *(gate_up.values, gated, *self.codes, wide, block, self.quantized),
+                *(gate_up.values, gated, *self.codes, wide, block, self.quantized, dependent),
                 num_warps=8 if self.quantized else 4,
+                launch_pdl=dependent,
             )
             return
         ranks, tile = self.decoder.slots_in_use(rows) * self.rank, GATE_TILE
+        block_ranks = max(16, min(tile.ranks, triton.next_power_of_2(ranks)))  # 16: the least of a matrix product
         block_rows = min(64, max(16, triton.next_power_of_2(rows)))
         kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, tile.outputs)](
             *(gate_up.values, gated, *gate_up.adapters, rows, ranks, *gate_up.strides),
-            *(wide, self.rank, block_rows, tile.outputs, min(tile.ranks, ranks)),
+            *(wide, self.rank, block_rows, tile.outputs, block_ranks, dependent),
             num_warps=tile.warps,
             num_stages=tile.stages,
+            launch_pdl=dependent,
         )
         self.quantize(gated[:rows])
 

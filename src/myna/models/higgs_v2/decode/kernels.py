@@ -265,19 +265,27 @@ def embed_kernel(codes, table, h, K: tl.constexpr, BOOKS: tl.constexpr, CLASSES:
 
 
 @triton.jit
+def _load_expansion(w, slot, first, n, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr):
+    """CHUNK ranks of a slot's B, which is (slots, RANK, N); zeros without one."""
+    r = first + tl.arange(0, CHUNK)
+    inside = (n < N)[None, :] & (slot >= 0)
+    return tl.load(w + (slot * RANK + r)[:, None] * N + n[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def _expand(
-    shrunk, w, slot, strength, projection, n,
+    weight, shrunk, w, slot, strength, projection, n,
     PROJECTIONS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What a row's adapter adds to outputs n: nothing without one. `shrunk` is the row's input through the A of all
-    slots, and B is (slots, RANK, N)."""
+    """What a row's adapter adds to outputs n: nothing without one. `weight` is the first of `_load_expansion`, and
+    `shrunk` the row's input through the A of all slots."""
     total = tl.zeros(n.shape, tl.float32)
-    for first in range(0, RANK, CHUNK):
+    for first in tl.static_range(0, RANK, CHUNK):
+        if first > 0:
+            weight = _load_expansion(w, slot, first, n, N, RANK, CHUNK)
         r = first + tl.arange(0, CHUNK)
-        inside = (n < N)[None, :] & (slot >= 0)
-        weight = tl.load(w + (slot * RANK + r)[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
         own = tl.load(shrunk + (slot * PROJECTIONS + projection) * RANK + r, mask=slot >= 0, other=0.0)
-        total += tl.sum(weight * own.to(tl.float32)[:, None], 0)
+        total += tl.sum(weight.to(tl.float32) * own.to(tl.float32)[:, None], 0)
     return total * strength
 
 
@@ -293,18 +301,21 @@ def _store_quantized(y, codes, scale, b, k, K: tl.constexpr):
 def add_rms_norm_kernel(
     h, update, norm, out, codes, scale, shrunk, w, slots, strengths, eps, update_stride, shrunk_stride,
     K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """h += update and what the row's adapter adds to it; and the norm of the result, also in fp8 if it is to be."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)
-    factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)  # ahead of the store, which it must not wait for
+    if RANK > 0:
+        slot, strength = tl.load(slots + b), tl.load(strengths + b)
+        weight = _load_expansion(w, slot, 0, k, K, RANK, CHUNK)
+    factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+    _wait(DEPENDENT)
     x = tl.load(h + b * K + k, mask=k < K, other=0.0)
     if ADD:
         x += tl.load(update + b * update_stride + k, mask=k < K, other=0.0).to(tl.float32)
         if RANK > 0:
-            slot, strength = tl.load(slots + b), tl.load(strengths + b)
-            x += _expand(shrunk + b * shrunk_stride, w, slot, strength, 0, k, 1, K, RANK, CHUNK)
+            x += _expand(weight, shrunk + b * shrunk_stride, w, slot, strength, 0, k, 1, K, RANK, CHUNK)
         tl.store(h + b * K + k, x, mask=k < K)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
     y = x * rstd * factor
@@ -318,21 +329,27 @@ def rotate_and_store_kernel(
     qkv, q_out, k_cache, v_cache, cos, sin, positions, shrunk, w, slots, strengths, max_positions,
     qkv_stride, shrunk_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What the row's adapter adds, rotary embedding, and cache write of one row's head, behind cuBLAS's product."""
     half: tl.constexpr = D // 2
     outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     b, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, half)
-    source = qkv + b * qkv_stride + head * D + d
-    low, high = tl.load(source).to(tl.float32), tl.load(source + half).to(tl.float32)
+    n = head * D + d
     if RANK > 0:
         slot, strength = tl.load(slots + b), tl.load(strengths + b)
-        projection = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
-        own, n = shrunk + b * shrunk_stride, head * D + d
-        low += _expand(own, w, slot, strength, projection, n, 3, outputs, RANK, CHUNK)
-        high += _expand(own, w, slot, strength, projection, n + half, 3, outputs, RANK, CHUNK)
+        low_weight = _load_expansion(w, slot, 0, n, outputs, RANK, CHUNK)
+        high_weight = _load_expansion(w, slot, 0, n + half, outputs, RANK, CHUNK)
+    _wait(DEPENDENT)
     position = tl.load(positions + b)
+    source = qkv + b * qkv_stride + n
+    low, high = tl.load(source).to(tl.float32), tl.load(source + half).to(tl.float32)
+    if RANK > 0:
+        projection = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
+        own = shrunk + b * shrunk_stride
+        low += _expand(low_weight, own, w, slot, strength, projection, n, 3, outputs, RANK, CHUNK)
+        high += _expand(high_weight, own, w, slot, strength, projection, n + half, 3, outputs, RANK, CHUNK)
     dtype: tl.constexpr = k_cache.dtype.element_ty
     if head < HEADS + KV_HEADS:
         low, high = _rotate(low, high, cos, sin, position, d, half)
@@ -389,10 +406,14 @@ def place_prompt_kernel(
 
 
 @triton.jit
-def silu_multiply_kernel(gate_up, out, codes, scale, N: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr):
+def silu_multiply_kernel(
+    gate_up, out, codes, scale,
+    N: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """SwiGLU of (rows, 2 N), gate first. With QUANTIZE a program has a whole row."""
     b = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _wait(DEPENDENT)
     gate = tl.load(gate_up + b * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(gate_up + b * 2 * N + N + n, mask=n < N, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
@@ -405,6 +426,7 @@ def silu_multiply_kernel(gate_up, out, codes, scale, N: tl.constexpr, BLOCK: tl.
 def adapted_silu_multiply_kernel(
     gate_up, out, shrunk, w, slots, strengths, rows, ranks, gate_up_stride, shrunk_stride,
     N: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`silu_multiply_kernel` with what the rows' adapters add: the most of all their outputs, so that B, (ranks of all
     slots, 2 N), is read once for all rows. A row's part of the product with another slot is zero."""
@@ -414,6 +436,7 @@ def adapted_silu_multiply_kernel(
     strength = tl.load(strengths + m, mask=m < rows, other=0.0)
     precision: tl.constexpr = "ieee" if w.dtype.element_ty == tl.float32 else "tf32"
     is_output = (m < rows)[:, None] & (n < N)[None, :]
+    _wait(DEPENDENT)
     source = gate_up + m[:, None] * gate_up_stride + n[None, :]
     gate = tl.load(source, mask=is_output, other=0.0)  # read while B is on its way
     up = tl.load(source + N, mask=is_output, other=0.0)
