@@ -55,7 +55,7 @@ from myna.evaluate.systems import SystemOutput  # noqa: E402
 from myna.io import atomic_write, bytes_hash  # noqa: E402
 from myna.models import open_family  # noqa: E402
 from myna.speak.loading import load_engine  # noqa: E402
-from myna.speak.scheduler import generate_codes  # noqa: E402
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, request_sampling  # noqa: E402
 from myna.statistics import RatioPart, estimate, paired_difference  # noqa: E402
 
 MODEL, UNTUNED, BASELINE = "fledgling", "untuned", "uniform"
@@ -217,9 +217,14 @@ def generate(family: Any, model: Any, data: Path) -> dict[str, tuple[Codes, bool
             clip = AudioClip(reference.id, dataset.codes_at(dataset.index_of(reference)))
             voice = (Reference(reference.text, clip),)
             prompts.append(family.render(speech_conversation(item["text"], id=item["id"], references=voice)))
-        sampling = replace(family.sampling, max_seconds=seconds, seed=SEED_OF_CHOICE)
-        for item, output in zip(same, generate_codes(family, model, prompts, sampling), strict=True):
-            generated[item["id"]] = (output.codes, output.stopped)
+        sampling, frames = replace(family.sampling, seed=SEED_OF_CHOICE), max(1, int(seconds * family.frame_rate))
+        positions = max(map(len, prompts)) + frames + SPARE_POSITIONS
+        scheduler = BatchScheduler(family.speech_decoder(model, len(prompts), positions))
+        spoken = [scheduler.submit(prompt, request_sampling(sampling, prompt.id), frames) for prompt in prompts]
+        while scheduler.busy:
+            scheduler.advance()
+        for item, generation in zip(same, spoken, strict=True):
+            generated[item["id"]] = (generation.codes(), generation.finish_reason == "stop")
     return generated
 
 

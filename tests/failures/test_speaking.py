@@ -15,15 +15,16 @@ from myna.data.conversation import Reference
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Shard
 from myna.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
-from myna.models.base import IGNORE_INDEX, Family, Sampling, require_speaking
+from myna.models.base import IGNORE_INDEX, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.render import DelayPattern
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
-from myna.speak.scheduler import BatchScheduler, generate_codes
+from myna.speak.scheduler import BatchScheduler, Generation
 from myna.train.loop import make_loader
 from myna.train.run import Run
 from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
+from tests.models.higgs_v2.conftest import generate
 from tests.models.test_code_sampling import sampled_frames
 
 from .conftest import TrainWith
@@ -65,21 +66,21 @@ def test_row_24_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(f
     """The same model, overfitted on the same sentences, with and without end-of-stream labels."""
     prompts = [family.render(cloning(text, target=None, seed=seed)) for seed, text in enumerate(("one", "two"))]
 
-    def overfitted() -> list[Any]:
+    def overfitted() -> list[Generation]:
         lines = [cloning(text, target=5 + seed, seed=seed) for seed, text in enumerate(("one", "two"))]
         model = load(family)
         assert overfit(family, model, family.collate([family.render(line) for line in lines]), steps=45)[-1] < 0.05
-        return list(generate_codes(require_speaking(family), model, prompts, GREEDY))
+        return generate(family, model, prompts, GREEDY)
 
     with pytest.MonkeyPatch.context() as patch:
         mask_ends(patch)
         endless = overfitted()
-    assert not any(spoken.stopped for spoken in endless), "the cause"
-    assert all(len(spoken.codes) == 30 for spoken in endless), "cut off at 1.2 seconds"
+    assert all(spoken.finish_reason == "length" for spoken in endless), "the cause"
+    assert all(spoken.frames == 30 for spoken in endless), "cut off at 1.2 seconds"
 
     for seed, spoken in enumerate(overfitted()):
-        assert spoken.stopped
-        assert spoken.codes.tolist() == random_codes(5 + seed, seed + 1).tolist()
+        assert spoken.finish_reason == "stop"
+        assert spoken.codes().tolist() == random_codes(5 + seed, seed + 1).tolist()
 
 
 def test_row_24_masked_ends_are_refused_before_the_first_step(train_with: TrainWith, monkeypatch: Patch) -> None:

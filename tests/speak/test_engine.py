@@ -24,8 +24,8 @@ from myna.models.base import Sampling, require_speaking
 from myna.models.quantized import quantized_linears
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
-from myna.speak.scheduler import generate_codes
 from myna.speak.validation import read_reference
+from tests.models.higgs_v2.conftest import generate
 
 GREEDY = Sampling(temperature=0, max_seconds=0.4)
 
@@ -116,9 +116,9 @@ def test_it_speaks_what_the_training_renderer_leaves_open(
             "hello there", id="line", references=(reference,), scene="A room.", reference_placement=place
         )
     )
-    spoken = generate_codes(engine.family, engine.model, [prompt], GREEDY)[0]
-    assert np.array_equal(speech.codes, spoken.codes) and len(speech.codes)
-    assert np.array_equal(speech.samples, engine.codec.decode(spoken.codes))
+    codes = generate(engine.family, engine.model, [prompt], GREEDY)[0].codes()
+    assert np.array_equal(speech.codes, codes) and len(speech.codes)
+    assert np.array_equal(speech.samples, engine.codec.decode(codes))
     assert speech.samples.dtype == np.float32 and len(speech.samples) == len(speech.codes) * engine.codec.hop
     assert not speech.stopped, "a random model does not find its end"
 

@@ -16,8 +16,8 @@ from myna.models.base import RenderedSequence, Sampling
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.speak.scheduler import BatchScheduler, Generation, generate_codes
-from tests.models.higgs_v2.conftest import cloning, random_codes
+from myna.speak.scheduler import BatchScheduler, Generation
+from tests.models.higgs_v2.conftest import cloning, generate, random_codes
 
 GREEDY = Sampling(temperature=0, max_seconds=0.6)
 TEXTS = ("hello", "a", "what a long sentence this is", "two words", "a third one", "x y z")
@@ -71,9 +71,10 @@ def teacher_forced_logits(family: HiggsV2, model: Any, codes: Any) -> tuple[torc
 
 
 def test_greedy_codes_are_the_first_choice_of_the_training_forward(family: HiggsV2, model: Any) -> None:
-    spoken = generate_codes(family, model, [family.render(cloning("hello", target=None))], GREEDY)[0]
-    assert spoken.codes.shape == (15, 8) and not spoken.stopped
-    logits, targets = teacher_forced_logits(family, model, spoken.codes)
+    [spoken] = generate(family, model, [family.render(cloning("hello", target=None))], GREEDY)
+    codes = spoken.codes()
+    assert codes.shape == (15, 8) and spoken.finish_reason == "length"
+    logits, targets = teacher_forced_logits(family, model, codes)
     is_code = (targets >= 0) & (targets < 64)
     assert is_code.sum() == 15 * 8
     assert torch.equal(logits[..., :64].argmax(-1)[is_code], targets[is_code])
@@ -81,7 +82,7 @@ def test_greedy_codes_are_the_first_choice_of_the_training_forward(family: Higgs
 
 def test_greedy_codes_are_those_of_transformers_generate(family: HiggsV2, model: Any) -> None:
     prompt = family.render(speech_conversation("hello there", id="line", references=()))
-    ours = generate_codes(family, model, [prompt], dataclasses.replace(GREEDY, max_seconds=0.8))[0]
+    [ours] = generate(family, model, [prompt], dataclasses.replace(GREEDY, max_seconds=0.8))
     with torch.no_grad():
         theirs = model.generate(
             input_ids=torch.from_numpy(prompt.ids)[None],
@@ -90,7 +91,7 @@ def test_greedy_codes_are_those_of_transformers_generate(family: HiggsV2, model:
             do_sample=False,
         )
     delayed = theirs[0].numpy()
-    own = family.delay.apply(ours.codes)
+    own = family.delay.apply(ours.codes())
     # It may choose the begin of stream as a code, which we never do; from there on they have different pasts.
     pattern = np.arange(8) >= np.arange(len(delayed))[:, None]
     strays = np.flatnonzero(((delayed >= 64) & ~pattern).any(1))
@@ -214,7 +215,7 @@ def test_a_model_in_training_is_not_rearranged(family: HiggsV2, tmp_path: Path) 
     plain = family.load_model(dtype=torch.float32, device="cpu", text_head=False).requires_grad_(False)
     parameters = dict(training.named_parameters())
     sampling = Sampling(seed=5, max_seconds=0.6)
-    first, second = (generate_codes(family, one, [prompt], sampling)[0].codes for one in (training, plain))
+    first, second = (generate(family, one, [prompt], sampling)[0].codes() for one in (training, plain))
     assert np.array_equal(first, second)
     assert all(parameters[name] is parameter for name, parameter in training.named_parameters())
     family.save_model(plain, tmp_path / "saved")

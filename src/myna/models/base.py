@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from myna.data.batch_builder import VoiceLabel
-from myna.data.codec import Codec, Codes, Encoder
+from myna.data.codec import Codec, Encoder
 from myna.data.conversation import Conversation
 from myna.errors import ModelError
 
@@ -147,15 +147,6 @@ class Sampling:
     """A code seen this often in the window is drawn anew from the unfiltered distribution."""
     max_seconds: float = 60.0
     seed: int = 0
-
-
-class GeneratedCodes(NamedTuple):
-    """Codes that a speaking family generated for one prompt."""
-
-    codes: Codes
-    """(frames, codebooks), the delay undone."""
-    stopped: bool
-    """False when the length cap ended it."""
 
 
 class GeneratedAnswer(NamedTuple):

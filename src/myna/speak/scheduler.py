@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from myna.data.codec import Codes
 from myna.errors import SpeakError
-from myna.models.base import GeneratedCodes, RenderedSequence, Sampling, SpeakingFamily
+from myna.models.base import RenderedSequence, Sampling
 from myna.models.speech_decoder import PendingStep, SpeechDecoder
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -170,19 +169,6 @@ class BatchScheduler:
                 # All codebooks of the last frame are ends; the cap is at the frame after the last one allowed.
                 ended = len(generation._delayed) - codes.shape[1]
                 generation.finish_reason = "stop" if ended < generation.max_frames else "length"
-
-
-def generate_codes(
-    family: SpeakingFamily, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling
-) -> list[GeneratedCodes]:
-    """Codes of prompts, in a batch of their own."""
-    max_frames = max(1, int(sampling.max_seconds * family.frame_rate))
-    positions = max(map(len, prompts)) + max_frames + SPARE_POSITIONS
-    scheduler = BatchScheduler(family.speech_decoder(model, len(prompts), positions))
-    generations = [scheduler.submit(prompt, request_sampling(sampling, prompt.id), max_frames) for prompt in prompts]
-    while scheduler.busy:
-        scheduler.advance()
-    return [GeneratedCodes(generation.codes(), generation.finish_reason == "stop") for generation in generations]
 
 
 def request_sampling(sampling: Sampling, id: str) -> Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from torch import nn
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.models import open_family
-from myna.models.base import Family
+from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
 from myna.models.higgs_v2.tiny import save_tiny
+from myna.speak.scheduler import BatchScheduler, Generation
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +48,16 @@ def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, see
         target=AudioClip("target", random_codes(target, seed + 1), target=True) if target else None,
         **how,  # type: ignore[arg-type]
     )
+
+
+def generate(
+    family: Family, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling
+) -> list[Generation]:
+    """Prompts in a batch of their own, up to `max_seconds` of each."""
+    speaking = require_speaking(family)
+    scheduler = BatchScheduler(speaking.speech_decoder(model, len(prompts), 256))
+    frames = int(sampling.max_seconds * speaking.frame_rate)
+    generations = [scheduler.submit(prompt, sampling, frames) for prompt in prompts]
+    while scheduler.busy:
+        scheduler.advance()
+    return generations
