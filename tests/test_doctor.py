@@ -33,7 +33,7 @@ from myna.cli import app
 from myna.doctor import environment, hardware, runner
 from myna.doctor.check import Check, Probe
 from myna.doctor.runner import run_checks
-from myna.models import convert_checkpoint, save_tiny_model
+from myna.models import convert_checkpoint, save_tiny_model, triton_support
 from myna.models.higgs_v2.tiny import save_tiny_codec
 
 Patch = pytest.MonkeyPatch
@@ -169,10 +169,12 @@ def test_python_and_packages_are_those_of_the_metadata(monkeypatch: Patch) -> No
 
 
 @pytest.fixture
-def cuda(monkeypatch: Patch) -> Callable[..., None]:
+def cuda(monkeypatch: Patch) -> Iterator[Callable[..., None]]:
     """Pretend to be a CUDA build of torch, with cards or without."""
 
-    def pretend(*cards: tuple[str, int, int], free: float = 0.9, kernels: str = "sm_80 sm_90 compute_90") -> None:
+    def pretend(
+        *cards: tuple[str, int, int], free: float = 0.9, kernels: str = "sm_80 sm_90 compute_90", triton: bool = True
+    ) -> None:
         def is_available() -> bool:
             if not cards:
                 warnings.warn("CUDA initialization: the driver is too old\nmore", stacklevel=1)
@@ -189,8 +191,11 @@ def cuda(monkeypatch: Patch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cards[0][1:])
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * 80 * 2**30), 80 * 2**30))
         monkeypatch.setattr(torch.cuda, "get_arch_list", kernels.split)
+        monkeypatch.setattr(triton_support, "find_spec", lambda _: triton or None)
+        triton_support.why_no_triton.cache_clear()
 
-    return pretend
+    yield pretend
+    triton_support.why_no_triton.cache_clear()
 
 
 def test_a_cuda_build_without_a_driver_is_a_warning(cuda: Callable[..., None], monkeypatch: Patch) -> None:
@@ -230,6 +235,15 @@ def test_a_gpu_that_is_taken_is_a_warning_and_one_without_kernels_a_failure(cuda
     cuda(("Tesla V100", 7, 0))
     check = only(hardware.check_gpu)
     assert check.status == "failed" and "no kernels for (sm_80, sm_90, compute_90)" in check.detail
+
+
+def test_a_gpu_without_triton_is_a_warning(cuda: Callable[..., None]) -> None:
+    cuda(("Tesla T4", 7, 5), kernels="sm_75")
+    check = only(hardware.check_gpu)
+    assert check.status == "warning" and "Triton needs compute capability 8.0: speaking and training" in check.detail
+    cuda(("NVIDIA H200", 9, 0), triton=False)
+    check = only(hardware.check_gpu)
+    assert check.status == "warning" and "Triton is not installed" in check.detail and "pip install" in check.hint
 
 
 @pytest.mark.parametrize(

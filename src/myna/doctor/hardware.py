@@ -16,6 +16,7 @@ MEMORY_BYTES = 8e9
 """Main memory below which loading a 3B model gets tight."""
 CUDA_TORCH = "pip install --force-reinstall torch, in the build that https://pytorch.org/get-started names for the GPU"
 CPU_TORCH = "install the CPU build of torch: pytorch.org/get-started has the line for this machine"
+TRITON = "pip install triton (on Linux), with a card of compute capability 8.0 or later"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -49,6 +50,8 @@ def check_torch() -> Iterator[Check]:
 def check_gpu() -> Iterator[Check]:
     import torch
 
+    from myna.models.triton_support import why_no_triton
+
     if not torch.cuda.is_available():
         here = "Apple MPS" if torch.backends.mps.is_available() else "none: the CPU will do for tiny models and tests"
         yield Check("gpu", "ok", here)
@@ -65,6 +68,9 @@ def check_gpu() -> Iterator[Check]:
             yield Check(f"gpu {number}", "failed", detail, CUDA_TORCH)
         elif free < total / 2:
             yield Check(f"gpu {number}", "warning", f"{detail}: most of it is taken", "nvidia-smi shows who holds it")
+        elif reason := why_no_triton(number):
+            detail += f". {reason}: speaking and training take plain paths there, which are slower"
+            yield Check(f"gpu {number}", "warning", detail, TRITON)
         else:
             yield Check(f"gpu {number}", "ok", detail)
 

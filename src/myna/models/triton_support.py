@@ -13,9 +13,14 @@ TRITON_CAPABILITY = (8, 0)
 
 def supports_triton(x: torch.Tensor) -> bool:
     """Whether Triton kernels can run on the tensor's device."""
-    return x.is_cuda and _has_triton(x.device.index)
+    return x.is_cuda and not why_no_triton(x.device.index)
 
 
 @cache
-def _has_triton(device: int) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
+def why_no_triton(device: int) -> str:
+    """Why Triton kernels cannot run on a CUDA device, or nothing."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < TRITON_CAPABILITY:
+        return "Triton needs compute capability {}.{}".format(*TRITON_CAPABILITY)
+    return ""

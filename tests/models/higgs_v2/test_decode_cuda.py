@@ -218,6 +218,19 @@ def test_kernels_read_quantized_weights_as_their_modules_do(family: HiggsV2, kin
     assert difference < (0.06 if kind == "fp8" else 0.02)
 
 
+def test_without_triton_steps_are_eager_and_it_is_said(
+    family: HiggsV2, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(family, 8)
+    graphs = spoken(family, models["cuda"], prompts, GREEDY, 4)
+    why = "Triton is not installed"
+    monkeypatch.setattr("myna.models.higgs_v2.family.supports_triton", lambda _: False)
+    monkeypatch.setattr("myna.models.higgs_v2.family.why_no_triton", lambda _: why)
+    with pytest.warns(UserWarning, match=f"{why}: speech is generated without CUDA graphs"):
+        eager = spoken(family, models["cuda"], prompts, GREEDY, 4)
+    assert np.mean([np.array_equal(a.codes(), b.codes()) for a, b in zip(eager, graphs, strict=True)]) >= 0.8
+
+
 def test_no_step_waits_for_the_device(family: HiggsV2, models: dict[str, Any]) -> None:
     scheduler = BatchScheduler(family.speech_decoder(models["cuda"], 2, 512))
     first, second = prompts_of(family, 2)

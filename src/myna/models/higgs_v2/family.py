@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,7 @@ from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
 from myna.models.metadata import read_metadata
 from myna.models.speech_decoder import AdapterSlots, SpeechDecoder
-from myna.models.triton_support import supports_triton
+from myna.models.triton_support import supports_triton, why_no_triton
 
 
 class HiggsV2(HFFamily, SpeakingFamily):
@@ -123,10 +124,14 @@ class HiggsV2(HFFamily, SpeakingFamily):
     ) -> SpeechDecoder:
         core = get_base_model(model)
         assert adapters is None or isinstance(adapters, HiggsAdapterSlots)
-        if supports_triton(core.audio_lm_head.weight):
+        weight = core.audio_lm_head.weight
+        if supports_triton(weight):
             from myna.models.higgs_v2.decode.cuda import CudaDecoder
 
             return CudaDecoder(core, self.delay, rows, max_positions, adapters, exact)
+        if weight.is_cuda:
+            reason = why_no_triton(weight.device.index)
+            warnings.warn(f"{reason}: speech is generated without CUDA graphs, which is slower", stacklevel=2)
         return HiggsDecoder(core, self.delay, rows, max_positions, adapters, exact)
 
     def adapter_slots(self, model: nn.Module, capacity: int, rank: int) -> AdapterSlots:
