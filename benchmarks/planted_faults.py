@@ -5,7 +5,7 @@ python benchmarks/planted_faults.py --corpus CORPUS --out planted
 CORPUS holds en-natural/*.parquet and en-real/*.parquet with the columns id, text, speaker, seconds and audio. Music
 comes from two Debian packages (`apt-get download`), or from the audio files under --music. `truth.json` names for every
 file its utterances, speakers, texts and faults, in seconds. `--long-hours 3` makes one file of that length beside them,
-for memory.
+half of it of real people, in a folder `long` of the same form.
 """
 
 from __future__ import annotations
@@ -338,18 +338,30 @@ def build(corpus: Path, out: Path, music: list[Path], seed: int, max_clips: int 
     truth["p_video_without_sound.mp4"] = {"seconds": 0.0, "utterances": [], "faults": []}
     (out / "truth.json").write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
     if long_hours:
-        write_long(out, natural, rng, long_hours)
+        write_long(out, natural, real, tracks, long_hours)
 
 
-def write_long(out: Path, corpus: Corpus, rng: np.random.Generator, hours: float) -> None:
-    """One file of many hours, for memory; speakers come again when the corpus is exhausted."""
-    folder = out / "long"
-    folder.mkdir()
-    with soundfile.SoundFile(folder / "long.wav", "w", SAMPLE_RATE, 1, "PCM_16") as file:
-        while file.frames < hours * 3600 * SAMPLE_RATE:
+def write_long(out: Path, natural: Corpus, real: Corpus, tracks: list[Samples], hours: float) -> None:
+    """One MP3 of many hours with its truth: podcasts of synthetic and of real voices in turn, jingles between them."""
+    rng = np.random.default_rng(0)
+    path = out / "long" / "audio" / "long.mp3"
+    path.parent.mkdir(parents=True)
+    utterances, faults, position, episode = [], [], 0.0, 0
+    with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, format="MP3") as file:
+        while position < 3600 * hours:
+            corpus = (natural, real)[episode % 2]
             if len(corpus.used) + 3 > len(corpus.clips):
                 corpus.used.clear()
-            file.write(podcast(corpus.take(3), rng).samples)
+            one = podcast(corpus.take(3), rng)
+            if episode % 4 == 0:
+                one = one.after(jingle(tracks[episode // 4 % len(tracks)]))
+            file.write(one.samples)
+            utterances += [asdict(each.shifted(position)) for each in one.utterances]
+            faults += [asdict(each.shifted(position)) for each in one.faults]
+            position += one.seconds
+            episode += 1
+    truth = {path.name: {"seconds": position, "utterances": utterances, "faults": faults}}
+    (out / "long" / "truth.json").write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
 
 
 def _is_long(file: Path, seconds: float) -> bool:
@@ -363,7 +375,7 @@ def main() -> None:
     parser.add_argument("--music", type=Path, help="folder of music; by default two Debian packages are downloaded")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-clips", type=int, help="clips of each speaker; 5 make a set of ten minutes")
-    parser.add_argument("--long-hours", type=float, default=0.0, help="length of long/long.wav; by default none")
+    parser.add_argument("--long-hours", type=float, default=0.0, help="length of long/audio/long.mp3; by default none")
     arguments = parser.parse_args()
     if arguments.out.exists():
         parser.error(f"{arguments.out} exists: choose another folder, or remove it")

@@ -63,3 +63,9 @@ def release_free_memory() -> None:
     """Give freed memory back to the system, which glibc otherwise keeps for later; nothing where there is no glibc."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has a class for it (torch's, which is not imported for that); the CPU and MPS only a message."""
+    message = str(error).lower()
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in message or "not enough memory" in message

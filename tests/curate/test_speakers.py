@@ -37,6 +37,16 @@ def test_a_moment_of_another_voice_is_nobody() -> None:
     assert everybody["speaker"].to_pylist() == ["speaker-1", "speaker-2", "speaker-1"]
 
 
+def test_a_guest_of_a_long_recording_is_somebody() -> None:
+    rows = [
+        segment("a", "day.wav", 0, 10_000_000, local_speaker="0", embedding=VOICES[0].tolist()),
+        segment("b", "day.wav", 10_000_000, 10_020_000, local_speaker="1", embedding=VOICES[1].tolist()),
+        segment("c", "day.wav", 10_020_000, 10_039_000, local_speaker="2", embedding=VOICES[2].tolist()),
+    ]
+    linked = link_table_speakers(segments_table(rows), SpeakerSettings())
+    assert linked["speaker"].to_pylist() == ["speaker-1", "speaker-2", ""]
+
+
 def test_one_known_speaker_is_everybody() -> None:
     rows = [
         segment(str(number), "memo.wav", 5000 * number, 5000 * (number + 1), local_speaker=str(number % 2))

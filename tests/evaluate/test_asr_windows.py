@@ -17,6 +17,7 @@ from myna.errors import ConfigError
 from myna.evaluate import asr_transformers
 from myna.evaluate.asr import ASR, TimedTranscript, Transcript
 from myna.evaluate.asr_torch_whisper import TorchWhisperNetwork, time_warping
+from myna.evaluate.asr_windows import decode_clips
 from tests.evaluate.tiny_scorers import save_whisper
 
 RATE = 16_000
@@ -64,6 +65,24 @@ def test_a_clip_has_the_same_words_alone_and_in_a_batch(asr: ASR) -> None:
     assert len({round(one.avg_log_prob, 4) for one in together}) > 2, "a clip in another's place would be found"
     texts = asr.transcribe_batch(CLIPS, RATE, LANGUAGES)
     assert all(text.text for text in texts)
+
+
+@pytest.mark.extras
+@pytest.mark.usefixtures("faster_whisper")
+def test_short_windows_are_hardly_longer_than_their_clips(asr: ASR, monkeypatch: pytest.MonkeyPatch) -> None:
+    whisper = asr._backend._whisper  # type: ignore[union-attr]
+    encode, shapes = whisper.encode, []
+
+    def encode_any_width(features: Samples) -> object:
+        shapes.append(features.shape)
+        return encode(np.pad(features, ((0, 0), (0, 0), (0, 3000 - features.shape[-1]))))
+
+    monkeypatch.setattr(whisper, "encode", encode_any_width)
+    clips = [sound(seed, seconds) for seed, seconds in enumerate((0.6, 11.0, 29.5))]
+    together = decode_clips(whisper, clips, ["en"] * 3, word_times=False, short_windows=True)
+    assert [shape[0] for shape in shapes] == [1] * len(shapes)
+    assert [shape[2] for shape in shapes[:3]] == [1000, 1500, 3000]
+    assert all(one.texts for one in together)
 
 
 @pytest.mark.extras

@@ -19,6 +19,7 @@ from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2.tiny import save_tiny as save_deep
 from myna.models.lora import make_trainable
 from myna.models.stats import count_model
+from myna.system_memory import is_out_of_memory
 from myna.train import memory_plan
 from myna.train.activation_memory import _LiveBytes
 from myna.train.loop import make_loader
@@ -30,7 +31,6 @@ from myna.train.memory_plan import (
     check_weights_fit,
     evenly_spaced,
     format_bytes,
-    is_out_of_memory,
     largest_batch,
     lighter_plans,
     out_of_memory_error,

@@ -68,7 +68,8 @@ class SpeakerSettings(Settings):
     enrolment_threshold: Cosine = 0.45
     """Cosine with an enrolment from which a speaker is that one."""
     min_share: Share = 0.02
-    """Speakers with less of the speech in each of their recordings are nobody: their clips are `other speaker`."""
+    """Speakers with less of the speech in each of their recordings, and less than 20 s of it, are nobody: their clips
+    are `other speaker`."""
 
 
 class KeepSettings(Settings):

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from myna.audio.files import read_audio
 from myna.curate import analysis
-from myna.curate.analysis.diarization import LINKED_SPEAKER_COSINE, NOBODY
+from myna.curate.analysis.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import cosine
@@ -71,7 +71,7 @@ def link_table_speakers(
 def _marginal(
     table: pa.Table, labels: npt.NDArray[np.int64], groups: Sequence[list[int]], min_share: float
 ) -> set[int]:
-    """Nobody's label, and those of speakers that have less than the share in every recording they are heard in."""
+    """Nobody's label, and those of speakers that have too little speech in every recording they are heard in."""
     length = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
     recordings = table["recording"].to_pylist()
     spoken: dict[str, dict[int, int]] = {}
@@ -83,7 +83,7 @@ def _marginal(
         label
         for shares in spoken.values()
         for label, milliseconds in shares.items()
-        if milliseconds >= min_share * sum(shares.values())
+        if milliseconds / 1000 >= fewest_seconds(sum(shares.values()) / 1000, min_share)
     }
     return ({*labels.tolist()} - main) | {NOBODY}
 

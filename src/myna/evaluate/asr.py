@@ -15,7 +15,7 @@ from myna.evaluate.asr_transformers import TransformersWhisper
 from myna.evaluate.asr_windows import DecodedClip
 from myna.evaluate.dependencies import HUB_FILES, as_mono_16khz, download_snapshot, is_silent
 from myna.models.files import read_json
-from myna.train.memory_plan import is_out_of_memory
+from myna.system_memory import is_out_of_memory
 from myna.train.precision import pick_device
 
 TRANSFORMERS_PREFIX = "transformers:"

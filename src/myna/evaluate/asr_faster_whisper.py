@@ -87,7 +87,8 @@ class FasterWhisper:
         return " ".join(segment.text.strip() for segment in segments)
 
     def decode(self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool) -> list[DecodedClip]:
-        return decode_clips(self._model, clips, languages, word_times=words)
+        short = not words and self._model.model.device == "cpu"
+        return decode_clips(self._model, clips, languages, word_times=words, short_windows=short)
 
 
 def download_faster_whisper(name: str) -> Path:

@@ -287,12 +287,6 @@ def _last_resort(plan: MemoryPlan) -> str:
     return f"{smaller}, or use a device with more memory"
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has a class for it; the CPU and MPS only a message."""
-    message = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in message or "not enough memory" in message
-
-
 def available_memory(device: torch.device, root: Path = Path("/")) -> int:
     """Bytes that a training could get, without what this process already holds for something else.
 

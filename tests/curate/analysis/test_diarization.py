@@ -86,6 +86,7 @@ def test_clusters_below_a_share_of_the_speech_are_nobody() -> None:
     assert cluster_embeddings(embeddings, [60, 39, 1, 0]).tolist() == [0, 0, -1, 0]
     assert cluster_embeddings(embeddings, [60, 39, 3, 0]).tolist()[:3] == [0, 0, 1]
     assert cluster_embeddings(embeddings, [60, 39, 1, 0], speakers=2).tolist()[:3] == [0, 0, 1]
+    assert cluster_embeddings(embeddings, [6000, 3900, 20, 0]).tolist()[:3] == [0, 0, 1]  # enough, whatever the share
 
 
 def test_an_outlier_is_no_speaker_where_their_number_is_known() -> None:

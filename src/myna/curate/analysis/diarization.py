@@ -21,6 +21,7 @@ from myna.curate.analysis.segmentation import (
     FRAME_STEP_SAMPLES,
     POWERSET,
     SAMPLE_RATE,
+    WINDOW_SECONDS,
     frame_times,
 )
 from myna.evaluate.dependencies import as_mono_16khz, import_optional
@@ -43,6 +44,8 @@ LINKED_SPEAKER_COSINE = 0.65
 ENROLMENT_COSINE = 0.45
 MIN_SHARE = 0.02
 """Of all speech: smaller clusters are nobody."""
+ENOUGH_SECONDS = 20.0
+"""Of speech, which make a speaker whatever the share: two percent of three hours are more than three minutes."""
 MAX_OUTLIERS = 50
 """Clusters beyond the known number of speakers, at most, among which theirs are sought."""
 MIN_SPLIT_DISTANCE = 0.2
@@ -206,6 +209,7 @@ def label_speakers(
     With `enrolment`, embeddings of known voices, speakers are these in their order, and the others follow.
     """
     weights = np.where(local.solo_seconds >= MIN_SOLO_SECONDS, local.solo_seconds, 0)
+    weights = weights * np.float32(min(1.0, local.step_seconds / WINDOW_SECONDS))  # windows overlap
     clusters = cluster_embeddings(
         local.embeddings, weights, speakers=speakers, threshold=threshold, enrolment=enrolment, min_share=min_share
     )
@@ -244,9 +248,9 @@ def cluster_embeddings(
     """Speaker of each embedding by average-link clustering of cosines; -1 where it is nobody's.
 
     `weights` are seconds of speech: what has none joins the nearest cluster afterwards. Clusters with less than
-    `min_share` of the seconds are dissolved. Where `speakers` says how many there are, as many clusters of that share
-    are sought, and everything else joins the nearest of them. With `enrolment` a cluster is
-    the enrolled speaker that is nearest to it, from `enrolment_threshold` on.
+    `min_share` of the seconds, and less than `ENOUGH_SECONDS`, are dissolved. Where `speakers` says how many there
+    are, as many clusters of that size are sought, and everything else joins the nearest of them. With `enrolment` a
+    cluster is the enrolled speaker that is nearest to it, from `enrolment_threshold` on.
     """
     vectors = _unit(np.asarray(embeddings, np.float32))
     seconds = np.asarray(weights, np.float64)
@@ -257,7 +261,8 @@ def cluster_embeddings(
     labels[founding] = _average_link(vectors[founding], seconds[founding], speakers, threshold, min_share)
     totals = np.bincount(labels[founding], seconds[founding])
     order = sorted(range(len(totals)), key=lambda cluster: -totals[cluster])
-    order = order[:speakers] if speakers else [one for one in order if totals[one] >= min_share * totals.sum()]
+    fewest = fewest_seconds(totals.sum(), min_share)
+    order = order[:speakers] if speakers else [one for one in order if totals[one] >= fewest]
     centroids = _centroids(vectors, labels, seconds, len(totals))
     enrolled = np.empty((0, vectors.shape[1])) if enrolment is None else _unit(np.asarray(enrolment, np.float32))
     numbers: dict[int, int] = {}
@@ -302,6 +307,11 @@ def link_speakers(
     return np.split(labels, np.cumsum(sizes)[:-1])
 
 
+def fewest_seconds(total: float, min_share: float) -> float:
+    """Of somebody who is a speaker among so many seconds of speech."""
+    return min(min_share * total, ENOUGH_SECONDS)
+
+
 def _average_link(
     vectors: FloatArray, seconds: npt.NDArray[np.float64], speakers: int | None, threshold: float, min_share: float
 ) -> IntArray:
@@ -318,7 +328,7 @@ def _average_link(
             break
         # The few outliers that lie far from everybody would else be counted as speakers.
         labels = np.asarray(hierarchy.fcluster(tree, count, "maxclust"), np.int64) - 1
-        if (np.bincount(labels, seconds) >= min_share * seconds.sum()).sum() >= speakers:
+        if (np.bincount(labels, seconds) >= fewest_seconds(seconds.sum(), min_share)).sum() >= speakers:
             return labels
     return fewest
 

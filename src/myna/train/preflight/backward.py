@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from myna.errors import TrainingError
 from myna.models.base import Batch
 from myna.models.files import format_names
+from myna.system_memory import is_out_of_memory
 from myna.train.loss import collate_for_training, stream_weights, weighted_loss
-from myna.train.memory_plan import is_out_of_memory, out_of_memory_error, peak_memory
+from myna.train.memory_plan import out_of_memory_error, peak_memory
 from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer
 from myna.train.preflight.context import CheckContext, on_all_ranks
 from myna.train.trainer import Trainer
