@@ -11,6 +11,7 @@ import signal
 import tarfile
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nothing = "  1 This software\n"
     data = {f"dict/data.{part}": nothing for part in ("verb", "adj", "adv")} | {"dict/data.noun": WORDNET_NOUNS}
     index = {f"dict/index.{part}": nothing for part in ("verb", "adj", "adv")} | {"dict/index.noun": WORDNET_INDEX}
-    words = {"arb": "لكل إنسان", "vie": "Mọi người"}
+    words = dict.fromkeys(lines.DECLARATIONS.values(), "Todos") | {"arb": "لكل إنسان", "vie": "Mọi người"}
     declared = {f"declaration/{name}.html": DECLARATION.format(text) for name, text in words.items()}
     packages = tmp_path / "packages"
     packages.mkdir()
@@ -399,6 +400,44 @@ def test_no_speaker_has_a_voice_of_the_demo_and_most_voices_are_english() -> Non
         assert kokoro.KokoroSpeaker("anna", voices_of, share, 1.0).accent == accent
 
 
+@pytest.mark.parametrize("language", lines.DECLARATIONS)
+def test_every_language_with_a_text_has_a_voice(language: str) -> None:
+    pytest.importorskip("espeakng_loader")
+    espeak = Espeak()
+    espeak.set_speaker(EspeakSpeaker.draw("anna", language, seed=0))
+    assert len(espeak.say("1, 2, 3, 4")) > 0.5 * espeak.sample_rate
+
+
+def test_kokoro_speaks_other_languages_by_its_own_symbols() -> None:
+    pytest.importorskip("espeakng_loader")
+    model = kokoro.Kokoro.__new__(kokoro.OnnxKokoro)
+    model._espeak = Espeak()
+    speaker = kokoro.KokoroSpeaker("anna", ("ef_dora", "ef_dora"), 1.0, 1.0)
+    assert model.foreign_phonemes("čest, a pověst.", "cs") == "ʧˈest, a pˈovjest."
+    spanish = model.numbers(kokoro.SynthesisRequest("perro", speaker, 1.0, language="es"))
+    assert kokoro.VOCABULARY["r"] in spanish, "no English r"
+    assert spanish != model.numbers(kokoro.SynthesisRequest("perro", speaker, 1.0))
+    switched = model.foreign_phonemes("Das Weekend in New York", "de")
+    assert "(" not in switched and set(switched) <= kokoro.VOCABULARY.keys(), "no mark of another language is read"
+
+
+def test_half_of_the_natural_speakers_have_another_language(texts: Path) -> None:
+    config = natural_corpus.CorpusConfig(hours=0.01, speakers=200, seed=2, languages=("es", "vi"))
+    spoken = Counter(config.language(name) for name in config.names())
+    assert spoken.keys() == {"en", "es", "vi"} and 70 < spoken["en"] < 115 and min(spoken.values()) > 25
+    name = next(name for name in config.names() if config.language(name) == "vi")
+    (session,) = natural_corpus.record_sessions(config, TextPool.read(texts), Whistle(), [name])  # type: ignore[arg-type]
+    assert session.language == "vi" and {row["language"] for row in session.rows("wav")} == {"vi"}
+    assert all("Mọi người" in text for text, _ in session.clips)
+    assert "languages" not in natural_corpus.CorpusConfig(hours=1, speakers=2, seed=1).settings(), "as older folders"
+
+
+def test_espeak_speakers_have_all_languages_alike_where_some_are_named() -> None:
+    config = espeak_corpus.CorpusConfig("texts", 1, 300, 0, 0.04, languages=("en", "cs", "it"))
+    spoken = Counter(config.language(name) for name in config.names())
+    assert spoken.keys() == {"en", "cs", "it"} and min(spoken.values()) > 70
+
+
 def test_the_number_of_held_out_speakers_is_bounded() -> None:
     names = natural_corpus.CorpusConfig(hours=1, speakers=2000, seed=2).names()
     held_out = [name for name in names if is_held_out(name)]
@@ -690,22 +729,22 @@ def test_real_speech_is_thinned_and_keeps_its_name(
     monkeypatch.setattr(pack_offline, "_wheels", lambda out, _: out.mkdir(parents=True))
     rows = [{"id": f"{n}", "audio": random.Random(n).randbytes(1000)} for n in range(30)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "studio-0.parquet")
-    pack_offline.pack(
-        texts, [], tmp_path / "bundle", "3.12", 100_000, real=[tmp_path / "studio-0.parquet"], real_limit=18_000
-    )
+    real = pack_offline.RealSpeech.parse(f"{tmp_path / 'studio-0.parquet'}={18_000 / 2**20}")
+    pack_offline.pack(texts, [], tmp_path / "bundle", "3.12", 100_000, real=[real])
     (packed,) = (tmp_path / "bundle").glob("*/real/studio/studio-0.parquet")
     assert pq.read_table(packed).column("id").to_pylist() == [f"{n}" for n in range(0, 30, 2)]
     assert not (tmp_path / "bundle/thinned").exists()
+    empty = pack_offline.RealSpeech.parse(str(tmp_path / "bundle"))
     with pytest.raises(DataError, match="no parquet files"):
-        pack_offline.pack(texts, [], tmp_path / "other", "3.12", 100_000, real=[tmp_path / "bundle"])
+        pack_offline.pack(texts, [], tmp_path / "other", "3.12", 100_000, real=[empty])
 
 
 def test_espeak_is_packed_without_other_languages(tmp_path: Path) -> None:
-    names = ("ru_dict", "en_dict", "ar_dict", "phondata", "lang/gmw/en")
+    names = ("ru_dict", "en_dict", "cs_dict", "phondata", "lang/gmw/en")
     with zipfile.ZipFile(tmp_path / "whole.whl", "w") as whole:
         for name in (*(f"espeakng_loader/espeak-ng-data/{name}" for name in names), "espeakng_loader/libespeak-ng.so"):
             whole.writestr(name, name)
         whole.writestr("espeakng_loader/libespeak-ng.so.1", "a copy")
     pack_offline._strip_languages(tmp_path / "whole.whl", tmp_path / "part.whl")
     left = {Path(name).name for name in zipfile.ZipFile(tmp_path / "part.whl").namelist()}
-    assert left == {"en_dict", "ar_dict", "phondata", "en", "libespeak-ng.so"}
+    assert left == {"en_dict", "cs_dict", "phondata", "en", "libespeak-ng.so"}

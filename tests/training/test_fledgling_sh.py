@@ -127,10 +127,14 @@ def test_a_codec_for_real_voices_is_trained_on_all_speech_of_the_bundle(tmp_path
         file = tmp_path / "bundle" / f"{name}.parquet"
         file.parent.mkdir(parents=True)
         file.touch()
+    (tmp_path / "bundle/0/speech_encoder.safetensors").touch()
     calls = calls_of(tmp_path, "voices", BUDGET="900", REAL_WEIGHTS="en-real=0.2", REAL_WEIGHT="0.07")
     by_script = {Path(words[0]).name: words for words in calls}
     assert "--clean" in by_script["natural_corpus.py"] and "--clean" in by_script["espeak_corpus.py"]
+    for corpus in ("natural_corpus.py", "espeak_corpus.py"):
+        assert {"cs", "es", "it"} <= set(by_script[corpus][by_script[corpus].index("--languages") :])
     trained, data = by_script["train_codec.py"], tmp_path / "data"
+    assert option(trained, "--speech-encoder") == str(tmp_path / "bundle/0/speech_encoder.safetensors")
     assert [word for before, word in pairwise(trained) if before == "--source"] == [
         f"{data}/natural_augmented=0.45",
         f"{data}/espeak_codec=0.1",

@@ -17,7 +17,7 @@ import soundfile
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,7 +47,7 @@ from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance
 from myna.errors import CheckpointError, DataError, TrainingError
 from myna.models.mel_codec.codec import MelCodec
-from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecNetwork, ResidualVectorQuantizer
+from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecNetwork, ResidualVectorQuantizer, mel_filters
 
 CPU = torch.device("cpu")
 KNOWN = [name for name in (f"anna{n}" for n in range(30)) if not is_held_out(name)][:3]
@@ -812,3 +812,33 @@ def test_a_captured_step_learns_like_an_eager_one(folder: Path, tmp_path: Path) 
         assert np.mean(mels[-5:]) < 0.7 * mels[0]
         ends[name] = np.mean(mels[-5:])
     assert ends["recorded"] == pytest.approx(ends["plain"], rel=0.2)
+
+
+# A recogniser's hidden states
+
+
+def history(out: Path) -> list[dict[str, Any]]:
+    progress = checkpoint.read_progress(out)
+    assert progress is not None
+    return progress.history
+
+
+def test_speech_is_compared_in_the_hidden_states_of_a_recogniser(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shapes = {"conv1": (64, 80, 3), "conv2": (64, 64, 3), "layers.0.fc1": (64, 64), "layers.0.fc2": (64, 64)}
+    shapes |= {f"layers.0.self_attn.{kind}_proj": (64, 64) for kind in ("q", "k", "v", "out")}
+    weights = {f"{name}.weight": 0.1 * torch.randn(shape) for name, shape in shapes.items()}
+    norms = ("layers.0.self_attn_layer_norm", "layers.0.final_layer_norm", "layer_norm")
+    weights |= {f"{name}.weight": torch.ones(64) for name in norms}
+    weights |= {f"{name}.bias": torch.zeros(64) for name in (*shapes, *norms)}
+    weights |= {"embed_positions.weight": torch.zeros(100, 64), "mel_filters": mel_filters(16_000, 400, 80)}
+    save_file({name: tensor.half() for name, tensor in weights.items()}, tmp_path / "encoder.safetensors")
+    out = tmp_path / "codec"
+    run(folder, out, "--steps", "6", "--log-every", "0", "--speech-encoder", str(tmp_path / "encoder.safetensors"))
+    losses = [row["speech"] for row in history(out) if "speech" in row]
+    assert len(losses) == 6 and all(loss > 0 for loss in losses)
+    assert not any("speech" in name for name in load_file(out / "state.safetensors")), "it is no part of a checkpoint"
+    run(folder, tmp_path / "plain", "--steps", "1", "--log-every", "0")
+    assert all("speech" not in row for row in history(tmp_path / "plain"))
+    with pytest.raises(SystemExit, match="export_speech_encoder"):
+        run(folder, tmp_path / "none", "--steps", "1", "--speech-encoder", str(tmp_path / "no.safetensors"))

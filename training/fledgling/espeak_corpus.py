@@ -21,7 +21,7 @@ import soxr  # type: ignore[import-untyped]
 
 from corpus_making.channel import Channel
 from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
-from corpus_making.espeak import Espeak, EspeakSpeaker
+from corpus_making.espeak import ACCENTS, Espeak, EspeakSpeaker
 from corpus_making.lines import TextPool
 from corpus_making.loudness import at_level, speaker_level, trim
 from corpus_making.process_pool import map_with_restarts
@@ -47,12 +47,17 @@ class CorpusConfig:
     """Share of Arabic speakers, and of Vietnamese ones."""
     channels: bool = True
     """Whether there are microphones, rooms and noise between speakers and files."""
+    languages: tuple[str, ...] = ()
+    """Languages of which every speaker has one, all as often; none: English, Arabic and Vietnamese."""
 
     def names(self) -> list[str]:
         return [f"espeak{self.seed}-{number:05d}" for number in range(self.speakers)]
 
     def language(self, name: str) -> str:
-        kind = random.Random(f"{self.seed}/language/{name}").random()
+        rng = random.Random(f"{self.seed}/language/{name}")
+        if self.languages:
+            return rng.choice(self.languages)
+        kind = rng.random()
         return "ar" if kind < self.other_language_share else "vi" if kind < 2 * self.other_language_share else "en"
 
 
@@ -87,7 +92,8 @@ def _clips(config: CorpusConfig, name: str, language: str) -> Iterator[CorpusCli
         if text in used and len(used) < len(lines.of.get(language, ())):
             continue
         used.add(text)
-        spoken = soxr.resample(espeak.say(spoken_form(text)), espeak.sample_rate, SAMPLE_RATE, quality="HQ")
+        spoken = espeak.say(spoken_form(text) if language == "en" else text)
+        spoken = soxr.resample(spoken, espeak.sample_rate, SAMPLE_RATE, quality="HQ")
         samples = at_level(channel.record(trim(spoken, SAMPLE_RATE, rng)), SAMPLE_RATE, level, rng)
         if MIN_SECONDS <= len(samples) / SAMPLE_RATE <= MAX_SECONDS:
             seconds, clips = seconds + len(samples) / SAMPLE_RATE, clips + 1
@@ -106,6 +112,8 @@ def make(config: CorpusConfig, out: Path, jobs: int) -> None:
     settings = asdict(config) | {"texts": Path(config.texts).name}
     if not config.channels:
         del settings["channels"]  # folders of before are clean, and go on so
+    if not config.languages:
+        del settings["languages"]
     CorpusFolder(out).begin(settings)
     names, began, seconds = config.names(), time.monotonic(), 0.0
     for number, made_seconds in enumerate(
@@ -129,11 +137,20 @@ def main() -> None:
     parser.add_argument(
         "--other-language-share", type=float, default=0.04, help="share of Arabic, and of Vietnamese speakers"
     )
+    parser.add_argument(
+        "--languages", nargs="+", default=[], choices=ACCENTS, metavar="LANGUAGE", help="instead: of these, all alike"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--clean", action="store_true", help="no microphones, rooms and noise")
     args = parser.parse_args()
     config = CorpusConfig(
-        str(args.texts), args.hours, args.speakers, args.seed, args.other_language_share, not args.clean
+        str(args.texts),
+        args.hours,
+        args.speakers,
+        args.seed,
+        args.other_language_share,
+        not args.clean,
+        tuple(args.languages),
     )
     try:
         make(config, args.out, args.jobs)

@@ -34,6 +34,7 @@ CODEC_SECONDS=${CODEC_SECONDS:-430}      # of training in this command, and in a
 CODEC_TOTAL=${CODEC_TOTAL:-}
 CODEC_CLIPS=${CODEC_CLIPS:-20000}        # of each source: 15 hours and more, of all speakers
 CODEC_OPTIONS=${CODEC_OPTIONS:-}
+CODEC_ESPEAK_OPTIONS=${CODEC_ESPEAK_OPTIONS:-} # --languages en cs: instead of English, Arabic and Vietnamese
 NATURAL_WEIGHT=${NATURAL_WEIGHT:-0.45}   # of each source in a batch of the codec's training
 ESPEAK_WEIGHT=${ESPEAK_WEIGHT:-0.1}
 REAL_WEIGHTS=${REAL_WEIGHTS:-en-real=0.28 festvox-ru=0.07 asterisk-fr=0.05 gcin-zh=0.03} # by its folders in the bundle
@@ -103,7 +104,9 @@ corpora() {
 }
 
 espeak_corpora() { # the codec's first, which is needed first
-  [ -n "$CODEC" ] || espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS"
+  # shellcheck disable=SC2086
+  [ -n "$CODEC" ] ||
+    espeak espeak_codec --seed 7 --hours "$CODEC_HOURS" --speakers "$CODEC_SPEAKERS" $CODEC_ESPEAK_OPTIONS
   [ "$HOURS" = 0 ] || espeak espeak --hours "$HOURS" --speakers "$SPEAKERS"
 }
 
@@ -130,15 +133,17 @@ natural_corpus() {
 
 codec() {
   [ -z "$CODEC" ] || { mkdir -p "$RUNS/codec" && cp -r "$CODEC" "$RUNS/codec/codec"; return; }
-  local sources=() backgrounds=()
+  local sources=() backgrounds=() recogniser=()
   codec_source "$DATA/natural_augmented" "$NATURAL_WEIGHT" "natural speech"
   codec_source "$DATA/espeak_codec" "$ESPEAK_WEIGHT" "eSpeak's speech"
   real_sources
   [ ${#sources[@]} -gt 0 ] || { say "there is no speech to train on"; return 1; }
   for file in "$BUNDLE"/*/background/*.parquet; do [ ! -e "$file" ] || backgrounds+=(--background "$file"); done
   [ ${#backgrounds[@]} -gt 0 ] || say "the bundle has no backgrounds: only synthetic ones are used"
+  for file in "$BUNDLE"/*/speech_encoder.safetensors; do [ ! -e "$file" ] || recogniser=(--speech-encoder "$file"); done
+  [ ${#recogniser[@]} -gt 0 ] || say "the bundle has no recogniser: speech is compared by its spectra alone"
   # shellcheck disable=SC2086
-  $PYTHON $HERE/train_codec.py "${sources[@]}" "${backgrounds[@]}" --augment \
+  $PYTHON $HERE/train_codec.py "${sources[@]}" "${backgrounds[@]}" "${recogniser[@]}" --augment \
     --out "$RUNS/codec" --seconds "$CODEC_SECONDS" --total "${CODEC_TOTAL:-$CODEC_SECONDS}" --limit "$CODEC_CLIPS" \
     $CODEC_OPTIONS
   collect
@@ -185,10 +190,12 @@ voices() { # with a clock and a folder of their own; whatever is missing, the co
   stage codec
 }
 
-voices_corpora() { # many voices, a few clips of each, in a process of its own, which may fail
+voices_corpora() { # many voices and languages, a few clips of each voice, in a process of its own, which may fail
+  local languages=${VOICES_LANGUAGES:-es fr it pt hi de cs pl sk nl sv da ro ca tr hu fi el}
   INIT_FROM="" CODEC="" OUT="" HOURS=0 CHANNELS="" CODEC_HOURS="${VOICES_ESPEAK_HOURS:-3}" \
     NATURAL_SECONDS="${NATURAL_SECONDS:-40}" NATURAL_HOURS="${VOICES_HOURS:-15}" \
-    NATURAL_SPEAKERS="${VOICES_SPEAKERS:-2400}" bash $HERE/fledgling.sh corpora
+    NATURAL_SPEAKERS="${VOICES_SPEAKERS:-2400}" NATURAL_OPTIONS="$NATURAL_OPTIONS --languages $languages" \
+    CODEC_ESPEAK_OPTIONS="--languages en $languages" bash $HERE/fledgling.sh corpora
 }
 
 language() { # with a clock and a folder of its own; parts of the bundle may come while speech is synthesized

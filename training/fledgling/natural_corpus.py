@@ -1,4 +1,4 @@
-"""Corpus of natural English by Kokoro-82M, with many blended voices, as parquet files like the corpus `en-natural`.
+"""Corpus of natural speech by Kokoro-82M, with many blended voices, as parquet files like the corpus `en-natural`.
 
 python training/fledgling/natural_corpus.py --texts data/fledgling/texts --out data/fledgling/natural \\
     --hours 10 --speakers 600
@@ -36,7 +36,7 @@ from augment_natural import SEED, augmented_unwritten_clips
 from corpus_making.corpus_folder import CorpusFolder
 from corpus_making.held_out import is_held_out
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, KokoroSpeaker, OnnxKokoro, Samples, SynthesisRequest, joined_model
-from corpus_making.lines import TextPool
+from corpus_making.lines import DECLARATIONS, TextPool
 from corpus_making.loudness import speaker_formant_factor, speaker_tract_factor
 from myna.errors import ConfigError, MynaError
 from myna.io import atomic_write
@@ -69,6 +69,21 @@ class CorpusConfig:
     hours: float
     speakers: int
     seed: int
+    languages: tuple[str, ...] = ()
+    """Languages of the speakers who do not speak English."""
+    language_share: float = 0.5
+    """Share of these speakers, where there are such languages."""
+
+    def settings(self) -> dict[str, Any]:
+        """As they are kept in the folder; older folders have no languages."""
+        settings = asdict(self)
+        if not self.languages:
+            del settings["languages"], settings["language_share"]
+        return settings
+
+    def language(self, name: str) -> str:
+        rng = random.Random(f"{self.seed}/language/{name}")
+        return rng.choice(self.languages) if self.languages and rng.random() < self.language_share else "en"
 
     def names(self) -> list[str]:
         names = [f"kokoro{self.seed}-{number:04d}" for number in range(self.speakers)]
@@ -137,7 +152,8 @@ def make_augmented(
 
     def write(session: SpeakerSession) -> float:
         name = session.speaker.name
-        return corpus.add(name, "en", augmented_unwritten_clips(name, session.clips, channels=synthesis.channels))
+        clips = augmented_unwritten_clips(name, session.clips, channels=synthesis.channels)
+        return corpus.add(name, session.language, clips)
 
     with ThreadPoolExecutor(WRITER_THREADS) as pool:
         return sum(pool.map(write, record_sessions(config, lines, kokoro, names, shaped=synthesis.channels)))
@@ -154,7 +170,7 @@ def make(
 ) -> float:
     """How many seconds of speech were made, in so many seconds and what it takes to finish what was begun then."""
     corpus = CorpusFolder(out)
-    settings = asdict(config) | ({"augment": True} if augment else {"speakers of a part": SPEAKERS_PER_FILE})
+    settings = config.settings() | ({"augment": True} if augment else {"speakers of a part": SPEAKERS_PER_FILE})
     if augment and synthesis.channels:
         settings["channels"] = True  # left out where there are none: older folders have no such key
     corpus.begin(settings)
@@ -195,6 +211,7 @@ class SpeakerSession:
     used_texts: set[str] = field(default_factory=set)
     clips: list[tuple[str, Samples]] = field(default_factory=list)
     seconds: float = 0.0
+    language: str = "en"
     speed: float = 1.0
     """Factor on the speaker's own."""
     formants: float = 1.0
@@ -207,12 +224,18 @@ class SpeakerSession:
         """Lines for about what is still wanted, each of them new."""
         count = max(math.ceil((self.wanted - self.seconds) / EXPECTED_CLIP_SECONDS), MIN_CLIPS - len(self.clips), 1)
         for _ in range(min(count, most)):
-            text = lines.draw_natural(self.rng)
+            text = self._draw(lines)
             while text in self.used_texts:
-                text = lines.draw_natural(self.rng)
+                text = self._draw(lines)
             self.used_texts.add(text)
             speed = self.speed * self.speaker.speed * self.rng.uniform(0.95, 1.05)
-            yield SynthesisRequest(text, self.speaker, speed, self.formants)
+            yield SynthesisRequest(text, self.speaker, speed, self.formants, self.language)
+
+    def _draw(self, lines: TextPool) -> str:
+        if self.language == "en":
+            return lines.draw_natural(self.rng)
+        # There are some hundred lines of each other language: two in a new order are a new line.
+        return " ".join(lines.draw(self.language, self.rng) for _ in range(self.rng.choice((1, 1, 2))))
 
     def add_clip(self, text: str, samples: Samples) -> None:
         if 0 < len(samples) <= MAX_SECONDS * SAMPLE_RATE:
@@ -225,7 +248,10 @@ class SpeakerSession:
             id = f"{name}-{number:03d}"
             audio = {"bytes": _encoded(samples, format), "path": f"{id}.{format}"}
             length = len(samples) / SAMPLE_RATE
-            yield {"id": id, "text": text, "speaker": name, "language": "en", "seconds": length, "audio": audio}
+            yield {
+                **{"id": id, "text": text, "speaker": name, "language": self.language, "seconds": length},
+                "audio": audio,
+            }
 
 
 def record_sessions(
@@ -238,6 +264,7 @@ def record_sessions(
             KokoroSpeaker.draw(name, kokoro.voices, config.seed),
             random.Random(f"{config.seed}/clips/{name}"),
             config.hours * 3600 / config.speakers,
+            language=config.language(name),
             speed=speaker_tract_factor(name, SEED) ** TEMPO_EXPONENT if shaped else 1.0,
             formants=speaker_formant_factor(name, SEED) if shaped else 1.0,
         )
@@ -276,6 +303,10 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=10.0)
     parser.add_argument("--speakers", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--languages", nargs="+", default=[], choices=DECLARATIONS, metavar="LANGUAGE", help="of some of the speakers"
+    )
+    parser.add_argument("--language-share", type=float, default=0.5, help="share of those speakers")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="onnxruntime, or PyTorch on a card")
     parser.add_argument(
@@ -286,7 +317,7 @@ def main() -> None:
     parser.add_argument("--exactly", action="store_true", help="for --device cuda: in fp32, without kernels of our own")
     parser.add_argument("--clean", action="store_true", help="for --augment: no channel simulation")
     args = parser.parse_args()
-    config = CorpusConfig(args.hours, args.speakers, args.seed)
+    config = CorpusConfig(args.hours, args.speakers, args.seed, tuple(args.languages), args.language_share)
     synthesis = SynthesisConfig(
         args.texts, args.packages, tuple(args.weights), args.device, args.exactly, not args.clean
     )

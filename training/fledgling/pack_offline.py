@@ -1,16 +1,18 @@
-"""Bundle for a machine without network, in parts of a limited size: wheels, texts, Kokoro, speech, a checkpoint.
+"""Bundle for a machine without network, in parts of a limited size: wheels, texts, networks, speech, a checkpoint.
 
 python training/fledgling/pack_offline.py --texts data/fledgling/texts --kokoro data/fledgling/kokoro \\
     --natural PARQUET_FOLDER --real PARQUET_FOLDER_OR_FILE... --background AUDIO_FOLDER --out data/fledgling/bundle
 
-espeak-ng is packed without the dictionaries of other languages. The first part holds wheels and texts; the other files
-go where they fit. Real speech keeps the name of its folder or file, by which `fledgling.sh` weighs it.
+espeak-ng is packed without the dictionaries of other languages. The first part holds wheels, texts and the
+recogniser; the other files go where they fit. Real speech keeps the name of its folder or file, by which `fledgling.sh`
+weighs it.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,6 +43,18 @@ MIN_BACKGROUND_SECONDS, MAX_BACKGROUND_SECONDS = 1.0, 12.0
 """Of a recording without speech: shorter ones would be repeated too often, longer ones are cut."""
 
 
+class RealSpeech(NamedTuple):
+    """A parquet file, or a folder of them, and the bytes that each file may have."""
+
+    path: Path
+    limit: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> RealSpeech:
+        path, _, limit = text.rpartition("=")
+        return cls(Path(path), float(limit) * 2**20) if path else cls(Path(text))
+
+
 def pack(
     texts: Path,
     natural: Sequence[Path],
@@ -47,11 +62,11 @@ def pack(
     python: str,
     limit: int,
     kokoro: Path | None = None,
-    real: Sequence[Path] = (),
+    real: Sequence[RealSpeech] = (),
     backgrounds: Sequence[Path] = (),
-    real_limit: int = 2**60,
     init: Path | None = None,
     words: Path | None = None,
+    speech_encoder: Path | None = None,
 ) -> list[int]:
     """Write the parts; their sizes in bytes."""
     if out.exists():
@@ -60,14 +75,14 @@ def pack(
     shutil.copytree(texts, first / "texts")
     if words is not None:
         shutil.copy(words, first / "real_words.json")
+    if speech_encoder is not None:
+        shutil.copy(speech_encoder, first / "speech_encoder.safetensors")
     _wheels(first / "wheels", python)
     for folder in backgrounds:
         _pack_backgrounds(folder, first / "background" / f"{folder.name}.parquet")
     sizes = [_size(first)]
     thinned = out / "thinned"
-    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real), *_tree(init, "init")):
-        if name.startswith("real/"):
-            file = _thin(file, thinned / name, real_limit)
+    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real, thinned), *_tree(init, "init")):
         size = file.stat().st_size
         if size > limit:
             raise DataError(f"{file} is larger than a part", hint=f"--limit {size / 2**20 + 1:.0f}")
@@ -96,20 +111,20 @@ def _tree(folder: Path | None, name: str) -> Iterator[tuple[Path, str]]:
             yield file, f"{name}/{file.relative_to(folder).as_posix()}"
 
 
-def _real(sources: Sequence[Path]) -> Iterator[tuple[Path, str]]:
-    for source in sources:
+def _real(speech: Sequence[RealSpeech], thinned: Path) -> Iterator[tuple[Path, str]]:
+    for source, limit in speech:
         files = sorted(source.glob("*.parquet")) if source.is_dir() else [source]
         if not files:
             raise DataError(f"{source} has no parquet files", hint="name a folder of them, or a file")
         for file in files:
             name = source.name if source.is_dir() else re.sub(r"-\d+$", "", source.stem)
-            yield file, f"real/{name}/{file.name}"
+            yield _thin(file, thinned / name / file.name, limit), f"real/{name}/{file.name}"
 
 
-def _thin(file: Path, out: Path, limit: int) -> Path:
-    """The file, or a copy with every n-th row that is no larger than `limit`."""
-    every = -(-file.stat().st_size // limit)
-    if every == 1:
+def _thin(file: Path, out: Path, limit: float) -> Path:
+    """The file, or a copy with every n-th row that has about `limit` bytes at most."""
+    every = math.ceil(file.stat().st_size / limit)
+    if every <= 1:
         return file
     table = pq.read_table(file)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -168,12 +183,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, required=True, help="folder made by extract_texts.py")
     parser.add_argument("--natural", type=Path, nargs="*", default=[], help="folders of parquet files")
-    parser.add_argument("--real", type=Path, nargs="*", default=[], help="real speech: parquet files, or their folders")
-    parser.add_argument("--real-limit", type=float, default=1e6, help="MiB of a file of real speech; rows are left out")
+    parser.add_argument(
+        "--real",
+        type=RealSpeech.parse,
+        nargs="*",
+        default=[],
+        metavar="PATH[=MIB]",
+        help="real speech: parquet files, or their folders; of a larger file than MIB some rows are left out",
+    )
     parser.add_argument("--background", type=Path, nargs="*", default=[], help="folders of audio files without speech")
     parser.add_argument("--kokoro", type=Path, help="folder made by export_kokoro.py")
     parser.add_argument("--init", type=Path, help="checkpoint that the language model begins with, with its codec")
     parser.add_argument("--words", type=Path, help="file that augment_real.py made of real speech")
+    parser.add_argument("--speech-encoder", type=Path, help="file made by export_speech_encoder.py")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--python", default="3.12", help="version of Python over there")
     parser.add_argument("--limit", type=float, default=56, help="MiB of a part; the checkout is copied beside it")
@@ -189,9 +211,9 @@ def main() -> None:
             args.kokoro,
             args.real,
             args.background,
-            int(args.real_limit * 2**20),
             args.init,
             args.words,
+            args.speech_encoder,
         )
     except MynaError as error:
         parser.exit(1, f"{error}\n")

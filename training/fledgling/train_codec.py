@@ -44,6 +44,7 @@ from codec_training.device_dataset import DeviceDataset
 from codec_training.evaluation import HeldOutWindows, perplexity, score_codec, write_round_trips
 from codec_training.profiling import profile
 from codec_training.recordings import DecodedClip, clip_summary, decode_all, hours, pcm_to_float
+from codec_training.speech_features import WhisperEncoder
 from codec_training.trainer import CodecTrainer, CodecTrainingModel, StepConfig
 from myna.errors import ConfigError, MynaError, TrainingError
 from myna.models.mel_codec.codec import read_mel_codec_config
@@ -82,6 +83,8 @@ WARM_UP_STEPS = 200
 CODEBOOK_INIT_STEPS, CODEBOOK_INIT_EVERY = (20, 60, 200, 500), 1000
 """Steps at which the codebooks are initialised anew in the first half of the training: the latents of an encoder that
 learns fast leave the entries, of which few stay in use."""
+SPEECH_WEIGHT = 2.0
+"""Weight of the distance in a recogniser's hidden states."""
 MIN_RATE_SHARE = 0.02
 """Final learning rate as a share of the highest."""
 DECODER_ONLY = {
@@ -195,6 +198,8 @@ def parser(**defaults: float) -> argparse.ArgumentParser:
     add("--ctc-weight", type=float, default=1.0, help="of the CTC loss on the first codebook; 0: none")
     add("--commitment-weight", type=float, default=0.25, help="of the distance of latents from each codebook's entries")
     add("--residual-weight", type=float, default=0.0, help="of their distance from all codebooks' entries together")
+    add("--speech-encoder", type=Path, metavar="FILE", help="recogniser in whose hidden states speech is compared")
+    add("--speech-weight", type=float, default=SPEECH_WEIGHT, help="of that distance, where a recogniser is given")
     add("--codebook-dropout", type=float, default=0.1, help="share of clips that use fewer codebooks")
     add("--noise", type=float, default=0.1, help="share of clips with white noise added, without --augment")
     add("--augment", action="store_true", help="speeds, vocal tracts, microphones, rooms, noise, band limits, levels")
@@ -252,7 +257,10 @@ def train(options: argparse.Namespace) -> None:
     network = MelCodecNetwork(config)
     if initial and before is None:
         load_initial_weights(initial, network)
-    model = CodecTrainingModel(network, len(progress.alphabet), options.discriminator_width, ctc_width).to(device)
+    speech_encoder = WhisperEncoder.open(options.speech_encoder) if options.speech_encoder else None
+    model = CodecTrainingModel(
+        network, len(progress.alphabet), options.discriminator_width, ctc_width, speech_encoder
+    ).to(device)
     size = sum(tensor.numel() for tensor in model.network.state_dict().values())
     print(
         f"{size / 1e6:.2f} M weights, of which {_million(model.network.encoder)} encode and "
@@ -269,6 +277,7 @@ def train(options: argparse.Namespace) -> None:
         feature_matching_weight=options.feature_matching_weight,
         commitment_weight=options.commitment_weight,
         residual_weight=options.residual_weight,
+        speech_weight=options.speech_weight,
         ema_decay=options.ema_decay,
         loss_frames=options.loss_frames,
         decoder_only=options.decoder_only,

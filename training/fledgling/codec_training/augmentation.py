@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from codec_training.backgrounds import background_bank
 from myna.models.mel_codec.network import SPECTRUM_OVERLAP, inverse_stft
 
-SPEEDS = tuple(round(0.78 * (1.3 / 0.78) ** (step / 40), 4) for step in range(41))
-"""Playback speeds, which move pitch and formants together: from a large man to a child."""
+SPEEDS = tuple(round(0.75 * (1.4 / 0.75) ** (step / 40), 4) for step in range(41))
+"""Playback speeds, which move pitch and formants together: from a large man to a child, or an actor of one."""
 SINC_TAPS, SINC_PHASES = 8, 512
 """Samples that an interpolated one is computed of, and fractions of a sample that have weights of their own."""
 FORMANT_WINDOW, ENVELOPE_CEPSTRA = 960, 45

@@ -20,6 +20,7 @@ from codec_training.discriminators import Discriminators
 from codec_training.ema import WeightEMA
 from codec_training.mel_loss import MelDistance
 from codec_training.quantizer import EMAQuantizer
+from codec_training.speech_features import SpeechFeatureDistance, WhisperEncoder
 from myna.models.codec_checks import full_precision
 from myna.models.mel_codec.network import MelCodecNetwork
 
@@ -30,6 +31,7 @@ CODE_LOSSES = ("commitment", "residual", "ctc")
 """Losses of encoder and codebooks."""
 LOSS_NAMES = (
     "mel",
+    "speech",
     *CODE_LOSSES,
     "adversarial",
     "feature_matching",
@@ -58,6 +60,8 @@ class StepConfig:
     """Weight of the distance between latents and the entries of each codebook."""
     residual_weight: float = 0.0
     """Weight of the distance between latents and the sum of all codebooks' entries."""
+    speech_weight: float = 0.0
+    """Weight of the distance in a recogniser's hidden states; 0: none is computed."""
     ema_decay: float = 0.0
     """Decay of the moving average of the codec's weights; 0: none is kept."""
     loss_frames: int | None = None
@@ -70,7 +74,14 @@ class StepConfig:
 class CodecTrainingModel(nn.Module):
     """The codec together with the modules that only training needs."""
 
-    def __init__(self, network: MelCodecNetwork, letters: int, discriminator_width: int, ctc_width: int = 256) -> None:
+    def __init__(
+        self,
+        network: MelCodecNetwork,
+        letters: int,
+        discriminator_width: int,
+        ctc_width: int = 256,
+        speech_encoder: WhisperEncoder | None = None,
+    ) -> None:
         super().__init__()
         config = network.config
         self.network = network
@@ -78,6 +89,7 @@ class CodecTrainingModel(nn.Module):
         self.ctc_head = CTCHead(config.latent, ctc_width, letters)
         self.discriminators = Discriminators(discriminator_width)
         self.mel_distance = MelDistance(config.sample_rate)
+        self.speech_distance = SpeechFeatureDistance(speech_encoder) if speech_encoder else None
 
 
 class StepKind(NamedTuple):
@@ -130,7 +142,11 @@ class CodecTrainer:
             "codec": optimizer(self.codec_parameters),
             "discriminators": optimizer(self.discriminator_parameters),
         }
-        self.loss_names = tuple(name for name in LOSS_NAMES if not (step_config.decoder_only and name in CODE_LOSSES))
+        self.loss_names = tuple(
+            name
+            for name in LOSS_NAMES
+            if not (step_config.decoder_only and name in CODE_LOSSES) and (name != "speech" or model.speech_distance)
+        )
         self.loss_sums = torch.zeros(len(self.loss_names), device=self.device)
         self.ema = WeightEMA(network.decoder if step_config.decoder_only else network, step_config.ema_decay)
         self.lap: Callable[[str], None] = lambda _: None
@@ -205,6 +221,11 @@ class CodecTrainer:
         self.lap("mel distance")
         metrics |= {"mel": mel}
         loss = MEL_WEIGHT * mel if loss is None else MEL_WEIGHT * mel + loss
+        if model.speech_distance is not None:
+            with self._autocast():
+                metrics["speech"] = model.speech_distance(target, decoded)
+            loss = loss + step_config.speech_weight * metrics["speech"]
+            self.lap("speech distance")
         if kind.adversarial:
             # The first clips are as good as any: all are drawn at random.
             some = decoded[: step_config.discriminator_clips]

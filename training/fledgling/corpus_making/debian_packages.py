@@ -11,6 +11,7 @@ from myna.errors import DataError
 def download(package: str, folder: Path) -> Path:
     """The package's archive in `folder`, of the version that the machine's sources have, unless one is there."""
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()  # commands run inside it
     if not (known := sorted(folder.glob(f"{package}_*.deb"))):
         _run(["apt-get", "download", "-q", package], folder, f"apt-get update, or put {package}_*.deb into {folder}")
         known = sorted(folder.glob(f"{package}_*.deb"))

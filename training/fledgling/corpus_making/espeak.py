@@ -32,11 +32,15 @@ ACCENTS = {
     "en": ("en-us", "en-us", "en-us", "en", "en-gb-x-rp", "en-gb-scotland"),
     "ar": ("ar",),
     "vi": ("vi", "vi-vn-x-south"),
+    "es": ("es", "es-419"),
+    "pt": ("pt", "pt-br"),
+    **{language: (language,) for language in ("fr", "it", "hi", "de", "cs", "pl", "sk", "nl", "sv", "da", "ro", "ca")},
+    **{language: (language,) for language in ("tr", "hu", "fi", "el")},
 }
 """Voices of a language, one as often as it is named. `en` alone is British."""
 SHARED_DATA = ("phondata", "phonindex", "phontab", "intonations")
-DICTIONARIES = ("en_dict", "ar_dict", "vi_dict")
-"""All of the data that these languages need: 3 MB of 19."""
+DICTIONARIES = tuple(f"{language}_dict" for language in ACCENTS)
+"""All of the data that these languages need: 5 MB of 19."""
 LOW_VOICE_FORMANTS, HIGH_VOICE_FORMANTS, FORMANT_JITTER = (94.0, 106.0), (100.0, 116.0), 0.02
 """Formants of deep and of high voices in per cent of eSpeak's own, and by what share each moves alone.
 

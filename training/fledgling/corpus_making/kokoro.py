@@ -56,6 +56,9 @@ VOCABULARY = {
 PUNCTUATION = re.compile(r"""(\s*(?:[;:,.!?—…"“”()](?!(?<=\d.)\d))+\s*)""")
 """Between words; between two digits it belongs to a number, which espeak-ng reads as one."""
 REPAIRS = (("ʲ", "j"), ("r", "ɹ"), ("x", "k"), ("ɬ", "l"))
+"""Of English phonemes, as Kokoro's own JavaScript makes them."""
+AFFRICATES = (("tʃ", "ʧ"), ("dʒ", "ʤ"), ("ts", "ʦ"), ("dz", "ʣ"), ("tɕ", "ʨ"), ("dʑ", "ʥ"))
+"""Of other languages, which Kokoro has as one symbol each. Sounds that it does not have are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class SynthesisRequest:
     speed: float
     formants: float = 1.0
     """Factor by which the spectral envelope is moved, at the same pitch."""
+    language: str = "en"
 
 
 class Kokoro(ABC):
@@ -145,7 +149,10 @@ class Kokoro(ABC):
         """Samples of lines of phonemes, ends included, with a row of styles, a speed and a formant factor for each."""
 
     def numbers(self, request: SynthesisRequest) -> list[int]:
-        phonemes = self.phonemes(request.text, request.speaker.accent)
+        if request.language == "en":
+            phonemes = self.phonemes(request.text, request.speaker.accent)
+        else:
+            phonemes = self.foreign_phonemes(request.text, request.language)
         return [VOCABULARY[symbol] for symbol in phonemes if symbol in VOCABULARY]
 
     def phonemes(self, text: str, accent: str) -> str:
@@ -158,6 +165,17 @@ class Kokoro(ABC):
             outputs = outputs.replace(symbol, instead)
         outputs = re.sub(r" z(?=[;:,.!?—…\"“” ]|$)", "z", outputs)
         return re.sub(r"(?<=nˈaɪn)ti(?!ː)", "di", outputs).strip() if accent == "en-us" else outputs.strip()
+
+    def foreign_phonemes(self, text: str, language: str) -> str:
+        """The same of another language than English."""
+        parts = PUNCTUATION.split(text)
+        spoken = (
+            part if number % 2 else self._espeak.phonemes(part, language) for number, part in enumerate(parts) if part
+        )
+        phonemes = re.sub(r"\([a-z-]+\)", "", "".join(spoken))  # where espeak-ng changes to another language, and back
+        for symbols, one in AFFRICATES:
+            phonemes = phonemes.replace(symbols, one)
+        return phonemes.strip()
 
 
 class OnnxKokoro(Kokoro):

@@ -1,4 +1,4 @@
-"""Texts of the corpora: sentences, phrases, words and numbers in English; a few sentences in Arabic and Vietnamese.
+"""Texts of the corpora: sentences, phrases, words and numbers in English; a few sentences in other languages.
 
 English comes from WordNet (usage examples, glosses, and the words themselves) and from prose: novels, speeches and
 descriptions of countries. The other languages have only the Declaration of Human Rights, a few hundred pieces each.
@@ -29,7 +29,11 @@ of each kind there are too few to be read alone: in 26 h of examples every line 
 PROSE = {"books": prose_sources.books, "speeches": prose_sources.speeches, "countries": prose_sources.countries}
 """Those that are prose, and what reads them out of packages."""
 KINDS = (*SENTENCE_SHARES, "phrases", "words", "people", "places")
-DECLARATIONS = {"ar": "arb", "vi": "vie"}
+DECLARATIONS = {
+    **{"ar": "arb", "vi": "vie", "es": "spa", "fr": "fra", "it": "ita", "pt": "por_BR", "hi": "hin", "de": "deu_1996"},
+    **{"cs": "ces", "pl": "pol", "sk": "slk", "nl": "nld", "sv": "swe", "da": "dan", "ro": "ron_2006", "ca": "cat"},
+    **{"tr": "tur", "hu": "hun", "fi": "fin", "el": "ell_monotonic"},
+}
 """Languages, and what their declaration is called in the package."""
 HELD_OUT = "held_out"
 """The file of English examples that no corpus reads. Every model is evaluated on these, so they must not change."""

