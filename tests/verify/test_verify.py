@@ -29,6 +29,7 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.fused import ops
 from myna.models.higgs_v2.packing import PackedAttention
+from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import make_trainable, save_adapter
 from myna.models.phi4 import family as phi4_family
 from myna.models.phi4.forward import RotaryTables
@@ -143,6 +144,28 @@ def test_half_precision_passes_within_its_tolerances(speaking: Path, dtype: torc
     for check in (checks.check_forward, checks.check_packed, checks.check_generate):
         finding = check(subject)
         assert finding.passed, finding
+
+
+def test_gradients_of_deep_models_are_rounded_more(tmp_path: Path) -> None:
+    """The plain path in bf16 against itself in fp32, with weights that weigh as much as those of the true width. Another
+    path errs as much, and the two differ by the root of two of it: the tolerance has room for that, at any depth."""
+    rounding = {}
+    for layers in (checks.TOLERATED_LAYERS, 28):
+        folder = save_tiny(tmp_path / str(layers), hidden=128, layers=layers)
+        gradients = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            subject = load_verified(folder, base=None, codec=None, device="cpu", quick=True)
+            for parameter in subject.model.parameters():
+                parameter.data *= (3072 / 128) ** 0.5 if parameter.dim() > 1 else 1
+            subject.model, subject.dtype = subject.model.to(torch.bfloat16).to(dtype), dtype
+            torch.manual_seed(0)
+            objective = subject.family.objective(checks.make_learner(subject))
+            _, gradients[dtype] = checks.train_pass(subject, objective, subject.family.collate(subject.sequences))
+        apart = checks.gradient_differences(gradients[torch.bfloat16], gradients[torch.float32])
+        rounding[layers] = max(apart.values())
+    assert rounding[28] > 1.4 * rounding[checks.TOLERATED_LAYERS], "it grows with the depth"
+    for layers, error in rounding.items():
+        assert 0.3 < 2**0.5 * error / checks.gradient_tolerance(torch.bfloat16, layers) < 1
 
 
 @pytest.mark.slow

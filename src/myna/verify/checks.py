@@ -48,7 +48,9 @@ from myna.verify.subject import TEXTS, NotApplicableError, VerifiedModel
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far two losses of one stream may be from one another, as a share of the larger, by the type of the weights."""
 GRADIENT_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""How far two gradients of a LoRA matrix may be from one another, as a share of its norm."""
+"""How far two gradients of a LoRA matrix may be from one another, as a share of its norm, in a model of up to
+`TOLERATED_LAYERS`; the roundings of more layers add up as the root of their number."""
+TOLERATED_LAYERS = 8
 LOG_PROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """How far two log-probabilities of one code may be from one another."""
 MIN_STEPS = 8
@@ -321,36 +323,49 @@ def check_codec(subject: VerifiedModel) -> Finding:
 def check_fused(subject: VerifiedModel) -> Finding:
     """losses and LoRA gradients of the fused training path, and of the plain one"""
     family = subject.family
-    learner = make_trainable(get_base_model(subject.model), family, AdaptSettings(rank=8))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in learner.named_parameters():
-        if "lora_B" in name:  # zeros in a new LoRA: it would have no part in the result
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data.copy_(0.02 * noise)
+    layers = get_base_model(subject.model).config.num_hidden_layers
+    learner = make_learner(subject)
     batch = family.collate(subject.sequences)
-    plain, gradients = _train_pass(subject, family.objective(learner), batch)
+    plain, gradients = train_pass(subject, family.objective(learner), batch)
     objective: Any = family.objective(learner, fused_lora=True)
     if not objective.fused:
         raise NotApplicableError(
             f"{family.name} on {subject.device.type} has no fused layers: it trains on the plain path"
         )
-    fused, fused_gradients = _train_pass(subject, objective, batch)
-    tolerance = GRADIENT_TOLERANCES[subject.dtype]
+    fused, fused_gradients = train_pass(subject, objective, batch)
+    tolerance = gradient_tolerance(subject.dtype, layers)
     losses = _compare_losses(
         family.streams, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[subject.dtype]
     )
     if not losses.passed:
         return losses
-    norms = {name: float(gradient.norm()) for name, gradient in gradients.items()}
-    floor = 0.01 * max(norms.values())  # smaller gradients are rounding, for the most part
-    apart = {
-        name: float((fused_gradients[name] - gradient).norm()) / max(norms[name], floor)
-        for name, gradient in gradients.items()
-    }
+    apart = gradient_differences(fused_gradients, gradients)
     worst = max(apart, key=lambda name: apart[name] if np.isfinite(apart[name]) else np.inf)
     if not apart[worst] <= tolerance:
         return Finding(False, f"the gradient of {worst} differs", apart[worst], tolerance)
     return replace(losses, detail=f"{losses.detail}; gradients of {len(apart)} matrices by {apart[worst]:.1e}")
+
+
+def make_learner(subject: VerifiedModel) -> Any:
+    """The model with a random LoRA."""
+    learner = make_trainable(get_base_model(subject.model), subject.family, AdaptSettings(rank=8))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in learner.named_parameters():
+        if "lora_B" in name:  # zeros in a new LoRA: it would have no part in the result
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(0.02 * noise)
+    return learner
+
+
+def gradient_differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By matrix, as a share of its norm."""
+    norms = {name: float(gradient.norm()) for name, gradient in plain.items()}
+    floor = 0.01 * max(norms.values())  # smaller gradients are rounding, for the most part
+    return {name: float((ours[name] - gradient).norm()) / max(norms[name], floor) for name, gradient in plain.items()}
+
+
+def gradient_tolerance(dtype: torch.dtype, layers: int) -> float:
+    return GRADIENT_TOLERANCES[dtype] * max(1.0, layers / TOLERATED_LAYERS) ** 0.5
 
 
 CHECKS: tuple[tuple[str, Callable[[VerifiedModel], Finding]], ...] = (
@@ -402,7 +417,7 @@ def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
             hook.remove()
 
 
-def _train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss sums, and the gradients of what is trained."""
     with subject.autocast():
         losses: StreamLosses = objective.train()(batch.to(subject.device))
