@@ -147,8 +147,8 @@ def test_half_precision_passes_within_its_tolerances(speaking: Path, dtype: torc
 
 
 def test_gradients_of_deep_models_are_rounded_more(tmp_path: Path) -> None:
-    """The plain path in bf16 against itself in fp32, with weights that weigh as much as those of the true width. Another
-    path errs as much, and the two differ by the root of two of it: the tolerance has room for that, at any depth."""
+    """The plain path in bf16 against itself in fp32, with weights that weigh as much as those of the true width.
+    Another path errs as much, and the two differ by the root of two of it: the tolerance has room for that."""
     rounding = {}
     for layers in (checks.TOLERATED_LAYERS, 28):
         folder = save_tiny(tmp_path / str(layers), hidden=128, layers=layers)

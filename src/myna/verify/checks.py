@@ -6,6 +6,7 @@ order of `CHECKS`: the first one merges an adapter, the last one puts a LoRA on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -365,7 +366,7 @@ def gradient_differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.T
 
 
 def gradient_tolerance(dtype: torch.dtype, layers: int) -> float:
-    return GRADIENT_TOLERANCES[dtype] * max(1.0, layers / TOLERATED_LAYERS) ** 0.5
+    return GRADIENT_TOLERANCES[dtype] * math.sqrt(max(1.0, layers / TOLERATED_LAYERS))
 
 
 CHECKS: tuple[tuple[str, Callable[[VerifiedModel], Finding]], ...] = (
