@@ -160,6 +160,19 @@ def test_adapters_of_rows_are_those_of_the_eager_steps(
             assert np.abs(a.log_probs() - b.log_probs()).max() < 2e-3
 
 
+def test_a_wider_adapter_comes_when_every_graph_reads_adapters(family: HiggsV2, models: dict[str, Any]) -> None:
+    """All graphs are dropped then, and their memory with them."""
+    model = models["cuda"]
+    slots = family.adapter_slots(model, 2, 4)
+    scheduler = BatchScheduler(family.speech_decoder(model, 2, 512, slots))
+    for name, rank in (("narrow", 4), ("wide", 20)):
+        slots.load(name, random_lora(family, model, rank, rank))
+        spoken = [scheduler.submit(prompt, GREEDY, 6, name) for prompt in prompts_of(family, 3)]
+        while scheduler.busy:
+            scheduler.advance()
+        assert [one.finish_reason for one in spoken] == ["length"] * 3
+
+
 def random_lora(family: HiggsV2, model: Any, rank: int, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     linears = {name: model.get_submodule(name) for name in family.lora_targets(model, "comprehensive").adapted}

@@ -262,6 +262,8 @@ class CudaDecoder(HiggsDecoder):
         version = self.adapters.version
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[-1] in (0, version)}
         self._prompt_graphs = {key: graph for key, graph in self._prompt_graphs.items() if key[-1] in (0, version)}
+        if not self._graphs and not self._prompt_graphs:
+            self._pool = None  # memory of graphs is gone with the last of them
         return version
 
     def slots_in_use(self, rows: int) -> int:
