@@ -88,6 +88,17 @@ def test_a_fledgling_is_trained_further_with_its_codec(tmp_path: Path) -> None:
         calls_of(tmp_path, "codec", "encode", INIT_FROM=str(begun), CODEC=str(other), RUNS=str(tmp_path / "again"))
 
 
+def with_trial(home: Path) -> str:
+    """A fake Python under which a language model's trial takes 0.1 s a step, from which steps are planned."""
+    trial = 'case "$*" in *runs/language/trial*) mkdir -p {trial}; cp {metrics} {trial}/metrics.jsonl;; esac\n'
+    metrics, run = home / "metrics", home / "runs/language"
+    metrics.write_text("".join(f'{{"speed": {{"seconds": 0.1}}, "step": {step}}}\n' for step in range(60)))
+    fake = FAKE_PYTHON.replace("plan_seconds.py ]", 'plan_seconds.py ] || [ "$(basename "$1")" = plan_steps.py ]')
+    return fake.replace(
+        "echo", trial.replace("{trial}", str(run / "trial")).replace("{metrics}", str(metrics)) + "echo", 1
+    )
+
+
 def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Path) -> None:
     """Its files lie in several parts, as do the recordings of real speech."""
     files = ("1/init/model.safetensors", "2/init/config.json", "2/init/codec/model.safetensors", "0/real_words.json")
@@ -95,14 +106,7 @@ def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Pat
         file = tmp_path / "bundle" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(name)
-    trial = 'case "$*" in *runs/language/trial*) mkdir -p {trial}; cp {metrics} {trial}/metrics.jsonl;; esac\n'
-    rows = "".join(f'{{"speed": {{"seconds": 0.1}}, "step": {step}}}\n' for step in range(60))
-    metrics, run = tmp_path / "metrics", tmp_path / "runs/language"
-    metrics.write_text(rows)
-    fake = FAKE_PYTHON.replace("plan_seconds.py ]", 'plan_seconds.py ] || [ "$(basename "$1")" = plan_steps.py ]')
-    fake = fake.replace(
-        "echo", trial.replace("{trial}", str(run / "trial")).replace("{metrics}", str(metrics)) + "echo", 1
-    )
+    fake = with_trial(tmp_path)
     settings = {"BUDGET": "1380", "PARTS": "3"}
     calls = calls_of(tmp_path, "language", fake=fake, OUT="", **settings)
     names = [
@@ -153,3 +157,19 @@ def test_a_codec_is_trained_on_what_there_is(tmp_path: Path) -> None:
     calls = calls_of(tmp_path, "voices", BUDGET="900", fake=fake)
     trained = next(words for words in calls if words[0].endswith("train_codec.py"))
     assert trained.count("--source") == 1 and option(trained, "--source").endswith("espeak_codec=0.1")
+
+
+def test_a_codec_and_a_language_model_on_its_codes_are_trained_in_one_go(tmp_path: Path) -> None:
+    (tmp_path / "bundle/1/real/en-real").mkdir(parents=True)
+    calls = calls_of(tmp_path, "both", fake=with_trial(tmp_path), OUT="", BUDGET="1700", VOICES_BUDGET="700")
+    names = [Path(words[0]).name for words in calls if words[0].endswith(".py")]
+    assert names.index("train_codec.py") < names.index("grow_fledgling.py") < names.index("encode.py")
+    corpora = [option(words, "--out") for words in calls if words[0].endswith("natural_corpus.py")]
+    assert corpora == [f"{tmp_path}/data/voices/natural_augmented", f"{tmp_path}/data/natural_augmented"]
+    by_script = {Path(words[0]).name: words for words in calls}
+    assert 500 < int(option(by_script["train_codec.py"], "--seconds")) <= 610
+    grown = by_script["grow_fledgling.py"]
+    assert option(grown, "--codec") == f"{tmp_path}/runs/voices/codec/codec"
+    assert option(grown, "--out") == f"{tmp_path}/data/initial" and f"{tmp_path}/bundle/1/real/en-real" in grown
+    with pytest.raises(AssertionError, match="train a codec"):
+        calls_of(tmp_path / "other", "language", fake=FAKE_PYTHON, BUDGET="1000")

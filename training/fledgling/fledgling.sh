@@ -6,6 +6,8 @@
 #            codec with augmentation on the GPU, on those and on the real speech of the bundle
 #   language instead: a language model on the codes of a codec that is trained already, in $BUDGET seconds: natural and
 #            eSpeak speech, then a training on these and on real speech that begins with the weights of the bundle
+#   both     instead: voices in $VOICES_BUDGET seconds, and language in what is left of $BUDGET, on the codes of that codec:
+#            it begins with the weights of the shipped model
 #   decoder  instead: decoder-only training of $CODEC, or of the shipped codec, in $BUDGET seconds, with the same codes;
 #            corpora, then the decoder, and no language model
 #
@@ -180,7 +182,8 @@ collect() { # eight files
 voices() { # with a clock and a folder of their own; whatever is missing, the codec is trained on the rest
   local CODEC="" RUNS=$RUNS/voices CODEC_CLIPS=${VOICES_CLIPS:-12000}
   # Frames at the edges of a window lack the decoder's context, so more are decoded than compared.
-  local CODEC_OPTIONS="--window 32 --loss-frames 24 --log-every 20 --checkpoint-every 120 $CODEC_OPTIONS"
+  # Voices were better than they had to be, and words worse: steps without discriminators take half the time.
+  local CODEC_OPTIONS="--window 32 --loss-frames 24 --discriminator-after 0.15 --log-every 20 --checkpoint-every 120 $CODEC_OPTIONS"
   mkdir -p "$RUNS"
   [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
   [ -e "$RUNS/plan.voices" ] || voices_corpora ||
@@ -219,13 +222,26 @@ language() { # with a clock and a folder of its own; parts of the bundle may com
   stage export_model
 }
 
-initial() { # the checkpoint to begin with, whose files may lie in several parts of the bundle
-  local part
+both() { # corpora of the codec lie in a folder of their own, since they have other settings
+  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
+  DATA=$DATA/voices BUNDLE=$BUNDLE BUDGET=${VOICES_BUDGET:-$((BUDGET * 2 / 5))} bash $HERE/fledgling.sh voices
+  local BUDGET=$((BUDGET - $(date +%s) + $(cat "$RUNS/began")))
+  language
+}
+
+initial() { # the checkpoint to begin with: its files may lie in several parts of the bundle, or it is made of the shipped one
+  local parts=("$BUNDLE"/*/init) speech=("$DATA/natural_augmented") folder
   rm -rf "$DATA/initial" && mkdir -p "$DATA/initial"
-  for part in "$BUNDLE"/*/init; do
-    [ -d "$part" ] || { say "the bundle has no checkpoint to begin with: pack_offline.py --init"; return 1; }
-    cp -r "$part/." "$DATA/initial/"
-  done
+  if [ -d "${parts[0]}" ]; then
+    for folder in "${parts[@]}"; do cp -r "$folder/." "$DATA/initial/"; done
+    return
+  fi
+  local codec=${RUNS%/language}/voices/codec/codec
+  [ -d "$codec" ] || { say "there is no checkpoint to begin with: pack_offline.py --init, or train a codec (voices)"; return 1; }
+  for folder in "$BUNDLE"/*/real/en-real; do [ ! -d "$folder" ] || speech+=("$folder"); done
+  rm -rf "$DATA/initial"
+  $PYTHON $HERE/grow_fledgling.py --from src/myna/models/fledgling --codec "$codec" --speech "${speech[@]}" --limit 1800 \
+    --out "$DATA/initial"
 }
 
 real_corpus() { # English alone
@@ -354,7 +370,7 @@ unpack
 for stage in "$@"; do
   case $stage in
     export) say export; export_model ;; # `export` is a word of the shell
-    all | voices | language | decoder | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
+    all | voices | language | both | decoder | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from rich.progress import track
-from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 from codec_training.recordings import decode, recordings
@@ -87,18 +86,22 @@ def widened(state: State, old: HiggsAudioV2Config, config: HiggsAudioV2Config, s
 
 def translated_embedding(weight: torch.Tensor, pairs: list[EncodedPair], delay: DelayPattern) -> torch.Tensor:
     """Embeddings of the new codes whose sum over codebooks is that of the old ones, as nearly as codes tell."""
-    old, new = (np.concatenate([delay.apply(codes) for codes in both]) for both in zip(*_sides(pairs), strict=True))
-    entries = len(weight) // delay.codebooks
-    places = new + np.arange(delay.codebooks) * entries
-    features = csr_matrix(
-        (np.ones(places.size, np.float32), places.reshape(-1), np.arange(len(places) + 1) * delay.codebooks),
-        shape=(len(places), len(weight)),
+    old, new = (
+        torch.from_numpy(np.concatenate([delay.apply(codes) for codes in both]).astype(np.int64))
+        for both in zip(*_sides(pairs), strict=True)
     )
+    entries = len(weight) // delay.codebooks
     offsets = torch.arange(delay.codebooks) * entries
-    targets = weight.float()[torch.from_numpy(old) + offsets].sum(1)
-    gram = torch.from_numpy((features.T @ features).toarray()).double()
+    targets = weight.float()[old + offsets].sum(1)
+    gram = torch.zeros(len(weight), len(weight), dtype=torch.float64)
+    for one in range(delay.codebooks):
+        for other in range(delay.codebooks):
+            together = torch.bincount(new[:, one] * entries + new[:, other], minlength=entries**2)
+            rows, columns = (slice(book * entries, (book + 1) * entries) for book in (one, other))
+            gram[rows, columns] = together.reshape(entries, entries).double()
     gram.diagonal().add_(RIDGE)
-    moments = torch.from_numpy(features.T @ targets.numpy()).double()
+    moments = torch.zeros(weight.shape, dtype=torch.float64)
+    moments.index_add_(0, (new + offsets).flatten(), targets.double().repeat_interleave(delay.codebooks, 0))
     return torch.cholesky_solve(moments, torch.linalg.cholesky(gram)).float()
 
 
@@ -147,10 +150,11 @@ def main() -> None:
     parser.add_argument("--speech", type=Path, nargs="+", required=True, help="parquet files, or folders of them")
     parser.add_argument("--limit", type=int, default=3000, help="clips of each")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of both codecs")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
-        old, new = MelCodec.open(args.source / "codec"), MelCodec.open(args.codec)
+        old, new = (MelCodec.open(folder, args.device) for folder in (args.source / "codec", args.codec))
         pairs = list(encoded_pairs(args.speech, old, new, args.limit))
         count = grow(args.source, args.codec, pairs, args.out, seed=args.seed)
         print(f"{args.out}: {count:,} parameters, begun with those of {args.source}")

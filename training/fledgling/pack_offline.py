@@ -3,9 +3,9 @@
 python training/fledgling/pack_offline.py --texts data/fledgling/texts --kokoro data/fledgling/kokoro \\
     --natural PARQUET_FOLDER --real PARQUET_FOLDER_OR_FILE... --background AUDIO_FOLDER --out data/fledgling/bundle
 
-espeak-ng is packed without the dictionaries of other languages. The first part holds wheels, texts and the
-recogniser; the other files go where they fit. Real speech keeps the name of its folder or file, by which `fledgling.sh`
-weighs it.
+espeak-ng is packed without the dictionaries of other languages. The first part holds wheels and texts; Kokoro and
+the other files follow where they fit. Real speech keeps the name of its folder or file, by which `fledgling.sh` weighs
+it.
 """
 
 from __future__ import annotations
@@ -75,14 +75,13 @@ def pack(
     shutil.copytree(texts, first / "texts")
     if words is not None:
         shutil.copy(words, first / "real_words.json")
-    if speech_encoder is not None:
-        shutil.copy(speech_encoder, first / "speech_encoder.safetensors")
     _wheels(first / "wheels", python)
     for folder in backgrounds:
         _pack_backgrounds(folder, first / "background" / f"{folder.name}.parquet")
     sizes = [_size(first)]
     thinned = out / "thinned"
-    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real, thinned), *_tree(init, "init")):
+    encoder = [(speech_encoder, "speech_encoder.safetensors")] if speech_encoder else []
+    for file, name in (*_kokoro(kokoro), *_natural(natural), *_real(real, thinned), *encoder, *_tree(init, "init")):
         size = file.stat().st_size
         if size > limit:
             raise DataError(f"{file} is larger than a part", hint=f"--limit {size / 2**20 + 1:.0f}")

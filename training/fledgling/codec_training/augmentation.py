@@ -184,7 +184,7 @@ def babble(waves: torch.Tensor, voices: int) -> torch.Tensor:
 class AugmentationShares:
     """Shares of the clips that are changed in each way, of those that are not left as they are."""
 
-    clean: float = 0.2
+    clean: float = 0.3
     """Clips of which only speed, vocal tract and level change."""
     equalised: float = 0.6
     high_passed: float = 0.3

@@ -38,7 +38,7 @@ MIN_MATRIX = 8192
 
 
 def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Path]:
-    """Weights in 8 bits with a scale for each row, vectors and styles of voices in half precision; the files."""
+    """Weights and styles of voices in 8 bits with a scale for each row, vectors in half precision; the files."""
     try:
         import onnx  # type: ignore[import-not-found]
     except ImportError:
@@ -50,7 +50,9 @@ def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Pa
         name: tensor for whole, matrix in parameters(nodes, stored).items() for name, tensor in _stored(whole, matrix)
     }
     contents = {f"kokoro-{number}.safetensors": part for number, part in enumerate(_parts(weights))}
-    contents[STYLES] = {name: torch.from_numpy(table.astype(np.float16)) for name, table in styles.items()}
+    contents[STYLES] = {
+        name: tensor for voice, table in styles.items() for name, tensor in _stored(voice, torch.tensor(table))
+    }
     for name, part in contents.items():
         with atomic_write(folder / name) as temporary:
             save_file(part, temporary)
@@ -62,7 +64,11 @@ def read(folders: Iterable[Path]) -> dict[str, Tensor]:
     files = sorted(file for folder in folders for file in folder.glob("kokoro-*.safetensors"))
     if not files:
         raise DataError("there are no weights of Kokoro", hint=HOW)
-    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return _opened({name: tensor for file in files for name, tensor in load_file(file).items()})
+
+
+def _opened(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in single precision, as they were before `_stored`."""
     return {
         name: tensor.float() * stored[name + SCALE] if tensor.dtype == torch.int8 else tensor.float()
         for name, tensor in stored.items()
@@ -83,7 +89,7 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def read_styles(folders: Iterable[Path]) -> dict[str, npt.NDArray[np.float32]]:
     for folder in folders:
         if (folder / STYLES).is_file():
-            return {name: table.float().numpy() for name, table in load_file(folder / STYLES).items()}
+            return {name: table.numpy() for name, table in _opened(load_file(folder / STYLES)).items()}
     raise DataError("there are no voices of Kokoro", hint=HOW)
 
 
