@@ -110,6 +110,15 @@ def test_two_versions_of_a_package_are_refused(tmp_path: Path) -> None:
         debian_packages.download("some-voice", tmp_path)
 
 
+def test_a_package_in_a_relative_folder_is_found_by_commands_that_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/some-voice_1_all.deb").touch()
+    assert debian_packages.download("some-voice", Path("cache")) == tmp_path / "cache/some-voice_1_all.deb"
+
+
 def test_dialogue_has_its_speaker_and_text(tmp_path: Path) -> None:
     script = tmp_path / "usr/share/games/fillets-ng/script/city/dialogs_cs.lua"
     script.parent.mkdir(parents=True)
