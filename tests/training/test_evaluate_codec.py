@@ -200,3 +200,13 @@ def test_real_recordings_need_the_models_that_hear_them(tmp_path: Path) -> None:
 def test_a_folder_without_recordings_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no parquet"):
         real_speech.real_sets([tmp_path], [], 9)
+
+
+def test_a_shifted_copy_is_the_recording_again(tmp_path: Path) -> None:
+    samples = (0.3 * np.sin(2 * np.pi * 200 * np.arange(24_000) / 24_000)).astype(np.float32)
+    copy = real_speech.ShiftedCopy().decode(samples)
+    assert np.corrcoef(samples, copy[250:])[0, 1] > 0.9999 and np.abs(copy).max() == pytest.approx(0.21, abs=0.01)
+    real_clips(tmp_path / "judge", "studio", ["anna", "bert"])
+    ((name, clips),) = real_speech.real_sets([tmp_path / "judge"], [], 9).items()
+    measured = list(real_speech.measure_clips(name, clips, real_speech.ShiftedCopy(), tmp_path, FakeMetrics()))
+    assert real_speech.score_set(measured)["words changed"] == 0

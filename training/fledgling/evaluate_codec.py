@@ -5,7 +5,7 @@
 
 Word errors by faster-whisper before and after, speaker similarity by ECAPA and Resemblyzer, STOI, PESQ, and codebook
 perplexity. Word errors and similarity are measured if their models are args. `--codec identity` returns its input, to
-evaluate the metrics themselves.
+evaluate the metrics themselves; `--codec shifted` does the same for real recordings, 10 ms later and a little softer.
 
 Real recordings that nothing was trained on (`--judge`, as real_corpora.py makes them, and speakers of a corpus that are
 held out, `--held-out`) are judged by what changes between the recording and its round trip: words and characters of the
@@ -35,7 +35,15 @@ from rich.progress import track
 
 from codec_evaluation import metrics
 from codec_evaluation.metrics import RoundTripMetric
-from codec_evaluation.real_speech import RealMetrics, measure_clips, other_speaker_similarity, real_sets, score_set
+from codec_evaluation.real_speech import (
+    RealMetrics,
+    RoundTripCodec,
+    ShiftedCopy,
+    measure_clips,
+    other_speaker_similarity,
+    real_sets,
+    score_set,
+)
 from codec_training.evaluation import perplexity
 from codec_training.recordings import Recording, clip_summary, decode, recordings, round_robin_by_speaker
 from myna.audio.files import Samples, write_audio
@@ -74,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.set_defaults(command=[])
     add = made.add_argument
-    add("--codec", required=True, help="a codec's folder, or `identity`")
+    add("--codec", required=True, help="a codec's folder, or `identity`, or with real recordings `shifted`")
     add("--source", type=Path, action="append", default=[], help="corpus, as for train_codec.py; may be repeated")
     add("--judge", type=Path, action="append", default=[], help="folder of real recordings; may be repeated")
     add("--held-out", type=Path, action="append", default=[], help="the same, of which only held-out speakers are used")
@@ -99,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     if not (options.source or options.judge or options.held_out):
         raise ConfigError("there is nothing to evaluate on", hint="name a corpus: --source, --judge or --held-out")
-    codec = None if options.codec == "identity" else open_codec(options.codec)
+    codec = None if options.codec in ("identity", "shifted") else open_codec(options.codec)
     report: dict[str, Any] = {
         "codec": options.codec,
         "revision": codec.revision if codec else None,
@@ -128,7 +136,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _evaluate_real(codec: Codec | None, options: argparse.Namespace) -> dict[str, Any]:
+def _evaluate_real(trained: Codec | None, options: argparse.Namespace) -> dict[str, Any]:
+    codec: RoundTripCodec | None = ShiftedCopy() if options.codec == "shifted" else trained
     if codec is None or not options.whisper or not options.ecapa:
         raise ConfigError(
             "real recordings need a codec and the models that hear its round trips",

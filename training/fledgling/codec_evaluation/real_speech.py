@@ -62,6 +62,21 @@ class RoundTripCodec(Protocol):
     def decode(self, codes: Any) -> Samples: ...
 
 
+class ShiftedCopy:
+    """In place of a codec: the recording 10 ms later, 3 dB softer and with noise that nobody hears. What changes is the
+    recogniser's own uncertainty, below which no codec can be measured."""
+
+    revision, sample_rate, hop = "shifted", 24_000, 960
+
+    def encode(self, clips: Samples) -> Samples:
+        return clips
+
+    def decode(self, codes: Samples) -> Samples:
+        shifted = 0.7 * np.pad(codes, (250, 0))
+        noise = np.random.default_rng(0).standard_normal(len(shifted))
+        return (shifted + 10 ** (-65 / 20) * noise).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class RealMetrics:
     """The models that hear a recording and its round trip."""
