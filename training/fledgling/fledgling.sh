@@ -182,8 +182,8 @@ collect() { # eight files
 voices() { # with a clock and a folder of their own; whatever is missing, the codec is trained on the rest
   local CODEC="" RUNS=$RUNS/voices CODEC_CLIPS=${VOICES_CLIPS:-12000}
   # Frames at the edges of a window lack the decoder's context, so more are decoded than compared.
-  # Voices were better than they had to be, and words worse: steps without discriminators take half the time.
-  local CODEC_OPTIONS="--window 32 --loss-frames 24 --discriminator-after 0.15 --log-every 20 --checkpoint-every 120 $CODEC_OPTIONS"
+  # Words were further from their goal than voices: steps without discriminators take half the time.
+  local CODEC_OPTIONS="--window 32 --loss-frames 24 --discriminator-after 0.12 --log-every 20 --checkpoint-every 180 $CODEC_OPTIONS"
   mkdir -p "$RUNS"
   [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
   [ -e "$RUNS/plan.voices" ] || voices_corpora ||

@@ -235,7 +235,7 @@ class SpeakerSession:
         if self.language == "en":
             return lines.draw_natural(self.rng)
         # There are some hundred lines of each other language: two in a new order are a new line.
-        return " ".join(lines.draw(self.language, self.rng) for _ in range(self.rng.choice((1, 1, 2))))
+        return " ".join(lines.draw(self.language, self.rng) for _ in range(1 if self.rng.random() < 0.9 else 2))
 
     def add_clip(self, text: str, samples: Samples) -> None:
         if 0 < len(samples) <= MAX_SECONDS * SAMPLE_RATE:
