@@ -62,7 +62,7 @@ def provoke(reason: RejectionReason, folder: Path, clips: list[Path]) -> ImportR
         "bad span": [line(clips[1], span={"start": 0.1, "end": 0.4})],
         "malformed": [line(clips[1], speaker=7)],
         "reference equals target": [line(clips[1], extras={"references": ["voice"]}), voice | {"audio": str(clips[1])}],
-        "missing reference": [voiced, voice | {"id": "another"}],
+        "missing reference": [voiced, voice | {"id": "another", "text": ""}],
         "not UTF-8": [line(clips[1], text="half a pair \ud83d")],
     }
     if reason == "not UTF-8":
@@ -163,6 +163,13 @@ def test_a_span_outside_is_bad(tmp_path: Path, clips: list[Path], span: dict[str
 
 
 # -- references --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_that_no_target_names_serves_its_speaker(tmp_path: Path, clips: list[Path]) -> None:
+    voice = line(clips[0], id="voice", extras={"reference_only": True})
+    spoilt = line(clips[1], id="spoilt", text=" ", extras={"references": ["its own"]})
+    result = manifest(tmp_path, voice, spoilt, voice | {"id": "its own"}, line(clips[2], id="target"))
+    assert [utterance.id for utterance in result.utterances] == ["voice", "target"]
 
 
 def test_the_same_sound_under_another_name_is_no_reference(tmp_path: Path, clips: list[Path]) -> None:

@@ -38,13 +38,28 @@ TextCheck = Callable[[Mapping[str, str]], object]
 def validate_utterances(
     items: Iterable[ImportItem], progress: ProgressCallback = silent, check_text: TextCheck | None = None
 ) -> tuple[list[Utterance], list[RejectedRecord]]:
-    """Usable utterances, and rejected records with their reason; both in the order of the source."""
-    checked = list(_check_each(list(items), progress, check_text))
+    """Usable utterances, and rejected records with their reason; both in the order of the source.
+
+    A reference whose targets were all rejected is left out with them; one that no target names serves its speaker, if
+    it has a text.
+    """
+    imported = list(items)
+    checked = list(_check_each(imported, progress, check_text))
     _check_all_references(checked)
     valid = [item.utterance for item in checked if isinstance(item, ImportedUtterance)]
-    named = {id for utterance in valid for id in utterance.references or ()}
-    utterances = [utterance for utterance in valid if utterance.is_target or utterance.id in named]
+    named_before, named = _named_references(imported), _named_references(checked)
+
+    def is_used(utterance: Utterance) -> bool:
+        serves_speaker = utterance.id not in named_before and bool(utterance.text)
+        return utterance.is_target or utterance.id in named or serves_speaker
+
+    utterances = [utterance for utterance in valid if is_used(utterance)]
     return utterances, [item for item in checked if isinstance(item, RejectedRecord)]
+
+
+def _named_references(items: Iterable[ImportItem]) -> set[str]:
+    utterances = (item.utterance for item in items if isinstance(item, ImportedUtterance))
+    return {id for utterance in utterances for id in utterance.references or ()}
 
 
 def _check_each(
