@@ -240,7 +240,7 @@ initial() { # the checkpoint to begin with: its files may lie in several parts o
   [ -d "$codec" ] || { say "there is no checkpoint to begin with: pack_offline.py --init, or train a codec (voices)"; return 1; }
   for folder in "$BUNDLE"/*/real/en-real; do [ ! -d "$folder" ] || speech+=("$folder"); done
   rm -rf "$DATA/initial"
-  $PYTHON $HERE/grow_fledgling.py --from src/myna/models/fledgling --codec "$codec" --speech "${speech[@]}" --limit 1800 \
+  $PYTHON $HERE/grow_fledgling.py --from src/myna/models/fledgling --codec "$codec" --speech "${speech[@]}" --limit 900 \
     --out "$DATA/initial"
 }
 
