@@ -2,13 +2,15 @@
 
 python benchmarks/speak.py --out docs/benchmarks
 python benchmarks/speak.py --out FOLDER --device cpu --tiny     a look at the whole, in a minute
+python benchmarks/speak.py --out docs/benchmarks --adapters     1 and 64 rows, and adapters, alone: half a minute
 python benchmarks/speak.py --out docs/benchmarks --fledgling     the shipped small model on this CPU
 python benchmarks/speak.py --out docs/benchmarks --evaluate --device cpu     100 lines by `myna evaluate`
 
 Weights are random and of the full size, in bf16. Every row has a context of 450 positions at first and 700 at the end,
 10 s of speech, and no early end. `share_of_limit` is the time that memory bandwidth would take for the weights and the
 cache of a step, over the time it took. The first audio is counted from a request with a reference of 5 s to the samples
-of the first window, which are those of the finished file. Writes speak.json and speak.svg.
+of the first window, which are those of the finished file. Writes speak.json and speak.svg; with `--adapters`,
+speak-adapters.json.
 
 With `--fledgling`, speak-fledgling.json: text to samples, prefill and codec included, alone and beside a process that
 keeps a core busy. With `--evaluate`, speak-evaluate-DEVICE.json: the lines spoken, decoded and written, not scored.
@@ -69,8 +71,8 @@ SYNC_WARNING = "synchronizing CUDA operation"
 
 
 class Bench:
-    def __init__(self, device: torch.device, small: bool, out: Path) -> None:
-        self.device, self.small, self.out = device, small, out
+    def __init__(self, device: torch.device, small: bool, out: Path, name: str = "speak") -> None:
+        self.device, self.small, self.out, self.name = device, small, out, name
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.frames = 20 if small else FRAMES
@@ -137,7 +139,8 @@ class Bench:
             "frames": self.frames,
             **self.facts,
         }
-        (self.out / "speak.json").write_text(json.dumps(facts | {"rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(facts | {"rows": self.rows}, indent=1) + "\n"
+        (self.out / f"{self.name}.json").write_text(text, encoding="utf-8")
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -285,6 +288,19 @@ class Bench:
         size = sum(group.a.nbytes + group.b.nbytes for layers in slots.groups.values() for group in layers)
         return slots, {"rank": rank, "load_s": seconds, "mib_each": size / count / 2**20}
 
+    def measure_adapters(self, positions: int) -> None:
+        """Few and many adapters among many rows, of each rank."""
+        all_rows, self.facts["adapters"] = (2 if self.small else 64), []
+        for rank in ADAPTER_RANKS:
+            slots, facts = self.adapter_slots(2 if self.small else 32, rank)
+            self.facts["adapters"].append(facts)
+            decoder = self.decoder(all_rows, positions, slots)
+            for rows, count in ((1, 1), (all_rows, 0), (all_rows, 1), (all_rows, 8), (all_rows, 32)):
+                count = min(count, slots.capacity)
+                name = f"ours, {rows} rows, {count} adapters of rank {rank}"
+                self.measure(name, partial(self.decode, decoder, rows, adapters=count))
+            del decoder, slots
+
     def first_audio(self, codec: HiggsCodec) -> dict[str, Any]:
         scheduler = BatchScheduler(self.decoder(1, 1024))
         times = []
@@ -430,6 +446,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--fledgling", action="store_true")
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
@@ -441,23 +458,17 @@ def main() -> None:
     if arguments.evaluate:
         evaluate_lines(arguments.out, arguments.device)
         return
-    bench = Bench(torch.device(arguments.device), arguments.tiny, arguments.out)
-    counts = [1, 2] if arguments.tiny else arguments.rows
+    name = "speak-adapters" if arguments.adapters else "speak"
+    bench = Bench(torch.device(arguments.device), arguments.tiny, arguments.out, name)
+    counts = [1, 2] if arguments.tiny else [1, 64] if arguments.adapters else arguments.rows
     positions = CONTEXT + FRAMES + 68
     decoder = bench.decoder(max(counts), positions)
     for rows in counts:
         bench.measure(f"ours, {rows} rows", partial(bench.decode, decoder, rows))
+    bench.measure_adapters(positions)
+    if arguments.adapters:
+        return
     adapter_rows = 2 if arguments.tiny else 64
-    bench.facts["adapters"] = []
-    for rank in ADAPTER_RANKS:
-        slots, facts = bench.adapter_slots(2 if arguments.tiny else 32, rank)
-        bench.facts["adapters"].append(facts)
-        adapted = bench.decoder(adapter_rows, positions, slots)
-        for rows, count in ((1, 1), (adapter_rows, 0), (adapter_rows, 1), (adapter_rows, 8), (adapter_rows, 32)):
-            count = min(count, slots.capacity)
-            name = f"ours, {rows} rows, {count} adapters of rank {rank}"
-            bench.measure(name, partial(bench.decode, adapted, rows, adapters=count))
-        del adapted, slots
     exact = bench.decoder(adapter_rows, positions, exact=True)
     for rows in (1, adapter_rows):
         bench.measure(f"ours, exact, {rows} rows", partial(bench.decode, exact, rows))
