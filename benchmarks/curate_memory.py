@@ -1,4 +1,4 @@
-"""Memory and speed of `myna curate` on one long recording: peak PSS of all processes, CPU seconds, hours an hour.
+"""Memory and speed of `myna curate` on recordings: peak PSS of all processes, CPU seconds, hours an hour.
 
 python benchmarks/curate_memory.py long.wav --out scratch --asr .cache/metrics/whisper-base
 python benchmarks/curate_memory.py long.wav --out scratch --minutes 40
@@ -40,11 +40,11 @@ decode_recording(Path(sys.argv[1]), Path(sys.argv[2]), ListenSettings(part_minut
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recording", type=Path)
+    parser.add_argument("recording", type=Path, help="a file, or a folder of them")
     parser.add_argument("--out", type=Path, required=True, help="empty folder for the curation")
     parser.add_argument("--asr", default=".cache/metrics/whisper-base")
     parser.add_argument("--models", default=".cache/curation")
-    parser.add_argument("--minutes", type=float, help="of the recording, from its beginning; by default all of it")
+    parser.add_argument("--minutes", type=float, help="of a file, from its beginning; by default all of it")
     parser.add_argument("--part-minutes", type=float, default=30.0)
     parser.add_argument("--workers", type=int, help="by default those of myna curate")
     parser.add_argument("--device", default="cpu")
@@ -65,24 +65,26 @@ def main() -> None:
         command += ["--workers", str(arguments.workers)]
     if arguments.decode_only:
         command = [sys.executable, "-c", DECODE, str(recording), str(curated), str(arguments.part_minutes)]
-    info = soundfile.info(recording)
+    files = sorted(recording.iterdir()) if recording.is_dir() else [recording]
+    seconds = sum(float(soundfile.info(file).duration) for file in files)
     row = {
         "label": arguments.label or ("decode" if arguments.decode_only else "curate"),
-        "audio_minutes": round(info.frames / info.samplerate / 60, 1),
+        "recordings": len(files),
+        "audio_minutes": round(seconds / 60, 1),
         "part_minutes": arguments.part_minutes,
         "device": arguments.device,
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 1),
         "machine": platform.machine(),
     }
-    row |= measured(command, float(row["audio_minutes"]) / 60)
+    row |= measured(command, seconds / 3600)
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else []
     save_text(RESULTS, json.dumps([*(one for one in rows if one["label"] != row["label"]), row], indent=1) + "\n")
     print(json.dumps(row, indent=1))
 
 
 def _beginning(recording: Path, minutes: float | None, folder: Path) -> Path:
-    if minutes is None:
+    if minutes is None or recording.is_dir():
         return recording
     info = soundfile.info(recording)
     short = folder / f"first-{minutes:g}-minutes.wav"

@@ -211,6 +211,14 @@ def test_what_can_have_no_effect_is_refused(correction: Correction, words: str) 
         check_correction(small_table(), [SpeakerMerge(speaker="clara", into="anna")], correction)
 
 
+def test_a_corrected_text_is_normalised_in_its_language() -> None:
+    table = segments_table([segment("a", "talk.wav", 0, 1000, language="en", text="Dr. Lynn")])
+    corrected = apply_corrections(table, [TextCorrection(clip="a", text="Dr. Lind has 3.")]).to_pylist()
+    assert [(row["text"], row["normalised_text"]) for row in corrected] == [
+        ("Dr. Lind has 3.", "Doctor Lind has three.")
+    ]
+
+
 def test_a_clip_that_is_gone_is_told_and_left() -> None:
     told: list[str] = []
     left = apply_corrections(small_table(), [ClipDrop(clip="z")], told.append)

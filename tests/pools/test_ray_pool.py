@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from myna.errors import ConfigError, DataError
 from myna.pools import open_pool
 from tests.ray_nodes import Nodes, ray, ray_nodes
 
+DEADLY = 1300
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
 
@@ -26,6 +28,8 @@ class Echo:
 
     def answer(self, item: int) -> str:
         time.sleep(self._seconds)
+        if item == DEADLY:
+            os._exit(1)
         if item < 0:
             raise DataError(f"{item} is below zero", hint="give another")
         return self.node()
@@ -59,6 +63,16 @@ def test_a_worker_that_cannot_be_made_is_an_error(cluster: Nodes) -> None:
     ):
         list(pool.map(Echo.answer, [1]))
     assert "myna doctor --ray" in caught.value.hint
+
+
+def test_an_item_that_ends_its_process_each_time_is_given_up(cluster: Nodes) -> None:
+    done = []
+    with (
+        open_pool(Echo, None, cluster.address) as pool,
+        pytest.raises(DataError, match="to answer item 1300 died 5 times"),
+    ):
+        done += [item for item, _ in pool.map(Echo.answer, [1, 2, DEADLY], describe="item {}".format)]
+    assert DEADLY not in done
 
 
 def test_a_cluster_without_gpus_is_refused(cluster: Nodes) -> None:

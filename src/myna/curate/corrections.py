@@ -309,7 +309,11 @@ def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     at = np.fromiter(texts, np.int64)
     values = np.array(list(texts.values()), object)
     columns: dict[str, Any] = {name: _strings(table, name) for name in ("text", "text_source", "normalised_text")}
-    columns["text"][at] = columns["normalised_text"][at] = values
+    from myna.curate.analysis.spoken_text import normalise_spoken_text  # torch, which `myna correct` does without
+
+    languages = table["language"].take(pa.array(at)).to_pylist()
+    spoken = [normalise_spoken_text(text, language or "") for text, language in zip(values, languages, strict=True)]
+    columns["text"][at], columns["normalised_text"][at] = values, np.array(spoken, object)
     columns["text_source"][at] = CORRECTED
     for name in RECOGNITION_MEASURES:
         columns[name] = np.array(table[name].to_numpy(zero_copy_only=False), np.float32)

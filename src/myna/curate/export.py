@@ -14,12 +14,14 @@ import pyarrow as pa
 import soundfile
 
 from myna.audio.files import write_audio
+from myna.curate import analysis
 from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS
 from myna.curate.refine import segment_id
 from myna.curate.settings import HoldOutSettings
 from myna.curate.table import set_columns
 from myna.data.manifest import write_manifest
 from myna.data.split import assign_subsets
+from myna.data.text_normalization import base_language
 from myna.data.utterance import Utterance
 from myna.errors import DataError
 from myna.io import safe_file_name
@@ -44,6 +46,18 @@ def _kept(table: pa.Table, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]
     kept = np.flatnonzero(table["status"].to_numpy(zero_copy_only=False) == "kept")
     for row, number in zip(table.select(columns).take(kept).to_pylist(), kept.tolist(), strict=True):
         yield row | {"row": number}
+
+
+def add_diacritics(table: pa.Table) -> pa.Table:
+    """The table with vowel signs in the normalised text of its kept Arabic clips."""
+    columns = (table[name].to_pylist() for name in ("normalised_text", "language", "status"))
+    spoken = [
+        analysis.normalise_spoken_text(text, language, diacritics=True)
+        if text and status == "kept" and base_language(language) == "ar"
+        else text
+        for text, language, status in zip(*columns, strict=True)
+    ]
+    return set_columns(table, {"normalised_text": spoken})
 
 
 def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = silent) -> None:

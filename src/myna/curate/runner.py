@@ -17,7 +17,7 @@ import pyarrow as pa
 from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.duplicates import mark_duplicates
-from myna.curate.export import assign_splits, name_clips, write_clips, write_curated_manifest
+from myna.curate.export import add_diacritics, assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.models import NO_ASR, CurationModels
 from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
 from myna.curate.refine import Part
@@ -270,6 +270,7 @@ def _decide_table(
     corrections = load_corrections(out, notes.append)
     table = apply_corrections(table, corrections, notes.append)
     table = apply_hand_decisions(decide(table, settings), corrections)
+    table = add_diacritics(table) if settings.text.diacritics else table
     table = name_clips(loudness_gains(table, settings.loudness))
     return assign_splits(table, out, settings.split)
 

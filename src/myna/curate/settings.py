@@ -116,6 +116,13 @@ class KeepSettings(Settings):
     """Keep clips that repeat another one."""
 
 
+class TextSettings(Settings):
+    """Text as it is read aloud, beside what was recognised."""
+
+    diacritics: bool = False
+    """Add vowel signs to the normalised text of kept Arabic clips, by text2tashkeel."""
+
+
 class LoudnessSettings(Settings):
     """Loudness of the exported clips: one gain for each speaker and recording."""
 
@@ -142,6 +149,7 @@ class CurateSettings(Settings):
     cut: CutSettings = CutSettings()
     speakers: SpeakerSettings = SpeakerSettings()
     keep: KeepSettings = KeepSettings()
+    text: TextSettings = TextSettings()
     loudness: LoudnessSettings = LoudnessSettings()
     split: HoldOutSettings = HoldOutSettings()
 

@@ -5,15 +5,18 @@ Actors restart on other nodes by themselves, and the call they were in is made a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from myna.errors import ConfigError, MynaError
+from myna.errors import ConfigError, DataError, MynaError
 from myna.ray_cluster import connect_cluster
 
 RETRY_FOREVER = -1
 """Restarts of an actor, and repeats of its call. A call to an actor that waits for a place uses up any other number."""
+MAX_STARTS = 5
+"""Of a call that never ends: one that a node was lost with is begun again, one that ends its process is given up."""
 WAIT_SECONDS = 5.0
 """Between looks at the nodes of the cluster."""
 NODE_SECONDS = 300.0
@@ -31,6 +34,27 @@ class _Actor:
 
     def call(self, function: Callable[..., Any], *item: Any) -> Any:
         return function(self._worker, *item)
+
+    def call_counted(self, starts: Any, work: str, function: Callable[..., Any], item: Any) -> Any:
+        import ray
+
+        if ray.get(starts.add.remote(work)) > MAX_STARTS:
+            raise DataError(
+                f"the process that was to {work} died {MAX_STARTS} times",
+                hint="it may have run out of memory: try fewer with --workers; what is done stays done",
+            )
+        return self.call(function, item)
+
+
+class _Starts:
+    """How often each call was begun, in a process of its own, which none of them can end."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, work: str) -> int:
+        self._counts[work] += 1
+        return self._counts[work]
 
 
 class RayPool(Generic[W]):
@@ -68,21 +92,24 @@ class RayPool(Generic[W]):
         self, function: Callable[[W, T], R], items: Iterable[T], *, describe: Callable[[T], str] = str
     ) -> Iterator[tuple[T, R]]:
         waiting, idle = list(reversed(list(items))), list(self._actors)
-        running: dict[Any, tuple[Any, T]] = {}
+        running: dict[Any, tuple[Any, T, str]] = {}
+        starts = self._ray.remote(num_cpus=0, max_restarts=RETRY_FOREVER, max_task_retries=RETRY_FOREVER)(_Starts)
+        counter = starts.remote()
         while waiting or running:
             if waiting:
                 idle += self._start_actors()
             while waiting and idle:
                 actor, item = idle.pop(), waiting.pop()
-                running[actor.call.remote(function, item)] = actor, item
+                work = f"{function.__name__} {describe(item)}"
+                running[actor.call_counted.remote(counter, work, function, item)] = actor, item, work
             # An actor whose node was lost needs a place to be restarted in: that of one with nothing left to do.
             while idle and len(self._actors) > self._places():
                 self._actors.remove(actor := idle.pop())
                 self._ray.kill(actor)
             done, _ = self._ray.wait(list(running), num_returns=1, timeout=WAIT_SECONDS)
             for call in done:
-                actor, item = running.pop(call)
-                yield item, self._result(call, f"{function.__name__} {describe(item)}")
+                actor, item, work = running.pop(call)
+                yield item, self._result(call, work)
                 idle.append(actor)
 
     def _places(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from myna.curate.analysis.spoken_text import (
     ordinal_words,
     year_words,
 )
+from myna.curate.export import add_diacritics
+from tests.curate.tables import segment, segments_table
 
 ENGLISH = {
     "It cost $5.20.": "It cost five dollars and twenty cents.",
@@ -68,6 +72,35 @@ def test_english_leaves_no_digit_of_ascii_and_words_alone(text: str) -> None:
 def test_arabic_letters_and_digits_are_uniform_and_get_no_vowels() -> None:
     assert normalise_spoken_text("كتـــاب ١٢٣", "ar") == "كتاب 123"
     assert normalise_spoken_text("کیف", "ar-EG") == "كيف"
+
+
+@pytest.mark.extras
+def test_arabic_gets_vowels_where_they_are_asked_for() -> None:
+    pytest.importorskip("text2tashkeel")
+    rows = [
+        segment(str(number), "a.wav", number, number + 1, normalised_text=text, language=language, status=status)
+        for number, (text, language, status) in enumerate(
+            [("كتب الولد", "ar", "kept"), ("كتب الولد", "ar", "dropped"), ("good day", "en", "kept")]
+        )
+    ]
+    kept, *others = add_diacritics(segments_table(rows))["normalised_text"].to_pylist()
+    assert others == ["كتب الولد", "good day"]
+    assert (
+        kept != "كتب الولد" and "".join(letter for letter in kept if not unicodedata.combining(letter)) == "كتب الولد"
+    )
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("written", "spoken"),
+    [
+        ("Ngày 2/9/1945", "ngày hai tháng chín năm một nghìn chín trăm bốn mươi lăm"),
+        ("giá 25.000 đồng", "giá hai mươi lăm nghìn đồng"),
+    ],
+)
+def test_vietnamese_numbers_become_words(written: str, spoken: str) -> None:
+    pytest.importorskip("sea_g2p")
+    assert normalise_spoken_text(written, "vi").casefold() == spoken
 
 
 def test_other_languages_stay_as_written() -> None:
