@@ -42,8 +42,6 @@ WARM_TEXT, WARM_AUDIO = 256, 448
 LOG2_E = 1.4426950408889634
 ADAPTER_CHUNK = 16
 """Ranks of an adapter that a kernel reads at once."""
-SHRINK_ROWS = 8
-"""The A of slots in use are multiplied with some more, up to a multiple of this."""
 NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
 """Of a decoder without adapter slots and with them, in use or not: the order of a sum depends on it."""
 
@@ -479,9 +477,9 @@ class MatrixBatch:
             return Product(self._multiply(x, weight), None, None, state)
         a, b, _, extended = self.adapters.groups[group][layer]
         outputs, used = b.shape[2], decoder.slots_in_use(self.rows)
-        ranks = -(-used * a.shape[1] * a.shape[2] // SHRINK_ROWS) * SHRINK_ROWS
+        ranks = used * a.shape[1] * a.shape[2]
         if extended is not None:
-            y = F.linear(x, extended[: outputs + ranks])  # fewer, where there are no more
+            y = F.linear(x, extended[: outputs + ranks])
             return Product(y, y[:, outputs:], b, state)
         return Product(self._multiply(x, weight), F.linear(x, a[:used].flatten(0, 2)), b, state)
 
