@@ -44,7 +44,11 @@ class DNSMOSNetwork(nn.Module):
     @classmethod
     def open(cls, file: Path, device: str = "cpu") -> DNSMOSNetwork:
         network = load_network(cls(), file, device, hint=remake_hint(file))
-        return network.to(memory_format=torch.channels_last)  # two thirds of the time, on a CPU
+        for layer in network.convolutions:  # two thirds of the time, on a CPU
+            layer.weight = nn.Parameter(
+                layer.get_parameter("weight").to(memory_format=torch.channels_last), requires_grad=False
+            )
+        return network
 
     def forward(self, waves: torch.Tensor) -> torch.Tensor:
         real, imaginary = self.stft(waves.unfold(-1, FFT, HOP)).chunk(2, -1)
