@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import mmap
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -42,3 +45,21 @@ def test_the_same_recording_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> 
         asyncio.run(run())
     finally:
         decoder.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+def test_what_is_mapped_at_the_start_is_not_counted() -> None:
+    """On a machine with a GPU the libraries of the process take more addresses than a recording may."""
+    child = f"""
+import mmap, sys
+from myna.serve.uploads import MAX_DECODE_BYTES, _decode, _limit_memory
+mapped = mmap.mmap(-1, MAX_DECODE_BYTES + 2**30, flags={mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}, prot={mmap.PROT_READ})
+_limit_memory()
+print(len(_decode(sys.stdin.buffer.read(), 24_000, 60.0)))
+try:
+    bytearray(MAX_DECODE_BYTES + 2**28)
+except MemoryError:
+    print("limited")
+"""
+    process = subprocess.run([sys.executable, "-c", child], input=recording(200), capture_output=True, check=True)
+    assert process.stdout.split() == [b"12000", b"limited"]

@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, check_not_silent, read_audio
 from myna.errors import AudioError
@@ -26,7 +27,8 @@ MAX_UPLOAD_BYTES = 10 * 2**20
 MAX_START_SECONDS, MAX_DECODE_SECONDS = 120.0, 20.0
 """That the process may take to start, on a machine that has much else to do, and to decode a recording."""
 MAX_DECODE_BYTES = 2 * 2**30
-"""Of memory, of all kinds, in the process that decodes."""
+"""Of memory, of all kinds, in the process that decodes, beside what it has when it starts: a CUDA build of torch alone
+maps more than this."""
 RECORDING_NAME = "recording"
 MAX_CACHED = 32
 """Decoded recordings that are kept: programs send the same reference with every request."""
@@ -82,7 +84,8 @@ def _limit_memory() -> None:
         import resource
     except ImportError:  # not on Windows
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_DECODE_BYTES, MAX_DECODE_BYTES))
+    limit = psutil.Process().memory_info().vms + MAX_DECODE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MAX_UPLOAD_BYTES, 2 * MAX_UPLOAD_BYTES))
 
 
