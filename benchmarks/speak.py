@@ -424,20 +424,20 @@ def processor() -> str:
 
 
 def drawing(rows: list[dict[str, Any]]) -> str:
-    """Seconds of speech a second, as bars on a logarithmic scale."""
+    """Seconds of speech made in a second, as bars on a logarithmic scale."""
     shown = [row for row in rows if "audio_s_per_s" in row]
     height = 30 + 22 * len(shown)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 840 {height}" font-family="sans-serif" font-size="12">'
     ]
     for number, row in enumerate(shown):
         top = 12 + 22 * number
         length = 90 * np.log10(max(1.1, row["audio_s_per_s"] * 2))
         color = "#888" if row["name"].startswith("transformers") else "#2a6f97"
-        parts.append(f'<text x="230" y="{top + 12}" text-anchor="end">{row["name"]}</text>')
-        parts.append(f'<rect x="240" y="{top}" width="{length:.0f}" height="16" fill="{color}"/>')
-        label = f"{row['audio_s_per_s']:,.1f} s of speech a second, {row['ms_per_frame']:.2f} ms a frame"
-        parts.append(f'<text x="{246 + length:.0f}" y="{top + 12}">{label}</text>')
+        parts.append(f'<text x="250" y="{top + 12}" text-anchor="end">{row["name"]}</text>')
+        parts.append(f'<rect x="260" y="{top}" width="{length:.0f}" height="16" fill="{color}"/>')
+        label = f"{row['audio_s_per_s']:,.1f} s in a second, {row['ms_per_frame']:.2f} ms a frame"
+        parts.append(f'<text x="{266 + length:.0f}" y="{top + 12}">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
