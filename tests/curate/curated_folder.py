@@ -56,6 +56,7 @@ def planted(number: int, speaker: str, text: str) -> dict[str, Any]:
         "bandwidth_hz": 3900 if number % 13 == 6 else 11_000 - 500 * random.random(),
         "clipped_share": 0.02 if number % 23 == 7 else 0.0,
         "dnsmos_ovrl": 2.95 + 0.9 * random.random(),
+        "dnsmos_bak": 4.0 if number % 3 else 3.0,
         "loudness_lufs": -26 + 4 * random.random(),
         "speaker_similarity": 0.8,
         "start_speaker_similarity": 0.1 if number % 29 == 8 else 0.7,

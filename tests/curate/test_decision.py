@@ -79,6 +79,14 @@ def test_a_clean_background_is_believed_before_the_noise_measure() -> None:
     assert [reason for _, reason in decided(rows, "keep.clean_dnsmos_bak=5")] == ["noisy", "noisy"]
 
 
+def test_a_clean_background_needs_less_predicted_quality() -> None:
+    rows = [
+        clip("a", 1000, 6000, dnsmos_ovrl=ovrl, dnsmos_bak=bak) for ovrl, bak in ((2.7, 3.6), (2.7, 3.4), (2.4, 4.0))
+    ]
+    assert [reason for _, reason in decided(rows)] == ["", "low quality", "low quality"]
+    assert [reason for _, reason in decided(rows, "keep.min_clean_dnsmos_ovrl=3")] == ["low quality"] * 3
+
+
 def test_lengths_and_the_ends_of_a_recording() -> None:
     """A recording that begins or ends in speech has no silence there, which is no cut of ours."""
     rows = [clip("a", 0, 500), clip("b", 500, 25_000), clip("c", 25_000, 30_000, end_gap_ms=0.0)]

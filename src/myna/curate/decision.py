@@ -68,6 +68,8 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
     pace = measure("characters_per_second")
     loop = measure("unique_word_share") < keep.min_unique_word_share
     long_text = pace * seconds >= MIN_LOOP_WORDS * TYPICAL_WORD_CHARACTERS
+    is_clean = measure("dnsmos_bak") >= keep.clean_dnsmos_bak
+    min_quality = np.where(is_clean, keep.min_clean_dnsmos_ovrl, keep.min_dnsmos_ovrl)
     similarity = np.fmin(measure("start_speaker_similarity"), measure("end_speaker_similarity"))
     holds: dict[DropReason, BoolArray] = {
         "no speech": ~clip,
@@ -87,8 +89,8 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
         "other speaker": clip & (_strings(table, "speaker") == ""),
         "clipped": clip & (measure("clipped_share") > keep.max_clipped_share),
         "narrow band": clip & (measure("bandwidth_hz") < keep.min_bandwidth_hz),
-        "noisy": clip & (measure("snr_db") < keep.min_snr_db) & ~(measure("dnsmos_bak") >= keep.clean_dnsmos_bak),
-        "low quality": clip & (measure("dnsmos_ovrl") < keep.min_dnsmos_ovrl),
+        "noisy": clip & (measure("snr_db") < keep.min_snr_db) & ~is_clean,
+        "low quality": clip & (measure("dnsmos_ovrl") < min_quality),
         "wrong language": clip & _wrong_language(table, settings),
         "doubtful text": clip
         & (

@@ -84,14 +84,16 @@ class KeepSettings(Settings):
     min_snr_db: float = 15.0
     """Speech above everything else, in dB, unless the background is clean by `clean_dnsmos_bak`."""
     clean_dnsmos_bak: float = 3.5
-    """Predicted quality of the background, from 1 to 5, from which a low `snr_db` is not believed: its denoiser
-    also takes parts of clean voices away."""
+    """Predicted quality of the background, from 1 to 5, from which it is clean: a low `snr_db` is then not believed,
+    for its denoiser also takes parts of clean voices away."""
     min_bandwidth_hz: float = 7000.0
     """Highest frequency in it: a telephone has 3,400."""
     max_clipped_share: Share = 0.001
     """Share of samples cut off at full scale."""
     min_dnsmos_ovrl: float = 3.0
-    """Predicted quality, from 1 to 5."""
+    """Predicted quality, from 1 to 5, of a clip whose background is not clean by `clean_dnsmos_bak`."""
+    min_clean_dnsmos_ovrl: float = 2.5
+    """The same of a clip whose background is clean: readers at home have 2.5 to 3.0 then, and music and noise never."""
     min_speaker_similarity: Cosine = 0.25
     """Cosine of the clip, and of its first and last 1.5 s, with its speaker."""
     languages: tuple[str, ...] = ()

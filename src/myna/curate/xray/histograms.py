@@ -44,7 +44,8 @@ MEASURE_INFOS = (
     MeasureInfo("cer", "Disagreement of both transcriptions", "character error rate", "max_cer", "max"),
     MeasureInfo("edge_cer", "Disagreement at the edges", "error rate at one end", "max_edge_cer", "max"),
     MeasureInfo("snr_db", "Speech above noise, where there is some", "dB", "min_snr_db", "min"),
-    MeasureInfo("dnsmos_ovrl", "Predicted quality", "DNSMOS OVRL, 1 to 5", "min_dnsmos_ovrl", "min"),
+    MeasureInfo("dnsmos_ovrl", "Predicted quality, where there is noise", "DNSMOS OVRL, 1 to 5", "min_dnsmos_ovrl"),
+    MeasureInfo("clean_dnsmos_ovrl", "Predicted quality without noise", "DNSMOS OVRL, 1 to 5", "min_clean_dnsmos_ovrl"),
     MeasureInfo("bandwidth_hz", "Bandwidth", "Hz", "min_bandwidth_hz", "min"),
     MeasureInfo("music_share", "Music", "share of the clip", "max_music_share", "max"),
     MeasureInfo("overlap_share", "Two voices at once", "share of the clip", "max_overlap_share", "max"),
@@ -61,6 +62,8 @@ MEASURE_INFOS = (
     MeasureInfo("start_gap_ms", "Silence that the first cut lies in", "ms"),
     MeasureInfo("end_gap_ms", "Silence that the last cut lies in", "ms"),
 )
+DECIDES_IN_NOISE = {"snr_db": True, "dnsmos_ovrl": True, "clean_dnsmos_ovrl": False}
+"""Whether a measure decides of clips whose background is not clean, or of those whose is."""
 OFF = {"min": -math.inf, "max": math.inf, "range": (-math.inf, math.inf)}
 """A limit that drops nothing."""
 
@@ -76,8 +79,9 @@ def measure_histograms(source: XraySource) -> list[dict[str, Any]]:
     histograms = []
     for info in MEASURE_INFOS:
         values = _values(table, info.column)
-        if info.column == "snr_db":  # where the background is clean it decides nothing
-            values = np.where(_values(table, "dnsmos_bak") >= source.settings.keep.clean_dnsmos_bak, math.nan, values)
+        if info.column in DECIDES_IN_NOISE:
+            is_clean = _values(table, "dnsmos_bak") >= source.settings.keep.clean_dnsmos_bak
+            values = np.where(is_clean == DECIDES_IN_NOISE[info.column], math.nan, values)
         known = np.isfinite(values)
         if not known.any():
             continue
@@ -173,6 +177,8 @@ def _values(table: pa.Table, column: str) -> FloatArray:
                 measure("speaker_similarity"),
             )
         )
+    if column == "clean_dnsmos_ovrl":
+        return measure("dnsmos_ovrl")
     if column == "unique_word_share":  # a short text may repeat a word
         characters = measure("characters_per_second") * _values(table, "seconds")
         is_long = characters >= MIN_LOOP_WORDS * TYPICAL_WORD_CHARACTERS
