@@ -5,10 +5,12 @@ python benchmarks/serve.py --url http://HOST:8000 --rates 1 10 --out FOLDER     
 python benchmarks/serve.py --random --reference --rates 1 10 20 --max-rate-seconds 62 --streams --first-streams 400
     --trial-seconds 20 --stream-seeds 0 --resolution 0.2 --out docs/benchmarks -- --streams 128       in 8 minutes
 python benchmarks/serve.py --instant --rates 50 100 --out FOLDER                  a model of no time: all but the model
+python benchmarks/serve.py --merge A/serve.json B/serve.json --out FOLDER         what several commands have measured
 
 Requests come as they would from many people: at random moments of a given rate, whether earlier ones are answered or
 not, the same moments for the same seed. Each asks for one of the demo's sentences as raw PCM; with `--reference` in the
-voice of one of its recordings, sent along. `benchmarks/load_client.py` defines every figure. A rate is `clean` when
+voice of one of its recordings, sent along; with `--new-references` in one that the server has not seen before.
+`benchmarks/load_client.py` defines every figure. A rate is `clean` when
 every request was answered, none was dropped, and no player had an underrun. `--streams` then searches for the most
 people who can listen at a time, each to one text of four sentences after the other, without an underrun. `--random`
 serves random weights of the full size, which find no end: a text is spoken for as long as its recording is. Words
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import io
 import json
 import os
 import platform
@@ -70,6 +73,8 @@ START_SECONDS = 300.0
 """That a server may take to load its model and to be warm."""
 ENGINE_DIED = "the engine process ended with code"
 """In the log of a server whose engine cannot start: it would try again for ever."""
+REFERENCE_NOISE = 1e-3
+"""Of a full scale of 1: -60 dB."""
 MAX_LAG_SECONDS = 0.02
 """Scheduling lag (p99) above which the client was too busy to measure."""
 
@@ -98,19 +103,38 @@ def demo_reference() -> dict[str, str]:
     return {"ref_audio": f"data:audio/ogg;base64,{audio}", "ref_text": sentence.text}
 
 
+def new_reference(random: np.random.Generator) -> dict[str, str]:
+    """The same recording with some noise: one that no server has seen before."""
+    sentence, encoded = demo_sentences()[0], io.BytesIO()
+    samples, sample_rate = soundfile.read(sentence.recording, dtype="float32")
+    noisy = samples + REFERENCE_NOISE * random.standard_normal(len(samples), np.float32)
+    soundfile.write(encoded, noisy.clip(-1, 1), sample_rate, format="FLAC")
+    audio = base64.b64encode(encoded.getvalue()).decode()
+    return {"ref_audio": f"data:audio/flac;base64,{audio}", "ref_text": sentence.text}
+
+
 class RequestBodies:
     """Bodies of requests: texts of so many sentences, in an order of their own for every seed, and fields that all
     have. With `timed`, no text takes longer than its recording: random weights find no end."""
 
-    def __init__(self, fields: Mapping[str, Any], seed: int, *, sentences: int = 1, timed: bool = False) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        seed: int,
+        *,
+        sentences: int = 1,
+        timed: bool = False,
+        new_references: bool = False,
+    ) -> None:
         self._fields, self._sentences, self._timed = fields, sentences, timed
-        self._random = np.random.default_rng(seed)
+        self._new_references, self._random = new_references, np.random.default_rng(seed)
 
     def next(self) -> dict[str, Any]:
         known = demo_sentences()
         chosen = [known[index] for index in self._random.integers(len(known), size=self._sentences)]
         limit = {"max_seconds": round(sum(one.seconds for one in chosen), 2)} if self._timed else {}
-        return {**self._fields, **limit, "input": " ".join(one.text for one in chosen)}
+        reference = new_reference(self._random) if self._new_references else {}
+        return {**self._fields, **limit, **reference, "input": " ".join(one.text for one in chosen)}
 
 
 @contextmanager
@@ -133,7 +157,7 @@ def server_process(command: Sequence[str], home: str, log: Path | None = None) -
         process.wait(60)
 
 
-def rate_row(rate: float, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def rate_row(rate: float, summaries: Sequence[Mapping[str, Any]], reference: str) -> dict[str, Any]:
     """One rate over all seeds: the median of each percentile, and its range."""
 
     def over_seeds(name: str, share: str) -> list[float]:
@@ -150,6 +174,7 @@ def rate_row(rate: float, summaries: Sequence[Mapping[str, Any]]) -> dict[str, A
     return {
         "name": f"{rate:g} requests a second",
         "rate": rate,
+        "reference": reference,
         "clean": all(summary["clean"] for summary in summaries),
         "client_kept_up": all(lag <= MAX_LAG_SECONDS for lag in over_seeds("scheduling_lag", "p99")),
         "audio_s_per_s": statistics.median(summary["audio_s_per_s"] for summary in summaries),
@@ -174,13 +199,15 @@ async def find_streams(
             timed = asked.synthetic is not None
             bodies = RequestBodies(fields, seed, sentences=asked.listener_sentences, timed=timed)
             result = await run_listeners(client, bodies.next, listeners, asked.trial_seconds, seed)
-            trials.append({"listeners": listeners, "seed": seed, **result.summary()})
+            trials.append(
+                {"listeners": listeners, "seed": seed, "trial_seconds": asked.trial_seconds, **result.summary()}
+            )
             if not trials[-1]["clean"]:
                 return False
         return True
 
     most = await largest_passing(passes, asked.first_streams, asked.max_streams, asked.resolution)
-    return {"most_listeners": most, "trial_seconds": asked.trial_seconds, "trials": trials}
+    return {"most_listeners": most, "trials": trials}
 
 
 def processor_seconds(server: int | None) -> dict[str, float]:
@@ -221,7 +248,7 @@ async def run(
         "machine": machine(),
         "server": asked.model or asked.synthetic or asked.url,
         "settings": {key: value for key, value in fields.items() if key not in ("ref_audio", "ref_text")}
-        | {"reference": asked.reference, "listener_sentences": asked.listener_sentences}
+        | {"listener_sentences": asked.listener_sentences}
         | {"serve_options": asked.serve_options},
         "rows": [],
         "streams": None,
@@ -232,7 +259,7 @@ async def run(
             stage = f"{rate:g} a second, seed {seed}"
             progress(stage, 0, requests)
             on_done = lambda done, stage=stage, total=requests: progress(stage, done, total)  # noqa: E731
-            bodies = RequestBodies(fields, seed, timed=asked.synthetic is not None)
+            bodies = RequestBodies(fields, seed, timed=asked.synthetic is not None, new_references=asked.new_references)
             moments = poisson_arrivals(rate, requests, seed)
             plan = [PlannedRequest(moment, bodies.next()) for moment in moments]
             before = processor_seconds(server)
@@ -240,12 +267,35 @@ async def run(
             spent = {name: total - before[name] for name, total in processor_seconds(server).items()}
             cost = {name: 1000 * seconds / requests for name, seconds in spent.items()}
             summaries.append({"seed": seed, **result.summary(), "processor_ms_per_request": cost})
-        facts["rows"].append(rate_row(rate, summaries))
+        reference = "new in every request" if asked.new_references else "the same" if asked.reference else "none"
+        facts["rows"].append(rate_row(rate, summaries, reference))
         save(facts)
     if asked.streams:
         facts["streams"] = await find_streams(client, asked, fields, progress)
         save(facts)
     await client.close()
+
+
+def merge_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Measurements of several commands as if they were one's: rows of a rate with the seeds of all, and every trial of
+    listeners. Where a seed was measured twice, the last one counts."""
+    merged: dict[str, Any] = {**parts[0], "machines": [part["machine"] for part in parts], "rows": [], "streams": None}
+    by_rate: dict[tuple[float, str], dict[int, Any]] = {}
+    trials: dict[tuple[int, int], dict[str, Any]] = {}
+    for part in parts:
+        for row in part["rows"]:
+            seeds = by_rate.setdefault((row["rate"], row["reference"]), {})
+            seeds |= {summary["seed"]: summary for summary in row["seeds"]}
+        for trial in (part["streams"] or {"trials": ()})["trials"]:
+            trials[trial["listeners"], trial["seed"]] = trial
+    for (rate, reference), seeds in sorted(by_rate.items()):
+        merged["rows"].append(rate_row(rate, [summary for _, summary in sorted(seeds.items())], reference))
+    if trials:
+        failed = [trial["listeners"] for trial in trials.values() if not trial["clean"]]
+        passed = [listeners for listeners, _ in trials if listeners < min(failed, default=listeners + 1)]
+        every = [trial for _, trial in sorted(trials.items())]
+        merged["streams"] = {"most_listeners": max(passed, default=0), "trials": every}
+    return merged
 
 
 def machine() -> dict[str, Any]:
@@ -264,6 +314,7 @@ def machine() -> dict[str, Any]:
 
 def drawing(rows: Sequence[Mapping[str, Any]]) -> str:
     """First audible audio against the rate, as an SVG that stands alone."""
+    rows = [row for row in rows if row["reference"] != "new in every request"]
     curves = [
         Curve(share, [(row["rate"], 1000 * row["first_audible"][share]["median"]) for row in rows], "dots", color)
         for color, share in enumerate(("p50", "p95", "p99"))
@@ -276,6 +327,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     server = parser.add_mutually_exclusive_group(required=True)
     server.add_argument("--url", default="", help="address of a server that runs already, without /v1")
+    server.add_argument("--merge", type=Path, nargs="+", default=[], help="serve.json of earlier commands, made one")
     server.add_argument("--model", default="", help="start `myna serve` with this run or model")
     for name, text in (
         ("instant", "a model of no time"),
@@ -286,6 +338,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="", help="model to ask for; by default the first of /v1/models")
     parser.add_argument("--voice", default="default")
     parser.add_argument("--reference", action="store_true", help="send a recording of the demo's voice along")
+    parser.add_argument("--new-references", action="store_true", help="send another recording along every time")
     parser.add_argument("--field", action="append", default=[], help="NAME=JSON, in every request; repeatable")
     parser.add_argument("--api-key", default=os.environ.get("MYNA_API_KEY", ""))
     parser.add_argument("--rates", type=float, nargs="*", default=[1.0], help="requests a second")
@@ -325,6 +378,9 @@ def main() -> None:
         shown = ", ".join(f"{name} p95 {1000 * value:.1f} ms" for name, value in figures)
         print(f"{row['name']}: {shown}; {'clean' if row['clean'] else 'not clean'}", flush=True)
 
+    if asked.merge:
+        save(merge_facts([json.loads(path.read_text(encoding="utf-8")) for path in asked.merge]))
+        return
     with tempfile.TemporaryDirectory(prefix="myna-load-") as home, progress_bars() as progress:
         if asked.url:
             asyncio.run(run(asked.url, asked, progress, save))

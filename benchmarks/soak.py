@@ -1,9 +1,11 @@
 """Soak test of a server: thousands of requests, many of which are given up, and what is left of them.
 
     .venv/bin/python benchmarks/soak.py --requests 10000 --watermark --out docs/benchmarks/soak.json
+    .venv/bin/python benchmarks/soak.py --instant --requests 40000    a model of no time: the HTTP process alone works
 
 Starts `myna serve`, sends requests of all kinds from several clients at once, and samples memory, threads and files
-of both processes. At the end no row may be taken and no request open, and nothing may have grown since the warm-up:
+of both processes. Requests come in rounds: a sample is taken when all of a round have ended, so that it does not depend
+on what is in flight. At the end no row may be taken and no request open, and nothing may have grown since the warm-up:
 a line is fitted to each figure over the requests behind it, and its slope told with a 95 % interval. Samples follow one
 another closely, so that the interval is by blocks of them. Writes a JSON file and a plot of the memory beside it.
 """
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from scipy import stats  # type: ignore[import-untyped]
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.load_client import standalone_plot
+from benchmarks.serve import SYNTHETIC_SERVER
 
 from myna.io import save_text
 from myna.progress import ProgressCallback
@@ -42,7 +46,9 @@ from myna.terminal import progress_bars
 TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
 WARM_UP_SHARE = 0.2
 """Of the requests, after which growth counts: allocators and caches have their size by then."""
-SAMPLES = 400
+ROUNDS = 80
+REST_SECONDS = 0.3
+"""Between the end of a round and its sample."""
 FIT_BLOCKS = 16
 """Parts of the samples behind the warm-up, whose means the line is fitted to."""
 
@@ -55,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--source", default="fledgling")
+    parser.add_argument("--instant", action="store_true", help="Serve a model of no time instead.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--watermark", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -66,7 +73,10 @@ class Server:
     """A server process and its engine process."""
 
     def __init__(self, arguments: argparse.Namespace, home: str) -> None:
-        command = [sys.executable, "-m", "myna", "serve", arguments.source, "--port", "0", "--device", arguments.device]
+        command = [sys.executable, "-m", "myna", "serve", arguments.source, "--port", "0"]
+        if arguments.instant:
+            command = [sys.executable, str(SYNTHETIC_SERVER), "--instant"]
+        command += ["--device", arguments.device]
         command += ["--streams", str(arguments.streams), "--queue", str(arguments.clients)]
         command += [] if arguments.watermark else ["--no-watermark"]
         variables = {**os.environ, "MYNA_HOME": home, "PYTHONUNBUFFERED": "1"}
@@ -103,21 +113,23 @@ async def run_clients(
     server: Server, arguments: argparse.Namespace, samples: list[dict[str, Any]], progress: ProgressCallback
 ) -> Counter[str]:
     """Send all requests; how they ended."""
-    ends, numbers, rng = Counter[str](), iter(range(arguments.requests)), random.Random(arguments.seed)
-    every, deadline = max(1, arguments.requests // SAMPLES), time.monotonic() + 60 * arguments.minutes
+    ends, rng, deadline = Counter[str](), random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
 
-    async def client(web: httpx2.AsyncClient) -> None:
-        for number in numbers:
-            if time.monotonic() > deadline:
-                return
+    async def client(web: httpx2.AsyncClient, numbers: Iterator[int]) -> None:
+        for _ in numbers:
             ends[await send_request(web, rng, arguments.max_seconds)] += 1
-            progress("requests", sum(ends.values()), arguments.requests)
-            if number % every == 0:
-                samples.append({"request": number, **server.sample()})
+            progress("requests", ends.total(), arguments.requests)
 
     limits = httpx2.Limits(max_connections=2 * arguments.clients)
     async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as web:
-        await asyncio.gather(*(client(web) for _ in range(arguments.clients)))
+        samples.append({"request": 0, **server.sample()})
+        while ends.total() < arguments.requests and time.monotonic() < deadline:
+            left = arguments.requests - ends.total()
+            numbers = iter(range(min(left, max(1, arguments.requests // ROUNDS))))
+            await asyncio.gather(*(client(web, numbers) for _ in range(arguments.clients)))
+            await asyncio.sleep(REST_SECONDS)
+            samples.append({"request": ends.total(), **server.sample()})
+            print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
     return ends
 
 
@@ -166,9 +178,9 @@ def fitted_growth(samples: list[dict[str, Any]], process: str, figure: str) -> d
     }
 
 
-def thinned(samples: list[dict[str, Any]]) -> list[list[float]]:
-    """Request, memory of the engine process and of the HTTP process, of every fourth sample."""
-    return [[sample["request"], sample["engine"]["mib"], sample["http"]["mib"]] for sample in samples[::4]]
+def memory_rows(samples: list[dict[str, Any]]) -> list[list[float]]:
+    """Request, memory of the engine process and of the HTTP process, of every sample."""
+    return [[sample["request"], sample["engine"]["mib"], sample["http"]["mib"]] for sample in samples]
 
 
 def drawing(samples: list[dict[str, Any]]) -> str:
@@ -195,8 +207,8 @@ def main() -> None:
                 for name in ("streams_speaking", "requests_waiting", "requests_in_flight")
             }
             result = {
-                "source": arguments.source,
-                "requests": sum(ends.values()),
+                "source": "instant" if arguments.instant else arguments.source,
+                "requests": ends.total(),
                 "clients": arguments.clients,
                 "streams": arguments.streams,
                 "seconds": round(seconds, 1),
@@ -210,7 +222,7 @@ def main() -> None:
                 },
                 "watermark": arguments.watermark,
                 "first": samples[0],
-                "last": {"request": sum(ends.values()), **server.sample()},
+                "last": {"request": ends.total(), **server.sample()},
                 "tracebacks": server.log.read_text().count("Traceback"),
             }
             server.process.send_signal(signal.SIGTERM)
@@ -220,7 +232,7 @@ def main() -> None:
                 server.process.kill()
     print(json.dumps(result, indent=2))
     if arguments.out is not None:
-        save_text(arguments.out, json.dumps(result | {"samples": thinned(samples)}, indent=1) + "\n")
+        save_text(arguments.out, json.dumps(result | {"samples": memory_rows(samples)}, indent=1) + "\n")
         save_text(arguments.out.with_suffix(".svg"), drawing(samples))
 
 

@@ -30,7 +30,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.synthetic import RandomHiggs, random_codec
+from benchmarks.encode import make_codec
+from benchmarks.synthetic import RandomHiggs
 
 from myna.data.codec import Codes, PendingSamples, Samples
 from myna.models.base import RenderedSequence, Sampling
@@ -106,7 +107,7 @@ def random_engine(size: str, device: torch.device) -> Engine:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = family.load_model(dtype=dtype, device=device, text_head=False).requires_grad_(False)
     if size != "tiny":
-        return Engine(family, model, random_codec(device))
+        return Engine(family, model, make_codec(device, small=False))
     with tempfile.TemporaryDirectory() as folder:
         codec = HiggsCodec.open(tiny.save_tiny_codec(Path(folder), codebook_size=1024), device=device)
     return Engine(family, model, codec)

@@ -27,16 +27,16 @@ def summary(seed: int, latency: float, stall: float = 0.0) -> dict[str, Any]:
 
 
 def test_a_rate_is_the_median_over_seeds_and_clean_only_if_all_are() -> None:
-    row = rate_row(10.0, [summary(0, 0.05), summary(1, 0.07), summary(2, 0.2)])
+    row = rate_row(10.0, [summary(0, 0.05), summary(1, 0.07), summary(2, 0.2)], "the same")
     assert row["first_audible"]["p95"]["median"] == pytest.approx(0.07)
     assert row["first_audible"]["p95"]["range"] == pytest.approx([0.05, 0.2])
     assert row["clean"] and row["client_kept_up"] and len(row["seeds"]) == 3 and set(FIGURES) < row.keys()
     assert row["audio_s_per_s"] == pytest.approx(4 * 0.2 / 2)
-    assert not rate_row(10.0, [summary(0, 0.05), summary(1, 0.05, stall=0.01)])["clean"]
+    assert not rate_row(10.0, [summary(0, 0.05), summary(1, 0.05, stall=0.01)], "the same")["clean"]
 
 
 def test_the_plot_stands_alone() -> None:
-    rows = [rate_row(rate, [summary(0, rate / 100)]) for rate in (1.0, 10.0, 20.0)]
+    rows = [rate_row(rate, [summary(0, rate / 100)], "the same") for rate in (1.0, 10.0, 20.0)]
     text = drawing(rows)
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg") and text.count("<circle") == 9

@@ -15,9 +15,11 @@ from myna.data.codec import Samples
 from myna.errors import SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
+from myna.models.speech_decoder import PendingStep
 from myna.provenance.watermark import StreamWatermark, watermark
+from myna.speak import live
 from myna.speak.engine import Engine, Speech, SpeechRequest
-from myna.speak.live import LEAD_SECONDS, LiveBatch, QueueFullError, StreamEnd, StreamEvent
+from myna.speak.live import HOLD_SECONDS, LEAD_SECONDS, LiveBatch, QueueFullError, StreamEnd, StreamEvent
 from myna.speak.loading import load_engine
 from myna.speak.segments import SpeechPlan
 
@@ -183,6 +185,61 @@ def test_a_stream_that_is_ahead_leaves_the_codec_to_others(engine: Engine) -> No
     pieces = [len(event.samples) / engine.codec.sample_rate for event in finish(batch)]
     assert LEAD_SECONDS <= sum(pieces[:-1]) < 2 * LEAD_SECONDS + 0.2 < sum(pieces)
     assert round(sum(pieces) * engine.codec.sample_rate) == len(spoken(engine, plan).samples)
+
+
+def test_a_stream_that_is_ahead_waits_for_one_without_a_sound(engine: Engine) -> None:
+    """A clock that stands still: whoever has been heard is ahead of its playback."""
+    batch = LiveBatch(engine, rows=3, positions=2048, max_waiting=2, clock=lambda: 0.0)
+    decoder, stepped = batch._scheduler.decoder, list[int]()
+    step = decoder.step
+
+    def counted_step(rows: int, longest: int) -> PendingStep:
+        stepped.append(rows)
+        return step(rows, longest)
+
+    decoder.step = counted_step  # type: ignore[method-assign]
+    plans = {name: make_plan(engine, LONG, seed, 2) for seed, name in enumerate("ab")}
+    batch.submit("a", plans["a"])
+    events: list[StreamEvent] = []
+    while sum(len(event.samples) for event in events) <= 4 * HOLD_SECONDS * engine.codec.sample_rate:
+        events += batch.step()
+    stepped.clear()
+    batch.submit("b", plans["b"])
+    while not any(event.id == "b" for event in events):
+        events += batch.step()
+    assert set(stepped) == {1} and batch.speaking == 2
+    stepped.clear()
+    while batch.speaking == 2:
+        events += batch.step()
+    assert 2 in stepped, "both go on when both have been heard"
+    samples, _ = join(events + finish(batch))
+    for name, plan in plans.items():
+        assert np.array_equal(samples[name], spoken(engine, plan).samples)
+
+
+def test_a_stream_in_a_crowd_begins_with_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "CROWD_STREAMS", 4)
+    batch, rate = LiveBatch(engine, rows=3, positions=2048, max_waiting=2), engine.codec.sample_rate
+    plans = {name: make_plan(engine, LONG, seed, 2) for seed, name in enumerate("ab")}
+    plans["short"] = make_plan(engine, "hello", 3, 0.4)
+    for name, plan in plans.items():
+        batch.submit(name, plan)
+    events = finish(batch)
+    first = {event.id: len(event.samples) for event in reversed(events)}
+    assert min(first["a"], first["b"]) >= live.CROWD_START_SECONDS * rate > first["short"] > 0
+    samples, _ = join(events)
+    for name, plan in plans.items():
+        assert np.array_equal(samples[name], spoken(engine, plan).samples)
+
+
+def test_no_stream_is_held_while_another_waits_for_a_row(engine: Engine) -> None:
+    batch = LiveBatch(engine, rows=2, positions=1024, max_waiting=2, clock=lambda: 0.0)
+    for seed, name in enumerate("abc"):
+        batch.submit(name, make_plan(engine, "what a long sentence this is", seed, 2))
+    while batch.waiting:
+        batch.step()
+        assert not any(generation.held for generation in batch._scheduler._rows)
+    finish(batch)
 
 
 @settings(max_examples=15, deadline=None)

@@ -115,6 +115,37 @@ def test_a_crowd_changes_nothing(
         assert np.abs(generation.log_probs() - alone.log_probs()).max() < 1e-4
 
 
+@pytest.mark.parametrize("bucket", [1, 2, 4])
+def test_holding_some_back_changes_nothing(
+    family: HiggsV2, model: Any, prompts: list[RenderedSequence], bucket: int
+) -> None:
+    """Any of them are left out of any step; the decoder computes a multiple of `bucket` rows."""
+    random, scheduler, sizes = np.random.default_rng(bucket), batch(family, model, 5), set[int]()
+    decoder: Any = scheduler.decoder
+    decoder.bucket = lambda rows: -(-rows // bucket) * bucket
+    step = decoder.step
+
+    def checked_step(rows: int, longest: int) -> Any:
+        assert rows in (len(scheduler._rows), decoder.bucket(rows)), "all that a graph would advance are counted"
+        sizes.add(rows)
+        return step(rows, longest)
+
+    decoder.step = checked_step
+    waiting = list(enumerate(prompts))
+    generations: list[Generation] = []
+    while waiting or scheduler.busy:
+        if waiting and random.random() < 0.3:
+            number, prompt = waiting.pop(0)
+            generations.append(scheduler.submit(prompt, Sampling(seed=number), 5 + 3 * number))
+        for generation in scheduler._rows:
+            generation.held = bool(random.random() < 0.6)
+        scheduler.advance()
+    assert len(sizes) > 1
+    for number, (prompt, generation) in enumerate(zip(prompts, generations, strict=True)):
+        alone = run_alone(family, model, prompt, Sampling(seed=number), 5 + 3 * number)
+        assert np.array_equal(generation.codes(), alone.codes()) and generation.finish_reason == alone.finish_reason
+
+
 def test_log_probabilities_are_those_of_a_replay(family: HiggsV2, model: Any) -> None:
     generation = run_alone(family, model, family.render(cloning("hello", target=None)), Sampling(seed=1), 9)
     assert generation.finish_reason == "length" and generation.frames == 9

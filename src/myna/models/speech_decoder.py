@@ -93,6 +93,9 @@ class SpeechDecoder(Protocol):
     def end(self, row: int) -> None:
         """Stop a row: it generates nothing more, and costs as little as possible until it is used again."""
 
+    def bucket(self, rows: int) -> int:
+        """The batch size that so many rows run as: all rows up to it make a step, if they have begun."""
+
     def step(self, rows: int, longest: int) -> PendingStep:
         """Generate a frame of the first rows, whose longest context so far is `longest`."""
 

@@ -23,8 +23,11 @@ class _Body(BaseModel):
     @classmethod
     def _check_unicode(cls, value: Any) -> Any:
         """JSON can spell halves of characters, which no text holds."""
-        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError("this is no Unicode text")
+        if isinstance(value, str) and not value.isascii():  # a recording in base64 need not be looked through
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError("this is no Unicode text") from None
         return value
 
 

@@ -26,6 +26,16 @@ LEAD_SECONDS = 1.0
 """A stream that is further ahead of its playback than this leaves the codec to the others."""
 SHORT_LEAD_SECONDS = 0.25
 """While a stream is no further ahead than this, at most one prompt is let in a step."""
+FRAME_SECONDS = 0.02
+"""That a frame may take to be generated, at the worst: half of its playback is for the codec and the rest."""
+FEW_STREAMS, HOLD_SECONDS = 16, 0.1
+"""Among no more streams than this, one with more time to spare is left out of steps while another has made no sound yet
+or has a short lead: few rows are stepped sooner than many."""
+CROWD_STREAMS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
+"""Of more streams than this, so many are stepped then: that is nearly as much speech in less time. One with more than
+the second to spare is left out until it has less than the first."""
+CROWD_START_SECONDS = 1.0
+"""Where half as many are spoken, or more, a stream begins with this much: its second window might be late."""
 
 
 class QueueFullError(SpeakError):
@@ -72,7 +82,10 @@ class _Stream:
     code_stream: CodeStream | None = None
     playback_ends: float | None = None
     """When a client that plays from the first sample on has played all that it was given."""
+    held: bool = False
     cancelled: bool = False
+    unsent: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
+    """First samples, which are not given out before there are more."""
 
     @property
     def generated(self) -> bool:
@@ -81,6 +94,13 @@ class _Stream:
     def lead(self, now: float) -> float:
         """Seconds that it is ahead of its playback; what was not heard yet has none to lose."""
         return self.playback_ends - now if self.playback_ends is not None else 0.0
+
+    def spare_seconds(self, now: float, frame_rate: float) -> float:
+        """How long it could wait and still have its next window in time; 0 before its first sound."""
+        if self.playback_ends is None or self.generation is None:
+            return 0.0
+        ready, missing = _code_stream(self).outlook(self.generation.frames)
+        return self.lead(now) + ready / frame_rate - missing * FRAME_SECONDS
 
     def filtered(self, samples: Samples, *, last: bool) -> Samples:
         """Samples through the filters, one after another; `last` flushes each into the next."""
@@ -179,6 +199,7 @@ class LiveBatch:
     def step(self) -> list[StreamEvent]:
         """Advance all streams by one frame; what that has brought."""
         events = self._read_inbox() + self._let_in()
+        self._hold()
         if self._scheduler.busy:
             with self._engine._computing():
                 self._scheduler.advance()
@@ -241,6 +262,26 @@ class LiveBatch:
             self._streams.append(stream)
         return events
 
+    def _hold(self) -> None:
+        """Leave out of the next step what is well ahead of its playback, while another has made no sound yet or is
+        about to run dry. Where others wait for a row, all go on to the end."""
+        now, spoken = self._clock(), [stream for stream in self._streams if not stream.generated]
+        allowed, spare = 0, dict[int, float]()
+        has_room = len(spoken) < self.rows or not self._queue
+        if has_room and any(stream.lead(now) < SHORT_LEAD_SECONDS for stream in spoken):
+            allowed = len(spoken) - (1 if len(spoken) <= FEW_STREAMS else CROWD_STREAMS)
+        if allowed > 0:
+            rate = self._engine.codec.frame_rate
+            spare = {id(stream): stream.spare_seconds(now, rate) for stream in spoken}
+        least, most = (HOLD_SECONDS, HOLD_SECONDS) if len(spoken) <= FEW_STREAMS else CROWD_HOLD_SECONDS
+        # Those that were held stay so for a while: to hold another means to move rows.
+        spoken.sort(key=lambda stream: (not stream.held, -spare.get(id(stream), 0.0)))
+        for stream in spoken:
+            stream.held = allowed > 0 and spare[id(stream)] > (least if stream.held else most)
+            allowed -= stream.held
+            assert stream.generation is not None
+            stream.generation.hold(stream.held)
+
     def _follow(self, stream: _Stream) -> list[StreamEvent]:
         """Go on with the next segment of a stream, where one has ended."""
         assert stream.generation is not None
@@ -297,7 +338,13 @@ class LiveBatch:
         ]
 
     def _pass_on(self, stream: _Stream, samples: Samples) -> list[StreamEvent]:
-        """Give out samples of a stream."""
+        """Give out samples of a stream; the first ones in a crowd when there are enough of them."""
+        samples, stream.unsent = np.concatenate([stream.unsent, samples]), stream.unsent[:0]
+        is_crowd = len(self._streams) >= CROWD_STREAMS // 2
+        enough = CROWD_START_SECONDS * self._engine.codec.sample_rate if is_crowd else 0
+        if stream.playback_ends is None and len(samples) < enough and not _code_stream(stream).finished:
+            stream.unsent = samples
+            return []
         if len(samples):
             start = stream.playback_ends if stream.playback_ends is not None else self._clock()
             stream.playback_ends = start + len(samples) / self._engine.codec.sample_rate

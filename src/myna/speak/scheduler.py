@@ -34,6 +34,8 @@ class Generation:
     adapter: str = ""
     strength: float = 1.0
     finish_reason: FinishReason | None = None
+    held: bool = False
+    """Whether steps may leave it out: its listener has enough to hear."""
     _slot: int = -1
     """Of its adapter."""
     _delayed: list[torch.Tensor] = field(default_factory=list)
@@ -70,7 +72,8 @@ class BatchScheduler:
     """Queue in front of a decoding batch.
 
     `advance` does one step: what was cancelled or has ended leaves, what waits is let in, a step is enqueued, and the
-    oldest result is read once `steps_ahead` newer steps are enqueued behind it.
+    oldest result is read once `steps_ahead` newer steps are enqueued behind it. A step leaves out what is held, where
+    fewer rows are computed then.
     """
 
     def __init__(self, decoder: SpeechDecoder) -> None:
@@ -114,12 +117,32 @@ class BatchScheduler:
         self.release_finished()
         self._let_in()
         if self._rows:
-            longest = max(len(generation.prompt) + generation._steps for generation in self._rows)
-            self._pending.append((self.decoder.step(len(self._rows), longest), tuple(self._rows)))
-            for generation in self._rows:
+            stepped = tuple(self._rows[: self._arrange_rows()])
+            longest = max(len(generation.prompt) + generation._steps for generation in stepped)
+            self._pending.append((self.decoder.step(len(stepped), longest), stepped))
+            for generation in stepped:
                 generation._steps += 1
         while len(self._pending) > (self.decoder.steps_ahead if self._rows else 0):
             self._read()
+
+    def _arrange_rows(self) -> int:
+        """How many of the first rows the next step takes: all, or fewer if those that are held can be left out. Rows
+        that are not held then change places with held ones before them, by way of a free row."""
+        rows, spare = self._rows, len(self._rows)
+        running = sum(not generation.held for generation in rows)
+        count = min(spare, self.decoder.bucket(running))
+        if not running or count == spare or spare == self.decoder.rows:
+            return spare
+        held = [row for row in range(count) if rows[row].held]
+        behind = [row for row in range(count, spare) if not rows[row].held]
+        for first, second in zip(held, behind, strict=False):
+            for source, target in ((first, spare), (second, first), (spare, second)):
+                generation = rows[second if source == second else first]
+                self.decoder.move_row(source, target, len(generation.prompt) + generation._steps)
+            rows[first], rows[second] = rows[second], rows[first]
+        if held and behind:
+            self.decoder.end(spare)
+        return count
 
     def release_finished(self) -> None:
         """Free the rows and adapters of requests that have ended; the last row takes the place of one that leaves."""
@@ -140,17 +163,25 @@ class BatchScheduler:
         while self._waiting and len(self._rows) < self.decoder.rows:
             generation = self._waiting.popleft()
             row, prompt, voice = len(self._rows), generation.prompt, (generation._slot, generation.strength)
+            # In front of those that are held, which it need not change places with then.
+            held = next((i for i, other in enumerate(self._rows) if other.held), row)
+            if held < row:
+                moved = self._rows[held]
+                self.decoder.move_row(held, row, len(moved.prompt) + moved._steps)
+                self.decoder.end(held)
+                self._rows.append(moved)
+                row = held
             if generation._slot >= 0:
                 self.decoder.use_adapter(row, *voice)
             # Another take of a prompt whose keys and values are still here.
-            takes = (i for i, other in enumerate(self._rows) if other.prompt is prompt)
+            takes = (i for i, other in enumerate(self._rows) if other.prompt is prompt and i != row)
             source = next((i for i in takes if (self._rows[i]._slot, self._rows[i].strength) == voice), None)
             if source is None:
                 self.decoder.prefill(row, prompt)
             else:
                 self.decoder.copy_prompt(source, row, len(prompt))
             self.decoder.begin(row, len(prompt), generation.sampling, generation.max_frames)
-            self._rows.append(generation)
+            self._rows[row : row + 1] = [generation]
 
     def _release(self, generation: Generation) -> None:
         if generation._slot >= 0 and self.decoder.adapters is not None:

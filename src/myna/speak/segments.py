@@ -106,6 +106,11 @@ class SegmentedGeneration:
         if len(self._finished) < len(self.plan.segments):
             self._current = self._submit(self._next_prompt())
 
+    def hold(self, held: bool) -> None:
+        """Let steps leave it out, or no longer."""
+        if self._current is not None:
+            self._current.held = held
+
     def cancel(self) -> None:
         """Give the row back with the next step."""
         if self._current is not None:

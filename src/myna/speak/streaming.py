@@ -40,7 +40,17 @@ class CodeStream:
     @property
     def next_frames(self) -> int:
         """Frames that must have come before the next window can be decoded."""
-        return self._done + min(self._done + self._first_window, MAX_WINDOW) + self._codec.decode_reach
+        return self._needed(self._done)
+
+    def _needed(self, done: int) -> int:
+        return done + min(done + self._first_window, MAX_WINDOW) + self._codec.decode_reach
+
+    def outlook(self, frames: int) -> tuple[int, int]:
+        """Of a stream of so many frames: how many could be decoded now, and how many the window behind them lacks."""
+        done = self._done
+        while frames >= self._needed(done):
+            done = self._needed(done) - self._codec.decode_reach
+        return done - self._done, self._needed(done) - frames
 
     def push(self, codes: Codes) -> None:
         """Add frames, shape (frames, codebooks)."""
