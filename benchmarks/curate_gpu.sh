@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # `myna curate` on a machine with a GPU and no network: what it needs is packed here in pieces, and measured there.
 #
-#   benchmarks/curate_gpu.sh pack RECORDING      # here: wheels, models and audio as .cache/gpu/piece-*, 60 MB each
+#   benchmarks/curate_gpu.sh pack RECORDING      # here: wheels, models and audio as .cache/gpu/piece-*, of PIECE (60M) each
 #   benchmarks/curate_gpu.sh unpack              # there, once all pieces lie in .cache/gpu
 #   benchmarks/curate_gpu.sh try-ctranslate2     # there: does faster-whisper run with torch's own cuBLAS?
 #   benchmarks/curate_gpu.sh run [DEVICE]        # there: hours of audio an hour, by transformers in float16
@@ -35,7 +35,7 @@ with soundfile.SoundFile(sys.argv[2], "w", 24_000, 1, format="OGG", subtype="OPU
     for block in soundfile.blocks(sys.argv[1], 60 * rate, dtype="float32", always_2d=True):
         out.write(stream.resample_chunk(block.mean(1)))
 PY
-  tar c -C .cache gpu/wheels gpu/recording.opus curation -C metrics whisper-base | split -b 60M -d - $GPU/piece-
+  tar c -C .cache gpu/wheels gpu/recording.opus curation -C metrics whisper-base | split -b "${PIECE:-60M}" -d - $GPU/piece-
   ls -l $GPU/piece-*
 }
 
