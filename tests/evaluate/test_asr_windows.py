@@ -16,7 +16,7 @@ from myna.audio.files import Samples
 from myna.errors import ConfigError
 from myna.evaluate import asr_transformers
 from myna.evaluate.asr import ASR, TimedTranscript, Transcript
-from myna.evaluate.asr_torch_whisper import TorchWhisperNetwork, time_warping
+from myna.evaluate.asr_torch_whisper import TimestampRules, TorchWhisperNetwork, time_warping
 from myna.evaluate.asr_windows import decode_clips
 from tests.evaluate.tiny_scorers import save_whisper
 
@@ -149,3 +149,24 @@ def test_the_path_of_an_alignment_is_the_cheapest(tokens: int, frames: int, seed
         return float(cost[token, frame]) + min(costs, default=0.0)
 
     assert sum(float(cost[place]) for place in path) == pytest.approx(cheapest(tokens - 1, frames - 1), abs=1e-5)
+
+
+@given(st.data())
+def test_the_rules_of_times_are_transformers_own(data: st.DataObject) -> None:
+    from transformers import GenerationConfig, WhisperTimeStampLogitsProcessor
+
+    prompt, no_times, end, size = 3, 20, 18, 30
+    config = GenerationConfig(eos_token_id=end, bos_token_id=end)
+    config.no_timestamps_token_id, config.max_initial_timestamp_index = no_times, 4
+    length = data.draw(st.integers(0, 5))
+    rows = []
+    for _ in range(3):
+        row, latest = [1, 2, 3], no_times + 1
+        for _ in range(length):
+            latest = data.draw(st.integers(latest, size - 1))
+            row.append(data.draw(st.sampled_from([5, 6, latest])))
+        rows.append(row)
+    ids = torch.tensor(rows)
+    scores = torch.from_numpy(np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=(3, size)) * 3).float()
+    expected = WhisperTimeStampLogitsProcessor(config, begin_index=prompt)(ids, scores)
+    assert torch.equal(TimestampRules(prompt, no_times, end, 4)(ids, scores), expected)

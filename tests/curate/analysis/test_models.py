@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from myna.curate.analysis import AnalysisModels, AnalysisSettings, batches, capabilities, load_models, measure
+from myna.curate.analysis import (
+    AnalysisModels,
+    AnalysisSettings,
+    batches,
+    capabilities,
+    load_models,
+    measure,
+    similar_batches,
+)
 from myna.curate.analysis.models import FILES
 from myna.curate.analysis.music import WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from myna.curate.analysis.segmentation import SegmentationNetwork
@@ -75,3 +83,10 @@ def test_items_come_in_batches_when_they_are_needed() -> None:
     source = batches((taken.append(number) or number for number in range(7)), 3)  # type: ignore[func-returns-value]
     assert next(source) == [0, 1, 2] and taken == [0, 1, 2]
     assert list(source) == [[3, 4, 5], [6]]
+
+
+def test_batches_hold_items_of_similar_lengths_with_their_numbers() -> None:
+    words = ["aaaa", "a", "aaa", "aa", "b", "bbbbb"]
+    found = list(similar_batches(words, 2, len))
+    assert found == [[(1, "a"), (4, "b")], [(3, "aa"), (2, "aaa")], [(0, "aaaa"), (5, "bbbbb")]]
+    assert list(similar_batches(words, 1, len)) == [[(number, word)] for number, word in enumerate(words)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -56,3 +56,10 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     source = iter(items)
     while batch := list(itertools.islice(source, size)):
         yield batch
+
+
+def similar_batches(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[tuple[int, T]]]:
+    """Items of similar lengths by `size`, each with its number: a batch takes as long as its longest. As many items
+    are looked at as make four batches."""
+    for group in batches(enumerate(items), 4 * size if size > 1 else 1):
+        yield from batches(sorted(group, key=lambda item: length(item[1])), size)
