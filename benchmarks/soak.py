@@ -46,9 +46,9 @@ from myna.terminal import progress_bars
 TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
 WARM_UP_SHARE = 0.2
 """Of the requests, after which growth counts: allocators and caches have their size by then."""
-ROUNDS = 80
-REST_SECONDS = 0.3
-"""Between the end of a round and its sample."""
+ROUNDS = 40
+REST_SECONDS = 1.0
+"""Between the end of a round, all connections closed and no request open, and its sample."""
 FIT_BLOCKS = 16
 """Parts of the samples behind the warm-up, whose means the line is fitted to."""
 
@@ -120,16 +120,18 @@ async def run_clients(
             ends[await send_request(web, rng, arguments.max_seconds)] += 1
             progress("requests", ends.total(), arguments.requests)
 
-    limits = httpx2.Limits(max_connections=2 * arguments.clients)
-    async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as web:
-        samples.append({"request": 0, **server.sample()})
-        while ends.total() < arguments.requests and time.monotonic() < deadline:
-            left = arguments.requests - ends.total()
-            numbers = iter(range(min(left, max(1, arguments.requests // ROUNDS))))
+    samples.append({"request": 0, **server.sample()})
+    while ends.total() < arguments.requests and time.monotonic() < deadline:
+        left = arguments.requests - ends.total()
+        numbers = iter(range(min(left, max(1, arguments.requests // ROUNDS))))
+        limits = httpx2.Limits(max_connections=2 * arguments.clients)
+        async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as web:
             await asyncio.gather(*(client(web, numbers) for _ in range(arguments.clients)))
-            await asyncio.sleep(REST_SECONDS)
-            samples.append({"request": ends.total(), **server.sample()})
-            print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
+        while server.metric("myna_requests_in_flight"):
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(REST_SECONDS)
+        samples.append({"request": ends.total(), **server.sample()})
+        print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
     return ends
 
 
@@ -158,6 +160,8 @@ async def send_request(web: httpx2.AsyncClient, rng: random.Random, max_seconds:
             return "finished" if response.status_code == 200 else f"status {response.status_code}"
     except TimeoutError:
         return "given up"
+    except httpx2.TransportError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def fitted_growth(samples: list[dict[str, Any]], process: str, figure: str) -> dict[str, Any]:
@@ -228,6 +232,7 @@ def main() -> None:
             server.process.send_signal(signal.SIGTERM)
             result["exit_code"] = server.process.wait(60)
         finally:
+            print(server.log.read_text()[-10_000:], file=sys.stderr)
             if server.process.poll() is None:
                 server.process.kill()
     print(json.dumps(result, indent=2))

@@ -14,6 +14,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
+import torch
+
 from myna.audio.files import Samples, pcm16
 from myna.data.conversation import AudioClip, Reference
 from myna.data.utterance import normalise_text
@@ -169,6 +171,8 @@ class SpeechWorker:
         self._engine = engine
         engine.max_adapters = settings.max_adapters
         device = next(engine.model.parameters()).device
+        if device.type == "cuda":  # what is left for the host is tiny, and threads that wait for more of it burn cores
+            torch.set_num_threads(1)
         if settings.watermark:
             check_installed()
         self._device, self._marked = device, settings.watermark

@@ -28,14 +28,14 @@ SHORT_LEAD_SECONDS = 0.25
 """While a stream is no further ahead than this, at most one prompt is let in a step."""
 FRAME_SECONDS = 0.02
 """That a frame may take to be generated, at the worst: half of its playback is for the codec and the rest."""
-FEW_STREAMS, HOLD_SECONDS = 16, 0.1
+FEW_STREAMS, HOLD_SECONDS = 4, 0.1
 """Among no more streams than this, one with more time to spare is left out of steps while another has made no sound yet
-or has a short lead: few rows are stepped sooner than many."""
+or has a short lead: few rows are stepped sooner than many. Of more, those that wait would soon be too many."""
 CROWD_STREAMS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
 """Of more streams than this, so many are stepped then: that is nearly as much speech in less time. One with more than
 the second to spare is left out until it has less than the first."""
-CROWD_START_SECONDS = 1.0
-"""Where half as many are spoken, or more, a stream begins with this much: its second window might be late."""
+START_SECONDS = ((64, 1.0), (16, 0.2))
+"""Where so many are spoken, or more, a stream begins with this much: its second window might be late."""
 
 
 class QueueFullError(SpeakError):
@@ -340,9 +340,9 @@ class LiveBatch:
     def _pass_on(self, stream: _Stream, samples: Samples) -> list[StreamEvent]:
         """Give out samples of a stream; the first ones in a crowd when there are enough of them."""
         samples, stream.unsent = np.concatenate([stream.unsent, samples]), stream.unsent[:0]
-        is_crowd = len(self._streams) >= CROWD_STREAMS // 2
-        enough = CROWD_START_SECONDS * self._engine.codec.sample_rate if is_crowd else 0
-        if stream.playback_ends is None and len(samples) < enough and not _code_stream(stream).finished:
+        enough = next((seconds for streams, seconds in START_SECONDS if len(self._streams) >= streams), 0.0)
+        is_early = stream.playback_ends is None and len(samples) < enough * self._engine.codec.sample_rate
+        if is_early and not _code_stream(stream).finished:
             stream.unsent = samples
             return []
         if len(samples):
