@@ -729,8 +729,10 @@ def test_real_speech_is_thinned_and_keeps_its_name(
     monkeypatch.setattr(pack_offline, "_wheels", lambda out, _: out.mkdir(parents=True))
     rows = [{"id": f"{n}", "audio": random.Random(n).randbytes(1000)} for n in range(30)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "studio-0.parquet")
-    real = pack_offline.RealSpeech.parse(f"{tmp_path / 'studio-0.parquet'}={18_000 / 2**20}")
-    pack_offline.pack(texts, [], tmp_path / "bundle", "3.12", 100_000, real=[real])
+    studio = tmp_path / "studio-0.parquet"
+    real = pack_offline.RealSpeech.parse(f"{studio}={18_000 / 2**20}")
+    pack_offline.pack(texts, [], tmp_path / "bundle", "3.12", 100_000, real=[real], backgrounds=[studio])
+    assert (tmp_path / "bundle/0/background/studio-0.parquet").read_bytes() == studio.read_bytes()
     (packed,) = (tmp_path / "bundle").glob("*/real/studio/studio-0.parquet")
     assert pq.read_table(packed).column("id").to_pylist() == [f"{n}" for n in range(0, 30, 2)]
     assert not (tmp_path / "bundle/thinned").exists()

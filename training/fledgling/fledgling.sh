@@ -224,8 +224,8 @@ language() { # with a clock and a folder of its own; parts of the bundle may com
 
 both() { # corpora of the codec lie in a folder of their own, since they have other settings
   [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
-  DATA=$DATA/voices BUNDLE=$BUNDLE BUDGET=${VOICES_BUDGET:-$((BUDGET * 2 / 5))} bash $HERE/fledgling.sh voices
-  local BUDGET=$((BUDGET - $(date +%s) + $(cat "$RUNS/began")))
+  DATA=$DATA/voices BUNDLE=$BUNDLE BUDGET=${VOICES_BUDGET:-$((BUDGET / 2))} bash $HERE/fledgling.sh voices
+  local BUDGET=$((BUDGET - $(date +%s) + $(cat "$RUNS/began"))) NATURAL_SECONDS=${LANGUAGE_NATURAL_SECONDS:-150}
   language
 }
 

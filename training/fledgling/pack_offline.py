@@ -76,8 +76,13 @@ def pack(
     if words is not None:
         shutil.copy(words, first / "real_words.json")
     _wheels(first / "wheels", python)
-    for folder in backgrounds:
-        _pack_backgrounds(folder, first / "background" / f"{folder.name}.parquet")
+    for source in backgrounds:
+        home = first / "background" / f"{source.stem}.parquet"
+        if source.suffix == ".parquet":
+            home.parent.mkdir(exist_ok=True)
+            shutil.copy(source, home)
+        else:
+            _pack_backgrounds(source, home)
     sizes = [_size(first)]
     thinned = out / "thinned"
     encoder = [(speech_encoder, "speech_encoder.safetensors")] if speech_encoder else []
@@ -144,7 +149,7 @@ def _pack_backgrounds(folder: Path, out: Path) -> None:
             rows.append({"id": file.stem, "speaker": "background", "text": "", "audio": audio})
     if not rows:
         raise DataError(f"{folder} has no audio file of a second or more", hint="name a folder of FLAC or WAV files")
-    out.parent.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), out)
 
 
@@ -190,7 +195,9 @@ def main() -> None:
         metavar="PATH[=MIB]",
         help="real speech: parquet files, or their folders; of a larger file than MIB some rows are left out",
     )
-    parser.add_argument("--background", type=Path, nargs="*", default=[], help="folders of audio files without speech")
+    parser.add_argument(
+        "--background", type=Path, nargs="*", default=[], help="parquet files, or folders of audio files, without speech"
+    )
     parser.add_argument("--kokoro", type=Path, help="folder made by export_kokoro.py")
     parser.add_argument("--init", type=Path, help="checkpoint that the language model begins with, with its codec")
     parser.add_argument("--words", type=Path, help="file that augment_real.py made of real speech")
