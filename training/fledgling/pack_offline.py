@@ -196,7 +196,7 @@ def main() -> None:
         help="real speech: parquet files, or their folders; of a larger file than MIB some rows are left out",
     )
     parser.add_argument(
-        "--background", type=Path, nargs="*", default=[], help="parquet files, or folders of audio files, without speech"
+        "--background", type=Path, nargs="*", default=[], help="parquet files, or folders of audio files: no speech"
     )
     parser.add_argument("--kokoro", type=Path, help="folder made by export_kokoro.py")
     parser.add_argument("--init", type=Path, help="checkpoint that the language model begins with, with its codec")
