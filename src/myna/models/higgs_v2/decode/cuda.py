@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ WARM_TEXT, WARM_AUDIO = 256, 448
 LOG2_E = 1.4426950408889634
 ADAPTER_CHUNK = 16
 """Ranks of an adapter that a kernel reads at once."""
+ROTATED_HEADS = 4
+"""Heads that a program rotates, or as many as divide their number; with adapters, one."""
 NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
 """Of a decoder without adapter slots and with them, in use or not: the order of a sum depends on it."""
 
@@ -419,14 +422,15 @@ class CudaDecoder(HiggsDecoder):
         core, layers = self.core, self._layers or self._packed or []
         x = torch.empty(rows, self._h.shape[1], dtype=self._q.dtype, device=self.device)
         batch = MatrixBatch(self, rows, adapted)
+        group = 1 if adapted else math.gcd(ROTATED_HEADS, self.heads, self.kv_heads)
         batch.add_and_normalize(None, layers[0].attention_norm, x)
         for number, weights in enumerate(layers):
             qkv = batch.product(x, weights.qkv, "qkv", number)
-            kernels.rotate_and_store_kernel[rows, self.heads + 2 * self.kv_heads](
+            kernels.rotate_and_store_kernel[rows, (self.heads + 2 * self.kv_heads) // group](
                 *(qkv.values, self._q, self.keys[number], self.values[number], self._half_cos, self._half_sin),
                 *(self.state.positions, *qkv.adapters, self.max_positions, *qkv.strides),
-                *(self.heads, self.kv_heads, self.head_dim, batch.rank, batch.chunk, self._dependent),
-                num_warps=1,
+                *(self.heads, self.kv_heads, self.head_dim, group, batch.rank, batch.chunk, self._dependent),
+                num_warps=group,
                 launch_pdl=self._dependent,
             )
             self._attend(number, rows, dependent=self._dependent)

@@ -328,15 +328,17 @@ def add_rms_norm_kernel(
 def rotate_and_store_kernel(
     qkv, q_out, k_cache, v_cache, cos, sin, positions, shrunk, w, slots, strengths, max_positions,
     qkv_stride, shrunk_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
+    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """What the row's adapter adds, rotary embedding, and cache write of one row's head, behind cuBLAS's product."""
+    """What the row's adapter adds, rotary embedding, and cache write of GROUP of a row's heads, all of one kind, behind
+    cuBLAS's product."""
     half: tl.constexpr = D // 2
     outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
-    b, head = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, half)
-    n = head * D + d
+    b, head = tl.program_id(0), tl.program_id(1) * GROUP
+    i = tl.arange(0, GROUP * half)
+    d = i % half
+    n = (head + i // half) * D + d
     if RANK > 0:
         slot, strength = tl.load(slots + b), tl.load(strengths + b)
         low_weight = _load_expansion(w, slot, 0, n, outputs, RANK, CHUNK)
@@ -354,11 +356,11 @@ def rotate_and_store_kernel(
     if head < HEADS + KV_HEADS:
         low, high = _rotate(low, high, cos, sin, position, d, half)
     if head < HEADS:
-        out = q_out + (b * HEADS + head) * D + d
+        out = q_out + b * HEADS * D + n
         tl.store(out, low.to(dtype))
         tl.store(out + half, high.to(dtype))
     elif position < max_positions:
-        kv = (head - HEADS) % KV_HEADS
+        kv = (head - HEADS) % KV_HEADS + i // half
         offset = ((b.to(tl.int64) * KV_HEADS + kv) * max_positions + position) * D + d
         if head < HEADS + KV_HEADS:
             tl.store(k_cache + offset, low.to(dtype))
