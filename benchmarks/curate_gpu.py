@@ -99,7 +99,7 @@ def shrink(file: Path) -> None:
     """Matrices as int8 with a scale for each row, under the names NAME|int8 and NAME|scale."""
     weights = {}
     for name, tensor in load_file(file).items():
-        rows = tensor.float().reshape(len(tensor), -1) if tensor.ndim >= 2 else tensor[:0]
+        rows = tensor.float().reshape(len(tensor), -1) if tensor.ndim >= 2 else tensor.new_empty(0)
         if rows.numel() < 4096:
             weights[name] = tensor.contiguous()
             continue
