@@ -2,8 +2,8 @@
 
 python benchmarks/serve.py --model fledgling --rates 0.5 1 2 --out FOLDER         starts `myna serve`, on any device
 python benchmarks/serve.py --url http://HOST:8000 --rates 1 10 --out FOLDER       any server of OpenAI's contract
-python benchmarks/serve.py --random --reference --rates 1 10 20 --max-rate-seconds 62 --streams --first-streams 400
-    --trial-seconds 20 --stream-seeds 0 --resolution 0.2 --out docs/benchmarks -- --streams 128       in 8 minutes
+python benchmarks/serve.py --random --reference --rates 20 10 1 --requests 70 --listeners 400 --stream-seeds 0
+    --out docs/benchmarks -- --streams 512         in 8 minutes on an H200, of which the server takes 1.5 to start
 python benchmarks/serve.py --instant --rates 50 100 --out FOLDER                  a model of no time: all but the model
 python benchmarks/serve.py --merge A/serve.json B/serve.json --out FOLDER         what several commands have measured
 
@@ -14,7 +14,7 @@ voice of one of its recordings, sent along; with `--new-references` in one that 
 every request was answered, none was dropped, and no player had an underrun. `--streams` then searches for the most
 people who can listen at a time, each to one text of four sentences after the other, without an underrun. `--random`
 serves random weights of the full size, which find no end: a text is spoken for as long as its recording is. Words
-behind `--` go to the server. Writes serve.json and serve.svg after every rate; with `--instant`, serve-http.json and
+behind `--` go to the server. Writes serve.json and serve.svg after every seed; with `--instant`, serve-http.json and
 serve-http.svg.
 """
 
@@ -97,7 +97,7 @@ def demo_sentences() -> tuple[Sentence, ...]:
 
 
 def demo_reference() -> dict[str, str]:
-    """A recording of about four seconds, as a request carries it."""
+    """A recording of about three seconds, as a request carries it."""
     sentence = demo_sentences()[0]
     audio = base64.b64encode(sentence.recording.read_bytes()).decode()
     return {"ref_audio": f"data:audio/ogg;base64,{audio}", "ref_text": sentence.text}
@@ -206,6 +206,9 @@ async def find_streams(
                 return False
         return True
 
+    if asked.listeners:
+        passed = [listeners for listeners in asked.listeners if await passes(listeners)]
+        return {"most_listeners": max(passed, default=0), "trials": trials}
     most = await largest_passing(passes, asked.first_streams, asked.max_streams, asked.resolution)
     return {"most_listeners": most, "trials": trials}
 
@@ -267,10 +270,10 @@ async def run(
             spent = {name: total - before[name] for name, total in processor_seconds(server).items()}
             cost = {name: 1000 * seconds / requests for name, seconds in spent.items()}
             summaries.append({"seed": seed, **result.summary(), "processor_ms_per_request": cost})
-        reference = "new in every request" if asked.new_references else "the same" if asked.reference else "none"
+            reference = "new in every request" if asked.new_references else "the same" if asked.reference else "none"
+            save({**facts, "rows": [*facts["rows"], rate_row(rate, summaries, reference)]})
         facts["rows"].append(rate_row(rate, summaries, reference))
-        save(facts)
-    if asked.streams:
+    if asked.streams or asked.listeners:
         facts["streams"] = await find_streams(client, asked, fields, progress)
         save(facts)
     await client.close()
@@ -347,6 +350,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--warm-up", type=int, default=8, help="requests before anything is measured")
     parser.add_argument("--streams", action="store_true", help="search for the most listeners without an underrun")
+    parser.add_argument("--listeners", type=int, nargs="+", default=[], help="try these numbers, and search for none")
     parser.add_argument("--stream-seeds", type=int, nargs="+", help="of the search for listeners; all, if not given")
     parser.add_argument("--resolution", type=float, default=0.05, help="of that search")
     parser.add_argument("--first-streams", type=int, default=8)
