@@ -491,7 +491,8 @@ def speak(
         typer.Option(
             "--out",
             "-o",
-            help="Audio file to write: .wav, .flac, .ogg, .mp3. One that exists needs --force. With --lines, a folder.",
+            help="Audio file to write: .wav, .flac, .mp3, .m4a, .ogg, .opus. One that exists needs --force. "
+            "With --lines, a folder.",
         ),
     ] = None,
     text_file: Annotated[
@@ -572,7 +573,8 @@ def speak(
     ] = False,
     batch_size: BatchSizeOption = 16,
     format: Annotated[
-        Literal["wav", "flac", "mp3", "ogg", "opus"] | None, typer.Option("--format", help="Of the files of --lines.")
+        Literal["wav", "flac", "mp3", "ogg", "opus", "m4a"] | None,
+        typer.Option("--format", help="Of the files of --lines."),
     ] = None,
     voice_name: Annotated[
         str | None, typer.Option("--voice", help="A voice of `myna voice list`, in place of --reference.")

@@ -17,7 +17,7 @@ from myna.audio.files import (
 )
 from myna.errors import AudioError
 
-SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")
 LOSSLESS = (".wav", ".flac")
 
 

@@ -195,6 +195,20 @@ def test_recordings_that_cannot_be_used(
     assert store.list_voices() == []
 
 
+def test_a_consent_gets_another_spelling_of_its_name_alone(
+    store: VoiceStore, checker: ConsentChecker, asr: DictationASR, tmp_path: Path
+) -> None:
+    asr.text = sentence_of_day("Nicola Berg", "en").text
+    consent = store.create_consent("Nicola Berg", tone(tmp_path, "consent.wav", 220), "en", checker)
+    assert store.rename_consent(consent.id, "Nikola Berg").name == "Nikola Berg"
+    with pytest.raises(DataError, match="not the name that was read aloud"):
+        store.rename_consent(consent.id, "Hugo Winter")
+    with pytest.raises(DataError, match="cannot be the name"):
+        store.rename_consent(consent.id, "../Nicola")
+    kept = store.get_consent(consent.id)
+    assert (kept.name, kept.sentence, kept.recording) == ("Nikola Berg", consent.sentence, consent.recording)
+
+
 def test_a_changed_recording_is_refused(
     store: VoiceStore, checker: ConsentChecker, asr: DictationASR, tmp_path: Path
 ) -> None:

@@ -1,7 +1,8 @@
-"""Containers that libsndfile does not read (MP4, M4A, WebM, ...), decoded by FFmpeg through PyAV."""
+"""Containers that libsndfile does not know (MP4, M4A, WebM, ...), through PyAV: decoded by FFmpeg, and M4A encoded."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -19,10 +20,12 @@ ESTIMATED_LENGTH_FORMATS = ("aac", "ac3", "eac3", "amr", "mpegts", "mpeg")
 """Formats without a length of their own: FFmpeg estimates it from the bit rate."""
 SEEK_FRAMES = 1 << 19
 """Up to this frame everything is decoded from the beginning."""
+M4A_BIT_RATE = 96_000
+"""Of a channel, in AAC."""
 
 
 class ContainerError(Exception):
-    """A container cannot be read."""
+    """A container cannot be read or written."""
 
 
 class ContainerFile:
@@ -105,6 +108,20 @@ class ContainerFile:
                 return Fraction(container.duration, 1_000_000)
         # Counted: nothing is decoded for it.
         return sum(packet.duration or 0 for packet in container.demux(stream)) * stream.time_base  # type: ignore[no-any-return]
+
+
+def encode_m4a(samples: npt.NDArray[np.float32], sample_rate: int) -> bytes:
+    """An M4A file (AAC) of samples, mono or (frames, channels)."""
+    planes = np.ascontiguousarray(np.atleast_2d(samples.T), np.float32)
+    av, content, layout = _import_av(), io.BytesIO(), "mono" if len(planes) == 1 else f"{len(planes)} channels"
+    with _container_errors(), av.open(content, "w", format="ipod") as container:
+        stream = container.add_stream("aac", rate=sample_rate, layout=layout)
+        stream.codec_context.bit_rate = M4A_BIT_RATE * len(planes)
+        frame = av.AudioFrame.from_ndarray(planes, format="fltp", layout=layout)
+        frame.sample_rate, frame.pts = sample_rate, 0
+        for one in (frame, None):
+            container.mux(stream.encode(one))
+    return content.getvalue()
 
 
 def _import_av() -> Any:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import soundfile
 import soxr  # type: ignore[import-untyped]
 
-from myna.audio.containers import ContainerError, ContainerFile
+from myna.audio.containers import ContainerError, ContainerFile, encode_m4a
 from myna.errors import AudioError
 from myna.io import atomic_write, is_file
 
@@ -33,14 +33,15 @@ DEFECT_HINTS: dict[AudioDefect, str] = {
     "NaN samples": "export it again as 16-bit PCM",
     "bad span": "keep start and end in seconds inside the recording",
 }
-AudioFileFormat = Literal["wav", "flac", "mp3", "ogg", "opus"]
-AUDIO_FORMATS = {
+AudioFileFormat = Literal["wav", "flac", "mp3", "ogg", "opus", "m4a"]
+AUDIO_FORMATS = {  # of libsndfile
     ".wav": ("WAV", "PCM_16"),
     ".flac": ("FLAC", "PCM_16"),
     ".mp3": ("MP3", "MPEG_LAYER_III"),
     ".ogg": ("OGG", "VORBIS"),
     ".opus": ("OGG", "OPUS"),
 }
+M4A_SUFFIX = ".m4a"
 BLOCK_SAMPLES = 1 << 20
 """Samples of all channels decoded at a time."""
 UNKNOWN_LENGTH_FRAMES = 1 << 62
@@ -167,8 +168,9 @@ def check_not_silent(path: Path, samples: Samples) -> None:
 
 def check_audio_suffix(path: Path) -> None:
     """Refuse an output name without a supported suffix, before any work is done for it."""
-    if path.suffix.lower() not in AUDIO_FORMATS:
-        raise AudioError(f"{path}: cannot write `{path.suffix}`", hint=f"use one of {', '.join(AUDIO_FORMATS)}")
+    if path.suffix.lower() not in (*AUDIO_FORMATS, M4A_SUFFIX):
+        known = ", ".join((*AUDIO_FORMATS, M4A_SUFFIX))
+        raise AudioError(f"{path}: cannot write `{path.suffix}`", hint=f"use one of {known}")
 
 
 def write_audio(path: Path, samples: Samples, sample_rate: int) -> None:
@@ -182,6 +184,11 @@ def encode_audio_file(path: Path, samples: Samples, sample_rate: int) -> bytes:
     """The bytes of a file of that name: on a full disk libsndfile has no reason to tell, and may not notice."""
     check_audio_suffix(path)
     _check_finite(path, samples)
+    if path.suffix.lower() == M4A_SUFFIX:
+        try:
+            return encode_m4a(samples, sample_rate)
+        except ContainerError as error:
+            raise AudioError(f"{path}: cannot be written: {error}", hint="write a .wav or .flac file instead") from None
     kind, subtype = AUDIO_FORMATS[path.suffix.lower()]
     content = io.BytesIO()
     soundfile.write(content, samples, sample_rate, format=kind, subtype=subtype)

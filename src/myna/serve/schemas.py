@@ -119,6 +119,12 @@ class UnloadAdapterBody(_Body):
     lora_int_id: int | None = None
 
 
+class ConsentNameBody(_Body):
+    """Body of `POST /v1/audio/voice_consents/ID`."""
+
+    name: str = Field(min_length=1, max_length=64)
+
+
 class SpokenItem(BaseModel):
     """Speech of one text, or of one take."""
 

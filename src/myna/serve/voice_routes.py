@@ -14,6 +14,7 @@ from myna.audio.files import Samples, write_audio
 from myna.errors import MynaError
 from myna.serve.api_errors import ApiError
 from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context
+from myna.serve.schemas import ConsentNameBody
 from myna.voices.sentences import sentence_of_day
 from myna.voices.store import Consent, StoredVoice
 
@@ -103,6 +104,14 @@ async def list_voice_consents(request: Request) -> dict[str, Any]:
 @router.get("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
 async def retrieve_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
     return _consent_object(await _in_store(server_context(request).store.get_consent, consent_id, status=404))
+
+
+@router.post("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
+async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: Request) -> dict[str, Any]:
+    """Change the spelling of its name: what was read aloud stays."""
+    store = server_context(request).store
+    await _in_store(store.get_consent, consent_id, status=404)
+    return _consent_object(await _in_store(store.rename_consent, consent_id, body.name))
 
 
 @router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from rapidfuzz import fuzz
 
 from myna.audio.files import Samples, check_not_silent, read_audio
-from myna.data.text_normalization import letters, words
+from myna.data.text_normalization import words
 from myna.errors import DataError
 from myna.evaluate.asr import ASR
 from myna.evaluate.dependencies import SAMPLE_RATE
@@ -25,12 +25,12 @@ from myna.evaluate.wer import character_errors
 from myna.provenance.packages import watermark_installed
 from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
 from myna.speak.validation import MAX_REFERENCE_SECONDS
-from myna.voices.sentences import ConsentSentence, valid_sentences
+from myna.voices.sentences import ConsentSentence, has_name, valid_sentences
 
 MAX_CHARACTER_ERRORS = 0.25
 """Of the whole sentence: recognisers of any size pass a careful reading."""
-MIN_WORD_MATCH, MIN_NAME_MATCH = 80, 60
-"""Likeness, of 100, of each word of the day and of the name with what was recognised: names have many spellings."""
+MIN_WORD_MATCH = 80
+"""Likeness, of 100, of each word of the day with what was recognised."""
 MIN_SIMILARITY = {RESEMBLYZER: 0.75, ECAPA: 0.35, WAVLM: 0.86}
 """Cosine of two recordings from which on they count as one speaker, by encoder."""
 
@@ -126,7 +126,7 @@ def _compare(
     problem = ""
     if rate > MAX_CHARACTER_ERRORS:
         problem = f"{rate:.0%} of the sentence was read otherwise"
-    elif fuzz.partial_ratio(_joined(sentence.name, sentence), _joined(transcript, sentence)) < MIN_NAME_MATCH:
+    elif not has_name(transcript, sentence.name, sentence.language):
         problem = "the name is not in it"
     else:
         for word in sentence.words:
@@ -134,10 +134,6 @@ def _compare(
             if max((fuzz.ratio(expected, one) for one in heard), default=0) < MIN_WORD_MATCH:
                 problem = f"the word `{word}` is not in it"
     return ConsentCheck(sentence, transcript, round(rate, 4), recogniser, mark), problem
-
-
-def _joined(text: str, sentence: ConsentSentence) -> str:
-    return "".join(letters(text, sentence.language))
 
 
 def _watermark_score(recording: Path) -> float | None:

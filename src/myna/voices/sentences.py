@@ -8,13 +8,17 @@ import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from myna.data.text_normalization import base_language
+from rapidfuzz import fuzz
+
+from myna.data.text_normalization import base_language, letters
 from myna.errors import ConfigError
 from myna.provenance.home import private_file, user_folder
 
 SECRET_FILE = "consent-words.key"
 VALID_DAYS = 2
 """Sentences of so many days are accepted, today's included: a recording may be made before midnight."""
+MIN_NAME_MATCH = 60
+"""Likeness, of 100, of a name with what was recognised: names have many spellings."""
 
 SENTENCES = {
     "en": "My name is {name}. I agree that a computer learns my voice from my recordings and speaks with it. "
@@ -80,6 +84,12 @@ def valid_sentences(name: str, language: str) -> list[ConsentSentence]:
     """The sentences that are accepted now, today's first."""
     now = datetime.now(UTC)
     return [sentence_of_day(name, language, now - timedelta(days=age)) for age in range(VALID_DAYS)]
+
+
+def has_name(transcript: str, name: str, language: str) -> bool:
+    """Whether a name, as spelled or nearly so, is in what was recognised."""
+    said, expected = ("".join(letters(text, language)) for text in (transcript, name))
+    return bool(fuzz.partial_ratio(expected, said) >= MIN_NAME_MATCH)
 
 
 def _random_words(seed: str, words: list[str]) -> tuple[str, str]:

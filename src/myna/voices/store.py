@@ -25,6 +25,7 @@ from myna.errors import DataError
 from myna.io import atomic_folder, save_text, sniff_suffix
 from myna.provenance.home import user_folder
 from myna.speak.validation import read_reference
+from myna.voices.sentences import has_name
 
 if TYPE_CHECKING:
     from myna.voices.consent import ConsentChecker
@@ -109,6 +110,20 @@ class VoiceStore:
 
     def get_consent(self, id: str) -> Consent:
         return _find(self.list_consents(), id, "consent", "myna voice list shows them")
+
+    def rename_consent(self, id: str, name: str) -> Consent:
+        """Change the name of a consent to another spelling of the one that was read aloud."""
+        check_voice_name(name)
+        with self._lock():
+            consent = self.get_consent(id)
+            if not has_name(consent.recording.text, name, consent.language):
+                raise DataError(
+                    f"{name!r} is not the name that was read aloud: {consent.recording.text!r}",
+                    hint="have the sentence read with that name, and store it as another consent",
+                )
+            consent = consent.model_copy(update={"name": name})
+            save_text(self.folder / "consents" / consent.id / CONSENT_FILE, consent.model_dump_json(indent=2))
+        return consent
 
     def delete_consent(self, id: str) -> Consent:
         """Remove a consent. One that a voice rests on is refused: the voice is removed first."""
