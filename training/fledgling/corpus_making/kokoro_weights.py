@@ -40,7 +40,7 @@ MIN_MATRIX = 8192
 def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Path]:
     """Weights and styles of voices in 8 bits with a scale for each row, vectors in half precision; the files."""
     try:
-        import onnx  # type: ignore[import-not-found]
+        import onnx
     except ImportError:
         raise DataError("onnx is not installed", hint="pip install onnx") from None
     graph = onnx.load(str(onnx_file)).graph
