@@ -41,6 +41,19 @@ def test_every_format_comes_back(tmp_path: Path, suffix: str) -> None:
     assert np.sqrt(np.mean(samples**2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
 
 
+@pytest.mark.parametrize("suffix", [".ogg", ".opus"])
+def test_a_chain_of_ogg_streams_is_refused(tmp_path: Path, suffix: str) -> None:
+    """libsndfile reads the first of them, and nothing says that there are more."""
+    first, second, chain = (tmp_path / f"{name}{suffix}" for name in ("first", "second", "chain"))
+    write_audio(first, sine(1.0, 24_000), 24_000)
+    write_audio(second, sine(2.0, 24_000, hertz=880.0), 24_000)
+    chain.write_bytes(first.read_bytes() + second.read_bytes())
+    with pytest.raises(AudioFileError, match=f"chain{suffix}: unreadable audio: it is a chain of Ogg streams"):
+        read_audio(chain)
+    with pytest.raises(AudioFileError, match="chain of Ogg streams"), stream_audio(chain):
+        pass
+
+
 @pytest.mark.parametrize("suffix", [".wav", ".flac", ".mp3", ".ogg"])
 def test_stereo_of_another_rate_becomes_mono(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"stereo{suffix}"

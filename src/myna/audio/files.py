@@ -242,13 +242,31 @@ def _open_reader(path: Path) -> AudioReader:
     if path.suffix.lower() == ".raw":  # soundfile would want to be told its rate and channels
         raise ContainerError("raw samples have no header")
     try:
-        return _SoundFile(path)
+        file = _SoundFile(path)
     except soundfile.LibsndfileError as error:
         first = error.error_string.strip(" .:")
+    else:
+        if file.format == "OGG" and _is_chained_ogg(path):
+            file.close()
+            raise ContainerError("it is a chain of Ogg streams, of which only the first would be read")
+        return file
     try:
         return ContainerFile(path)
     except ContainerError as error:
         raise ContainerError(f"{first}; {error}" if first else str(error)) from None
+
+
+def _is_chained_ogg(path: Path) -> bool:
+    """Whether another stream begins behind the pages of the first, as in recordings of radio stations."""
+    with path.open("rb") as file:
+        has_data = False
+        while len(header := file.read(27)) == 27 and header.startswith(b"OggS"):
+            begins = bool(header[5] & 2)
+            if begins and has_data:
+                return True
+            has_data = has_data or not begins
+            file.seek(sum(file.read(header[26])), io.SEEK_CUR)  # over the segments, whose lengths these are
+    return False
 
 
 def _frames(path: Path, file: AudioReader, span: tuple[float, float | None]) -> tuple[int, int]:
