@@ -120,7 +120,7 @@ def measured(command: list[str], hours: float) -> dict[str, Any]:
         process.wait()
     seconds, total = time.monotonic() - began, sum(cpu.values())
     driver = peaks.pop(process.pid, 0)
-    return {
+    row: dict[str, Any] = {
         "finished": process.returncode == 0 and not interrupted,
         "peak_tree_mb": round(peak / 1e6),
         "processes_at_peak": processes,
@@ -128,10 +128,14 @@ def measured(command: list[str], hours: float) -> dict[str, Any]:
         "peak_worker_mb": sorted((round(size / 1e6) for size in peaks.values()), reverse=True),
         "wall_seconds": round(seconds),
         "cpu_seconds": round(total),
-        "cpu_seconds_per_audio_hour": round(total / hours),
-        "audio_hours_per_hour": round(hours / seconds * 3600, 2),
-        "audio_hours_per_hour_of_idle_cores": round((os.cpu_count() or 1) * hours / max(total, 1e-9) * 3600, 2),
     }
+    if row["finished"]:
+        row |= {
+            "cpu_seconds_per_audio_hour": round(total / hours),
+            "audio_hours_per_hour": round(hours / seconds * 3600, 2),
+            "audio_hours_per_hour_of_idle_cores": round((os.cpu_count() or 1) * hours / max(total, 1e-9) * 3600, 2),
+        }
+    return row
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
