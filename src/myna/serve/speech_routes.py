@@ -187,6 +187,7 @@ class SpeechResponse(Response):
         except TimeoutError:
             log.warning("request %s: its client no longer reads", self._prepared.origin.id)
         finally:
+            job.cancel()  # the row is free at once; the log waits for the disk, and for whoever else writes to it
             await log_once()
 
     async def _encoded(self, job: EngineJob, given: bytearray) -> AsyncIterator[bytes]:
