@@ -354,11 +354,14 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else float("nan")
 
 
-def run_curate(planted: Path, out: Path, asr: str, models: Path, settings: Path | None) -> dict[str, float]:
+def run_curate(
+    planted: Path, out: Path, asr: str, models: Path, settings: Path | None, workers: int | None
+) -> dict[str, float]:
     """`myna curate` in a process of its own: its time, and the most memory it and its workers had."""
     command = [sys.executable, "-m", "myna", "curate", str(planted / "audio"), "--out", str(out), "--asr", asr]
     command += ["--language", "en", "--set", f"listen.models={models}"]
     command += ["--settings", str(settings)] if settings else []
+    command += ["--workers", str(workers)] if workers else []
     clock = time.perf_counter()
     subprocess.run(command, check=True)
     return {
@@ -374,6 +377,7 @@ def main() -> None:
     parser.add_argument("--asr", default="base", help="as of `myna curate`")
     parser.add_argument("--models", type=Path, default=Path(".cache/curation"), help="folder of make curation-models")
     parser.add_argument("--settings", type=Path, help="settings of `myna curate`")
+    parser.add_argument("--workers", type=int, help="as of `myna curate`")
     parser.add_argument("--analysis", action="store_true", help="measure diarization, music and noise alone")
     parser.add_argument("--json", type=Path, help="file to add the report to, under the name of the settings")
     arguments = parser.parse_args()
@@ -386,7 +390,14 @@ def main() -> None:
         cost: dict[str, float] = {}
         table = arguments.out / "segments.parquet"
         if not table.is_file():
-            cost = run_curate(arguments.planted, arguments.out, arguments.asr, arguments.models, arguments.settings)
+            cost = run_curate(
+                arguments.planted,
+                arguments.out,
+                arguments.asr,
+                arguments.models,
+                arguments.settings,
+                arguments.workers,
+            )
         report = cost | measure_curation(arguments.planted, truths, pq.read_table(table).to_pylist())
     print(json.dumps(_rounded(report), indent=1))
     if arguments.json is not None:

@@ -226,8 +226,8 @@ def _change(one: PlantedRecording, kind: str, change: Any) -> PlantedRecording:
     end = start + min(FAULT_SECONDS, one.seconds / 3)
     first, last = round(start * SAMPLE_RATE), round(end * SAMPLE_RATE)
     samples = one.samples.copy()
-    part = change(samples[first:last])
-    samples[first:last] = part[: len(samples[first:last])]
+    part = change(samples[first:last])[: last - first]  # resampled, it may be a sample longer or shorter
+    samples[first : first + len(part)] = part
     return one.with_fault(kind, start, end, samples.astype(np.float32))
 
 
@@ -280,11 +280,17 @@ def music_files(folder: Path) -> list[Path]:
     return [file for file in found if soundfile.info(file).duration >= MIN_MUSIC_SECONDS]
 
 
+def read_track(file: Path) -> Samples:
+    """The first 90 s of a piece of music from its first sound on: the silence before it is no fault."""
+    track = read_audio(file, sample_rate=SAMPLE_RATE, span=(0.0, 90.0))
+    return track[round(speech_spans(track, SAMPLE_RATE)[0][0] * SAMPLE_RATE) :]
+
+
 def build(corpus: Path, out: Path, music: list[Path], seed: int, max_clips: int | None, long_hours: float) -> None:
     rng = np.random.default_rng(seed)
     natural = Corpus.open(sorted((corpus / "en-natural").glob("*.parquet")), rng, max_clips)
     real = Corpus.open(sorted((corpus / "en-real").glob("*.parquet")), rng, max_clips, "speechocean762")
-    tracks = [read_audio(file, sample_rate=SAMPLE_RATE, span=(0.0, 90.0)) for file in music if _is_long(file, 90)]
+    tracks = [read_track(file) for file in music if _is_long(file, 90)]
 
     def episode() -> PlantedRecording:
         return podcast(natural.take(3), rng)

@@ -41,6 +41,7 @@ SCALES = {
     "overlap_share": (0.0, 0.01),
     "music_share": (0.0, 0.06),
     "snr_db": (24.0, 7.0),
+    "gap_snr_db": (45.0, 8.0),
     "bandwidth_hz": (10_000.0, 1200.0),
     "clipped_share": (0.0, 0.0005),
     "start_gap_ms": (260.0, 50.0),

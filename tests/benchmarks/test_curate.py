@@ -19,6 +19,7 @@ from benchmarks.planted_faults import (
     jingle,
     narrow_stretch,
     podcast,
+    read_track,
     repeated,
 )
 
@@ -71,6 +72,18 @@ def test_faults_are_in_their_stretch_and_nowhere_else(episode: PlantedRecording)
     original = next(one for one in episode.utterances if (one.speaker, one.text) == (first.speaker, first.text))
     assert first.end - first.start == pytest.approx(original.end - original.start)
     assert again.faults[-1].kind == "duplicate"
+
+
+@pytest.mark.parametrize("samples", range(300_000, 300_009))
+def test_a_stretch_of_any_length_can_be_narrow(samples: int) -> None:
+    """Resampled there and back, it may be a sample shorter."""
+    narrow = narrow_stretch(PlantedRecording(babble(13, 1)[:samples]))
+    assert len(narrow.samples) == samples
+
+
+def test_planted_music_begins_with_its_first_sound(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "late.flac", np.concatenate([np.zeros(2 * SAMPLE_RATE), babble(88, 1)]), SAMPLE_RATE)
+    assert len(read_track(tmp_path / "late.flac")) / SAMPLE_RATE == pytest.approx(88, abs=0.1)
 
 
 @pytest.mark.parametrize(

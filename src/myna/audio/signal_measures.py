@@ -34,7 +34,7 @@ MIN_PAUSE_SECONDS, MIN_SPEECH_SECONDS = 0.3, 0.08
 """Shorter pauses are part of speech, and what remains shorter is a click."""
 
 
-def bandwidth_hz(samples: Samples, sample_rate: int) -> float:
+def bandwidth_hz(samples: Samples, sample_rate: int, drop_db: float = BANDWIDTH_DROP_DB) -> float:
     """Highest frequency whose mean power is within 50 dB of the strongest: near half the rate at which it was recorded.
 
     An upsampled telephone call gives less than 4,000, whatever its file's rate. 0 where there is no sound.
@@ -42,7 +42,7 @@ def bandwidth_hz(samples: Samples, sample_rate: int) -> float:
     power = _mean_power_spectrum(samples, sample_rate)
     if not power.max(initial=0.0) > 0:
         return 0.0
-    within = np.flatnonzero(power > power.max() * 10 ** (-BANDWIDTH_DROP_DB / 10))
+    within = np.flatnonzero(power > power.max() * 10 ** (-drop_db / 10))
     return float(within[-1]) * sample_rate / BANDWIDTH_FFT
 
 

@@ -89,7 +89,8 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
         "other speaker": clip & (_strings(table, "speaker") == ""),
         "clipped": clip & (measure("clipped_share") > keep.max_clipped_share),
         "narrow band": clip & (measure("bandwidth_hz") < keep.min_bandwidth_hz),
-        "noisy": clip & (measure("snr_db") < keep.min_snr_db) & ~is_clean,
+        "noisy": clip
+        & (((measure("snr_db") < keep.min_snr_db) & ~is_clean) | (measure("gap_snr_db") < keep.min_gap_snr_db)),
         "low quality": clip & (measure("dnsmos_ovrl") < min_quality),
         "wrong language": clip & _wrong_language(table, settings),
         "doubtful text": clip

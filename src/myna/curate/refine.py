@@ -17,6 +17,7 @@ import pyarrow as pa
 import soundfile
 
 from myna.audio.files import Samples
+from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.curate.cutting import (
     CutClip,
     RecognisedWord,
@@ -39,6 +40,8 @@ EDGE_MS = 1500
 """Length of the first and the last piece of a clip that are compared with its speaker."""
 CHUNK_PAD_MS = 200
 """Of what lies around the speech that is recognised at once."""
+MAX_EDGE_GAP_MS = 500
+"""Of the silence beside a clip that its speech is compared with."""
 MIN_MEASURED_GAP_MS = 1000
 """Gaps from this length on are listened to for music."""
 WHOLE_PART_RATE = 16_000
@@ -101,6 +104,8 @@ def refine(part: Part, pcm: Pcm, models: CurationModels, settings: CurateSetting
     ]
     for row, voice in zip(rows, _clip_voices(clips, speech, voices), strict=True):
         row["embedding"] = voice
+    for row, clip in zip(rows, clips, strict=True):
+        row["gap_snr_db"] = _gap_snr_db(pcm, clip)
     _compare_ends(rows, pcm, part, models)
     rows += [_gap_row(part, pcm, gap, models) for gap in _gaps(clips, length)]
     rows.sort(key=lambda row: row["start_ms"])
@@ -268,6 +273,15 @@ def _clipped(part: Part, start_ms: int, end_ms: int) -> float:
     covered = [min(last, 1000 * (second + 1)) - max(first, 1000 * second) for second in seconds]
     shares = [part.clipped.get(str(second), 0.0) for second in seconds]
     return sum(share * span for share, span in zip(shares, covered, strict=True)) / (last - first)
+
+
+def _gap_snr_db(pcm: Pcm, clip: CutClip) -> float:
+    """Level of the speech above the louder of the silences at its ends, each at its quietest."""
+    start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
+    before = _cut(pcm, start - min(clip.start_gap_ms, MAX_EDGE_GAP_MS), start)
+    behind = _cut(pcm, end, end + min(clip.end_gap_ms, MAX_EDGE_GAP_MS))
+    floor = max(noise_floor_db(before, SAMPLE_RATE), noise_floor_db(behind, SAMPLE_RATE))
+    return speech_level_db(_cut(pcm, start, end), SAMPLE_RATE) - floor
 
 
 def _compare_ends(rows: list[dict[str, Any]], pcm: Pcm, part: Part, models: CurationModels) -> None:

@@ -46,6 +46,7 @@ MEASURES = (
     "overlap_share",
     "music_share",
     "snr_db",
+    "gap_snr_db",
     "bandwidth_hz",
     "clipped_share",
     "dnsmos_ovrl",

@@ -86,6 +86,8 @@ class KeepSettings(Settings):
     clean_dnsmos_bak: float = 3.5
     """Predicted quality of the background, from 1 to 5, from which it is clean: a low `snr_db` is then not believed,
     for its denoiser also takes parts of clean voices away."""
+    min_gap_snr_db: float = 20.0
+    """Speech above the silences that the clip is cut in, in dB: music or noise that begins in a clip is heard there."""
     min_bandwidth_hz: float = 7000.0
     """Highest frequency in it: a telephone has 3,400."""
     max_clipped_share: Share = 0.001

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soxr  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 
+from myna.audio.signal_measures import bandwidth_hz
 from myna.curate.analysis import (
     AnalysisModels,
     AnalysisSettings,
@@ -57,6 +59,17 @@ def test_without_models_measures_are_nan_and_signal_measures_are_there() -> None
     assert missing == {"music_share", "snr_db", "dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig"}
     assert values["clipped_share"] == 0
     assert values["bandwidth_hz"] > 3000
+
+
+def test_a_telephone_that_begins_in_a_clip_makes_its_band_narrow() -> None:
+    wide = (babble(6, 1) + 0.01 * np.random.default_rng(0).normal(size=6 * SAMPLE_RATE)).astype(np.float32)
+    narrow = soxr.resample(soxr.resample(wide, SAMPLE_RATE, 8_000), 8_000, SAMPLE_RATE)[: len(wide)]
+    from_here = len(wide) - round(2.2 * SAMPLE_RATE)
+    mixed = np.concatenate([wide[:from_here], narrow[from_here:]])
+    assert bandwidth_hz(mixed, SAMPLE_RATE) > 7_000  # the mean of the clip hides it
+    assert measure(mixed, SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] < 4_200
+    assert measure(wide, SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] > 7_000
+    assert measure(wide[:100], SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] > 0
 
 
 def test_music_of_any_length_has_a_share_and_silence_none() -> None:

@@ -17,6 +17,10 @@ from myna.curate.analysis.quality import CALIBRATIONS
 from myna.evaluate.ecapa import EcapaEncoder
 
 NAN = float("nan")
+NARROW_WINDOW_SECONDS, NARROW_DROP_DB = 2.0, 60.0
+"""Window in which a band counts as narrow whatever the rest of the clip has, and the drop that ends it there: of 60 dB,
+for 2 s of vowels may have nothing above 4 kHz within 50. Of wide clips of LibriSpeech 0.8 % are then narrow (28 % with
+50 dB), of a synthetic corpus none; a telephone's last 2 s are found in nine of ten clips, and in none by their mean."""
 FloatArray = npt.NDArray[np.float32]
 T = TypeVar("T")
 
@@ -28,12 +32,21 @@ def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[
     return {
         "music_share": models.music.music_share(samples, sample_rate) if models.music else NAN,
         "snr_db": models.noise.snr_db(samples, sample_rate) if models.noise else NAN,
-        "bandwidth_hz": bandwidth_hz(samples, sample_rate),
+        "bandwidth_hz": narrowest_bandwidth_hz(samples, sample_rate),
         "clipped_share": clipped_share(samples),
         **{name: scores[name] for name in ("dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig")},
         "loudness_lufs": integrated_loudness(samples, sample_rate),
         "peak_dbfs": float(20 * np.log10(peak)) if peak else NAN,
     }
+
+
+def narrowest_bandwidth_hz(samples: Samples, sample_rate: int) -> float:
+    """Bandwidth of a clip, or of its narrowest two seconds: a mean hides that a telephone begins in the clip."""
+    size = round(NARROW_WINDOW_SECONDS * sample_rate)
+    count = max(1, -(-2 * len(samples) // size) - 1)  # half a window apart, or less
+    starts = np.linspace(0, max(0, len(samples) - size), count).astype(int)
+    windows = (bandwidth_hz(samples[start : start + size], sample_rate, NARROW_DROP_DB) for start in starts)
+    return min(bandwidth_hz(samples, sample_rate), *windows)
 
 
 def embed_speaker(samples: Samples, sample_rate: int, models: AnalysisModels) -> FloatArray:

@@ -44,6 +44,7 @@ MEASURE_INFOS = (
     MeasureInfo("cer", "Disagreement of both transcriptions", "character error rate", "max_cer", "max"),
     MeasureInfo("edge_cer", "Disagreement at the edges", "error rate at one end", "max_edge_cer", "max"),
     MeasureInfo("snr_db", "Speech above noise, where there is some", "dB", "min_snr_db", "min"),
+    MeasureInfo("gap_snr_db", "Speech above the silences at its ends", "dB", "min_gap_snr_db", "min"),
     MeasureInfo("dnsmos_ovrl", "Predicted quality, where there is noise", "DNSMOS OVRL, 1 to 5", "min_dnsmos_ovrl"),
     MeasureInfo("clean_dnsmos_ovrl", "Predicted quality without noise", "DNSMOS OVRL, 1 to 5", "min_clean_dnsmos_ovrl"),
     MeasureInfo("bandwidth_hz", "Bandwidth", "Hz", "min_bandwidth_hz", "min"),
