@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,9 +195,16 @@ def encode_audio_file(path: Path, samples: Samples, sample_rate: int) -> bytes:
     return content.getvalue()
 
 
+def join_samples(parts: Sequence[Samples]) -> Samples:
+    """Parts one after another; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.float32), *parts])
+
+
 def pcm16(samples: Samples) -> bytes:
     """Samples as raw audio: signed 16-bit integers, little-endian."""
-    return bytes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+    scaled = samples.clip(-1, 1)
+    scaled *= 32767
+    return bytes(scaled.astype("<i2").tobytes())
 
 
 class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]

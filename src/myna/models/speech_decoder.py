@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from myna.models.base import RenderedSequence, Sampling
@@ -31,6 +33,9 @@ class PendingStep(Protocol):
         """Wait for it."""
 
 
+Number = TypeVar("Number", bound=np.generic)
+StepHistory = list[npt.NDArray[Number]]
+"""Codes of one row, or their log-probabilities, step by step: (codebooks,) each."""
 LoraMatrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Full module name -> A (rank, inputs) and B (outputs, rank), the scaling in B."""
 
@@ -102,9 +107,9 @@ class SpeechDecoder(Protocol):
     def positions(self, prompt: RenderedSequence, max_frames: int) -> int:
         """The most positions that a request takes."""
 
-    def frames(self, delayed: list[torch.Tensor], ended: bool) -> int:
+    def frames(self, delayed: StepHistory[Any], ended: bool) -> int:
         """How many whole frames of codes a row's step results hold so far."""
 
-    def undelay(self, delayed: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
         """(frames, codebooks): frames of a row's step results, the delay undone. The ends of stream are the frame after
         the last."""

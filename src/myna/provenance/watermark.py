@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from myna.audio.files import Samples
+from myna.audio.files import Samples, join_samples
 from myna.errors import AudioError
 from myna.provenance.packages import check_installed
 from myna.provenance.perth import (
@@ -181,13 +181,13 @@ def mark_streams(streams: Sequence[StreamWatermark]) -> list[Samples]:
     On a CPU the samples of a stream have the same bits alone and beside others; on a GPU they are equal but for
     rounding."""
     blocks = [(stream, block) for stream in streams for block in stream._blocks()]
-    parts: dict[int, list[Samples]] = {id(stream): [_NOTHING] for stream in streams}
+    parts: dict[int, list[Samples]] = {id(stream): [] for stream in streams}
     size = _stack_size(blocks[0][0].device) if blocks else 1
     for first in range(0, len(blocks), size):
         batch = blocks[first : first + size]
         for (stream, block), mark in zip(batch, _compute_marks(batch), strict=True):
             parts[id(stream)].append(stream._give_out(block, mark))
-    return [np.concatenate(parts[id(stream)]) for stream in streams]
+    return [join_samples(parts[id(stream)]) for stream in streams]
 
 
 def _stack_size(device: torch.device) -> int:
@@ -203,9 +203,9 @@ def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Sam
     own = [(block.first - block.start, block.last - block.start) for _, block in blocks]
     lengths = [block.stop - block.start for _, block in blocks]
     on_gpu = device.type == "cuda"
-    samples = torch.zeros(len(blocks), max(map(len, inputs)), pin_memory=on_gpu)
+    samples = torch.empty(len(blocks), max(map(len, inputs)), pin_memory=on_gpu)
     for row, one in zip(samples.numpy(), inputs, strict=True):
-        row[: len(one)] = one
+        row[: len(one)], row[len(one) :] = one, 0
     # Of every row: its frames, and those of them that are its block's own.
     spans = torch.tensor([[length, *span] for length, span in zip(lengths, own, strict=True)], pin_memory=on_gpu)
     with _side_stream(device) if on_gpu else nullcontext(), torch.inference_mode():

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -82,18 +83,22 @@ class _Stream:
     code_stream: CodeStream | None = None
     playback_ends: float | None = None
     """When a client that plays from the first sample on has played all that it was given."""
+    generated: bool = False
+    """Whether all of its codes are here."""
     held: bool = False
     cancelled: bool = False
     unsent: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     """First samples, which are not given out before there are more."""
 
-    @property
-    def generated(self) -> bool:
-        return self.generation is not None and self.generation.finish_reason is not None
-
     def lead(self, now: float) -> float:
         """Seconds that it is ahead of its playback; what was not heard yet has none to lose."""
         return self.playback_ends - now if self.playback_ends is not None else 0.0
+
+    def hold(self, held: bool) -> None:
+        """Let steps leave it out, or no longer."""
+        self.held = held
+        assert self.generation is not None
+        self.generation.hold(held)
 
     def spare_seconds(self, now: float, frame_rate: float) -> float:
         """How long it could wait and still have its next window in time; 0 before its first sound."""
@@ -150,6 +155,7 @@ class LiveBatch:
         self._inbox: SimpleQueue[_Waiting | str] = SimpleQueue()
         self._queue: list[_Waiting] = []
         self._streams: list[_Stream] = []
+        self._held: list[_Stream] = []
         self._decoding: tuple[list[_Stream], PendingSamples] | None = None
         self._numbers, self._lock, self._open = itertools.count(), Lock(), 0
 
@@ -202,10 +208,9 @@ class LiveBatch:
         self._hold()
         if self._scheduler.busy:
             with self._engine._computing():
-                self._scheduler.advance()
-        for stream in list(self._streams):
-            if not stream.generated:
-                events += self._follow(stream)
+                has_ended = self._scheduler.advance()
+            if has_ended:
+                events += self._follow()
         # Where steps run behind the host, so does the codec: the next step is enqueued before its samples are awaited.
         is_behind = self._scheduler.decoder.steps_ahead > 0
         if is_behind:
@@ -247,6 +252,8 @@ class LiveBatch:
     def _let_in(self) -> list[StreamEvent]:
         """Give free rows to those that wait; one a step while a stream is about to run dry."""
         events: list[StreamEvent] = []
+        if not self._queue:
+            return events
         now = self._clock()
         leads = [stream.lead(now) for stream in self._streams if stream.playback_ends is not None]
         allowed = 1 if min(leads, default=LEAD_SECONDS) < SHORT_LEAD_SECONDS else self.rows
@@ -266,43 +273,50 @@ class LiveBatch:
         """Leave out of the next step what is well ahead of its playback, while another has made no sound yet or is
         about to run dry. Where others wait for a row, all go on to the end."""
         now, spoken = self._clock(), [stream for stream in self._streams if not stream.generated]
-        allowed, spare = 0, dict[int, float]()
         has_room = len(spoken) < self.rows or not self._queue
-        if has_room and any(stream.lead(now) < SHORT_LEAD_SECONDS for stream in spoken):
-            allowed = len(spoken) - (1 if len(spoken) <= FEW_STREAMS else CROWD_STREAMS)
-        if allowed > 0:
+        allowed = len(spoken) - (1 if len(spoken) <= FEW_STREAMS else CROWD_STREAMS) if has_room else 0
+        ahead: list[tuple[bool, float, _Stream]] = []
+        if allowed > 0 and any(stream.lead(now) < SHORT_LEAD_SECONDS for stream in spoken):
             rate = self._engine.codec.frame_rate
-            spare = {id(stream): stream.spare_seconds(now, rate) for stream in spoken}
-        least, most = (HOLD_SECONDS, HOLD_SECONDS) if len(spoken) <= FEW_STREAMS else CROWD_HOLD_SECONDS
-        # Those that were held stay so for a while: to hold another means to move rows.
-        spoken.sort(key=lambda stream: (not stream.held, -spare.get(id(stream), 0.0)))
-        for stream in spoken:
-            stream.held = allowed > 0 and spare[id(stream)] > (least if stream.held else most)
-            allowed -= stream.held
-            assert stream.generation is not None
-            stream.generation.hold(stream.held)
+            least, most = (HOLD_SECONDS, HOLD_SECONDS) if len(spoken) <= FEW_STREAMS else CROWD_HOLD_SECONDS
+            for stream in spoken:
+                spare = stream.spare_seconds(now, rate)
+                if spare > (least if stream.held else most):
+                    ahead.append((not stream.held, -spare, stream))
+            # Those that were held stay so for a while: to hold another means to move rows.
+            ahead.sort(key=itemgetter(0, 1))
+        for stream in self._held:
+            stream.hold(False)
+        self._held = [stream for _, _, stream in ahead[:allowed]]
+        for stream in self._held:
+            stream.hold(True)
 
-    def _follow(self, stream: _Stream) -> list[StreamEvent]:
-        """Go on with the next segment of a stream, where one has ended."""
-        assert stream.generation is not None
-        try:
-            stream.generation.follow()
-        except MynaError as error:  # it does not fit
-            self._streams.remove(stream)
-            stream.generation.cancel()
-            stream.cancelled = True
-            return [self._end(stream, None, error)]
-        return []
+    def _follow(self) -> list[StreamEvent]:
+        """Go on with the next segments of streams, where one has ended."""
+        events: list[StreamEvent] = []
+        for stream in [stream for stream in self._streams if not stream.generated]:
+            assert stream.generation is not None
+            try:
+                stream.generation.follow()
+            except MynaError as error:  # it does not fit
+                self._streams.remove(stream)
+                stream.generation.cancel()
+                stream.cancelled = True
+                events.append(self._end(stream, None, error))
+            stream.generated = stream.generation.finish_reason is not None
+        return events
 
     def _decode(self) -> None:
         """Start decoding the windows of all streams that are due and have one. Frames are only passed on where they
         make a window: most streams need nothing in most steps."""
         now, due = self._clock(), list[_Stream]()
         for stream in self._streams:
+            if not stream.generated and stream.lead(now) >= LEAD_SECONDS:
+                continue
             generation, codes = stream.generation, _code_stream(stream)
             assert generation is not None
             frames = generation.frames
-            if not stream.generated and (frames < codes.next_frames or stream.lead(now) >= LEAD_SECONDS):
+            if not stream.generated and frames < codes.next_frames:
                 continue
             if frames > codes.frames:
                 codes.push(generation.codes(codes.frames))
@@ -339,7 +353,8 @@ class LiveBatch:
 
     def _pass_on(self, stream: _Stream, samples: Samples) -> list[StreamEvent]:
         """Give out samples of a stream; the first ones in a crowd when there are enough of them."""
-        samples, stream.unsent = np.concatenate([stream.unsent, samples]), stream.unsent[:0]
+        if len(stream.unsent):
+            samples, stream.unsent = np.concatenate([stream.unsent, samples]), stream.unsent[:0]
         enough = next((seconds for streams, seconds in START_SECONDS if len(self._streams) >= streams), 0.0)
         is_early = stream.playback_ends is None and len(samples) < enough * self._engine.codec.sample_rate
         if is_early and not _code_stream(stream).finished:

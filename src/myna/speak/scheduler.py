@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from myna.data.codec import Codes
 from myna.errors import SpeakError
@@ -38,10 +37,13 @@ class Generation:
     """Whether steps may leave it out: its listener has enough to hear."""
     _slot: int = -1
     """Of its adapter."""
-    _delayed: list[torch.Tensor] = field(default_factory=list)
-    _log_probs: list[torch.Tensor] = field(default_factory=list)
-    _steps: int = 0
-    """Steps that were enqueued for it; their results may not be here yet."""
+    _delayed: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _log_probs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    _positions: int = 0
+    """Of its prompt, and of the steps that were enqueued for it; their results may not be here yet."""
+
+    def __post_init__(self) -> None:
+        self._positions = len(self.prompt)
 
     @property
     def finished(self) -> bool:
@@ -54,13 +56,13 @@ class Generation:
 
     def codes(self, start: int = 0) -> Codes:
         """(frames, codebooks): the whole frames from `start` on, the delay undone."""
-        return self._decoder.undelay(self._delayed, start, self.frames).numpy().astype(np.uint16)
+        return self._decoder.undelay(self._delayed, start, self.frames).astype(np.uint16)
 
     def log_probs(self) -> npt.NDArray[np.float32]:
         """(frames + 1, codebooks): of every code under the model's own distribution, and of the ends of stream; those
         are missing where the request was cancelled."""
         ends = 1 if self.finish_reason in ("stop", "length") else 0
-        return self._decoder.undelay(self._log_probs, 0, self.frames + ends).numpy()
+        return self._decoder.undelay(self._log_probs, 0, self.frames + ends)
 
     def cancel(self) -> None:
         """Give the row back with the next step."""
@@ -113,17 +115,20 @@ class BatchScheduler:
                 frames = generation.frames
                 yield frames
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
+        """Do one step; whether its results ended any request."""
         self.release_finished()
         self._let_in()
         if self._rows:
             stepped = tuple(self._rows[: self._arrange_rows()])
-            longest = max(len(generation.prompt) + generation._steps for generation in stepped)
+            longest = max([generation._positions for generation in stepped])
             self._pending.append((self.decoder.step(len(stepped), longest), stepped))
             for generation in stepped:
-                generation._steps += 1
+                generation._positions += 1
+        ended = False
         while len(self._pending) > (self.decoder.steps_ahead if self._rows else 0):
-            self._read()
+            ended |= self._read()
+        return ended
 
     def _arrange_rows(self) -> int:
         """How many of the first rows the next step takes: all, or fewer if those that are held can be left out. Rows
@@ -138,7 +143,7 @@ class BatchScheduler:
         for first, second in zip(held, behind, strict=False):
             for source, target in ((first, spare), (second, first), (spare, second)):
                 generation = rows[second if source == second else first]
-                self.decoder.move_row(source, target, len(generation.prompt) + generation._steps)
+                self.decoder.move_row(source, target, generation._positions)
             rows[first], rows[second] = rows[second], rows[first]
         if held and behind:
             self.decoder.end(spare)
@@ -155,7 +160,7 @@ class BatchScheduler:
             self._release(self._rows[row])
             last = self._rows.pop()
             if row < len(self._rows):
-                self.decoder.move_row(len(self._rows), row, len(last.prompt) + last._steps)
+                self.decoder.move_row(len(self._rows), row, last._positions)
                 self._rows[row] = last
             self.decoder.end(len(self._rows))
 
@@ -167,7 +172,7 @@ class BatchScheduler:
             held = next((i for i, other in enumerate(self._rows) if other.held), row)
             if held < row:
                 moved = self._rows[held]
-                self.decoder.move_row(held, row, len(moved.prompt) + moved._steps)
+                self.decoder.move_row(held, row, moved._positions)
                 self.decoder.end(held)
                 self._rows.append(moved)
                 row = held
@@ -187,12 +192,13 @@ class BatchScheduler:
         if generation._slot >= 0 and self.decoder.adapters is not None:
             self.decoder.adapters.release(generation._slot)
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
         step, generations = self._pending.popleft()
         codes, log_probs, active = step.result()
-        rows = zip(generations, codes.unbind(), log_probs.unbind(), active.tolist(), strict=True)
+        is_running = active.tolist()
+        rows = zip(generations, codes.numpy(), log_probs.numpy(), is_running, strict=True)
         for generation, row_codes, row_log_probs, is_active in rows:
-            if generation.finished:
+            if generation.finish_reason is not None:
                 continue
             generation._delayed.append(row_codes)
             generation._log_probs.append(row_log_probs)
@@ -200,6 +206,7 @@ class BatchScheduler:
                 # All codebooks of the last frame are ends; the cap is at the frame after the last one allowed.
                 ended = len(generation._delayed) - codes.shape[1]
                 generation.finish_reason = "stop" if ended < generation.max_frames else "length"
+        return not all(is_running)
 
 
 def request_sampling(sampling: Sampling, id: str) -> Sampling:

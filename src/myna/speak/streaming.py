@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from myna.audio.files import join_samples
 from myna.data.codec import Codec, Codes, PendingSamples, Samples
 from myna.models.codec_checks import check_codes
 from myna.models.codec_windows import FIRST_WINDOW, MAX_WINDOW, Window, clip_first_window, crop_window, plan_windows
@@ -25,6 +26,8 @@ class CodeStream:
         self._start = 0
         """Frame of the stream at which `_codes` begins."""
         self._done = 0
+        self.next_frames = self._needed(0)
+        """Frames that must have come before the next window can be decoded."""
         self.ended = False
 
     @property
@@ -37,20 +40,16 @@ class CodeStream:
         """Whether the stream has ended and every window of it was taken."""
         return self.ended and self._done == self.frames
 
-    @property
-    def next_frames(self) -> int:
-        """Frames that must have come before the next window can be decoded."""
-        return self._needed(self._done)
-
     def _needed(self, done: int) -> int:
         return done + min(done + self._first_window, MAX_WINDOW) + self._codec.decode_reach
 
     def outlook(self, frames: int) -> tuple[int, int]:
         """Of a stream of so many frames: how many could be decoded now, and how many the window behind them lacks."""
-        done = self._done
-        while frames >= self._needed(done):
-            done = self._needed(done) - self._codec.decode_reach
-        return done - self._done, self._needed(done) - frames
+        done, needed = self._done, self.next_frames
+        while frames >= needed:
+            done = needed - self._codec.decode_reach
+            needed = self._needed(done)
+        return done - self._done, needed - frames
 
     def push(self, codes: Codes) -> None:
         """Add frames, shape (frames, codebooks)."""
@@ -69,6 +68,7 @@ class CodeStream:
         taken = [(window, self._codes[window.start - self._start : window.stop - self._start]) for window in windows]
         if windows:
             self._done = windows[-1].last
+            self.next_frames = self._needed(self._done)
             keep = max(self._start, self._done - reach)
             self._codes, self._start = self._codes[keep - self._start :], keep
         return taken
@@ -83,10 +83,10 @@ def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSample
     pending = codec.decode_windows([codes for _, _, codes in taken])
 
     def fetch() -> list[Samples]:
-        parts: list[list[Samples]] = [[np.zeros(0, np.float32)] for _ in streams]
+        parts: list[list[Samples]] = [[] for _ in streams]
         for (number, window, _), samples in zip(taken, pending(), strict=True):
             parts[number].append(crop_window(window, samples, codec.hop))
-        return [np.concatenate(own) for own in parts]
+        return [join_samples(own) for own in parts]
 
     return fetch
 

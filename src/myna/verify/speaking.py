@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from myna.data.codec import Codec, Codes, Samples
 from myna.models.base import AnsweringFamily, RenderedSequence, Sampling
@@ -96,8 +95,8 @@ def _spoken(scheduler: BatchScheduler, generation: Generation) -> SpokenCodes:
     codes = generation.codes()
     frames, books = codes.shape
     # The delay undone on the numbers of the steps themselves.
-    numbered = [torch.full((books,), step) for step in range(frames + books)]
-    steps = scheduler.decoder.undelay(numbered, 0, frames).numpy().astype(np.int64)
+    numbered = [np.full(books, step) for step in range(frames + books)]
+    steps = scheduler.decoder.undelay(numbered, 0, frames)
     return SpokenCodes(codes, generation.log_probs(), steps, generation.finish_reason == "stop")
 
 

@@ -23,7 +23,7 @@ from myna.models.higgs_v2.decode.weights import LayerWeights, Weight, can_join, 
 from myna.models.higgs_v2.forward import AttentionFunction, embed_inputs, run_layer
 from myna.models.higgs_v2.packing import apply_rotary, rotary_tables
 from myna.models.higgs_v2.render import DelayPattern
-from myna.models.speech_decoder import PendingStep, StepResult
+from myna.models.speech_decoder import Number, PendingStep, StepHistory, StepResult
 
 
 class HiggsDecoder:
@@ -130,17 +130,16 @@ class HiggsDecoder:
     def positions(self, prompt: RenderedSequence, max_frames: int) -> int:
         return len(prompt) + self.delay.positions(max_frames)
 
-    def frames(self, delayed: list[torch.Tensor], ended: bool) -> int:
+    def frames(self, delayed: StepHistory[Any], ended: bool) -> int:
         # Without the begin-of-stream frame, a clip of n frames is n + codebooks frames of which the last ends it all.
         whole = len(delayed) - self.delay.codebooks + (0 if ended else 1)
         return max(0, whole)
 
-    def undelay(self, delayed: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        books, frames = self.delay.codebooks, stop - start
-        if frames <= 0:
-            return torch.zeros(0, books)
-        part = torch.stack(delayed[start : stop + books - 1])
-        return torch.stack([part[book : book + frames, book] for book in range(books)], dim=1)
+    def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
+        books = np.arange(self.delay.codebooks)
+        part = np.array(delayed[start : max(start, stop) + len(books) - 1]).reshape(-1, len(books))
+        undelayed: npt.NDArray[Number] = part[np.arange(max(0, stop - start))[:, None] + books, books]
+        return undelayed
 
     @torch.inference_mode()
     def step(self, rows: int, longest: int) -> PendingStep:
