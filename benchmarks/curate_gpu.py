@@ -16,13 +16,16 @@ import argparse
 import io
 import json
 import lzma
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -131,34 +134,88 @@ def unpack() -> None:
     print(f"{ROOT}: unpacked from {len(pieces)} pieces")
 
 
-def run(device: str, workers: int, out: Path) -> None:
-    """Measure, and tell each part as it is done. Processes share a GPU by MPS where the machine has it."""
+def run(root: Path, device: str, workers: int, out: Path, max_seconds: float) -> None:
+    """`myna curate` on ROOT/recordings: each part is told as it is done, with the seconds of audio a second so far.
+
+    OUT/curate-gpu.json has them all, also of a run that was stopped. Processes share a GPU by MPS where there is one.
+    """
     if device == "cuda" and shutil.which("nvidia-cuda-mps-control"):
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
-    command = [sys.executable, "benchmarks/curate_memory.py", str(ROOT / "recordings"), "--out", str(out)]
-    command += ["--asr", str(ROOT / "whisper-base"), "--models", str(ROOT / "curation"), "--device", device]
-    command += ["--workers", str(workers), "--label", f"two hours in 16 files on {device}, {workers} workers"]
-    began, seen = time.monotonic(), set[Path]()
+    curated, recordings = out / "curated", root / "recordings"
+    command = [
+        sys.executable,
+        "-m",
+        "myna",
+        "curate",
+        str(recordings),
+        "--out",
+        str(curated),
+        "--workers",
+        str(workers),
+    ]
+    command += ["--asr", str(root / "whisper-base")]
+    command += ["--set", f"listen.models={root / 'curation'}", "--set", f"listen.device={device}"]
+    seen: dict[Path, tuple[float, float]] = {}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "workers": workers,
+        "recordings": len(list(recordings.iterdir())),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 1),
+    }
+    began = time.monotonic()
     process = subprocess.Popen(command)
-    times: dict[str, float] = {}
-    while process.poll() is None:
-        time.sleep(0.5)
-        for file in {*(out / "curated/parts").glob("*")} - seen:
-            seen.add(file)
-            times[file.name] = round(time.monotonic() - began, 1)
-            print(f"{times[file.name]:6.1f} s  {file.suffix} {len([one for one in seen if one.suffix == file.suffix])}")
-    (out / "times.json").write_text(json.dumps(times, indent=1) + "\n")
-    sys.exit(process.returncode)
+    running = True
+    while running:
+        time.sleep(0.2)
+        running, elapsed = process.poll() is None, time.monotonic() - began
+        if running and elapsed > max_seconds:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+        for file in sorted({*(curated / "parts").glob("*.flac"), *(curated / "parts").glob("*.parquet")} - seen.keys()):
+            seen[file] = elapsed, audio_seconds(file)
+            total = sum(seconds for one, (_, seconds) in seen.items() if one.suffix == file.suffix)
+            done = "decoded" if file.suffix == ".flac" else f"listened to: {total / elapsed:.1f} x real time"
+            print(f"{elapsed:6.1f} s  {total:7.1f} s of audio {done}", flush=True)
+    wall = time.monotonic() - began
+    parts = sorted(one for file, one in seen.items() if file.suffix == ".parquet")
+    decoded = sum(seconds for file, (_, seconds) in seen.items() if file.suffix == ".flac")
+    listened = sum(seconds for _, seconds in parts)
+    report |= {
+        "finished": process.returncode == 0,
+        "audio_seconds_decoded": round(decoded, 1),
+        "audio_seconds_listened_to": round(listened, 1),
+        "wall_seconds": round(wall, 1),
+        "seconds_of_audio_a_second": round(listened / wall, 2),
+        "part_seconds": [[round(elapsed, 1), round(seconds, 1)] for elapsed, seconds in parts],
+    }
+    (out / "curate-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    sys.exit(0 if report["finished"] else 1)
+
+
+def audio_seconds(file: Path) -> float:
+    """Of a part: its FLAC, or the rows that tile it."""
+    import pyarrow.compute as pc  # with soundfile in the packed folder, which `unpack` has to do without
+    import pyarrow.parquet as pq
+    import soundfile
+
+    if file.suffix == ".flac":
+        return float(soundfile.info(file).duration)
+    rows = pq.read_table(file, columns=["start_ms", "end_ms"])
+    return float(pc.sum(pc.subtract(rows["end_ms"], rows["start_ms"])).as_py()) / 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("pack", "unpack", "run"))
     parser.add_argument("recordings", type=Path, nargs="?", help="folder to pack")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder with recordings, whisper-base and curation")
     parser.add_argument("--piece-mb", type=int, default=52)
     parser.add_argument("--python-version", default="3.12", help="of the machine with the GPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=8, help="processes that share the GPU")
+    parser.add_argument("--max-seconds", type=float, default=600.0, help="after which a run is stopped")
     parser.add_argument("--out", type=Path, default=ROOT / "work")
     arguments = parser.parse_args()
     if arguments.command == "pack":
@@ -168,7 +225,7 @@ def main() -> None:
     elif arguments.command == "unpack":
         unpack()
     else:
-        run(arguments.device, arguments.workers, arguments.out)
+        run(arguments.root, arguments.device, arguments.workers, arguments.out, arguments.max_seconds)
 
 
 if __name__ == "__main__":
