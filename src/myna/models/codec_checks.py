@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -47,17 +48,32 @@ def full_precision(device: torch.device) -> Iterator[None]:
     Measured with the Higgs codec on an H200 at true size with random weights: fp32 gives the codes of a CPU, TF32
     changes 4 % of the first codebook to 14 % of the last.
     """
-    matmul = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    with _process_precision(), torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+_precision_lock, _precision_users, _restore_precision = Lock(), 0, ExitStack()
+
+
+@contextmanager
+def _process_precision() -> Iterator[None]:
+    """Settings of the whole process, which an encoder and a decoder may need at the same time in two threads: the first
+    makes them, the last takes them back."""
+    global _precision_users
+    with _precision_lock:
+        if not _precision_users:
+            _restore_precision.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+            flags = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+            _restore_precision.enter_context(flags)
+        _precision_users += 1
     try:
-        with (
-            torch.inference_mode(),
-            torch.autocast(device.type, enabled=False),
-            torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False),
-        ):
-            yield
+        yield
     finally:
-        torch.set_float32_matmul_precision(matmul)
+        with _precision_lock:
+            _precision_users -= 1
+            if not _precision_users:
+                _restore_precision.close()
 
 
 def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

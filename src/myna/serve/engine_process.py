@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import signal
 import sys
 import time
 import traceback
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from myna.audio.files import Samples, pcm16
+from myna.audio.files import pcm16
 from myna.data.conversation import AudioClip, Reference
 from myna.data.utterance import normalise_text
 from myna.errors import ConfigError, MynaError, SpeakError
@@ -36,6 +39,7 @@ from myna.serve.messages import (
     SpeakMessage,
     StepReport,
 )
+from myna.serve.reference_encoder import ReferenceEncoder
 from myna.serve.tempo import TempoFilter
 from myna.speak.answering import AnswerEngine, AudioQuestion
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
@@ -43,10 +47,10 @@ from myna.speak.live import LiveBatch, StreamEvent
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SpeechPlan, SpokenSegment
 from myna.speak.validation import check_speech_text
 
-MAX_CACHED_REFERENCES = 256
-"""Encoded references that are kept: those of the voices, and of clients that send theirs with every request."""
 REPORT_SECONDS = 0.25
 """The load is reported so often, where no step has brought anything."""
+POLL_SECONDS = 0.002
+"""That a step waits for references, where there is nothing else to do."""
 WARM_UP_TEXTS = ("Good morning.", "Good morning, and welcome. " * 4, "Good morning, and welcome. " * 12)
 
 
@@ -63,6 +67,8 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
     except MynaError as error:
         connection.send(Failure.of(error))
         return
+    gc.collect()
+    gc.freeze()  # a full collection would stop all streams for as long as it takes to visit every imported object
     connection.send(worker.info)
     reported = 0.0
     while True:
@@ -70,7 +76,12 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
         if None in messages:
             return
         began = time.perf_counter()
-        events = [event for message in messages if message is not None for event in _handle(worker, message)]
+        events = [
+            event
+            for message in messages
+            if message is not None
+            for event in _attempt(getattr(message, "id", ""), partial(worker.handle, message))
+        ]
         if worker.busy:
             events += worker.step()
         now = time.perf_counter()
@@ -101,11 +112,10 @@ def _read_inbox(inbox: SimpleQueue[EngineMessage | None], *, wait: bool) -> list
             return messages
 
 
-def _handle(worker: EngineWorker, message: EngineMessage) -> list[RequestEvent]:
-    """Pass a message on. What fails because of it fails this request alone."""
-    id = getattr(message, "id", "")
+def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestEvent]:
+    """Do something for a request. What fails because of it fails this request alone."""
     try:
-        return worker.handle(message)
+        return action()
     except MynaError as error:
         return [RequestEnd(id, failure=Failure.of(error))]
     except Exception:  # noqa: BLE001 - a bug that one request has found must not end all others
@@ -164,6 +174,18 @@ def open_worker(settings: EngineSettings) -> EngineWorker:
     return SpeechWorker(engine, settings)
 
 
+class _Encoding(NamedTuple):
+    """A request whose references are being encoded."""
+
+    message: SpeakMessage
+    place: int
+    clips: tuple[Future[AudioClip], ...]
+
+    @property
+    def ready(self) -> bool:
+        return all(clip.done() for clip in self.clips)
+
+
 class SpeechWorker:
     """A model that speaks, with its running batch."""
 
@@ -171,7 +193,9 @@ class SpeechWorker:
         self._engine = engine
         engine.max_adapters = settings.max_adapters
         device = next(engine.model.parameters()).device
-        if device.type == "cuda":  # what is left for the host is tiny, and threads that wait for more of it burn cores
+        # What is left for the host is tiny, and threads that wait for more of it burn cores.
+        single_thread = device.type == "cuda" or engine._single_thread
+        if single_thread:
             torch.set_num_threads(1)
         if settings.watermark:
             check_installed()
@@ -185,7 +209,8 @@ class SpeechWorker:
         )
         for name, source in settings.adapters.items():
             engine.load_adapter(name, source)
-        self._references: OrderedDict[bytes, AudioClip] = OrderedDict()
+        self._encoder = ReferenceEncoder(engine.codec, device, single_thread=single_thread)
+        self._encoding: dict[str, _Encoding] = {}
         self._sessions: dict[str, list[SpokenSegment]] = {}
         self._session_of: dict[str, tuple[str, str]] = {}
         """Session and text of requests that belong to one."""
@@ -196,7 +221,7 @@ class SpeechWorker:
 
     @property
     def busy(self) -> bool:
-        return self._batch.busy
+        return self._batch.busy or bool(self._encoding)
 
     @property
     def speaking(self) -> int:
@@ -204,14 +229,16 @@ class SpeechWorker:
 
     @property
     def waiting(self) -> int:
-        return self._batch.waiting
+        return self._batch.waiting + len(self._encoding)
 
     @property
     def adapters(self) -> tuple[str, ...]:
         return self._engine.adapters
 
     def _warm_up(self) -> None:
-        """Speak in every number of rows, and prompts of several lengths: what is compiled or captured is so then."""
+        """Encode a second, and speak in every number of rows prompts of several lengths: what is compiled, captured
+        or loaded is so then."""
+        self._encoder.encode(np.zeros(self._engine.codec.sample_rate, np.float32)).result()
         batch, frame = self._batch, 1 / self._engine.codec.frame_rate
         for number in range(batch.rows):
             text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
@@ -224,14 +251,14 @@ class SpeechWorker:
     def handle(self, message: EngineMessage) -> list[RequestEvent]:
         match message:
             case SpeakMessage():
-                plan = self._plan(message)
-                rate = self._engine.codec.sample_rate
-                filters = [TempoFilter(message.speed, rate)] if message.speed != 1.0 else []
-                self._batch.submit(
-                    message.id, plan, filters=filters, watermark=self._watermark(), priority=message.priority
-                )
-                if message.session:
-                    self._session_of[message.id] = message.session, normalise_text(message.text)
+                check_speech_text(message.text, [text for _, text in message.references])
+                clips = tuple(self._encoder.encode(samples) for samples, _ in message.references)
+                self._encoding[message.id] = _Encoding(message, self._batch.reserve(), clips)
+            case CancelMessage() if (request := self._encoding.pop(message.id, None)) is not None:
+                self._batch.give_back()
+                for clip in set(request.clips).difference(*(other.clips for other in self._encoding.values())):
+                    clip.cancel()
+                return [RequestEnd(message.id, "cancelled")]
             case CancelMessage():
                 self._batch.cancel(message.id)
             case EndSessionMessage():
@@ -247,7 +274,32 @@ class SpeechWorker:
         return []
 
     def step(self) -> list[RequestEvent]:
-        return [one for event in self._batch.step() for one in self._report(event)]
+        if not self._batch.busy:
+            wait(
+                {clip for request in self._encoding.values() for clip in request.clips if not clip.done()},
+                POLL_SECONDS,
+                FIRST_COMPLETED,
+            )
+        events: list[RequestEvent] = []
+        for request in [one for one in self._encoding.values() if one.ready]:
+            del self._encoding[request.message.id]
+            events += _attempt(request.message.id, partial(self._submit, request))
+        return events + [one for event in self._batch.step() for one in self._report(event)]
+
+    def _submit(self, request: _Encoding) -> list[RequestEvent]:
+        """Queue a request whose references are encoded, in the place that it has."""
+        message, rate = request.message, self._engine.codec.sample_rate
+        try:
+            plan = self._plan(message, [clip.result() for clip in request.clips])
+        except BaseException:
+            self._batch.give_back()
+            raise
+        filters = [TempoFilter(message.speed, rate)] if message.speed != 1.0 else []
+        mark, priority = self._watermark(), message.priority
+        self._batch.submit(message.id, plan, filters=filters, watermark=mark, priority=priority, place=request.place)
+        if message.session:
+            self._session_of[message.id] = message.session, normalise_text(message.text)
+        return []
 
     def _report(self, event: StreamEvent) -> list[RequestEvent]:
         pieces: list[RequestEvent] = [AudioPiece(event.id, pcm16(event.samples))] if len(event.samples) else []
@@ -260,11 +312,10 @@ class SpeechWorker:
         tokens = end.prompt_tokens, len(end.codes)
         return [*pieces, RequestEnd(event.id, end.finish_reason, end.warnings, *tokens, failure=failure)]
 
-    def _plan(self, message: SpeakMessage) -> SpeechPlan:
+    def _plan(self, message: SpeakMessage, clips: Sequence[AudioClip]) -> SpeechPlan:
         engine = self._engine
-        check_speech_text(message.text, [text for _, text in message.references])
         references = tuple(
-            Reference(normalise_text(text), self._encoded(samples)) for samples, text in message.references
+            Reference(normalise_text(text), clip) for (_, text), clip in zip(message.references, clips, strict=True)
         )
         request = SpeechRequest(
             message.text,
@@ -285,19 +336,6 @@ class SpeechWorker:
                 if self._batch.fits(prompt, plan.max_frames[0]):
                     return replace(plan, prompt=prompt)
         return plan
-
-    def _encoded(self, samples: Samples) -> AudioClip:
-        key = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
-        if key not in self._references:
-            codec = self._engine.codec
-            if len(samples) < codec.hop:
-                raise SpeakError("a reference is shorter than one frame", hint="give a few seconds of the voice")
-            with self._engine._threads():
-                self._references[key] = AudioClip(key.hex(), encode_clip(codec, samples))
-            if len(self._references) > MAX_CACHED_REFERENCES:
-                self._references.popitem(last=False)
-        self._references.move_to_end(key)
-        return self._references[key]
 
     def _watermark(self) -> StreamWatermark | None:
         return StreamWatermark(self._engine.codec.sample_rate, device=str(self._device)) if self._marked else None

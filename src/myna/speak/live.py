@@ -187,16 +187,27 @@ class LiveBatch:
         filters: Sequence[SampleFilter] = (),
         watermark: StreamWatermark | None = None,
         priority: int = 0,
+        place: int | None = None,
     ) -> None:
-        """Queue a request under an id of its own; a lower `priority` comes first, then whoever came first. Its samples
-        go through the filters, and are marked last."""
+        """Queue a request under an id of its own; a lower `priority` comes first, then whoever came first, or has the
+        lower `place`. Its samples go through the filters, and are marked last."""
+        number = self.reserve() if place is None else place
+        self._inbox.put(_Waiting(priority, number, _Stream(id, plan, filters, watermark)))
+
+    def reserve(self) -> int:
+        """A place in the queue for a request that has no plan yet; it is submitted with it, or gives it back."""
         with self._lock:
             if self._open >= self.rows + self.max_waiting:
                 raise QueueFullError(
                     f"{self._open} requests are spoken or waiting, and no more are taken", hint="try again in a moment"
                 )
             self._open += 1
-            self._inbox.put(_Waiting(priority, next(self._numbers), _Stream(id, plan, filters, watermark)))
+            return next(self._numbers)
+
+    def give_back(self, places: int = 1) -> None:
+        """Free places of requests that have ended, or are not submitted after all."""
+        with self._lock:
+            self._open -= places
 
     def cancel(self, id: str) -> None:
         """End a request; its row is free with the next step. One that has ended is no concern."""
@@ -218,12 +229,8 @@ class LiveBatch:
         self._decode()
         if not is_behind or not self._scheduler.busy:
             events += self._fetch()
-        self._open_less(sum(event.end is not None for event in events))
+        self.give_back(sum(event.end is not None for event in events))
         return events
-
-    def _open_less(self, ended: int) -> None:
-        with self._lock:
-            self._open -= ended
 
     def _read_inbox(self) -> list[StreamEvent]:
         events: list[StreamEvent] = []

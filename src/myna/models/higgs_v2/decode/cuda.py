@@ -295,7 +295,8 @@ class CudaDecoder(HiggsDecoder):
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.clear_autocast_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # References may be encoded meanwhile, in a thread of their own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             launch()
         torch.clear_autocast_cache()
         self._pool = graph.pool()
