@@ -104,16 +104,13 @@ class CurationModels:
         if self.check_asr is None:
             yield from ("" for _ in clips)
             return
-        texts: dict[int, str] = {}
-        given = 0
-        for batch in analysis.similar_batches(clips, self.check_asr.batch_size, lambda clip: len(clip[0])):
-            numbers, batch_clips = zip(*batch, strict=True)
-            samples, languages = zip(*batch_clips, strict=True)
-            transcripts = self.check_asr.transcribe_batch(samples, sample_rate, languages)
-            texts |= {number: one.text for number, one in zip(numbers, transcripts, strict=True)}
-            while given in texts:
-                yield texts.pop(given)
-                given += 1
+        asr = self.check_asr
+
+        def transcribe(batch: list[tuple[Samples, str | None]]) -> list[str]:
+            samples, languages = zip(*batch, strict=True)
+            return [one.text for one in asr.transcribe_batch(samples, sample_rate, languages)]
+
+        yield from analysis.map_batches(transcribe, clips, asr.batch_size, lambda clip: len(clip[0]))
 
     def find_speakers(self, samples: Samples, sample_rate: int) -> SpeakerActivity | None:
         """Speaker turns; None where there is no model for them."""

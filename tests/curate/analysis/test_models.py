@@ -16,8 +16,8 @@ from myna.curate.analysis import (
     batches,
     capabilities,
     load_models,
+    map_batches,
     measure,
-    similar_batches,
 )
 from myna.curate.analysis.models import FILES
 from myna.curate.analysis.music import WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
@@ -98,8 +98,16 @@ def test_items_come_in_batches_when_they_are_needed() -> None:
     assert list(source) == [[3, 4, 5], [6]]
 
 
-def test_batches_hold_items_of_similar_lengths_with_their_numbers() -> None:
-    words = ["aaaa", "a", "aaa", "aa", "b", "bbbbb"]
-    found = list(similar_batches(words, 2, len))
-    assert found == [[(1, "a"), (4, "b")], [(3, "aa"), (2, "aaa")], [(0, "aaaa"), (5, "bbbbb")]]
-    assert list(similar_batches(words, 1, len)) == [[(number, word)] for number, word in enumerate(words)]
+def test_batches_hold_items_of_similar_lengths_and_results_are_in_order() -> None:
+    words = ["aaaa", "a", "aaa", "aa", "b", "bbbbb", "", "aaa", "c"]
+    seen: list[list[str]] = []
+
+    def upper(batch: list[str]) -> list[str]:
+        seen.append(batch)
+        return [word.upper() for word in batch]
+
+    assert list(map_batches(upper, words, 2, len)) == [word.upper() for word in words]
+    assert seen == [["", "a"], ["b", "aa"], ["aaa", "aaa"], ["aaaa", "bbbbb"], ["c"]]
+    seen.clear()
+    assert list(map_batches(upper, words, 1, len)) == [word.upper() for word in words]
+    assert seen == [[word] for word in words]

@@ -13,7 +13,7 @@ from myna.curate.analysis.diarization import (
 )
 from myna.curate.analysis.fingerprints import DuplicateMatch, bit_error, find_duplicates, find_retakes, fingerprint
 from myna.curate.analysis.loudness import integrated_loudness
-from myna.curate.analysis.measures import batches, embed_speaker, embed_speakers, measure, similar_batches
+from myna.curate.analysis.measures import batches, embed_speaker, embed_speakers, map_batches, measure
 from myna.curate.analysis.models import AnalysisModels, AnalysisSettings, Capability, capabilities, load_models
 from myna.curate.analysis.spoken_text import normalise_spoken_text
 from myna.curate.analysis.voice_activity import voice_activity
@@ -41,9 +41,9 @@ __all__ = [
     "label_speakers",
     "link_speakers",
     "load_models",
+    "map_batches",
     "measure",
     "normalise_spoken_text",
-    "similar_batches",
     "speaker_turns",
     "voice_activity",
 ]

@@ -23,6 +23,7 @@ for 2 s of vowels may have nothing above 4 kHz within 50. Of wide clips of Libri
 50 dB), of a synthetic corpus none; a telephone's last 2 s are found in nine of ten clips, and in none by their mean."""
 FloatArray = npt.NDArray[np.float32]
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[str, float]:
@@ -60,8 +61,7 @@ def embed_speakers(clips: Iterable[Samples], sample_rate: int, models: AnalysisM
     if not isinstance(encoder, EcapaEncoder):
         yield from (encoder.embed(clip, sample_rate) for clip in clips)
         return
-    for batch in batches(clips, encoder.batch_size):
-        yield from encoder.embed_batch(batch, sample_rate)
+    yield from map_batches(lambda batch: encoder.embed_batch(batch, sample_rate), clips, encoder.batch_size, len)
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -71,8 +71,14 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def similar_batches(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[tuple[int, T]]]:
-    """Items of similar lengths by `size`, each with its number: a batch takes as long as its longest. As many items
-    are looked at as make four batches."""
-    for group in batches(enumerate(items), 4 * size if size > 1 else 1):
-        yield from batches(sorted(group, key=lambda item: length(item[1])), size)
+def map_batches(
+    call: Callable[[list[T]], Iterable[R]], items: Iterable[T], size: int, length: Callable[[T], int]
+) -> Iterator[R]:
+    """Results of a call that takes a batch, in the order of the items. Batches have similar lengths, for each takes as
+    long as its longest; as many items are looked at as make four."""
+    for group in batches(items, 4 * size if size > 1 else 1):
+        order = sorted(range(len(group)), key=lambda number: length(group[number]))
+        results: dict[int, R] = {}
+        for numbers in batches(order, size):
+            results |= zip(numbers, call([group[number] for number in numbers]), strict=True)
+        yield from (results[number] for number in range(len(group)))
