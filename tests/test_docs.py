@@ -28,3 +28,10 @@ def test_the_architecture_names_files_that_exist() -> None:
     assert not sorted(path for path in modules if not (package / path).exists())
     for name in FAMILY_FILE.findall(text):
         assert list(package.rglob(name)), name
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) >= 20
+    assert not sorted(name for name in named if f"def {name}(" not in sources)

@@ -116,6 +116,21 @@ def test_many_at_once_are_each_as_alone(server: RunningServer, expected: bytes) 
     assert spoken[0] == spoken[3] == expected and len({len(audio) for audio in spoken}) > 2
 
 
+def test_figures_are_those_of_the_speech(server: RunningServer, client: openai.OpenAI) -> None:
+    names = {
+        "audio": "myna_audio_seconds_total",
+        "first": "myna_first_audio_seconds_count",
+        "whole": "myna_speech_request_seconds_count",
+        "ends": "myna_requests_finished_total",
+    }
+    server.wait_for("myna_requests_in_flight", 0)
+    before = {key: server.metric(name) for key, name in names.items()}
+    seconds = len(create(client)) / 48_000
+    grown = {key: server.metric(name) - before[key] for key, name in names.items()}
+    assert grown == {"audio": pytest.approx(seconds, abs=1e-6), "first": 1, "whole": 1, "ends": 1}
+    assert (server.metric("myna_rows"), server.metric("myna_requests_in_flight")) == (3, 0)
+
+
 def test_takes_are_seeds(client: openai.OpenAI, expected: bytes) -> None:
     response = json.loads(create(client, extra_body={"takes": 2}))
     first, second = (base64.b64decode(item["audio"]) for item in response["results"])

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import myna
+from myna.audio.files import read_audio
 from myna.data.codec import Codec, Codes, PendingSamples, Samples
 from myna.models import SHIPPED
 from myna.models.codec_windows import FIRST_WINDOW, MAX_WINDOW, plan_windows, probe_window_independence
 from myna.models.codecs import open_codec
 from myna.models.higgs_v2.tiny import save_tiny_codec
+from myna.speak.engine import encode_clip
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
 
+RECORDINGS = Path(myna.__file__).parent / "demo" / "recordings"
 CODECS = ["fledgling", "higgs"]
 
 
@@ -71,6 +75,27 @@ def test_any_pieces_are_the_file(codecs: dict[str, Codec], name: str, data: st.D
     cuts = data.draw(st.lists(st.integers(0, frames), max_size=20), "cuts")
     codes = random_codes(codec, frames, seed=frames)
     assert np.array_equal(np.concatenate(streamed(codec, codes, cuts)), codec.decode(codes))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_windows_leave_no_step(codecs: dict[str, Codec], name: str) -> None:
+    """A stream is what one window of all its frames would be, to a step of 16-bit audio."""
+    codec = codecs[name]
+    codes = random_codes(codec, 160)
+    whole = codec.decode_windows([codes])()[0]
+    joined = np.concatenate(streamed(codec, codes, range(1, 160)))
+    assert np.abs(joined - whole).max() < 2**-15
+
+
+def test_the_end_of_a_clip_has_no_hiss(codecs: dict[str, Codec]) -> None:
+    """Behind it the decoder reads zeros. With the last frame repeated there, the last 300 ms are the same sound."""
+    codec, tail = codecs["fledgling"], round(0.3 * 24_000)
+    for recording in sorted(RECORDINGS.glob("*.opus"))[:6]:
+        codes = encode_clip(codec, read_audio(recording, sample_rate=codec.sample_rate))
+        clip = codec.decode(codes)
+        repeated = codec.decode(np.concatenate([codes, np.repeat(codes[-1:], codec.decode_reach, axis=0)]))
+        change = np.mean((clip - repeated[: len(clip)])[-tail:] ** 2)
+        assert 10 * np.log10(change + 1e-12) < -50, f"dB of full scale in {recording.name}"
 
 
 @pytest.mark.parametrize("name", CODECS)
