@@ -238,6 +238,34 @@ def test_sigterm_drains(server: RunningServer) -> None:
     assert "Traceback" not in server.output
 
 
+def haproxy_processes() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children(recursive=True) if one.name() == "haproxy"]
+
+
+def test_haproxy_in_front_streams_and_passes_a_disconnect_on(models: Models, address: str, home: Path) -> None:
+    """With the HAProxy that comes with Ray Serve, on the cluster that the tests above have left."""
+    options = (*arguments(models, address), "--replicas", "1", "--haproxy")
+    with start_server(home, *options, source=str(models.root / "tiny"), environment=VARIABLES) as server:
+        port = int(server.url.rpartition(":")[2])
+        listeners = {one.laddr.port for process in haproxy_processes() for one in process.net_connections("tcp")}
+        assert port in listeners, "it is HAProxy that answers"
+        assert speak(server.url).content == models.expected()
+        assert speak(server.url, model="one").content == models.expected("first")
+        (stream,) = start_streams(server.url, 1, segment_seconds=30.0)
+        assert stream.thread.is_alive(), "audio comes before all of it is made"
+        body = {"input": LONG, "response_format": "pcm"}
+        with httpx2.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=120) as response:
+            next(response.iter_raw())
+        server.wait_for("myna_requests_in_flight", 1, seconds=60)
+        server.process.send_signal(signal.SIGTERM)
+        stream.wait()
+        assert stream.is_whole, "what was begun is spoken to its end"
+        assert server.process.wait(120) == 0, server.output
+        assert "Traceback" not in server.output
+    psutil.wait_procs(haproxy_processes(), timeout=20)
+    assert not haproxy_processes()
+
+
 def test_replicas_are_a_number_or_a_range() -> None:
     assert parse_replicas("2") == (2, 2) and parse_replicas("1-4") == (1, 4)
     for text in ("0", "4-1", "many", "1-", "-1", ""):
