@@ -321,4 +321,5 @@ def _gap_row(part: Part, pcm: Pcm, gap: SpanMs, models: CurationModels) -> dict[
     row = _segment(part, start, end, "gap")
     if end - start >= MIN_MEASURED_GAP_MS:
         row["music_share"] = models.music_share(_cut(pcm, start, end), SAMPLE_RATE)
+        release_free_memory()
     return row
