@@ -1,7 +1,7 @@
 """`myna curate` on planted faults: precision and recall of every reason, diarization, cut words, text, seconds kept.
 
-python benchmarks/planted_faults.py --corpus CORPUS --out planted
-python benchmarks/curate.py planted --out curated --asr .cache/metrics/whisper-base --json docs/benchmarks/curate.json
+python benchmarks/planted_faults.py --corpus CORPUS --seed 11 --out seed-11
+python benchmarks/curate.py seed-11 --out curated --asr .cache/metrics/whisper-base --json docs/benchmarks/curate.json
 
 `--settings` curates by other settings: curate_gpt_sovits.yaml and curate_emilia.yaml beside this file are the rules of
 those pipelines. `--analysis` measures diarization, music and noise alone, without `myna curate`; it also takes a folder
@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--settings", type=Path, help="settings of `myna curate`")
     parser.add_argument("--workers", type=int, help="as of `myna curate`")
     parser.add_argument("--analysis", action="store_true", help="measure diarization, music and noise alone")
-    parser.add_argument("--json", type=Path, help="file to add the report to, under the name of the settings")
+    parser.add_argument("--json", type=Path, help="file to add the report to, by settings and folder")
     arguments = parser.parse_args()
     truths = load_truth(arguments.planted)
     if arguments.analysis:
@@ -401,8 +401,8 @@ def main() -> None:
         report = cost | measure_curation(arguments.planted, truths, pq.read_table(table).to_pylist())
     print(json.dumps(_rounded(report), indent=1))
     if arguments.json is not None:
-        name = f"diarization of {arguments.planted.name}" if arguments.analysis else "myna"
-        name = arguments.settings.stem.removeprefix("curate_") if arguments.settings else name
+        rules = arguments.settings.stem.removeprefix("curate_") if arguments.settings else "myna"
+        name = f"{'diarization' if arguments.analysis else rules} of {arguments.planted.name}"
         tree = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else {}
         save_text(arguments.json, json.dumps(tree | {name: _rounded(report)}, indent=1) + "\n")
 
