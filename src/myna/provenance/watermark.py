@@ -140,7 +140,8 @@ class StreamWatermark:
         if not self._mirrored and (self._length > half or (last and self._length)):
             self._samples, self._mirrored = np.pad(self._samples, (half, 0), mode="reflect"), True
         if last and self._length:
-            self._samples = np.pad(np.pad(self._samples, (0, -self._length % self._hop)), (0, half), mode="reflect")
+            end = np.pad(self._samples[-half - 1 :], (0, -self._length % self._hop))
+            self._samples = np.concatenate([self._samples, np.pad(end, (0, half), mode="reflect")[half + 1 :]])
 
     def _blocks(self) -> list[_Block]:
         """The blocks that can be marked now."""
