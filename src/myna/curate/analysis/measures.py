@@ -15,6 +15,7 @@ from myna.curate.analysis.loudness import integrated_loudness
 from myna.curate.analysis.models import AnalysisModels, require
 from myna.curate.analysis.quality import CALIBRATIONS
 from myna.evaluate.ecapa import EcapaEncoder
+from myna.system_memory import release_free_memory
 
 NAN = float("nan")
 NARROW_WINDOW_SECONDS, NARROW_DROP_DB = 2.0, 60.0
@@ -61,7 +62,13 @@ def embed_speakers(clips: Iterable[Samples], sample_rate: int, models: AnalysisM
     if not isinstance(encoder, EcapaEncoder):
         yield from (encoder.embed(clip, sample_rate) for clip in clips)
         return
-    yield from map_batches(lambda batch: encoder.embed_batch(batch, sample_rate), clips, encoder.batch_size, len)
+
+    def embed(batch: list[Samples]) -> list[FloatArray]:
+        embeddings = encoder.embed_batch(batch, sample_rate)
+        release_free_memory()  # else up to 500 MB of freed memory add up over the windows of a part
+        return embeddings
+
+    yield from map_batches(embed, clips, encoder.batch_size, len)
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
