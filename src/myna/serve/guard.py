@@ -108,7 +108,8 @@ class _LimitedBody:
         if self._complete:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                message = await self._receive()
         except TimeoutError:
             problem = f"the body did not come within {BODY_SECONDS:g} s"
             raise ApiError(408, problem, code="timeout", headers={"connection": "close"}) from None

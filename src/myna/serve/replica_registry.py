@@ -54,7 +54,8 @@ class ReplicaRegistry:
             self._changed.notify_all()
             if report.adapters.number == self._adapters.number:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(lambda: self._is_new(report)), REPORT_SECONDS)
+                    async with asyncio.timeout(REPORT_SECONDS):
+                        await self._changed.wait_for(lambda: self._is_new(report))
         return self._adapters
 
     def _is_new(self, report: ReplicaReport) -> bool:

@@ -167,7 +167,10 @@ class SpeechResponse(Response):
                 self._context.metrics.observe_first_audio(time.monotonic() - began)
                 await send({"type": "http.response.start", "status": 200, "headers": self._response_headers()})
             message = {"type": "http.response.body", "body": data, "more_body": more}
-            await asyncio.wait_for(send(message), SEND_SECONDS)
+            # Not `wait_for`: in Python 3.11 it forgets that it was cancelled where what it waits for has just ended,
+            # and the speech would go on without its client.
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
 
         try:
             async for data in self._encoded(job, given):

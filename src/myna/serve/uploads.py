@@ -58,9 +58,11 @@ class UploadDecoder:
                 if self._pool is None:
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(1, context, initializer=_limit_memory)
-                    await asyncio.wait_for(loop.run_in_executor(self._pool, _wait_for_process), MAX_START_SECONDS)
+                    async with asyncio.timeout(MAX_START_SECONDS):
+                        await loop.run_in_executor(self._pool, _wait_for_process)
                 pending = loop.run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
-                samples = await asyncio.wait_for(pending, MAX_DECODE_SECONDS)
+                async with asyncio.timeout(MAX_DECODE_SECONDS):
+                    samples = await pending
             except AudioError as error:
                 raise ApiError.of(error, param=param) from None
             except (BrokenProcessPool, MemoryError, TimeoutError):
