@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -113,6 +114,22 @@ def test_a_batch_waits_for_its_turns(server: RunningServer) -> None:
     spoken = {soundfile.read(io.BytesIO(file), dtype="int16")[0].tobytes() for file in files}
     assert len(spoken) == 1 and len(spoken.pop()) > 1000 and len(files) == 9, "each is signed with its own id"
     assert content["results"][9]["error"]["param"] == "voice"
+
+
+def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
+    """Neither its engine nor the process that decodes what clients send."""
+    recording = io.BytesIO()
+    samples = np.random.default_rng(0).normal(0, 0.1, 48_000)
+    soundfile.write(recording, samples, 24_000, format="WAV")
+    reference = {"ref_audio": base64.b64encode(recording.getvalue()).decode(), "ref_text": "what is said"}
+    with start_server(tmp_path, "--streams", "1", "--no-watermark") as server:
+        body = BODY | reference | {"max_seconds": 0.1, "input": "Yes."}
+        httpx2.post(f"{server.url}/v1/audio/speech", json=body, timeout=60)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        server.process.kill()
+        _, left = psutil.wait_procs(children, timeout=30)
+        assert not left
 
 
 def test_sigterm_ends_what_is_spoken_and_then_the_server(tmp_path: Path) -> None:

@@ -94,16 +94,21 @@ def _ignoring_item(worker: W, function: Callable[[W], R]) -> R:
 
 def _start_worker(make_worker: Callable[[], Any]) -> None:
     global _worker
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _worker = make_worker()
 
 
-def _end_with_parent() -> None:
-    """A killed parent cannot end its processes, which would wait for work for ever."""
+def end_with_parent() -> None:
+    """End this process when its parent ends: one that is killed cannot end its processes, which would wait for work for
+    ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait_for_end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def _call(function: Callable[[Any, T], R], item: T) -> R:

@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from myna.audio.files import Samples, check_not_silent, read_audio
 from myna.errors import AudioError
 from myna.io import sniff_suffix
+from myna.pools.process_pool import end_with_parent
 from myna.serve.api_errors import ApiError
 from myna.speak.validation import MAX_REFERENCE_SECONDS
 
@@ -57,7 +58,7 @@ class UploadDecoder:
             try:
                 if self._pool is None:
                     context = multiprocessing.get_context("spawn")
-                    self._pool = ProcessPoolExecutor(1, context, initializer=_limit_memory)
+                    self._pool = ProcessPoolExecutor(1, context, initializer=_start_process)
                     async with asyncio.timeout(MAX_START_SECONDS):
                         await loop.run_in_executor(self._pool, _wait_for_process)
                 pending = loop.run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
@@ -79,6 +80,11 @@ class UploadDecoder:
                 process.kill()
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+
+
+def _start_process() -> None:
+    end_with_parent()
+    _limit_memory()
 
 
 def _limit_memory() -> None:
