@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -25,11 +26,11 @@ def user_folder(kind: Literal["config", "data", "state"]) -> Path:
 
 
 def private_file(path: Path, content: bytes) -> bytes:
-    """Write a file that only its user may read, unless it is there; what it holds then. Two processes that make it at
-    the same time have the same content."""
+    """Write a file that only its user may read, unless it is there; what it holds then. Processes or threads
+    that make it at the same time have the same content."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
