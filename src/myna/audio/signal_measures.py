@@ -35,7 +35,7 @@ MIN_PAUSE_SECONDS, MIN_SPEECH_SECONDS = 0.3, 0.08
 
 
 def bandwidth_hz(samples: Samples, sample_rate: int, drop_db: float = BANDWIDTH_DROP_DB) -> float:
-    """Highest frequency whose mean power is within 50 dB of the strongest: near half the rate at which it was recorded.
+    """Highest frequency whose mean power is within `drop_db` of the strongest: near half the rate it was recorded at.
 
     An upsampled telephone call gives less than 4,000, whatever its file's rate. 0 where there is no sound.
     """
