@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import gc
 import io
 import json
 import os
@@ -246,6 +247,8 @@ async def run(
     for trace in warm_up:
         if trace.error:
             sys.exit(f"the server does not speak ({trace.status}): {trace.error}")
+    gc.collect()
+    gc.freeze()  # the client shall have no pauses of its own
     facts: dict[str, Any] = {
         "date": date.today().isoformat(),
         "machine": machine(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,6 +34,8 @@ def create_app(context: ServerContext) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await context.start()
+        gc.collect()
+        gc.freeze()  # a full collection would stop all streams for as long as it takes to visit every imported object
         try:
             yield
         finally:
