@@ -4,23 +4,33 @@ others; and the alignment of tokens with frames."""
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.audio.files import Samples
+from myna.audio.files import Samples, read_audio
+from myna.data.manifest import read_manifest
+from myna.demo.voice import BUNDLED
 from myna.errors import ConfigError
 from myna.evaluate import asr_transformers
 from myna.evaluate.asr import ASR, TimedTranscript, Transcript
-from myna.evaluate.asr_torch_whisper import TimestampRules, TorchWhisperNetwork, time_warping
+from myna.evaluate.asr_torch_whisper import TorchWhisperNetwork, time_warping
 from myna.evaluate.asr_windows import decode_clips
 from tests.evaluate.tiny_scorers import save_whisper
+from tests.evaluate.transformers_beams import search_by_transformers
 
 RATE = 16_000
+ROOT = Path(__file__).parents[2]
+WHISPER = ROOT / ".cache/metrics/whisper-base"
 
 
 def sound(seed: int, seconds: float) -> Samples:
@@ -135,38 +145,80 @@ def test_without_faster_whisper_words_say_what_to_install(
     assert TimedTranscript().text == ""
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
-def test_the_path_of_an_alignment_is_the_cheapest(tokens: int, frames: int, seed: int) -> None:
-    cost = np.random.default_rng(seed).normal(size=(tokens, frames)).astype(np.float32)
-    path = time_warping(cost)
-    assert path[0] == (0, 0) and path[-1] == (tokens - 1, frames - 1)
-    steps = {(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(path)}
-    assert steps <= {(0, 1), (1, 0), (1, 1)}
-
-    def cheapest(token: int, frame: int) -> float:
-        before = [(token - 1, frame - 1), (token - 1, frame), (token, frame - 1)]
-        costs = [cheapest(*one) for one in before if min(one) >= 0]
-        return float(cost[token, frame]) + min(costs, default=0.0)
-
-    assert sum(float(cost[place]) for place in path) == pytest.approx(cheapest(tokens - 1, frames - 1), abs=1e-5)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3), st.integers(0, 999))
+def test_the_path_of_an_alignment_is_the_cheapest(sizes: list[tuple[int, int]], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    costs = [random.normal(size=size).astype(np.float32) for size in sizes]
+    for cost, path in zip(costs, time_warping(costs), strict=True):
+        tokens, frames = cost.shape
+        assert path[0] == (0, 0) and path[-1] == (tokens - 1, frames - 1)
+        steps = {(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(path)}
+        assert steps <= {(0, 1), (1, 0), (1, 1)}
+        total = sum(float(cost[place]) for place in path)
+        assert total == pytest.approx(cheapest(cost, tokens - 1, frames - 1), abs=1e-5)
 
 
-@given(st.data())
-def test_the_rules_of_times_are_transformers_own(data: st.DataObject) -> None:
-    from transformers import GenerationConfig, WhisperTimeStampLogitsProcessor
+def cheapest(cost: npt.NDArray[np.float32], token: int, frame: int) -> float:
+    before = [(token - 1, frame - 1), (token - 1, frame), (token, frame - 1)]
+    costs = [cheapest(cost, *one) for one in before if min(one) >= 0]
+    return float(cost[token, frame]) + min(costs, default=0.0)
 
-    prompt, no_times, end, size = 3, 20, 18, 30
-    config = GenerationConfig(eos_token_id=end, bos_token_id=end)
-    config.no_timestamps_token_id, config.max_initial_timestamp_index = no_times, 4
-    length = data.draw(st.integers(0, 5))
-    rows = []
-    for _ in range(3):
-        row, latest = [1, 2, 3], no_times + 1
-        for _ in range(length):
-            latest = data.draw(st.integers(latest, size - 1))
-            row.append(data.draw(st.sampled_from([5, 6, latest])))
-        rows.append(row)
-    ids = torch.tensor(rows)
-    scores = torch.from_numpy(np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=(3, size)) * 3).float()
-    expected = WhisperTimeStampLogitsProcessor(config, begin_index=prompt)(ids, scores)
-    assert torch.equal(TimestampRules(prompt, no_times, end, 4)(ids, scores), expected)
+
+def test_a_transcript_that_runs_to_its_limit_is_aligned(asr: ASR) -> None:
+    """One time and then letters to the end: an alignment has more tokens than were written."""
+    model, tokenizer = asr._backend._model, asr._backend._tokenizer.backend_tokenizer  # type: ignore[union-attr]
+    network = TorchWhisperNetwork(model, tokenizer)
+    start = [tokenizer.token_to_id(f"<|{name}|>") for name in ("startoftranscript", "en", "transcribe")]
+    end, first_time = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|0.00|>")
+    encoded = network.encode(np.random.default_rng(0).normal(size=(2, 8, 3000)).astype(np.float32))
+    limit = model.config.max_target_positions
+    [first, second] = network.generate(
+        encoded,
+        [start, start],
+        beam_size=5,
+        max_length=limit,
+        suppress_tokens=[end, *range(first_time + 1, model.config.vocab_size)],
+        max_initial_timestamp_index=50,
+    )
+    tokens = [one.sequences_ids[0][1:] for one in (first, second)]
+    assert [len(row) + 1 for row in tokens] == [limit // 2] * 2 and max(map(max, tokens)) < end
+    aligned = network.align(encoded, start, tokens, [3000, 3000])
+    assert [one.alignments[-1] for one in aligned] == [(len(row), 1499) for row in tokens]
+
+
+@pytest.mark.extras
+@pytest.mark.skipif(
+    not (WHISPER / "model.bin").is_file() and os.environ.get("MYNA_EXTRAS") != "required",
+    reason="`make test-extras` fetches the models that it needs",
+)
+def test_a_real_whisper_writes_the_tokens_that_transformers_beam_search_writes(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/whisper_to_transformers.py"), str(WHISPER), str(tmp_path / "whisper")]
+    subprocess.run(command, check=True)
+    asr = ASR.open(str(tmp_path / "whisper"))
+    whisper, model = asr._backend._whisper, asr._backend._model  # type: ignore[union-attr]
+    recordings = [read_audio(one.audio, sample_rate=RATE) for one in read_manifest(BUNDLED / "manifest.jsonl")[:7]]
+    clips = [recordings[0], np.concatenate(recordings[1:4]), np.concatenate(recordings[4:])]
+    generate, calls = whisper.model.generate, []
+
+    def spy(encoded: torch.Tensor, prompts: list[list[int]], **options: Any) -> Any:
+        calls.append((encoded, prompts, options, generate(encoded, prompts, **options)))
+        return calls[-1][-1]
+
+    whisper.model.generate = spy
+    decoded = decode_clips(whisper, clips, ["en"] * 3, word_times=True)
+    assert all(len(one.words) > 5 for one in decoded) and calls
+    special = whisper.model._special
+    for encoded, prompts, options, results in calls:
+        written, scores = search_by_transformers(
+            model,
+            encoded,
+            torch.tensor(prompts),
+            special,
+            beams=options["beam_size"],
+            max_tokens=options["max_length"] // 2,
+            suppressed=options["suppress_tokens"],
+            last_initial_time=options["max_initial_timestamp_index"],
+        )
+        assert [[*one.sequences_ids[0], special.end] for one in results] == written
+        means = [one.scores[0] * (len(row) - 1) / len(row) for one, row in zip(results, written, strict=True)]
+        assert means == pytest.approx(scores, abs=1e-5)

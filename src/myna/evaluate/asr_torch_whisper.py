@@ -5,6 +5,8 @@ faster-whisper's procedure (asr_windows.py) then runs on either of them.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from myna.evaluate.asr_beam_search import MIN_GRAPH_WINDOWS, BeamSearch, SpecialTokens, WhisperDecoder, attend
 from myna.evaluate.dependencies import import_optional
 
 MAX_TOKENS = 448
@@ -38,39 +41,6 @@ class TokenAlignment(NamedTuple):
     text_token_probs: list[float]
 
 
-class TimestampRules:
-    """Whisper's rules for times among the tokens, as a logits processor: in pairs, never back, and a time where times
-    together are more probable than any text. All rows at once and without a wait for the GPU: transformers' own has
-    several for every row up to 5.17, hundreds for each token of a batch."""
-
-    def __init__(self, prompt: int, no_timestamps: int, end: int, max_initial_index: int) -> None:
-        self._prompt, self._first_time, self._end = prompt, no_timestamps + 1, end
-        self._last_initial_time = self._first_time + max_initial_index
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        written = input_ids[:, self._prompt :]
-        tokens = torch.arange(scores.shape[-1], device=scores.device)
-        is_time = tokens >= self._first_time
-        forbidden = (tokens == self._first_time - 1).expand(scores.shape).clone()
-        if not written.shape[1]:
-            forbidden |= ~is_time | (tokens > self._last_initial_time)
-        else:
-            were_times = written >= self._first_time
-            last = were_times[:, -1:]
-            before = were_times[:, -2:-1] if written.shape[1] > 1 else torch.ones_like(last)
-            forbidden |= last & before & is_time
-            forbidden |= last & ~before & (tokens < self._end)
-            # The end of a segment may be its start, the next start not the last end; times never go back.
-            latest = written.masked_fill(~were_times, self._first_time - 1).amax(1, keepdim=True)
-            earliest = torch.where(last & ~before, latest, latest + 1)
-            forbidden |= is_time & (tokens < earliest)
-        scores = scores.masked_fill(forbidden, -torch.inf)
-        log_probs = scores.float().log_softmax(-1)
-        text, times = log_probs[:, : self._first_time], log_probs[:, self._first_time :]
-        prefers_time = times.logsumexp(-1, keepdim=True) > text.amax(-1, keepdim=True)
-        return scores.masked_fill(prefers_time & ~is_time, -torch.inf)
-
-
 class TorchWhisperNetwork:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, config = model, model.generation_config
@@ -81,6 +51,12 @@ class TorchWhisperNetwork:
         # Without a list of the heads that follow the audio: those of the upper half, as in the first Whisper.
         upper = [[layer, head] for layer in range(layers // 2, layers) for head in range(heads)]
         self._alignment_heads = getattr(config, "alignment_heads", None) or upper
+        self._decoder = WhisperDecoder(model)
+        self._special = SpecialTokens(
+            self._token_id("<|endoftext|>"), self._token_id("<|notimestamps|>") + 1, model.config.vocab_size
+        )
+        self._searches: dict[int, BeamSearch] = {}
+        self._lock = threading.Lock()
 
     @torch.inference_mode()
     def encode(self, features: FloatArray) -> torch.Tensor:
@@ -107,42 +83,33 @@ class TorchWhisperNetwork:
         max_initial_timestamp_index: int,
         **_: object,
     ) -> list[GeneratedTokens]:
-        """Beam search with times as tokens; prompts have equal lengths."""
-        from transformers import GenerationConfig, LogitsProcessorList
-        from transformers.generation import GenerationMixin
-        from transformers.modeling_outputs import BaseModelOutput
-
-        size, end = len(prompts[0]), self._token_id("<|endoftext|>")
-        config = GenerationConfig(
-            num_beams=beam_size,
-            do_sample=False,
-            early_stopping=True,
-            max_length=max_length,
-            eos_token_id=end,
-            pad_token_id=end,
-            bos_token_id=end,
-            decoder_start_token_id=self._token_id("<|startoftranscript|>"),
-            suppress_tokens=list(suppress_tokens),
-            begin_suppress_tokens=[self._token_id("Ġ"), end],
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        rules = TimestampRules(size, self._token_id("<|notimestamps|>"), end, max_initial_timestamp_index)
-        # Whisper's own `generate` would cut windows and choose prompts by itself.
-        output = GenerationMixin.generate(
-            self._model,
-            encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
-            attention_mask=torch.ones(encoded.shape[:2], dtype=torch.long, device=encoded.device),
-            decoder_input_ids=torch.tensor(prompts, device=encoded.device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([rules]),
-        )
-        silence = self._token_id("<|nospeech|>") or self._token_id("<|nocaptions|>")
-        no_speech = self._first_logits(encoded).softmax(-1)[:, silence].tolist()
+        """Beam search with times as tokens; prompts have equal lengths. At most half of `max_length` is written, as by
+        CTranslate2 and by Whisper itself, so that an alignment, which has five tokens besides the text, fits too."""
+        windows, size, end = len(prompts), len(prompts[0]), self._special.end
+        max_tokens = min(max_length // 2, max_length - size)
+        on_gpu = encoded.device.type == "cuda"
+        rows = max(MIN_GRAPH_WINDOWS, 1 << (windows - 1).bit_length()) if on_gpu else windows
+        # Windows that fill up a graph repeat the last one.
+        filled = torch.arange(rows, device=encoded.device).clamp(max=windows - 1)
+        suppressed = torch.tensor([*suppress_tokens, self._special.first_time - 1], device=encoded.device)
+        with self._lock:
+            search = self._searches.get(rows)
+            if search is None or search.positions < size + max_tokens:
+                search = BeamSearch(
+                    self._decoder, self._special, rows, beam_size, size + max_tokens, frames=encoded.shape[1]
+                )
+            if on_gpu:
+                self._searches[rows] = search
+            written, scores, first_logits = search(
+                encoded[filled],
+                torch.tensor(prompts, device=encoded.device)[filled],
+                max_tokens=max_tokens,
+                suppressed=suppressed,
+                last_initial_time=max_initial_timestamp_index,
+            )
+            columns = written.tolist(), scores.tolist(), self._no_speech(first_logits)
         results = []
-        for row, score, probability in zip(
-            output.sequences[:, size:].tolist(), output.sequences_scores.tolist(), no_speech, strict=True
-        ):
+        for row, score, probability in list(zip(*columns, strict=True))[:windows]:
             tokens = row[: row.index(end)] if end in row else row
             # Here a score is a mean with the end of text, and in CTranslate2 without.
             total = score * (len(tokens) + (end in row))
@@ -160,28 +127,39 @@ class TorchWhisperNetwork:
         median_filter_width: int = MEDIAN_FRAMES,
     ) -> list[TokenAlignment]:
         """Frames of 20 ms of each token: dynamic time warping of the cross-attention of the alignment heads."""
-        end, start = self._token_id("<|endoftext|>"), len(start_sequence)
-        rows = [[*start_sequence, self._token_id("<|notimestamps|>"), *tokens, end] for tokens in text_tokens]
+        end, start = self._special.end, len(start_sequence)
+        rows = [[*start_sequence, self._special.first_time - 1, *tokens, end] for tokens in text_tokens]
         longest = max(map(len, rows))
         inputs = torch.tensor([row + [end] * (longest - len(row)) for row in rows], device=encoded.device)
-        attention = self._model.config._attn_implementation
-        self._model.set_attn_implementation("eager")  # the others do not tell their weights
-        try:
-            output = self._model(encoder_outputs=(encoded,), decoder_input_ids=inputs, output_attentions=True)
-        finally:
-            self._model.set_attn_implementation(attention)
-        weights = torch.stack([output.cross_attentions[layer][:, head] for layer, head in self._alignment_heads], 1)
-        results = []
-        for index, tokens in enumerate(text_tokens):
-            used = weights[index, :, : len(rows[index]), : num_frames[index] // 2].float()
+        positions = torch.arange(longest, device=encoded.device)
+        future = torch.full((longest, longest), -torch.inf, dtype=encoded.dtype, device=encoded.device).triu(1)
+        heads: list[torch.Tensor] = []
+
+        def watch(layer: int, weights: torch.Tensor) -> None:
+            heads.extend(weights[:, head] for at, head in self._alignment_heads if at == layer)
+
+        def attend_self(_: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return attend(queries, keys, values, future)[0]
+
+        audio = self._decoder.cache_audio(encoded, self._decoder.new_cache(len(rows), encoded.shape[1]))
+        self._decoder(inputs, positions, audio, attend_self, watch)
+        weights = torch.stack(heads, 1)
+        costs = []
+        for row, used, frames in zip(rows, weights, num_frames, strict=True):
+            used = used[:, : len(row), : frames // 2].float()
             used = used / used.sum(-1, keepdim=True).clamp(min=1e-12)
             deviation, mean = torch.std_mean(used, dim=-2, keepdim=True, unbiased=False)
-            heads = _median(((used - mean) / deviation.clamp(min=1e-12)), median_filter_width)
-            cost = -heads.mean(0)[start:-1].cpu().numpy()
-            logits = output.logits[index, start : start + len(tokens), :end].float().softmax(-1)
-            chosen = torch.tensor(list(tokens), dtype=torch.long, device=logits.device)[:, None]
-            results.append(TokenAlignment(time_warping(cost), logits.gather(1, chosen)[:, 0].tolist()))
-        return results
+            filtered = _median(((used - mean) / deviation.clamp(min=1e-12)), median_filter_width)
+            costs.append(-filtered.mean(0)[start:-1].cpu().numpy())
+        # Nobody reads the probabilities of words.
+        unknown = ([math.nan] * len(tokens) for tokens in text_tokens)
+        return [TokenAlignment(*one) for one in zip(time_warping(costs), unknown, strict=True)]
+
+    def _no_speech(self, logits: torch.Tensor) -> list[float]:
+        """Probability that nobody speaks, from the logits after the start of a transcript."""
+        silence = self._token_id("<|nospeech|>") or self._token_id("<|nocaptions|>")
+        probabilities: list[float] = logits.softmax(-1)[:, silence].tolist()
+        return probabilities
 
     @torch.inference_mode()
     def _first_logits(self, encoded: torch.Tensor) -> torch.Tensor:
@@ -211,25 +189,33 @@ def open_torch_whisper(model: Any, tokenizer: Any, mel_bands: int) -> Any:
     return whisper
 
 
-def time_warping(cost: FloatArray) -> list[tuple[int, int]]:
-    """Cheapest path through (tokens, frames), in steps to the next token, the next frame or both. By anti-diagonals:
-    each needs only the two before it."""
-    tokens, frames = cost.shape
-    total = np.full((tokens + 1, frames + 1), np.inf)
-    total[0, 0] = 0
-    steps = np.array([(0, 1), (1, 1), (1, 0)])
-    chosen = np.zeros((tokens + 1, frames + 1), np.int8)
-    for diagonal in range(2, tokens + frames + 1):
-        token = np.arange(max(1, diagonal - frames), min(tokens, diagonal - 1) + 1)
-        frame = diagonal - token
-        before = np.stack([total[token - down, frame - right] for down, right in steps])
-        best = before.argmin(0)
-        chosen[token, frame] = best
-        total[token, frame] = cost[token - 1, frame - 1] + before.min(0)
-    path, place = [], np.array([tokens, frames])
-    while (place > 0).all():
-        path.append((int(place[0]) - 1, int(place[1]) - 1))
-        place = place - steps[chosen[tuple(place)]]
+def time_warping(costs: Sequence[FloatArray]) -> list[list[tuple[int, int]]]:
+    """Cheapest path through each (tokens, frames), in steps to the next frame, both, or the next token. All at once, by
+    anti-diagonals: each needs only the two before it."""
+    tokens, frames = (max(cost.shape[axis] for cost in costs) for axis in (0, 1))
+    diagonals = np.full((tokens + frames - 1, len(costs), tokens), np.inf, np.float32)
+    for index, cost in enumerate(costs):
+        token, frame = np.indices(cost.shape)
+        diagonals[token + frame, index, token] = cost
+    steps = np.zeros(diagonals.shape, np.int8)
+    # Sums by token on the last two diagonals, the first column before the first token: a path begins there.
+    last, before_last = (np.full((len(costs), tokens + 1), np.inf) for _ in range(2))
+    before_last[:, 0] = 0
+    for number, diagonal in enumerate(diagonals):
+        options = np.stack((last[:, 1:], before_last[:, :-1], last[:, :-1]))
+        steps[number] = options.argmin(0)
+        last, before_last = np.full_like(last, np.inf), last
+        last[:, 1:] = diagonal + options.min(0)
+    return [_path_back(steps[:, index], *cost.shape) for index, cost in enumerate(costs)]
+
+
+def _path_back(steps: npt.NDArray[np.int8], tokens: int, frames: int) -> list[tuple[int, int]]:
+    token, frame = tokens - 1, frames - 1
+    path = []
+    while token >= 0 and frame >= 0:
+        path.append((token, frame))
+        step = int(steps[token + frame, token])
+        token, frame = token - (step > 0), frame - (step < 2)
     return path[::-1]
 
 

@@ -26,7 +26,8 @@ SHORT_WINDOW_STEP, MIN_SHORT_WINDOW = 500, 1000
 second. Of 90 clips of 3 to 12 s base made no more errors than with 30 s (natural voices 1.7 against 1.8 % of the
 characters, learners 22.0 against 21.8), in a third of the time."""
 TOKENS_PER_SECOND, SPARE_TOKENS = 30, 20
-"""Of speech, at most, and besides: a decoder that writes more has lost its way, and in a batch all wait for it."""
+"""Of speech, at most, and besides: a decoder that writes more has lost its way, and in a batch all wait for it. Of so
+many the networks write half, the other half being for a prompt, which is why text and all is aligned in one go."""
 PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 """Punctuation that belongs to the word after it, and to the one before it."""
 
