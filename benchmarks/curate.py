@@ -44,6 +44,7 @@ REASONS = {
 }
 """Reasons that name a fault rightly."""
 EDGE_CHARACTERS = 12
+MAX_EDGE_CER = 0.2
 CHECKED_CUTS = 200
 SOUND_DB = 30.0
 """Below the speech around it, what counts as silence at a cut."""
@@ -268,9 +269,10 @@ def measure_speakers(truths: dict[str, Truth], rows: dict[str, list[dict[str, An
 
 
 def measure_cuts(planted: Path, truths: dict[str, Truth], rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of random cuts of kept clips: how many lie in sound of the recording itself, and in an utterance."""
+    """Of random cuts of kept clips: how many lie in sound of the recording itself, and in an utterance; how many are of
+    a clip whose two transcriptions differ by more than a fifth of the characters at an edge."""
     cuts = [
-        (name, time_ms / 1000)
+        (name, time_ms / 1000, row["edge_cer"])
         for name in truths
         for row in rows[name]
         if row["status"] == "kept"
@@ -280,6 +282,7 @@ def measure_cuts(planted: Path, truths: dict[str, Truth], rows: dict[str, list[d
     by_name = defaultdict(list)
     for index in sorted(chosen.tolist()):
         by_name[cuts[index][0]].append(cuts[index][1])
+    differ = sum(not cuts[index][2] <= MAX_EDGE_CER for index in chosen)  # NaN where nothing was heard
     within = in_sound = 0
     for name, times in by_name.items():
         samples = read_audio(planted / "audio" / name, sample_rate=16_000)
@@ -292,7 +295,12 @@ def measure_cuts(planted: Path, truths: dict[str, Truth], rows: dict[str, list[d
                 first = max(0, round((cut - CUT_WINDOW_SECONDS) * 16_000))
                 here = frame_levels_db(samples[first : round((cut + CUT_WINDOW_SECONDS) * 16_000)], 16_000)
                 in_sound += bool(len(here) and here.min() > loud - SOUND_DB)
-    return {"cuts_checked": len(chosen), "cuts_within_an_utterance": within, "cuts_in_sound": in_sound}
+    return {
+        "cuts_checked": len(chosen),
+        "cuts_within_an_utterance": within,
+        "cuts_in_sound": in_sound,
+        "cuts_where_transcriptions_differ": differ,
+    }
 
 
 def measure_text(truths: dict[str, Truth], rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -315,7 +323,7 @@ def measure_text(truths: dict[str, Truth], rows: dict[str, list[dict[str, Any]]]
             heard = _characters(row["check_text"])
             for edge in (slice(None, EDGE_CHARACTERS), slice(-EDGE_CHARACTERS, None)):
                 ends += 1
-                cut_ends += Levenshtein.distance(said[edge], heard[edge]) > 0.2 * EDGE_CHARACTERS
+                cut_ends += Levenshtein.distance(said[edge], heard[edge]) > MAX_EDGE_CER * EDGE_CHARACTERS
     return {
         "text_clips": clips,
         "kept_cer": _ratio(errors, characters),

@@ -111,7 +111,13 @@ def test_the_diarization_error_is_the_best_mapping_outside_the_collar() -> None:
 
 
 def row(
-    start: float, end: float, reason: str = "", text: str = "", speaker: str = "s1", kind: str = "clip"
+    start: float,
+    end: float,
+    reason: str = "",
+    text: str = "",
+    speaker: str = "s1",
+    kind: str = "clip",
+    edge_cer: float = 0.0,
 ) -> dict[str, Any]:
     return {
         "recording": "a.wav",
@@ -123,6 +129,7 @@ def row(
         "speaker": speaker,
         "text": text,
         "check_text": text,
+        "edge_cer": edge_cer,
     }
 
 
@@ -140,7 +147,7 @@ def test_recall_precision_purity_cuts_and_text_of_a_table(tmp_path: Path) -> Non
         row(4.5, 7, reason="music"),
         row(7, 9.5, text="lazy dog"),
         row(9.5, 12, reason="music"),
-        row(12, 15, text="music"),
+        row(12, 15, text="music", edge_cer=0.4),
     ]
     report = measure_curation(tmp_path, {"a.wav": truth}, table)
     assert report["faults"]["music"]["planted_s"] == pytest.approx(4)
@@ -154,4 +161,5 @@ def test_recall_precision_purity_cuts_and_text_of_a_table(tmp_path: Path) -> Non
     assert report["text_clips"] == 1
     assert report["cuts_checked"] == 6
     assert report["cuts_within_an_utterance"] == 2
+    assert report["cuts_where_transcriptions_differ"] == 2
     assert report["dropped_seconds"] == {"music": pytest.approx(5)}
