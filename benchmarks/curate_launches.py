@@ -3,7 +3,8 @@
 python benchmarks/curate_launches.py RECORDING --asr WHISPER
 
 A part is refined on the CPU with the batch sizes of a GPU, and the operations of torch that are no views are counted:
-each is a launch or two. WHISPER is a folder of tools/whisper_to_transformers.py.
+each is a launch or two; a step of the beam search is a graph, and one. WHISPER is a folder of
+tools/whisper_to_transformers.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import Part, refine
 from myna.curate.settings import load_curate_settings
 from myna.evaluate import asr_transformers, ecapa
+from myna.evaluate.asr_beam_search import BeamSearch
 from myna.evaluate.asr_torch_whisper import TorchWhisperNetwork
 
 LAUNCH_SECONDS = 6e-6
@@ -50,10 +52,28 @@ class LaunchCounter(TorchDispatchMode):
         super().__init__()
         self.place = "rest"
         self.launches, self.calls = Counter[str](), Counter[str]()
+        self.graph_operations, self._in_graph = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.launches[self.place] += not func.is_view
+        if self._in_graph:
+            self.graph_operations += not func.is_view
+        else:
+            self.launches[self.place] += not func.is_view
         return func(*args, **(kwargs or {}))
+
+    def graph(self, owner: type, method: str) -> Any:
+        """The method, which is one launch."""
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def counted(*args: Any) -> None:
+            self.launches[self.place] += 1
+            self.calls[method] += 1
+            self._in_graph = True
+            original(*args)
+            self._in_graph = False
+
+        return mock.patch.object(owner, method, counted)
 
     def watched(self, owner: type, method: str) -> Any:
         """The method, whose operations are counted apart."""
@@ -87,6 +107,7 @@ def main() -> None:
     with ExitStack() as stack:
         for owner, method in WATCHED:
             stack.enter_context(counter.watched(owner, method))
+        stack.enter_context(counter.graph(BeamSearch, "_step"))
         whisper, encoder = asr_transformers.TransformersWhisper, ecapa.EcapaEncoder
         stack.enter_context(mock.patch.object(whisper, "batch_size", asr_transformers.GPU_BATCH_CLIPS))
         stack.enter_context(mock.patch.object(encoder, "batch_size", ecapa.GPU_BATCH_CLIPS))
@@ -100,6 +121,7 @@ def main() -> None:
             place: round(count / part.seconds, 1) for place, count in counter.launches.most_common()
         },
         "calls": dict(counter.calls.most_common()),
+        "operations_of_a_graph": round(counter.graph_operations / max(1, counter.calls["_step"])),
         "launches_per_audio_second_in_all": round(launches, 1),
         "host_ms_per_audio_second": round(1000 * LAUNCH_SECONDS * launches, 2),
     }
