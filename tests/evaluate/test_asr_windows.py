@@ -97,6 +97,15 @@ def test_short_windows_are_hardly_longer_than_their_clips(asr: ASR, monkeypatch:
 
 @pytest.mark.extras
 @pytest.mark.usefixtures("faster_whisper")
+@pytest.mark.parametrize("frames", [1, 2, 3, 4])
+def test_what_is_too_short_for_a_word_has_no_text(asr: ASR, frames: int) -> None:
+    """A decoder may stop so shortly before the end of its clip, and write text about the rest."""
+    transcript = asr.transcribe_words(sound(0, frames / 100), RATE, "en")
+    assert np.isnan(transcript.avg_log_prob) == (frames < 4)
+
+
+@pytest.mark.extras
+@pytest.mark.usefixtures("faster_whisper")
 def test_silence_in_a_batch_is_not_given_to_the_recogniser(asr: ASR) -> None:
     batch = [np.zeros(RATE, np.float32), CLIPS[0], np.zeros(0, np.float32)]
     silent, spoken, empty = asr.transcribe_words_batch(batch, RATE, ["en"] * 3)
