@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import torch
 
 from myna.audio.files import read_audio
@@ -91,9 +92,10 @@ def main() -> None:
     torch.set_num_threads(1)
     options = (f"asr={arguments.asr}", f"models={arguments.models}", f"device={arguments.device}")
     settings = load_curate_settings(None, [f"listen.{option}" for option in options])
+    report: dict[str, Any] = {"import_seconds": round(time.time() - psutil.Process().create_time(), 2)}
     began = time.perf_counter()
     models = CurationModels.open(settings.listen, 1)
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu"}
+    report["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
     report["open_seconds"] = round(time.perf_counter() - began, 2)
     samples = read_audio(arguments.recording, sample_rate=SAMPLE_RATE, span=(0.0, 60 * arguments.minutes))
     pcm = (np.clip(samples, -1, 1) * 32767).astype(np.int16)

@@ -109,6 +109,18 @@ def test_a_search_that_is_used_again_remembers_nothing() -> None:
     assert once[:2] == again[:2] and once[0] != other[0]
 
 
+def test_nothing_is_read_from_the_device_between_checks() -> None:
+    """On a device that holds no numbers every such question is an error; in a CUDA graph it would be one, too."""
+    encoded, prompts = windows(0, 4, "meta")
+    found = BeamSearch(WhisperDecoder(random_whisper(0, "meta")), SPECIAL, 4, 5, 200, FRAMES)
+    options: dict[str, Any] = {"suppressed": torch.tensor(SUPPRESSED, device="meta"), "last_initial_time": 9}
+    with torch.inference_mode():
+        tokens, _, _ = found(encoded, prompts, max_tokens=asr_beam_search.CHECKED_STEPS, **options)
+        assert tokens.shape == (4, asr_beam_search.CHECKED_STEPS)
+        with pytest.raises(RuntimeError, match="meta"):
+            found(encoded, prompts, max_tokens=asr_beam_search.CHECKED_STEPS + 1, **options)
+
+
 @pytest.mark.gpu
 def test_graphs_give_what_single_kernels_give(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(4):
