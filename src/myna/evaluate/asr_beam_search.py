@@ -134,7 +134,7 @@ class BeamSearch:
         self._suppressed[suppressed] = -torch.inf
         self._limit.fill_(max_tokens)
         self._latest.fill_(-1)
-        self._is_time.fill_(True)  # before the first time stands, so to speak, a pair of them
+        self._is_time.fill_(True)  # so that the first time counts as the second of a pair, and text follows it
         self._written.fill_(self._special.end)
         self._score.fill_(-torch.inf)[:, 0] = 0
         self._ended_score.fill_(-torch.inf)
