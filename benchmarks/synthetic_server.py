@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -178,18 +178,23 @@ class ToneCodec:
 
 
 def instant_engine(step_seconds: float) -> Engine:
-    family = random_family("tiny", torch.device("cpu"))
-    model = family.load_model(dtype=torch.float32, device="cpu", text_head=False).requires_grad_(False)
-    family.speech_decoder = lambda _, rows, positions, *__, **___: InstantDecoder(  # type: ignore[method-assign]
-        family, rows, positions, step_seconds
-    )
     from myna.provenance import watermark
     from myna.serve import engine_process
 
     engine_process.check_installed = lambda: None  # type: ignore[attr-defined]
     watermark._stack_size = lambda device: watermark.MAX_STACKED  # noqa: ARG005
     watermark._mark_frames = lambda samples, *_: torch.zeros(1, 1).expand(samples.shape)
-    return Engine(family, model, ToneCodec())  # type: ignore[arg-type]
+    return tone_engine(partial(InstantDecoder, step_seconds=step_seconds), ToneCodec())
+
+
+def tone_engine(make_decoder: Callable[[RandomHiggs, int, int], HiggsDecoder], codec: ToneCodec) -> Engine:
+    """An engine whose decoder is made for so many rows and positions."""
+    family = random_family("tiny", torch.device("cpu"))
+    model = family.load_model(dtype=torch.float32, device="cpu", text_head=False).requires_grad_(False)
+    family.speech_decoder = lambda _, rows, positions, *__, **___: make_decoder(  # type: ignore[method-assign]
+        family, rows, positions
+    )
+    return Engine(family, model, codec)  # type: ignore[arg-type]
 
 
 def run_synthetic_engine(kind: str, step_seconds: float, settings: EngineSettings, connection: Connection) -> None:

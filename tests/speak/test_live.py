@@ -218,7 +218,7 @@ def test_a_stream_that_is_ahead_waits_for_one_without_a_sound(engine: Engine) ->
 
 
 def test_a_stream_in_a_crowd_begins_with_more(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "START_SECONDS", ((2, 1.0),))
+    monkeypatch.setattr(live, "START_SECONDS", ((2, 99, 1.0),))
     batch, rate = LiveBatch(engine, rows=3, positions=2048, max_waiting=2), engine.codec.sample_rate
     plans = {name: make_plan(engine, LONG, seed, 2) for seed, name in enumerate("ab")}
     plans["short"] = make_plan(engine, "hello", 3, 0.4)
@@ -230,6 +230,19 @@ def test_a_stream_in_a_crowd_begins_with_more(engine: Engine, monkeypatch: pytes
     samples, _ = join(events)
     for name, plan in plans.items():
         assert np.array_equal(samples[name], spoken(engine, plan).samples)
+
+
+def test_a_stream_begins_with_more_where_many_listen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was given all of a text listens to it for as long as it is, and asks for the next then."""
+    monkeypatch.setattr(live, "START_SECONDS", ((99, 2, 1.0),))
+    now, rate, first = [0.0], engine.codec.sample_rate, list[float]()
+    batch = LiveBatch(engine, rows=3, positions=2048, max_waiting=2, clock=lambda: now[0])
+    for moment in (0.0, 0.0, 100.0):
+        now[0] = moment
+        batch.submit("a", make_plan(engine, LONG, seconds=2))
+        first.append(len(finish(batch)[0].samples) / rate)
+    assert first[0] < 0.2 and first[1] >= 1.0 and first[2] == first[0]
+    assert len(batch._played_until) == 1, "what has been played is forgotten"
 
 
 def test_no_stream_is_held_while_another_waits_for_a_row(engine: Engine) -> None:

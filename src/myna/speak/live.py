@@ -35,8 +35,9 @@ or has a short lead: few rows are stepped sooner than many. Of more, those that 
 CROWD_STREAMS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
 """Of more streams than this, so many are stepped then: that is nearly as much speech in less time. One with more than
 the second to spare is left out until it has less than the first."""
-START_SECONDS = ((64, 1.0), (16, 0.2))
-"""Where so many are spoken, or more, a stream begins with this much: its second window might be late."""
+START_SECONDS = ((64, 150, 1.0), (16, 100, 0.2))
+"""Where so many are spoken, or so many listen, a stream begins with this much: its second window might be late. Who
+listens asks again: of so many, few may be spoken at the moment, and many at the next."""
 
 
 class QueueFullError(SpeakError):
@@ -156,6 +157,8 @@ class LiveBatch:
         self._queue: list[_Waiting] = []
         self._streams: list[_Stream] = []
         self._held: list[_Stream] = []
+        self._played_until: list[float] = []
+        """A heap: when the playback of streams that were given out to their end is over."""
         self._decoding: tuple[list[_Stream], PendingSamples] | None = None
         self._numbers, self._lock, self._open = itertools.count(), Lock(), 0
 
@@ -362,19 +365,30 @@ class LiveBatch:
         """Give out samples of a stream; the first ones in a crowd when there are enough of them."""
         if len(stream.unsent):
             samples, stream.unsent = np.concatenate([stream.unsent, samples]), stream.unsent[:0]
-        enough = next((seconds for streams, seconds in START_SECONDS if len(self._streams) >= streams), 0.0)
-        is_early = stream.playback_ends is None and len(samples) < enough * self._engine.codec.sample_rate
-        if is_early and not _code_stream(stream).finished:
+        now, rate, is_finished = self._clock(), self._engine.codec.sample_rate, _code_stream(stream).finished
+        is_early = stream.playback_ends is None and len(samples) < self._start_seconds(now) * rate
+        if is_early and not is_finished:
             stream.unsent = samples
             return []
         if len(samples):
-            start = stream.playback_ends if stream.playback_ends is not None else self._clock()
-            stream.playback_ends = start + len(samples) / self._engine.codec.sample_rate
-        if _code_stream(stream).finished:
+            start = stream.playback_ends if stream.playback_ends is not None else now
+            stream.playback_ends = start + len(samples) / rate
+        if is_finished:
             self._streams.remove(stream)
+            if stream.playback_ends is not None:
+                heapq.heappush(self._played_until, stream.playback_ends)
             assert stream.generation is not None
             return [self._end(stream, stream.generation.finish_reason, samples=samples)]
         return [StreamEvent(stream.id, samples)] if len(samples) else []
+
+    def _start_seconds(self, now: float) -> float:
+        """What a stream begins with at the least."""
+        while self._played_until and self._played_until[0] <= now:
+            heapq.heappop(self._played_until)
+        spoken = len(self._streams)
+        listening = spoken + len(self._played_until)
+        enough = (seconds for many, crowd, seconds in START_SECONDS if spoken >= many or listening >= crowd)
+        return next(enough, 0.0)
 
     def _end(
         self,
