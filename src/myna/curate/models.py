@@ -19,7 +19,7 @@ from myna.evaluate.asr import ASR, TimedTranscript, Transcript
 from myna.train.precision import pick_device
 
 NO_ASR = "none"
-FIRST_PASS_FORMAT = 4
+FIRST_PASS_FORMAT = 5
 """Raised where the same models give other rows than before: parts are then listened to again."""
 EMBEDDED_STEP_SECONDS = 0.5
 """Embedded lengths are multiples of it: each new length costs the convolutions a new plan."""
