@@ -28,8 +28,9 @@ characters, learners 22.0 against 21.8), in a third of the time."""
 MIN_WINDOW_FRAMES = 4
 """Of 10 ms: no word fits into less, and words that are written all the same cannot be aligned with it."""
 TOKENS_PER_SECOND, SPARE_TOKENS = 30, 20
-"""Of speech, at most, and besides: a decoder that writes more has lost its way, and in a batch all wait for it. Of so
-many the networks write half, the other half being for a prompt, which is why text and all is aligned in one go."""
+"""Of speech, and besides: a decoder that writes more has lost its way, and in a batch all wait for it. Both networks
+write at most half of the length that is asked for (CTranslate2 leaves the rest to the prompt), so 15 a second; text of
+that length, with the tokens around it, always fits into an alignment."""
 PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 """Punctuation that belongs to the word after it, and to the one before it."""
 

@@ -35,7 +35,7 @@ from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder, prompt_tensors, run_prompt
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.lora_targets import MODULES
-from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, Renderer
+from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, HiggsRenderer
 from myna.models.metadata import read_metadata
 from myna.models.speech_decoder import AdapterSlots, SpeechDecoder
 from myna.models.triton_support import supports_triton, why_no_triton
@@ -51,9 +51,9 @@ class HiggsV2(HFFamily, SpeakingFamily):
     objective_type: ClassVar = HiggsObjective
 
     @cached_property
-    def renderer(self) -> Renderer:
+    def renderer(self) -> HiggsRenderer:
         config = self.config
-        return Renderer(
+        return HiggsRenderer(
             tokenizer=self.tokenizer,
             delay=self.delay,
             codes_per_book=_codebook_size(config),

@@ -78,7 +78,7 @@ def _triangle(rows: int, columns: int) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, eq=False)
-class Renderer(PromptRenderer):
+class HiggsRenderer(PromptRenderer):
     """Prompt format of one checkpoint, from its tokenizer and configuration."""
 
     delay: DelayPattern

@@ -34,7 +34,7 @@ from myna.models.phi4.codec import MAX_CODE, MelFeatureEncoder
 from myna.models.phi4.forward import Phi4Objective
 from myna.models.phi4.generate import generate
 from myna.models.phi4.lora_targets import MODULES
-from myna.models.phi4.render import Renderer
+from myna.models.phi4.render import Phi4Renderer
 
 FRAME_RATE = 100.0
 """Spectra a second."""
@@ -53,9 +53,9 @@ class Phi4(HFFamily, AnsweringFamily):
         return {name: value for name, value in self.__dict__.items() if name != "_grammar"}  # it cannot be pickled
 
     @cached_property
-    def renderer(self) -> Renderer:
+    def renderer(self) -> Phi4Renderer:
         audio = self.config.audio_config
-        return Renderer(
+        return Phi4Renderer(
             self.tokenizer,
             audio.audio_token_id,
             audio.input_size,

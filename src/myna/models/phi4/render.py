@@ -30,7 +30,7 @@ MAX_CLIP_POSITIONS = 500
 
 
 @dataclass(frozen=True, eq=False)
-class Renderer(PromptRenderer):
+class Phi4Renderer(PromptRenderer):
     """Prompt format of one checkpoint, from its tokenizer and configuration."""
 
     audio_id: int
