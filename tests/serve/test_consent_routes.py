@@ -13,15 +13,17 @@ from myna.io import save_text
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
+from myna.voices.sentences import SENTENCES
 from myna.voices.store import CONSENT_FILE, Consent, StoredRecording
 
+SENTENCE = SENTENCES["en"].format(name="Nicola Berg", first="winter", second="anchor")
 CONSENT = Consent(
     id="cons_1",
     name="Nicola Berg",
     language="en",
     created_at=1,
-    sentence="My name is Nicola Berg.",
-    recording=StoredRecording(file="consent.wav", sha256="", text="My name is Nicola Berg."),
+    sentence=SENTENCE,
+    recording=StoredRecording(file="consent.wav", sha256="", text=SENTENCE),
 )
 
 

@@ -23,7 +23,15 @@ from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.provenance.speech_log import read_log
 from myna.provenance.watermark import watermark
 from myna.voices.consent import ConsentChecker
-from myna.voices.sentences import SENTENCES, VALID_DAYS, WORDS, ConsentSentence, sentence_of_day, valid_sentences
+from myna.voices.sentences import (
+    SENTENCES,
+    VALID_DAYS,
+    WORDS,
+    ConsentSentence,
+    has_name,
+    sentence_of_day,
+    valid_sentences,
+)
 from myna.voices.store import MAX_FILE_BYTES, VoiceStore, check_voice_name
 
 
@@ -207,6 +215,16 @@ def test_a_consent_gets_another_spelling_of_its_name_alone(
         store.rename_consent(consent.id, "../Nicola")
     kept = store.get_consent(consent.id)
     assert (kept.name, kept.sentence, kept.recording) == ("Nikola Berg", consent.sentence, consent.recording)
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_a_word_of_the_day_is_not_taken_for_a_name(language: str) -> None:
+    first, *others = WORDS[language].split()
+    for word in others:
+        read = SENTENCES[language].format(name="Nicola Berg", first=first, second=word)
+        assert has_name(read, "Nikola Berg", language)
+        assert not has_name(read, f"Hugo {word}", language)
+        assert not has_name(read, f"{first} {word}", language)
 
 
 def test_a_changed_recording_is_refused(

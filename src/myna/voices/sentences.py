@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -87,9 +88,16 @@ def valid_sentences(name: str, language: str) -> list[ConsentSentence]:
 
 
 def has_name(transcript: str, name: str, language: str) -> bool:
-    """Whether a name, as spelled or nearly so, is in what was recognised."""
-    said, expected = ("".join(letters(text, language)) for text in (transcript, name))
-    return bool(fuzz.partial_ratio(expected, said) >= MIN_NAME_MATCH)
+    """Whether a name, as spelled or nearly so, is recognised in the name's place, not elsewhere in the sentence."""
+    greeting, agreement, *_ = re.split("{name}|{first}", SENTENCES[base_language(language)])
+    said, expected, before, after = (
+        "".join(letters(text, language)) for text in (transcript, name, greeting, agreement)
+    )
+    if end := fuzz.partial_ratio_alignment(after, said):
+        said = said[: end.dest_start]
+    if start := fuzz.partial_ratio_alignment(before, said):
+        said = said[start.dest_end :]
+    return bool(fuzz.ratio(expected, said.strip()) >= MIN_NAME_MATCH)
 
 
 def _random_words(seed: str, words: list[str]) -> tuple[str, str]:
