@@ -227,6 +227,14 @@ def test_a_word_of_the_day_is_not_taken_for_a_name(language: str) -> None:
         assert not has_name(read, f"{first} {word}", language)
 
 
+@pytest.mark.parametrize(
+    ("recognised", "name"), [("Lee", "Li"), ("Nicolas Bergh", "Nicola Berg"), ("Dan Tee Mee", "Đặng Thị Mỹ")]
+)
+def test_a_name_may_be_spelled_as_it_was_recognised(recognised: str, name: str) -> None:
+    assert has_name(SENTENCES["en"].format(name=recognised, first="winter", second="anchor"), name, "en")
+    assert not has_name(SENTENCES["en"].format(name="Hugo Winter", first="winter", second="anchor"), name, "en")
+
+
 def test_a_changed_recording_is_refused(
     store: VoiceStore, checker: ConsentChecker, asr: DictationASR, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from rapidfuzz import fuzz
+from rapidfuzz.distance import Levenshtein
 
 from myna.data.text_normalization import base_language, letters
 from myna.errors import ConfigError
@@ -20,6 +21,8 @@ VALID_DAYS = 2
 """Sentences of so many days are accepted, today's included: a recording may be made before midnight."""
 MIN_NAME_MATCH = 60
 """Likeness, of 100, of a name with what was recognised: names have many spellings."""
+MAX_NAME_ERRORS = 2
+"""Letters that may differ in any case: recognisers write Lee for Li."""
 
 SENTENCES = {
     "en": "My name is {name}. I agree that a computer learns my voice from my recordings and speaks with it. "
@@ -97,7 +100,8 @@ def has_name(transcript: str, name: str, language: str) -> bool:
         said = said[: end.dest_start]
     if start := fuzz.partial_ratio_alignment(before, said):
         said = said[start.dest_end :]
-    return bool(fuzz.ratio(expected, said.strip()) >= MIN_NAME_MATCH)
+    said = said.strip()
+    return fuzz.ratio(expected, said) >= MIN_NAME_MATCH or Levenshtein.distance(expected, said) <= MAX_NAME_ERRORS
 
 
 def _random_words(seed: str, words: list[str]) -> tuple[str, str]:
