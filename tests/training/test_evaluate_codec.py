@@ -190,6 +190,34 @@ def test_of_a_corpus_that_is_trained_on_only_held_out_speakers_judge(tmp_path: P
     assert {clip["speaker"] for clip in sets["en-real"]} == set(STRANGERS)
 
 
+def test_a_folder_of_audio_files_is_a_set_of_its_own(tmp_path: Path) -> None:
+    for place, seconds in (("anna/one.wav", 2), ("anna/long.flac", 20), ("bert/one.wav", 2), ("click.wav", 1)):
+        file = tmp_path / "mine" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(file, 0.3 * np.sin(np.arange(seconds * 16_000) / 12), 16_000)
+    sets = real_speech.real_sets([tmp_path / "mine"], [], 9, language="es")
+    clips = {clip["id"]: clip for clip in sets["mine"]}
+    assert {id: (clip["speaker"], clip["seconds"]) for id, clip in clips.items()} == {
+        "anna_one.wav": ("anna", 2.0),
+        "anna_long.flac": ("anna", 12.0),
+        "bert_one.wav": ("bert", 2.0),
+    }
+    measured = list(real_speech.measure_clips("mine", sets["mine"], QuietCodec(), tmp_path / "work", FakeMetrics()))
+    assert real_speech.score_set(measured)["words changed"] == 0.5
+
+
+def test_what_cannot_be_compared_is_left_out(tmp_path: Path) -> None:
+    """A set of one clip per speaker has no same speaker, one of one speaker no others: no NaN in the report."""
+    real_clips(tmp_path / "judge", "studio", ["anna", "bert"])
+    ((name, clips),) = real_speech.real_sets([tmp_path / "judge"], [], 9).items()
+    measured = list(real_speech.measure_clips(name, clips, QuietCodec(), tmp_path / "work", FakeMetrics()))
+    assert "ECAPA same speaker" not in real_speech.score_set(measured)
+    assert real_speech.other_speaker_similarity({name: measured}) == 1.0
+    assert real_speech.other_speaker_similarity({name: measured[:1]}) is None
+    report = {"real": {name: {"clips": 2, "speakers": 2, "scores": real_speech.score_set(measured)}}}
+    assert evaluate_codec.real_table(report).splitlines()[-1].split()[-1] == "-"
+
+
 def test_real_recordings_need_the_models_that_hear_them(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="real recordings need"):
         evaluate_codec.main(["--codec", "identity", "--judge", str(tmp_path)])
@@ -198,7 +226,7 @@ def test_real_recordings_need_the_models_that_hear_them(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_recordings_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no parquet"):
+    with pytest.raises(DataError, match="holds neither parquet files nor recordings"):
         real_speech.real_sets([tmp_path], [], 9)
 
 

@@ -14,6 +14,8 @@ transcripts, ECAPA, level. Clips that are measured are kept in `--work`, and not
     python training/fledgling/evaluate_codec.py --codec runs/codec/codec --judge data/fledgling/real/judge \\
         --held-out CORPUS/en-real --whisper WHISPER_FOLDER --ecapa ecapa.safetensors --work runs/codec/real \\
         --out runs/codec/real.json
+
+Any folder of recordings can judge, with a folder for each speaker in it or without: `--judge MY_RECORDINGS`.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     add("--clips", type=int, default=40, help="of each source, spread over all held-out speakers")
     add("--all-speakers", action="store_true", help="not only held-out speakers")
     add("--whisper", metavar="FOLDER", help="a CTranslate2 Whisper model, or a name to download: count word errors")
-    add("--language", default="en", help="of the word errors")
+    add("--language", default="en", help="of the word errors, and of folders of audio files")
     add("--ecapa", type=Path, metavar="FILE", help="SpeechBrain's ECAPA as safetensors: speaker similarity")
     add("--resemblyzer", action="store_true", help="speaker similarity by Resemblyzer")
     add("--no-stoi", action="store_true")
@@ -145,7 +147,7 @@ def _evaluate_real(trained: Codec | None, options: argparse.Namespace) -> dict[s
         )
     metrics_used = RealMetrics.open(options.whisper, options.ecapa, options.workers)
     measured = {}
-    sets = real_sets(options.judge, options.held_out, options.clips, options.sets)
+    sets = real_sets(options.judge, options.held_out, options.clips, options.sets, options.language)
     if unknown := sorted(set(options.sets) - sets.keys()):
         raise ConfigError(f"there is no set {', '.join(unknown)}", hint=f"name some of {', '.join(sets) or 'others'}")
     for name, clips in sets.items():
@@ -157,7 +159,7 @@ def _evaluate_real(trained: Codec | None, options: argparse.Namespace) -> dict[s
         name: {
             "clips": len(some),
             "speakers": len({clip["speaker"] for clip, _, _ in some}),
-            "scores": score_set(some) | {"ECAPA other speakers": other},
+            "scores": score_set(some) | ({} if other is None else {"ECAPA other speakers": other}),
         }
         for name, some in measured.items()
     }
@@ -254,15 +256,17 @@ def table(report: dict[str, Any]) -> str:
 def real_table(report: dict[str, Any]) -> str:
     """Text table: sets of real recordings as rows."""
     titles = ("words changed", "characters changed", "ECAPA original / round trip", "ECAPA same speaker")
-    lines = [f"{'real recordings':<16}{'clips':>6}" + "".join(f"{title:>29}" for title in titles)]
+    lines = [f"{'real recordings':<20}{'clips':>6}" + "".join(f"{title:>29}" for title in titles)]
     for name, row in report["real"].items():
         cells = []
         for title in titles:
             sign, bound = REAL_TARGETS.get(name, {}).get(title, ("", None))
-            cells.append(f"{row['scores'][title]:.3f}" + (f" ({sign} {bound:.2f})" if bound is not None else ""))
-        lines.append(f"{name:<16}{row['clips']:>6}" + "".join(f"{cell:>29}" for cell in cells))
-    other = next(iter(report["real"].values()))["scores"]["ECAPA other speakers"]
-    return "\n".join([*lines, f"ECAPA of other speakers: {other:.3f}"])
+            value = f"{row['scores'][title]:.3f}" if title in row["scores"] else "-"
+            cells.append(value + (f" ({sign} {bound:.2f})" if bound is not None else ""))
+        lines.append(f"{name:<20}{row['clips']:>6}" + "".join(f"{cell:>29}" for cell in cells))
+    if (other := next(iter(report["real"].values()))["scores"].get("ECAPA other speakers")) is not None:
+        lines.append(f"ECAPA of other speakers: {other:.3f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,27 @@ WORK/REVISION/SET/ID.json       the same of its round trip through the codec of 
 
 from __future__ import annotations
 
+import io
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import soundfile
 import torch
 from pyarrow import parquet
 
 from codec_training.recordings import decode
 from corpus_making.held_out import is_held_out
-from myna.audio.files import Samples
+from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import speech_level_db
 from myna.data.hash_rng import string_hash
+from myna.data.importers.reading import list_recordings
 from myna.errors import DataError
 from myna.evaluate.asr import ASR
 from myna.evaluate.ecapa import EcapaEncoder
@@ -33,6 +37,7 @@ from myna.io import atomic_write
 
 CLIP_SECONDS = (1.5, 12.0)
 """Bounds of a clip: a shorter one has too few words, a longer one takes long."""
+RATE = 24_000
 COLUMNS = ["id", "text", "speaker", "language", "seconds", "audio"]
 
 Clip = Mapping[str, Any]
@@ -101,33 +106,62 @@ class RealMetrics:
 
 
 def real_sets(
-    folders: Iterable[Path], held_out_folders: Iterable[Path], clips: int, names: Sequence[str] = ()
+    folders: Iterable[Path],
+    held_out_folders: Iterable[Path],
+    clips: int,
+    names: Sequence[str] = (),
+    language: str = "en",
 ) -> dict[str, list[Clip]]:
     """Up to `clips` clips of each set, or of those that are named, by a hash of their names. Of `held_out_folders` only
     speakers that are held out.
 
-    A set is NAME-0.parquet, NAME-1.parquet ...; parts without a name of their own are called after their folder.
+    A set is NAME-0.parquet, NAME-1.parquet ...; parts without a name of their own are called after their folder. A
+    folder without parquet files is one set of audio files, all in `language`.
     """
     found: defaultdict[str, list[Clip]] = defaultdict(list)
     for folders_used, only_held_out in ((folders, False), (held_out_folders, True)):
-        for file in (file for folder in folders_used for file in _parts(folder)):
-            name = file.stem.rpartition("-")[0] or file.stem
-            name = file.parent.name if name == "part" else name
-            if names and name not in names:
-                continue
-            for clip in parquet.read_table(file, columns=COLUMNS).to_pylist():
+        for name, read in (one for folder in folders_used for one in _parts(folder, language)):
+            for clip in read() if not names or name in names else ():
                 fits = CLIP_SECONDS[0] <= clip["seconds"] <= CLIP_SECONDS[1]
                 if fits and (not only_held_out or is_held_out(clip["speaker"])):
                     found[name].append(clip)
     return {name: sorted(some, key=lambda clip: string_hash(clip["id"]))[:clips] for name, some in found.items()}
 
 
-def _parts(folder: Path) -> list[Path]:
-    if not (parts := sorted(folder.glob("*.parquet"))):
+def _parts(folder: Path, language: str) -> Iterator[tuple[str, Callable[[], Iterable[Clip]]]]:
+    """Of each parquet file or recording of a folder the set that it belongs to, and what reads its clips."""
+    parts, files = sorted(folder.glob("*.parquet")), list_recordings(folder)
+    if not parts and not files:
         raise DataError(
-            f"{folder} holds no parquet files", hint=f"python training/fledgling/real_corpora.py --out {folder.parent}"
+            f"{folder} holds neither parquet files nor recordings",
+            hint=f"python training/fledgling/real_corpora.py --out {folder.parent}",
         )
-    return parts
+    for part in parts:
+        name = part.stem.rpartition("-")[0] or part.stem
+        yield folder.name if name == "part" else name, partial(_read_parquet, part)
+    for file in files if not parts else ():
+        yield folder.name, partial(_read_recording, file, folder, language)
+
+
+def _read_parquet(part: Path) -> Iterable[Clip]:
+    clips: list[Clip] = parquet.read_table(part, columns=COLUMNS).to_pylist()
+    return clips
+
+
+def _read_recording(file: Path, folder: Path, language: str) -> Iterable[Clip]:
+    """The first seconds of an audio file; its speaker is the first folder that it lies in."""
+    place = file.relative_to(folder)
+    seconds = min(probe(file).seconds, CLIP_SECONDS[1])
+    content = io.BytesIO()
+    soundfile.write(content, read_audio(file, sample_rate=RATE, span=(0.0, seconds)), RATE, format="FLAC")
+    yield {
+        "id": "_".join(place.parts),
+        "text": "",
+        "speaker": place.parts[0] if len(place.parts) > 1 else folder.name,
+        "language": language,
+        "seconds": seconds,
+        "audio": {"bytes": content.getvalue(), "path": str(place)},
+    }
 
 
 def measure_clips(
@@ -172,10 +206,11 @@ def score_set(measured: Sequence[MeasuredClip]) -> Scores:
         "words changed": rate(word_errors, (1, 2)),
         "characters changed": rate(character_errors, (1, 2)),
         "ECAPA original / round trip": float(np.mean(similarities)),
-        "ECAPA same speaker": float(np.mean(same)) if same else float("nan"),
         "level change, dB": float(np.mean(levels)),
         "loops": float(np.mean([copy["looped"] for _, _, copy in measured])),
     }
+    if same:
+        scores["ECAPA same speaker"] = float(np.mean(same))
     if any(clip["text"] for clip, _, _ in measured):
         scores |= {
             f"{unit} errors {when}": rate(count, (0, which))
@@ -185,13 +220,13 @@ def score_set(measured: Sequence[MeasuredClip]) -> Scores:
     return scores
 
 
-def other_speaker_similarity(sets: Mapping[str, Sequence[MeasuredClip]]) -> float:
-    """Mean similarity of originals of different speakers, of all sets."""
+def other_speaker_similarity(sets: Mapping[str, Sequence[MeasuredClip]]) -> float | None:
+    """Mean similarity of originals of different speakers, of all sets; None where there is one speaker."""
     rows = [(clip["speaker"], original["embedding"]) for measured in sets.values() for clip, original, _ in measured]
     embeddings = np.array([embedding for _, embedding in rows])
     speakers = np.array([speaker for speaker, _ in rows])
     others = speakers[:, None] != speakers[None]
-    return float((embeddings @ embeddings.T)[others].mean()) if others.any() else float("nan")
+    return float((embeddings @ embeddings.T)[others].mean()) if others.any() else None
 
 
 def _text(row: Mapping[str, Any]) -> str:
