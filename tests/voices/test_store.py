@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rapidfuzz import fuzz
 from typer.testing import CliRunner
 
 import myna
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.cli import app
+from myna.data.text_normalization import words
 from myna.errors import ConfigError, DataError
 from myna.evaluate.asr import Transcript
 from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.provenance.speech_log import read_log
 from myna.provenance.watermark import watermark
-from myna.voices.consent import ConsentChecker
+from myna.voices.consent import MIN_WORD_MATCH, ConsentChecker
 from myna.voices.sentences import (
     SENTENCES,
     VALID_DAYS,
@@ -270,6 +273,8 @@ def test_sentences(language: str) -> None:
     assert today.words[0] != today.words[1]
     assert all(word in today.text.split() or f"{word}." in today.text for word in today.words)
     assert len(set(WORDS[language].split())) == len(WORDS[language].split()) >= 36
+    pairs = combinations([" ".join(words(word, language)) for word in WORDS[language].split()], 2)
+    assert max(fuzz.ratio(*pair) for pair in pairs) < MIN_WORD_MATCH, "no word passes for another"
     days = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=number) for number in range(30)]
     assert len({sentence_of_day("Lê Thị Mai", language, day).words for day in days}) > 20
     assert sentence_of_day("Lê Thị Mai", f"{language}-XX").text == today.text

@@ -45,13 +45,13 @@ WORDS = {
     "ar": "باب بحر بستان تفاح جبل جسر حديقة حصان خبز دفتر ذهب رمان زيتون سحاب سفينة سمكة شجرة شمس صحراء طائر عسل عصفور "
     "غابة فراشة قطار قلم قمر قهوة كتاب كرسي ليمون مدينة مطر مفتاح ملح نافذة نجمة نخلة نهر وردة",
     "vi": "bánh biển bóng cầu chuối cửa dừa đèn đường ghế giấy gió gương hoa hồ khăn lá lúa mây mèo mưa nắng ngựa nhà "
-    "nón núi quạt rừng sách sao sen sông sữa thuyền trà trăng trứng vườn xoài",
+    "nón núi quạt rừng sách sao sen sông sữa thuyền trà trăng vườn xoài vịt",
     "de": "Anker Apfel Blume Brücke Butter Decke Feder Fenster Garten Gitarre Hafen Hammer Himmel Insel Jacke Kerze "
-    "Kirsche Kissen Koffer Küche Lampe Leiter Löffel Markt Mutter Pfeffer Regen Sommer Spiegel Tasche Teller Wasser "
-    "Winter Wolke Zucker Zwiebel",
+    "Kirsche Kissen Koffer Küche Lampe Leiter Löffel Markt Pfeffer Regen Sommer Spiegel Tasche Teller Wasser "
+    "Vogel Winter Wolke Zucker Zwiebel",
     "fr": "abeille bateau beurre bougie bouteille camion cerise chapeau château cheval citron couteau cuisine écharpe "
-    "étoile fenêtre forêt fromage guitare jardin journal lapin lumière marteau montagne orange panier papier poisson "
-    "rivière sable soleil sucre table tortue valise",
+    "étoile fenêtre forêt fromage guitare jardin journal lapin lumière marteau montagne nuage orange panier poisson "
+    "rivière soleil sucre table tortue valise voisin",
     "es": "abeja bosque botella caballo camino campana cereza cocina cuchara espejo estrella flor fuego guitarra "
     "hierro isla jardín leche limón lluvia manzana martillo mesa montaña naranja papel pimienta playa puente queso "
     "reloj sombra tigre ventana verano zapato",
