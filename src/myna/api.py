@@ -443,7 +443,7 @@ def _run_training(
     resume: bool,
     dry_run: bool,
 ) -> Run:
-    from myna.evaluate import callback
+    from myna.evaluate import callback, model_card
     from myna.train import distributed, loop
     from myna.train.run import Run, lock_run
 
@@ -461,7 +461,7 @@ def _run_training(
         loop.run_training(
             recipe, run, observer or _ProgressObserver(progress), evaluation, resume=resume, dry_run=dry_run
         )
-        if is_needed and not dry_run:
+        if process.is_main and not dry_run and (is_needed or not model_card.card_path(run).is_file()):
             _write_card(run)
     return run
 

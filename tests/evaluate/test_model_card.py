@@ -88,6 +88,16 @@ def test_a_card_that_cannot_be_written_fails_no_run(run: myna.Run, monkeypatch: 
     assert "no model card was written: [Errno 28]" in (again.folder / "log.txt").read_text()
 
 
+def test_a_finished_run_without_its_card_gets_it_when_it_is_resumed(run: myna.Run) -> None:
+    """As after a kill between the weights and the card."""
+    (run.result / CARD_FILE).unlink()
+    assert myna.resume(run).is_finished
+    assert "## Consent" in card(run)
+    (run.result / CARD_FILE).write_text("mine")
+    myna.resume(run)
+    assert card(run) == "mine", "a card that is there is left alone"
+
+
 def test_licence_of_a_base_by_its_own_card(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / CARD_FILE).write_text("---\nlanguage: en\nlicense: cc-by-nc-4.0\n---\n# A model\n")

@@ -82,6 +82,7 @@ def bf16_loss(folder: Path) -> float:
     weights = stream_weights(trainer.family.streams, trainer.recipe.loss)
     tally, _ = trainer.train_step(first_rows(trainer, 2)[place.rank :: place.world_size], weights, learning_rate=1e-3)
     assert all(weight.dtype == torch.float32 for weight in trainer.trainable_parameters.values())
+    shutdown(trainer)  # or a thread of gloo may be alive when the process ends, which then aborts
     return float(tally.metrics(trainer.family.streams, weights)["loss"])
 
 

@@ -41,7 +41,12 @@ def write_model_card(run: Run, consents: Mapping[str, str]) -> Path | None:
         f"## Licence\n\n{_license_text(run)}",
         f"## Use, and the mark on what it says\n\n{_usage(run)}",
     ]
-    save_text(run.result / CARD_FILE, "\n\n".join(parts) + "\n")
+    save_text(card_path(run), "\n\n".join(parts) + "\n")
+    return card_path(run)
+
+
+def card_path(run: Run) -> Path:
+    """Where the card of a run is, or will be."""
     return run.result / CARD_FILE
 
 
