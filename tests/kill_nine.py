@@ -327,12 +327,7 @@ class Command:
         for folder in {name.rsplit("/", 1)[0] for name in found if re.match(WHOLE_FOLDERS, name)}:
             whole = re.match(WHOLE_FOLDERS, folder + "/")
             assert whole
-            # A model card is written when the weights are there, and by the next command where that was killed.
-            lacking = [
-                name
-                for name in self.undisturbed
-                if name.startswith(whole[0]) and name not in found and not name.endswith("/README.md")
-            ]
+            lacking = [name for name in self.undisturbed if name.startswith(whole[0]) and name not in found]
             if lacking:
                 problems.append(f"{whole[0]} has its name and lacks {lacking[0]}")
         return problems

@@ -443,7 +443,7 @@ def _run_training(
     resume: bool,
     dry_run: bool,
 ) -> Run:
-    from myna.evaluate import callback, model_card
+    from myna.evaluate import callback
     from myna.train import distributed, loop
     from myna.train.run import Run, lock_run
 
@@ -459,20 +459,24 @@ def _run_training(
             if not resume:
                 run = Run.create(run.folder, recipe)
         loop.run_training(
-            recipe, run, observer or _ProgressObserver(progress), evaluation, resume=resume, dry_run=dry_run
+            recipe,
+            run,
+            observer or _ProgressObserver(progress),
+            evaluation,
+            resume=resume,
+            dry_run=dry_run,
+            describe=partial(_write_card, run),
         )
-        if process.is_main and not dry_run and (is_needed or not model_card.card_path(run).is_file()):
-            _write_card(run)
     return run
 
 
-def _write_card(run: Run) -> None:
+def _write_card(run: Run, folder: Path | None = None) -> None:
     """Write the model card of a run that is finished. Weights are not lost for a card: what goes wrong is logged."""
     from myna.evaluate.model_card import write_model_card
     from myna.voices.store import VoiceStore
 
     try:
-        write_model_card(run, {voice.name: voice.consent.id for voice in VoiceStore().list_voices()})
+        write_model_card(run, {voice.name: voice.consent.id for voice in VoiceStore().list_voices()}, folder)
     except (MynaError, OSError) as error:
         run.log(f"no model card was written: {error}")
 

@@ -11,6 +11,7 @@ import pytest
 import myna
 from myna.evaluate import model_card
 from myna.evaluate.model_card import CARD_FILE, base_license, write_model_card
+from myna.io import save_text
 from myna.provenance.origin import file_sha256
 from tests.birds import recipe, write_recordings
 
@@ -88,14 +89,17 @@ def test_a_card_that_cannot_be_written_fails_no_run(run: myna.Run, monkeypatch: 
     assert "no model card was written: [Errno 28]" in (again.folder / "log.txt").read_text()
 
 
-def test_a_finished_run_without_its_card_gets_it_when_it_is_resumed(run: myna.Run) -> None:
-    """As after a kill between the weights and the card."""
-    (run.result / CARD_FILE).unlink()
-    assert myna.resume(run).is_finished
-    assert "## Consent" in card(run)
-    (run.result / CARD_FILE).write_text("mine")
-    myna.resume(run)
-    assert card(run) == "mine", "a card that is there is left alone"
+def test_weights_and_card_appear_together(run: myna.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between them would leave a finished run without a card."""
+    out, seen = run.folder.parent / "together", []
+
+    def save_and_look(file: Path, text: str) -> None:
+        save_text(file, text)
+        seen.append((out / run.result.name).exists())
+
+    monkeypatch.setattr(model_card, "save_text", save_and_look)
+    assert "Its weights have the sha256" in card(myna.train(run.recipe, steps=1, out=out))
+    assert seen == [False]
 
 
 def test_licence_of_a_base_by_its_own_card(tmp_path: Path) -> None:

@@ -23,17 +23,18 @@ MAX_LISTED = 12
 """Speakers that are named one by one."""
 
 
-def write_model_card(run: Run, consents: Mapping[str, str]) -> Path | None:
+def write_model_card(run: Run, consents: Mapping[str, str], folder: Path | None = None) -> Path | None:
     """Write the card of a finished run; None for a run that has no weights yet. `consents` are consent ids by the names
-    of stored voices.
+    of stored voices, `folder` is where the result is while it is being written.
 
     Nothing that a card says is worth a failed run: what cannot be found out is said to be unknown.
     """
-    if not run.result.is_dir():
+    folder = folder or run.result
+    if not folder.is_dir():
         return None
     parts = [
         _front_matter(run),
-        f"# {run.recipe.name}\n\n{_summary(run)}",
+        f"# {run.recipe.name}\n\n{_summary(run, folder)}",
         f"## Data\n\n{_data(run)}",
         f"## Consent\n\n{_consent(run, consents)}",
         f"## Training\n\n{_training(run)}",
@@ -41,13 +42,8 @@ def write_model_card(run: Run, consents: Mapping[str, str]) -> Path | None:
         f"## Licence\n\n{_license_text(run)}",
         f"## Use, and the mark on what it says\n\n{_usage(run)}",
     ]
-    save_text(card_path(run), "\n\n".join(parts) + "\n")
-    return card_path(run)
-
-
-def card_path(run: Run) -> Path:
-    """Where the card of a run is, or will be."""
-    return run.result / CARD_FILE
+    save_text(folder / CARD_FILE, "\n\n".join(parts) + "\n")
+    return folder / CARD_FILE
 
 
 def _front_matter(run: Run) -> str:
@@ -67,14 +63,14 @@ def _front_matter(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _summary(run: Run) -> str:
+def _summary(run: Run, folder: Path) -> str:
     recipe, kind = run.recipe, "A fully trained model"
     if recipe.adapt.mode != "full":
         kind = f"A LoRA of rank {recipe.adapt.rank} ({recipe.adapt.mode})"
     base = display_name(recipe.model.source) + (f"@{recipe.model.revision}" if recipe.model.revision else "")
     hash_line = ""
     if recipe.adapt.mode != "full":
-        hash_line = f" Its weights have the sha256 `{weights_sha256(run.result)}`."
+        hash_line = f" Its weights have the sha256 `{weights_sha256(folder)}`."
     return f"{kind} of `{base}`, made with Myna.{hash_line}"
 
 

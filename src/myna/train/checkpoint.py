@@ -101,9 +101,9 @@ class CheckpointManager:
 
         self._write_on_main(f"the checkpoint of step {progress.step}", write)
 
-    def publish(self, progress: TrainingProgress) -> Path:
+    def publish(self, progress: TrainingProgress, describe: Callable[[Path], None] | None = None) -> Path:
         """Write the run's result: the best checkpoint's weights with early stopping or speech evaluation, else the
-        last ones."""
+        last ones; and what `describe` adds to their folder."""
         best = progress.best_step if self.trainer.recipe.publishes_best else None
         if best is None:
             self._check_finite(progress.step)
@@ -115,6 +115,8 @@ class CheckpointManager:
                 else:
                     weights = checkpoint_folder(self.run, best) / self.run.result.name
                     shutil.copytree(weights, folder, dirs_exist_ok=True)
+                if describe is not None:
+                    describe(folder)
             (self.run.folder / CONTINUED_FILE).unlink(missing_ok=True)
 
         self._write_on_main("the result", write)

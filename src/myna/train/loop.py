@@ -99,10 +99,12 @@ def run_training(
     *,
     resume: bool = False,
     dry_run: bool = False,
+    describe: Callable[[Path], None] | None = None,
 ) -> None:
     """Train into the run folder. A dry run ends before the first step, and writes nothing.
 
-    With `speech_eval.asr`, rank 0 needs a callback, and the others none.
+    With `speech_eval.asr`, rank 0 needs a callback, and the others none. `describe` adds a model card to the result
+    before it has its name.
     """
     with ExitStack() as resources:
         settings, process = recipe.train, ProcessInfo.from_environment()
@@ -269,7 +271,7 @@ def run_training(
         if stopping and progress.step < steps and not early_stop:
             log(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
         else:
-            log(f"saved {checkpoints.publish(progress)}")
+            log(f"saved {checkpoints.publish(progress, describe)}")
             if speech_every is None:
                 _log_gain(progress, "the untuned model" if recipe.adapt.init is None else recipe.adapt.init, log)
             for line in callback.summarize() if callback is not None else ():

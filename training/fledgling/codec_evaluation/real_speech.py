@@ -130,7 +130,8 @@ def real_sets(
 
 def _parts(folder: Path, language: str) -> Iterator[tuple[str, Callable[[], Iterable[Clip]]]]:
     """Of each parquet file or recording of a folder the set that it belongs to, and what reads its clips."""
-    parts, files = sorted(folder.glob("*.parquet")), list_recordings(folder)
+    parts = sorted(folder.glob("*.parquet"))
+    files = list_recordings(folder) if not parts else []
     if not parts and not files:
         raise DataError(
             f"{folder} holds neither parquet files nor recordings",
@@ -139,7 +140,7 @@ def _parts(folder: Path, language: str) -> Iterator[tuple[str, Callable[[], Iter
     for part in parts:
         name = part.stem.rpartition("-")[0] or part.stem
         yield folder.name if name == "part" else name, partial(_read_parquet, part)
-    for file in files if not parts else ():
+    for file in files:
         yield folder.name, partial(_read_recording, file, folder, language)
 
 
