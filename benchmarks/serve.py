@@ -284,8 +284,10 @@ async def run(
 
 def merge_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Measurements of several commands as if they were one's: rows of a rate with the seeds of all, and every trial of
-    listeners. Where a seed was measured twice, the last one counts."""
-    merged: dict[str, Any] = {**parts[0], "machines": [part["machine"] for part in parts], "rows": [], "streams": None}
+    listeners. Where a seed was measured twice, the last one counts. The date is that of the latest."""
+    machines = [machine for part in parts for machine in part.get("machines", [part["machine"]])]
+    latest = max(part["date"] for part in parts)
+    merged: dict[str, Any] = {**parts[0], "date": latest, "machines": machines, "rows": [], "streams": None}
     by_rate: dict[tuple[float, str], dict[int, Any]] = {}
     trials: dict[tuple[int, int], dict[str, Any]] = {}
     for part in parts:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.load_client import FIGURES, LoadResult, ResponseTrace
-from benchmarks.serve import RequestBodies, demo_reference, demo_sentences, drawing, parse, rate_row
+from benchmarks.serve import RequestBodies, demo_reference, demo_sentences, drawing, merge_facts, parse, rate_row
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve.py"
 
@@ -33,6 +33,34 @@ def test_a_rate_is_the_median_over_seeds_and_clean_only_if_all_are() -> None:
     assert row["clean"] and row["client_kept_up"] and len(row["seeds"]) == 3 and set(FIGURES) < row.keys()
     assert row["audio_s_per_s"] == pytest.approx(4 * 0.2 / 2)
     assert not rate_row(10.0, [summary(0, 0.05), summary(1, 0.05, stall=0.01)], "the same")["clean"]
+
+
+def command(date: str, seeds: list[dict[str, Any]], trials: list[dict[str, Any]]) -> dict[str, Any]:
+    streams = {"most_listeners": 0, "trials": trials} if trials else None
+    return {"date": date, "machine": {"gpu": date}, "rows": [rate_row(1.0, seeds, "the same")], "streams": streams}
+
+
+def trial(listeners: int, seed: int, *, clean: bool) -> dict[str, Any]:
+    return {"listeners": listeners, "seed": seed, "clean": clean}
+
+
+def test_commands_are_merged_by_seed_and_the_last_counts() -> None:
+    first = command("2026-01-01", [summary(0, 0.05), summary(1, 0.2)], [trial(4, 0, clean=True)])
+    second = command("2026-01-02", [summary(1, 0.07), summary(2, 0.09)], [trial(8, 0, clean=True)])
+    [row] = merge_facts([first, second])["rows"]
+    assert [seed["seed"] for seed in row["seeds"]] == [0, 1, 2]
+    assert row["first_audible"]["p95"]["median"] == pytest.approx(0.07)
+    assert row["first_audible"]["p95"]["range"] == pytest.approx([0.05, 0.09])
+    third = command("2026-01-03", [summary(3, 0.06)], [trial(2, 1, clean=False), trial(1, 1, clean=True)])
+    merged = merge_facts([merge_facts([first, second]), third])
+    assert [machine["gpu"] for machine in merged["machines"]] == ["2026-01-01", "2026-01-02", "2026-01-03"]
+    assert merged["date"] == "2026-01-03" and len(merged["rows"][0]["seeds"]) == 4
+
+
+def test_merged_listeners_are_fewer_than_any_that_had_an_underrun() -> None:
+    trials = [trial(4, 0, clean=True), trial(8, 0, clean=True), trial(8, 1, clean=False), trial(16, 0, clean=True)]
+    merged = merge_facts([command("2026-01-01", [summary(0, 0.05)], [one]) for one in trials])
+    assert merged["streams"]["most_listeners"] == 4 and merged["streams"]["trials"] == trials
 
 
 def test_the_plot_stands_alone() -> None:
