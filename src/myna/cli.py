@@ -235,7 +235,9 @@ def curate(
         typer.Option("--set", help="Change a setting, as keep.min_snr_db=20; OUT/curate.yaml has all. Repeatable."),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Recordings to take, by name.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; by default one a core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes; by default one a core, as memory allows.")
+    ] = None,
     ray: RayOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Listen to ten minutes; forecast the hours kept and the time it takes.")

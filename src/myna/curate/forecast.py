@@ -68,7 +68,7 @@ def forecast(
         if not sampled:
             raise DataError("no recording could be read", hint="; ".join(notes) or "name other files")
         began = time.monotonic()
-        processes = workers or default_workers()
+        processes = workers or default_workers(settings.listen.device)
         result = run_curation(
             [folder / "sample"],
             folder / "curated",

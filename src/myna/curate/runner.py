@@ -123,7 +123,7 @@ def run_curation(
         if sources:
             context = WorkerContext(out.absolute(), with_absolute_paths(settings), open_models)
             make_worker = partial(CurationWorker, context)
-            number = workers or (default_workers() if ray is None else None)
+            number = workers or (default_workers(settings.listen.device) if ray is None else None)
             with open_pool(make_worker, number, ray, settings.listen.device) as pool:
                 index = _listen(sources, out, settings, script, limit, pool, progress, notes)
         else:

@@ -20,9 +20,12 @@ from myna.curate.settings import CurateSettings, ListenSettings
 from myna.io import atomic_write, fsync
 from myna.pools import absolute_folder
 from myna.system_memory import memory_limit
+from myna.train.precision import pick_device
 
 WORKER_BYTES = 2 << 30
 """Memory that a worker needs, at most."""
+GPU_WORKER_BYTES = 8 << 30
+"""GPU memory that a worker needs: eight with whisper-base had 51.2 GiB of an H200 at most, 6.4 each."""
 
 OpenModels = Callable[[ListenSettings, int], CurationModels]
 """Opens the models in a worker, with so many threads each; must be picklable."""
@@ -49,9 +52,15 @@ def with_absolute_paths(settings: CurateSettings) -> CurateSettings:
     return settings.model_copy(update={"listen": listen.model_copy(update=absolute)})
 
 
-def default_workers() -> int:
-    """A process for every core, as far as the memory allows: one thread each wastes least."""
-    return max(1, min(os.cpu_count() or 1, memory_limit() // WORKER_BYTES))
+def default_workers(device: str) -> int:
+    """A process for every core, as far as the memory allows, of a GPU the free one: one thread each wastes least."""
+    fitting = memory_limit() // WORKER_BYTES
+    if (target := pick_device(device)).type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(target)
+        fitting = min(fitting, free // GPU_WORKER_BYTES)
+    return max(1, min(os.cpu_count() or 1, fitting))
 
 
 def findings_path(folder: Path, part: Part) -> Path:
