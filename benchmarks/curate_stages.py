@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import torch
 
-from myna.audio.files import read_audio
+from myna.audio.files import probe, read_audio
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import Part, refine
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--asr", required=True, help="folder of a Whisper for transformers")
     parser.add_argument("--models", default=".cache/curation")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--minutes", type=float, default=7.5, help="of the recording, from its beginning")
+    parser.add_argument("--minutes", type=float, default=7.5, help="of the recording, from its beginning, at most")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -97,7 +97,8 @@ def main() -> None:
     models = CurationModels.open(settings.listen, 1)
     report["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
     report["open_seconds"] = round(time.perf_counter() - began, 2)
-    samples = read_audio(arguments.recording, sample_rate=SAMPLE_RATE, span=(0.0, 60 * arguments.minutes))
+    seconds = min(60 * arguments.minutes, probe(arguments.recording).seconds)
+    samples = read_audio(arguments.recording, sample_rate=SAMPLE_RATE, span=(0.0, seconds))
     pcm = (np.clip(samples, -1, 1) * 32767).astype(np.int16)
     part = Part("part", "recording", 0, len(samples) * 1000 // SAMPLE_RATE, "part.flac")
     report["audio_seconds"] = part.seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from myna.errors import ConfigError
 def test_workers_fit_cores_and_memory_and_the_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, cores: int, memory: int, gpu_memory: int, expected: int
 ) -> None:
-    monkeypatch.setattr(worker.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(worker, "memory_limit", lambda: memory)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gpu_memory, 100 * GPU_WORKER_BYTES))
