@@ -38,8 +38,10 @@ def load(family: Family, dtype: torch.dtype | None = torch.float32, *, text_head
     return family.load_model(dtype=dtype, device="cpu", text_head=text_head)
 
 
-def random_adapter(family: Family, folder: Path, scale: float = 0.05, **settings: Any) -> Path:
-    model = make_trainable(load(family, text_head=True), family, AdaptSettings(rank=4, **settings))
+def random_adapter(
+    family: Family, folder: Path, scale: float = 0.05, *, text_head: bool = True, **settings: Any
+) -> Path:
+    model = make_trainable(load(family, text_head=text_head), family, AdaptSettings(rank=4, **settings))
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data += scale * torch.randn_like(parameter) * parameter.requires_grad

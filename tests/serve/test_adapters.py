@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 TEXT = "two words"
 
 
-def merged_speech(adapter: Path | None, model: Path) -> bytes:
+def merged_speech(adapter: Path | None, model: str | Path) -> bytes:
     """What a model says into which the adapter was merged."""
     run = {"run": adapter} if adapter is not None else {"model": str(model)}
     engine = load_engine(**run, device="cpu")
@@ -92,6 +92,33 @@ def test_two_adapters_and_their_base_in_one_batch(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError):
             speak("two")
         assert speak("one") == expected["one"]
+
+
+def test_adapters_of_the_shipped_model_in_one_batch(tmp_path: Path) -> None:
+    """Each as the model it was merged into; with half its strength as neither, without any as the base."""
+    family = open_family("fledgling")
+    folders = {
+        name: random_adapter(family, tmp_path / name, scale, text_head=False)
+        for name, scale in (("one", 0.01), ("two", 0.02))
+    }
+    expected = {name: merged_speech(folder, "fledgling") for name, folder in folders.items()}
+    expected["fledgling"] = merged_speech(None, "fledgling")
+    assert len(set(expected.values())) == 3
+    adapters = [f"{name}={folder}" for name, folder in folders.items()]
+    with start_server(tmp_path, *adapters, "--streams", "5", "--no-watermark") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def speak(model: str, strength: float) -> bytes:
+            fields = {"max_seconds": 1.0, "strength": strength}
+            return client.audio.speech.create(
+                model=model, voice="default", input=TEXT, response_format="pcm", extra_body=fields
+            ).content
+
+        asked = [("fledgling", 1.0), ("one", 1.0), ("two", 1.0), ("two", 0.5), ("two", 0.0)]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            *whole, half, none = pool.map(speak, *zip(*asked, strict=True))
+        assert whole == [expected[name] for name, _ in asked[:3]]
+        assert none == expected["fledgling"] and half not in expected.values()
 
 
 def test_a_model_that_answers(tmp_path: Path) -> None:

@@ -244,8 +244,9 @@ def test_a_form_of_another_page_is_no_request(web: httpx2.Client) -> None:
     check_error(response, 400)
 
 
-def test_slow_headers_and_bodies_are_dropped(server: RunningServer) -> None:
-    """Many connections that send a byte now and then: the others are served meanwhile, and they are closed."""
+def test_slow_headers_are_dropped(server: RunningServer) -> None:
+    """Many connections that never send theirs to the end: the others are served meanwhile, and they are closed. Slow
+    bodies: test_app.py."""
     host, port = server.url.removeprefix("http://").split(":")
     connections = [socket.create_connection((host, int(port))) for _ in range(50)]
     for connection in connections:

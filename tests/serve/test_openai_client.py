@@ -56,6 +56,11 @@ def test_speech_is_what_the_engine_says(client: openai.OpenAI, expected: bytes) 
     assert create(client, extra_body={"seed": 1}) != expected
 
 
+def test_a_temperature_of_zero_needs_no_seed(client: openai.OpenAI, expected: bytes) -> None:
+    first, second = (create(client, extra_body={"temperature": 0, "max_seconds": 1, "seed": n}) for n in range(2))
+    assert first == second and first != expected[: len(first)]
+
+
 def test_the_client_by_default_gets_mp3(client: openai.OpenAI, expected: bytes, tmp_path: Path) -> None:
     response = client.audio.speech.create(model="tts-1", voice="alloy", input=TEXT)
     assert response.response.headers["content-type"] == "audio/mpeg"
@@ -84,6 +89,26 @@ def test_audio_comes_before_the_end(client: openai.OpenAI) -> None:
             size += len(piece)
     assert size > 5 * 48_000 and len(times) > 5
     assert times[-1] - times[0] > 0.3
+
+
+def test_an_asynchronous_client_streams(server: RunningServer, expected: bytes) -> None:
+    """Raw audio and events, at the same time."""
+
+    async def read(client: openai.AsyncOpenAI, stream_format: Any) -> list[bytes]:
+        async with client.audio.speech.with_streaming_response.create(
+            model="fledgling", voice="default", input=TEXT, response_format="pcm", stream_format=stream_format
+        ) as response:
+            if stream_format == "audio":
+                return [piece async for piece in response.iter_bytes()]
+            events = [json.loads(line.removeprefix("data: ")) async for line in response.iter_lines() if line]
+            return [base64.b64decode(event["audio"]) for event in events if event["type"] == "speech.audio.delta"]
+
+    async def read_both() -> list[list[bytes]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return list(await asyncio.gather(read(client, "audio"), read(client, "sse")))
+
+    for pieces in asyncio.run(read_both()):
+        assert len(pieces) > 1 and b"".join(pieces) == expected
 
 
 def test_events(client: openai.OpenAI, expected: bytes) -> None:

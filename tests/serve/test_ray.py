@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import psutil  # type: ignore[import-untyped]
@@ -266,6 +269,27 @@ def test_haproxy_in_front_streams_and_passes_a_disconnect_on(models: Models, add
         assert "Traceback" not in server.output
     psutil.wait_procs(haproxy_processes(), timeout=20)
     assert not haproxy_processes()
+
+
+def test_a_request_goes_first_to_those_that_have_its_adapter() -> None:
+    """A replica without a stream to spare reports none; Ray asks the first group, then the second."""
+    from myna.serve.ray_app import WarmAdapterRouter
+
+    replicas: Any = [SimpleNamespace(routing_stats={"warm": names}) for names in (("one",), (), ("one", "two"))]
+    replicas.append(SimpleNamespace(routing_stats={}))  # it has just been started
+
+    def chosen(name: str) -> list[set[int]]:
+        pending: Any = SimpleNamespace(metadata=SimpleNamespace(multiplexed_model_id=name))
+        router: Any = None
+        groups = asyncio.run(WarmAdapterRouter.choose_replicas(router, replicas, pending))
+        return [{replicas.index(one) for one in group} for group in groups]
+
+    warm, anyone = chosen("one")
+    assert warm == {0, 2} and len(anyone) == 2
+    assert chosen("two")[0] == {2}
+    (anyone,) = chosen("")
+    assert len(anyone) == 2
+    assert {number for _ in range(200) for number in chosen("three")[0]} == {0, 1, 2, 3}
 
 
 def test_replicas_are_a_number_or_a_range() -> None:
