@@ -1131,7 +1131,7 @@ def serve(
         typer.Option("--api-key", envvar="MYNA_API_KEY", help="Key that clients must send; better in MYNA_API_KEY."),
     ] = None,
     streams: Annotated[
-        int, typer.Option("--streams", min=1, max=256, help="Requests that are spoken at a time; others wait.")
+        int, typer.Option("--streams", min=1, max=512, help="Requests that are spoken at a time; others wait.")
     ] = 16,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that wait; more are refused (429).")] = 64,
     positions: Annotated[

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from myna.cli import app
-from myna.errors import ConfigError
+from myna.errors import ConfigError, MynaError
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
@@ -102,6 +102,16 @@ def test_arguments_of_ray_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
         settings_of_arguments(arguments | {"rowz": 1})
     with pytest.raises(ConfigError, match="needs sources"):
         settings_of_arguments({})
+
+
+def test_the_command_takes_as_many_streams_as_were_measured() -> None:
+    """It looks at its options first, and then for the model."""
+    measured = json.loads((ROOT / "docs/benchmarks/serve.json").read_text(encoding="utf-8"))
+    words = measured["settings"]["serve_options"]
+    streams = words[words.index("--streams") + 1]
+    assert int(streams) >= measured["streams"]["most_listeners"]
+    error = CliRunner().invoke(app, ["serve", "./nowhere", "--port", "0", "--streams", streams]).exception
+    assert isinstance(error, MynaError) and "nowhere" in str(error)
 
 
 @pytest.mark.parametrize("option", [("--replicas", "2"), ("--haproxy",)])
