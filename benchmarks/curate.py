@@ -81,10 +81,10 @@ class Truth:
     def speech(self) -> BoolArray:
         return self.mask([(one["start"], one["end"]) for one in self.utterances])
 
-    def good(self) -> BoolArray:
-        """Speech of utterances that no fault touches."""
+    def good(self, *, exact: bool = False) -> BoolArray:
+        """Speech of utterances that no fault touches; only of those with `exact` text, which are synthetic."""
         bad = self.mask([(one["start"], one["end"]) for one in self.faults])
-        spans = [(one["start"], one["end"]) for one in self.utterances]
+        spans = [(one["start"], one["end"]) for one in self.utterances if one["exact"] or not exact]
         return self.mask([span for span in spans if not bad[self.mask([span])].any()])
 
 
@@ -199,8 +199,9 @@ def measure_curation(planted: Path, truths: dict[str, Truth], table: list[dict[s
         for row in rows[name]:
             if row["status"] != "kept":
                 reason[truth.mask([_span(row)])] = row["reason"]
-        seconds["good"] += truth.good().sum() * FRAME_SECONDS
-        seconds["good kept"] += (truth.good() & kept).sum() * FRAME_SECONDS
+        for kind, good in {"good": truth.good(), "synthetic": truth.good(exact=True)}.items():
+            seconds[kind] += good.sum() * FRAME_SECONDS
+            seconds[f"{kind} kept"] += (good & kept).sum() * FRAME_SECONDS
         seconds["kept"] += kept.sum() * FRAME_SECONDS
         seconds["all"] += truth.frames * FRAME_SECONDS
         for fault, reasons in REASONS.items():
@@ -231,6 +232,7 @@ def measure_curation(planted: Path, truths: dict[str, Truth], table: list[dict[s
         "hours": seconds["all"] / 3600,
         "kept_hours": seconds["kept"] / 3600,
         "good_seconds_kept": _ratio(seconds["good kept"], seconds["good"]),
+        "synthetic_good_seconds_kept": _ratio(seconds["synthetic kept"], seconds["synthetic"]),
         "faults": faults,
         "reasons": precision,
         "dropped_seconds": _dropped(table),

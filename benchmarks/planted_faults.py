@@ -348,11 +348,15 @@ def build(corpus: Path, out: Path, music: list[Path], seed: int, max_clips: int 
 
 
 def write_long(out: Path, natural: Corpus, real: Corpus, tracks: list[Samples], hours: float) -> None:
-    """One MP3 of many hours with its truth: podcasts of synthetic and of real voices in turn, jingles between them."""
+    """One MP3 of many hours with its truth: podcasts of synthetic and of real voices in turn, jingles between them.
+
+    Where the corpus has no more speakers they say all of it again, and that is a repeat.
+    """
     rng = np.random.default_rng(0)
     path = out / "long" / "audio" / "long.mp3"
     path.parent.mkdir(parents=True)
     utterances, faults, position, episode = [], [], 0.0, 0
+    heard: set[str] = set()
     with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, format="MP3") as file:
         while position < 3600 * hours:
             corpus = (natural, real)[episode % 2]
@@ -361,6 +365,11 @@ def write_long(out: Path, natural: Corpus, real: Corpus, tracks: list[Samples], 
             one = podcast(corpus.take(3), rng)
             if episode % 4 == 0:
                 one = one.after(jingle(tracks[episode // 4 % len(tracks)]))
+            again = [
+                PlantedFault("duplicate", each.start, each.end) for each in one.utterances if each.speaker in heard
+            ]
+            one = replace(one, faults=(*one.faults, *again))
+            heard |= {each.speaker for each in one.utterances}
             file.write(one.samples)
             utterances += [asdict(each.shifted(position)) for each in one.utterances]
             faults += [asdict(each.shifted(position)) for each in one.faults]

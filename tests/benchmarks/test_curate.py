@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import soundfile
 from benchmarks.curate import Truth, diarization_error, measure_curation
 from benchmarks.planted_faults import (
     SAMPLE_RATE,
+    Corpus,
     PlantedRecording,
     SpokenClip,
     TrueUtterance,
@@ -21,6 +23,7 @@ from benchmarks.planted_faults import (
     podcast,
     read_track,
     repeated,
+    write_long,
 )
 
 from myna.audio.files import read_audio
@@ -86,6 +89,20 @@ def test_planted_music_begins_with_its_first_sound(tmp_path: Path) -> None:
     assert len(read_track(tmp_path / "late.flac")) / SAMPLE_RATE == pytest.approx(88, abs=0.1)
 
 
+def test_a_long_recording_that_says_it_all_again_marks_the_repeats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clips = {one[0].speaker: one for one in voices(6, 2)}
+    monkeypatch.setattr(Corpus, "_decoded", lambda _, speaker: clips[speaker])
+    natural, real = (Corpus({name: [] for name in sorted(clips)[half]}, True) for half in (slice(3), slice(3, None)))
+    write_long(tmp_path, natural, real, [babble(30, 1)], 100 / 3600)
+    truth = json.loads((tmp_path / "long/truth.json").read_text())["long.mp3"]
+    said = sorted(truth["utterances"], key=lambda one: one["start"])
+    repeats = sorted(one["start"] for one in truth["faults"] if one["kind"] == "duplicate")
+    assert len(said) > 12
+    assert repeats == [one["start"] for one in said[12:]]
+
+
 @pytest.mark.parametrize(
     ("name", "codec", "rate"),
     [("x.m4a", "aac", SAMPLE_RATE), ("x.webm", "libopus", 48_000), ("x.amr", "libopencore_amrnb", 8_000)],
@@ -136,7 +153,7 @@ def row(
 def test_recall_precision_purity_cuts_and_text_of_a_table(tmp_path: Path) -> None:
     utterances = [
         TrueUtterance(0.0, 4.0, "ann", "the quick brown fox jumps", True, ((0.0, 4.0),)),
-        TrueUtterance(5.0, 9.0, "bob", "over the lazy dog again", True, ((5.0, 9.0),)),
+        TrueUtterance(5.0, 9.0, "bob", "over the lazy dog again", False, ((5.0, 9.0),)),
         TrueUtterance(10.0, 14.0, "ann", "nobody hears the music", True, ((10.0, 14.0),)),
     ]
     truth = Truth(1500, [vars(one) for one in utterances], [{"kind": "music", "start": 10.0, "end": 14.0}])
@@ -154,6 +171,7 @@ def test_recall_precision_purity_cuts_and_text_of_a_table(tmp_path: Path) -> Non
     assert report["faults"]["music"]["recall"] == pytest.approx(0.5)
     assert report["reasons"]["music"]["precision"] == pytest.approx(0.5)
     assert report["good_seconds_kept"] == pytest.approx(6 / 8)
+    assert report["synthetic_good_seconds_kept"] == 1
     assert report["clip_purity"] == 1
     assert report["label_purity"] == pytest.approx(6 / 8)
     assert (report["speakers_found"], report["speakers_true"]) == (1, 2)
