@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 import myna
+from myna.data.manifest_table import DictionaryColumn
 from myna.evaluate import model_card
-from myna.evaluate.model_card import CARD_FILE, base_license, write_model_card
+from myna.evaluate.model_card import CARD_FILE, base_license, speaker_rows, write_model_card
 from myna.io import save_text
 from myna.provenance.origin import file_sha256
 from tests.birds import recipe, write_recordings
@@ -40,6 +46,32 @@ def test_every_run_has_one(run: myna.Run) -> None:
     assert "licence of the base `model` is not known" in text
     assert "myna detect out.wav" in text
     assert str(run.folder.parent) not in text, "where it lies is nobody else's business"
+
+
+@pytest.mark.parametrize("clips", [0, 1, 5, 2000])
+def test_speakers_are_counted_as_one_would_by_hand(clips: int) -> None:
+    draw = np.random.default_rng(clips)
+    speakers, languages = draw.integers(0, 50, clips, np.int32), draw.integers(0, 3, clips, np.int32)
+    frames, is_target = draw.integers(1, 500, clips, np.int32), draw.integers(0, 2, clips, np.uint8)
+    has_answer = draw.random(clips) < 0.02
+    names, codes = [f"s{index}" for index in range(50)], ["en", "ar", "vi"]
+    table: Any = SimpleNamespace(
+        speaker=DictionaryColumn(speakers, pa.array(names)),
+        language=DictionaryColumn(languages, pa.array(codes)),
+        frames=frames,
+        is_target=is_target,
+        has_answer=has_answer,
+    )
+    rows = {row["speaker"]: row for row in speaker_rows(table, 25.0)}
+    counted = [index for index in range(clips) if is_target[index] or has_answer[index]]
+    assert sum(row["clips"] for row in rows.values()) == len(counted)
+    for speaker, row in rows.items():
+        own = [index for index in counted if names[speakers[index]] == speaker]
+        spoken = Counter(codes[languages[index]] for index in own)
+        assert spoken[row["language"]] == max(spoken.values())
+        assert row["clips"] == len(own)
+        assert row["hours"] == pytest.approx(sum(int(frames[index]) for index in own) / 25 / 3600)
+        assert row["answers"] == any(has_answer[index] for index in own)
 
 
 def test_consents_of_stored_voices(run: myna.Run) -> None:

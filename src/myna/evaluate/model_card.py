@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from myna.data.dataset import PreparedDataset
+from myna.data.manifest_table import ManifestTable
 from myna.errors import MynaError
 from myna.evaluate.metrics import METRICS
 from myna.io import save_text
@@ -21,6 +22,8 @@ from myna.train.run import Run
 CARD_FILE = "README.md"
 MAX_LISTED = 12
 """Speakers that are named one by one."""
+Speakers = list[dict[str, Any]]
+"""A row for every speaker of the training data."""
 
 
 def write_model_card(run: Run, consents: Mapping[str, str], folder: Path | None = None) -> Path | None:
@@ -32,23 +35,24 @@ def write_model_card(run: Run, consents: Mapping[str, str], folder: Path | None 
     folder = folder or run.result
     if not folder.is_dir():
         return None
+    speakers = _speakers(run)
     parts = [
-        _front_matter(run),
+        _front_matter(run, speakers),
         f"# {run.recipe.name}\n\n{_summary(run, folder)}",
-        f"## Data\n\n{_data(run)}",
-        f"## Consent\n\n{_consent(run, consents)}",
+        f"## Data\n\n{_data(run, speakers)}",
+        f"## Consent\n\n{_consent(speakers, consents)}",
         f"## Training\n\n{_training(run)}",
         f"## Evaluation\n\n{_scores(run)}",
         f"## Licence\n\n{_license_text(run)}",
-        f"## Use, and the mark on what it says\n\n{_usage(run)}",
+        f"## Use, and the mark on what it says\n\n{_usage(run, speakers)}",
     ]
     save_text(folder / CARD_FILE, "\n\n".join(parts) + "\n")
     return folder / CARD_FILE
 
 
-def _front_matter(run: Run) -> str:
+def _front_matter(run: Run, speakers: Speakers) -> str:
     source, license = run.recipe.model.source, base_license(run.recipe.model.source)
-    languages = sorted({row["language"] for row in _speakers(run) if row["language"]})
+    languages = sorted({row["language"] for row in speakers if row["language"]})
     is_adapter = run.recipe.adapt.mode != "full"
     lines = [
         "---",
@@ -74,34 +78,40 @@ def _summary(run: Run, folder: Path) -> str:
     return f"{kind} of `{base}`, made with Myna.{hash_line}"
 
 
-def _speakers(run: Run) -> list[dict[str, Any]]:
+def _speakers(run: Run) -> Speakers:
     """Speakers of the training data with language, clips and hours; none where it cannot be read any more."""
     try:
         dataset = PreparedDataset.open(run.recipe.data.train)
     except (MynaError, OSError):
         return []
-    table, rate = dataset.table, dataset.info.frame_rate
+    return speaker_rows(dataset.table, dataset.info.frame_rate)
+
+
+def speaker_rows(table: ManifestTable, frame_rate: float) -> Speakers:
+    """Speakers of a table with language (of most of their clips), clips and hours; most hours first."""
     is_target = np.asarray(table.is_target, bool) | table.has_answer
-    speakers, frames = table.speaker.indices[is_target], table.frames[is_target]
-    languages = table.language.indices[is_target]
-    rows = []
-    for index in np.unique(speakers):
-        own = speakers == index
-        language = int(np.bincount(languages[own]).argmax())
-        rows.append(
-            {
-                "speaker": str(table.speaker.dictionary[int(index)].as_py()) or "unnamed",
-                "language": str(table.language.dictionary[language].as_py()),
-                "clips": int(own.sum()),
-                "hours": float(frames[own].sum()) / rate / 3600,
-                "answers": bool(table.has_answer[is_target][own].any()),
-            }
-        )
+    speakers, languages = table.speaker.indices[is_target], table.language.indices[is_target]
+    clips = np.bincount(speakers)
+    hours = np.bincount(speakers, weights=table.frames[is_target]) / frame_rate / 3600
+    answers = np.bincount(speakers, weights=table.has_answer[is_target]) > 0
+    pairs, counts = np.unique(np.stack([speakers, languages]), axis=1, return_counts=True)
+    order = np.lexsort([-pairs[1], counts])  # of several assignments the last one stays
+    language = np.zeros(len(clips), int)
+    language[pairs[0, order]] = pairs[1, order]
+    rows = [
+        {
+            "speaker": str(table.speaker.dictionary[index].as_py()) or "unnamed",
+            "language": str(table.language.dictionary[int(language[index])].as_py()),
+            "clips": int(clips[index]),
+            "hours": float(hours[index]),
+            "answers": bool(answers[index]),
+        }
+        for index in map(int, np.flatnonzero(clips))
+    ]
     return sorted(rows, key=lambda row: -row["hours"])
 
 
-def _data(run: Run) -> str:
-    rows = _speakers(run)
+def _data(run: Run, rows: Speakers) -> str:
     if not rows:
         return f"Unknown: {run.recipe.data.train.name} could not be read when this card was written."
     clips, hours = sum(row["clips"] for row in rows), sum(row["hours"] for row in rows)
@@ -120,8 +130,7 @@ def _data(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _consent(run: Run, consents: Mapping[str, str]) -> str:
-    rows = _speakers(run)
+def _consent(rows: Speakers, consents: Mapping[str, str]) -> str:
     known = {row["speaker"]: consents[row["speaker"]] for row in rows if row["speaker"] in consents}
     lines = [
         f"- {speaker}: `{consent}`, read aloud and checked when the voice of that name was stored on the machine that "
@@ -217,9 +226,9 @@ def _license_text(run: Run) -> str:
     return f"The licence of the base `{display_name(source)}` is not known here: see where it was published."
 
 
-def _usage(run: Run) -> str:
+def _usage(run: Run, speakers: Speakers) -> str:
     name = run.result.name
-    if any(row["answers"] for row in _speakers(run)):
+    if any(row["answers"] for row in speakers):
         return (
             f"```\nmyna answer RECORDING.wav --run {name}\n```\n\nIt answers in words, and speaks nothing to be marked."
         )
