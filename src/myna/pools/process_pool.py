@@ -36,8 +36,14 @@ class ProcessPool(Generic[W]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        if self._pool is None:
+            return
+        if not any(error):
+            # All is done. A process that dies now may hold the lock that others need to be told so: they would wait
+            # for ever, and with them `shutdown`.
+            for process in list(self._pool._processes.values()):
+                process.kill()
+        self._pool.shutdown(cancel_futures=True)
 
     def call_each(self, function: Callable[[W], R]) -> list[R]:
         """Of one worker: processes of one machine are alike."""
@@ -58,8 +64,14 @@ class ProcessPool(Generic[W]):
         try:
             while waiting or running:
                 while waiting and len(running) < self._workers:
-                    item = waiting.pop()
-                    running[self._open_pool().submit(_call, function, item)] = item
+                    try:
+                        future = self._open_pool().submit(_call, function, waiting[-1])
+                    except BrokenProcessPool:  # a process died that held nothing; what others held is lost, too
+                        if running:
+                            break
+                        self._pool = None
+                        continue
+                    running[future] = waiting.pop()
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 died = [future for future in done if isinstance(future.exception(), BrokenProcessPool)]
                 for future in done.difference(died):
