@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -45,6 +47,28 @@ def test_two_nodes_give_the_bytes_of_one_process(
     assert contents(out) == expected
 
 
+def _curate(source: Path, out: Path, truth: Truth, address: str) -> None:
+    run_curation([source], out, settings(out), ray=address, open_models=scripted_models(truth))
+
+
+def test_a_killed_driver_goes_on_where_it_was(
+    cluster: Nodes, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = (source[0], out, source[1], cluster.address)
+    for done in (1, 2):
+        process = multiprocessing.get_context("spawn").Process(target=_curate, args=arguments)
+        process.start()
+        while process.is_alive() and len(list(out.glob("parts/*.parquet"))) < done:
+            time.sleep(0.01)
+        time.sleep(random.random() / 10)
+        process.kill()
+        process.join()
+    assert list(out.glob("parts/*.parquet"))
+    _curate(*arguments)
+    assert contents(out) == expected
+
+
 def test_a_lost_node_costs_nothing(
     cluster: Nodes, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -55,6 +79,7 @@ def test_a_lost_node_costs_nothing(
     def lose_a_node() -> None:
         while not list(out.glob("parts/*.parquet")):
             time.sleep(0.01)
+        time.sleep(random.random() / 10)
         cluster.kill()
         lost.set()
 
