@@ -43,7 +43,7 @@ from corpus_making.written_forms import GIVEN_NAMES, spoken_form, with_dotted_ti
 from myna.data.hash_rng import string_hash
 from myna.data.importers import import_source
 from myna.data.manifest import read_manifest, write_manifest
-from myna.data.utterance import Utterance, normalise_text
+from myna.data.utterance import Span, Utterance, normalise_text
 from myna.errors import DataError
 
 RATE = 24_000
@@ -586,7 +586,7 @@ def test_augmentation_does_not_depend_on_the_number_of_processes(texts: Path, tm
 # Together
 
 
-def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> None:
+def test_a_mix_repeats_lines_with_other_codes_and_leaves_some_alone(tmp_path: Path) -> None:
     clean, recorded = "spk002", "spk001"
     assert has_clean_channel(clean, augment_natural.SEED) and not has_clean_channel(recorded, augment_natural.SEED)
     for name, speakers in (("natural", (recorded, clean, "spk025")), ("espeak", ("espeak0-00001", "espeak0-00000"))):
@@ -604,8 +604,10 @@ def test_a_mix_repeats_natural_lines_and_leaves_some_alone(tmp_path: Path) -> No
     counts = mix_corpora.write_mix(natural, espeak, 3, 0.04, tmp_path / "mixed", tmp_path / "real")
     lines, judged = (read_manifest(tmp_path / "mixed" / part / "manifest.jsonl") for part in ("train", "held_out"))
     assert counts == {"train": len(lines), "held_out": len(judged)}
-    assert len(lines) == 72 == len({one.id for one in lines})
-    assert [one.is_target for one in lines if one.speaker == "spk003"] == [True, False]
+    assert len(lines) == 96 == len({one.id for one in lines})
+    assert len({(one.audio, one.span) for one in lines}) == 96, "no two lines have the same codes"
+    assert [one.is_target for one in lines if one.speaker == "spk003"] == [True] * 3 + [False] * 3
+    assert {one.span for one in lines} == {None, Span(0.0133, None), Span(0.0267, None)}, "less than a frame"
     cleanly = [one for one in lines if one.speaker == clean]
     assert len(cleanly) == 30 and len({one.audio for one in cleanly}) == 10
     assert 3 <= sum(one.references == () for one in cleanly) <= 16
@@ -633,12 +635,13 @@ def test_a_mix_is_what_reading_and_writing_every_line_would_leave(
 
     def slowly() -> Iterator[Utterance]:
         for one in read_manifest(home / "train" / "manifest.jsonl"):
-            for id in (one.id, f"{one.id}~1"):
+            for id, span in ((one.id, None), (f"{one.id}~1", Span(0.02, None))):
                 extras: dict[str, list[str]] = (
                     {"references": []} if string_hash(f"alone {id}") < 0.3 * 2**64 else {}
                 )  # of speakers as they were made
-                yield replace(one, id=id, extras=extras)
-        yield from read_manifest(home / "train" / "manifest.jsonl")
+                yield replace(one, id=id, span=span, extras=extras)
+        for one in read_manifest(home / "train" / "manifest.jsonl"):
+            yield from (one, replace(one, id=f"{one.id}~1", span=Span(0.02, None)))
 
     write_manifest(Path("slow/train.jsonl"), slowly())
     judged = read_manifest(home / "held_out" / "manifest.jsonl")

@@ -1,11 +1,14 @@
-"""Mix of natural, eSpeak and real corpora in one manifest, with repeated natural lines.
+"""Mix of natural, eSpeak and real corpora in one manifest, with repeated lines.
 
 python training/fledgling/mix_corpora.py --natural data/fledgling/natural_augmented \\
     --espeak data/fledgling/espeak --repeat 4 --out data/fledgling/mixed
 
-Writes OUT/train and OUT/held_out with a manifest each, for `myna prepare`. A line that is repeated has an id of its own
-and the codes of the first one; it is never its own reference. Held-out eSpeak is cut
-to a few speakers: natural speech is what counts.
+Writes OUT/train and OUT/held_out with a manifest each, for `myna prepare`. A line that is repeated begins a part of a
+frame later, so that it has other codes: of a recording that begins 20 ms later, half a frame, a quarter of the codes of
+the first codebook stay the same and hardly any of the others (six LibriSpeech readers). A training that gets the same
+codes again learns them by heart: after 3.4 epochs of 290 hours the loss was 0.35 lower than that of held-out speakers,
+where after one there was no difference. Overlapping spans are never one another's reference. Held-out eSpeak is cut to
+a few speakers: natural speech is what counts.
 """
 
 from __future__ import annotations
@@ -28,22 +31,28 @@ ESPEAK_HELD_OUT_CLIPS = 200
 UNCHANGED_SHARE = CLEAN_SHARE * (1 - RESIZED_SHARE)
 """Share of speakers who have neither a channel nor another size."""
 REFERENCE_ONLY, NO_REFERENCES = b'"extras": {"reference_only": true}', b', "extras": {"references": []}'
+SPAN, FRAME_SECONDS = b', "span": {"start": %s, "end": null}', 0.04
 
 
 def training_lines(natural: Path, others: Sequence[Path], repeat: int, no_reference_share: float) -> Iterator[bytes]:
     """Training lines. A share of the natural ones has no reference, for synthesis without one; such lines are of
     speakers without a channel, of the size they were made."""
-    for line in manifest_lines(natural / "train"):
-        if REFERENCE_ONLY in line.rest:
-            yield bytes(line)
-            continue
-        share = no_reference_share / UNCHANGED_SHARE if _is_unchanged(line.id.rpartition(b"-")[0]) else 0.0
-        for number in range(repeat):
-            id = b"%s~%d" % (line.id, number) if number else line.id
-            no_reference = string_hash(f"alone {id.decode()}") < share * 2**64
-            yield bytes(ManifestLine(id, line.audio, line.rest + NO_REFERENCES if no_reference else line.rest))
-    for other in others:
-        yield from map(bytes, manifest_lines(other / "train"))
+    for number, corpus in enumerate((natural, *others)):
+        for line in manifest_lines(corpus / "train"):
+            share = 0.0
+            if number == 0 and REFERENCE_ONLY not in line.rest and _is_unchanged(line.id.rpartition(b"-")[0]):
+                share = no_reference_share / UNCHANGED_SHARE
+            for shifted in repeated(line, repeat):
+                no_reference = string_hash(f"alone {shifted.id.decode()}") < share * 2**64
+                yield bytes(shifted._replace(rest=shifted.rest + NO_REFERENCES) if no_reference else shifted)
+
+
+def repeated(line: ManifestLine, repeat: int) -> Iterator[ManifestLine]:
+    """A line so many times, each a part of a frame later."""
+    yield line
+    for number in range(1, repeat):
+        span = SPAN % repr(round(number * FRAME_SECONDS / repeat, 4)).encode()
+        yield ManifestLine(b"%s~%d" % (line.id, number), line.audio, line.rest + span)
 
 
 @cache
@@ -77,7 +86,7 @@ def main() -> None:
     parser.add_argument("--natural", type=Path, required=True, help="folder made by augment_natural.py")
     parser.add_argument("--espeak", type=Path, help="folder made by espeak_corpus.py; natural speech alone without")
     parser.add_argument("--real", type=Path, help="folder made by augment_real.py")
-    parser.add_argument("--repeat", type=int, default=1, help="how often a natural line comes in one epoch")
+    parser.add_argument("--repeat", type=int, default=1, help="of a line in one epoch, with other codes each time")
     parser.add_argument(
         "--no-reference-share",
         type=float,
