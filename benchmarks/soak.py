@@ -115,9 +115,17 @@ class Server:
             for name, process in (("http", self.http), ("engine", self.engine))
         }
 
+    def metrics(self) -> str:
+        return httpx2.get(f"{self.url}/metrics", timeout=30).text
+
     def metric(self, name: str) -> float:
-        lines = httpx2.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        lines = self.metrics().splitlines()
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}(\{{.*\}})? ", line))
+
+    def finish_reasons(self) -> dict[str, int]:
+        """How requests ended in the engine: a client may give up what was spoken to its end already."""
+        pattern = r'^myna_requests_finished_total\{finish_reason="(\w+)"\} (\S+)$'
+        return {reason: int(float(count)) for reason, count in re.findall(pattern, self.metrics(), re.MULTILINE)}
 
 
 async def run_clients(
@@ -160,8 +168,8 @@ async def send_request(web: httpx2.AsyncClient, rng: random.Random, max_seconds:
     given_up_after = rng.choice([0, 0, 3000, 20_000]) if rng.random() < 1 / 3 else None
     try:
         if given_up_after == 0:
-            await asyncio.wait_for(web.post("/v1/audio/speech", json=body), rng.random() * 0.5)
-            return "finished"
+            whole = await asyncio.wait_for(web.post("/v1/audio/speech", json=body), rng.random() * 0.5)
+            return "finished" if whole.status_code == 200 else f"status {whole.status_code}"
         received = 0
         async with web.stream("POST", "/v1/audio/speech", json=body) as response:
             async for piece in response.aiter_raw():
@@ -204,7 +212,7 @@ def drawing(samples: list[dict[str, Any]]) -> str:
         Curve(name, [(row[0], row[column]) for row in memory_rows(samples)], "line", column - 1)
         for column, name in ((1, "engine process"), (2, "HTTP process"))
     ]
-    return standalone_plot(curves, title="Memory in a soak test", x_label="requests", y_label="anonymous MiB")
+    return standalone_plot(curves, title="Anonymous memory in a soak test", x_label="requests", y_label="MiB")
 
 
 def main() -> None:
@@ -233,6 +241,7 @@ def main() -> None:
                 "seconds": round(seconds, 1),
                 "audio_seconds": round(server.metric("myna_audio_seconds_total"), 1),
                 "ends": dict(ends.most_common()),
+                "finish_reasons": server.finish_reasons(),
                 "left_open": left,
                 "engine_restarts": server.metric("myna_engine_restarts"),
                 "growth": {

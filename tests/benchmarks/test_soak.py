@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx2
 import psutil  # type: ignore[import-untyped]
 import pytest
-from benchmarks.soak import anonymous_mib, fitted_growth
+from benchmarks.soak import anonymous_mib, fitted_growth, send_request
 
 MIB = 64
 READER = """
@@ -74,3 +78,15 @@ def test_growth_is_the_slope_behind_the_warm_up() -> None:
     growth = fitted_growth(samples, "engine", "anonymous_mib")
     assert growth["per_1000_requests"] == pytest.approx(2.0)
     assert growth["over_the_run"] == pytest.approx(16.0)
+
+
+def test_a_refused_request_is_told_by_its_status_whatever_its_kind() -> None:
+    async def content() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    async def ends() -> set[str]:
+        rng, refusal = random.Random(0), httpx2.MockTransport(lambda _: httpx2.Response(400, content=content()))
+        async with httpx2.AsyncClient(base_url="http://server", transport=refusal) as web:
+            return {await send_request(web, rng, max_seconds=0.3) for _ in range(100)}
+
+    assert asyncio.run(ends()) - {"given up"} == {"status 400"}, "given up: within milliseconds, on a busy machine"
