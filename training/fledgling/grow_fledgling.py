@@ -1,6 +1,6 @@
 """Initial checkpoint of a larger fledgling with another codec, from the weights of a trained one.
 
-python training/fledgling/grow_fledgling.py --from src/myna/models/fledgling --codec training/fledgling/voices_codec \\
+python training/fledgling/grow_fledgling.py --from src/myna/models/fledgling --codec runs/voices/codec/codec \\
     --speech data/fledgling/en-natural --out data/fledgling/grown
 
 A model that has learned to read should not learn it again. New rows and columns begin near zero, so that the larger
