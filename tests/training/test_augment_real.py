@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import soundfile
 
@@ -18,6 +20,7 @@ from corpus_making.held_out import is_held_out
 from corpus_making.loudness import Samples
 from corpus_making.real_lines import HeardRecordings, HeardWord, pieces, word_times
 from myna.data.manifest import read_manifest
+from myna.errors import DataError
 from myna.evaluate.asr import TimedTranscript, TimedWord
 
 RATE = 24_000
@@ -91,7 +94,7 @@ def test_speakers_and_variants_are_written_with_poor_references_and_go_on(tmp_pa
     file.write_text(json.dumps(heard))
     unheard = [recording("nobody", f"nobody-{number}", "what", 2.0) for number in range(2)]
     for found in (*people.values(), unheard):
-        augment_real.augment_speaker(found, file, 2, out)
+        augment_real.augment_speaker(augment_real.Speaker(found, 2), file, out)
     counts = CorpusFolder(out).finish()
     lines = read_manifest(out / "train" / "manifest.jsonl")
     assert counts == {"train": len(lines), "held_out": 4} and not any("nobody" in one.id for one in lines)
@@ -104,7 +107,7 @@ def test_speakers_and_variants_are_written_with_poor_references_and_go_on(tmp_pa
     assert {one.text for one in lines if one.speaker.startswith("reader")} != {"one two three four five six"}
     before = {path: path.read_bytes() for path in out.rglob("*.wav")}
     for found in people.values():
-        augment_real.augment_speaker(found, file, 2, out)
+        augment_real.augment_speaker(augment_real.Speaker(found, 2), file, out)
     assert before == {path: path.read_bytes() for path in out.rglob("*.wav")}
 
 
@@ -119,3 +122,22 @@ def test_words_are_heard_once_and_kept(tmp_path: Path) -> None:
     digits = [recording("bert", "bert-0", "Three seven five", 2.0)]
     again.hear(digits, OneWordASR())  # type: ignore[arg-type]
     assert again.is_understood(digits[0]), "which Whisper writes as 375"
+    commands = [recording("carl", f"carl-{number}", text, 2.0) for number, text in enumerate(("Up, two, stop.", "Go."))]
+    assert again.has(commands) and all(map(again.is_understood, commands)), "of known words, which nobody need hear"
+    assert [line.is_target for line in real_lines.real_lines(commands[:1], again)] == [True], "and not cut"
+    assert not real_lines.is_word_list("") and not real_lines.is_word_list("Two birds")
+
+
+def test_people_of_several_corpora_have_the_variants_of_the_first(tmp_path: Path) -> None:
+    for name, people in (("learners", ("anna", "bert")), ("readers", ("bert", "carl"))):
+        rows = [
+            {"id": f"{name}-{speaker}", "speaker": speaker, "text": "word", "audio": {"bytes": b"", "path": ""}}
+            for speaker in people
+        ]
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name / "part-0.parquet")
+    found = augment_real.read_speakers([f"{tmp_path / 'learners'}=2", str(tmp_path / "readers")])
+    by_name = {one.recordings[0].speaker: (len(one.recordings), one.variants) for one in found}
+    assert by_name == {"anna": (1, 2), "bert": (2, 2), "carl": (1, augment_real.VARIANTS)}
+    with pytest.raises(DataError, match="many is no number"):
+        augment_real.read_speakers([f"{tmp_path / 'learners'}=many"])

@@ -102,7 +102,8 @@ def with_trial(home: Path) -> str:
 def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Path) -> None:
     """Its files lie in several parts, as do the recordings of real speech."""
     files = ("1/init/model.safetensors", "2/init/config.json", "2/init/codec/model.safetensors", "0/real_words.json")
-    for name in (*files, "1/real/en-real/part-0.parquet", "2/real/en-real/part-1.parquet"):
+    speech = ("1/real/en-real/part-0.parquet", "2/real/en-real/part-1.parquet", "2/real/en-commands/part-0.parquet")
+    for name in (*files, *speech):
         file = tmp_path / "bundle" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(name)
@@ -112,11 +113,12 @@ def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Pat
     names = [
         Path(words[0]).name if words[0] != "-m" else f"{words[1]} {words[2]}" for words in calls if words[0] != "-c"
     ]
-    assert names[-6:] == [
-        *("augment_real.py", "mix_corpora.py", "encode.py", "myna train", "myna train", "export_fledgling.py")
-    ]
+    assert names[-5:] == ["mix_corpora.py", "encode.py", "myna train", "myna train", "export_fledgling.py"]
+    assert names.count("augment_real.py") == 1
     by_script = {Path(words[0]).name: words for words in calls}
     assert option(by_script["natural_corpus.py"], "--seconds") == "360"
+    real, place = tmp_path / "data/real", by_script["augment_real.py"].index("--source") + 1
+    assert by_script["augment_real.py"][place : place + 3] == [f"{real}/en-real=15", f"{real}/en-commands=3", "--words"]
     assert option(by_script["mix_corpora.py"], "--real") == str(tmp_path / "data/real_augmented")
     init = tmp_path / "data" / "init"
     assert (init / "model.safetensors").read_text() == files[0] and (init / "config.json").read_text() == files[1]

@@ -1,17 +1,17 @@
 """Corpus of real speech for the language model: recordings and variants with other voices, poor references among them.
 
 python training/fledgling/augment_real.py --source CORPUS/en-real --words data/fledgling/real_words.json --asr WHISPER
-python training/fledgling/augment_real.py --source CORPUS/en-real --words data/fledgling/real_words.json \\
-    --out data/fledgling/real_augmented --jobs 16
+python training/fledgling/augment_real.py --source CORPUS/en-real CROWD/en-commands=3 \\
+    --words data/fledgling/real_words.json --out data/fledgling/real_augmented --jobs 16
 
 The first has Whisper write down the words of all recordings with their times, once: two seconds of a core for each half
 minute. The second cuts and augments: 12 s of a core for an hour. Both continue when they are run again; speakers whose
 words are not known are left out.
 
 English only: the model's texts are, and a few other voices would not be worth letters that it cannot read. Each speaker
-is there as recorded, and `--variants` times with another pitch and other formants under another name; held-out speakers
-only as recorded. As of natural speech, three clips in ten are references alone, through a channel of their own
-(`corpus_making/real_lines.py` says which others).
+is there as recorded, and some times (`--source FOLDER=TIMES`) with another pitch and other formants under another name;
+held-out speakers only as recorded. As of natural speech, three clips in ten are references alone, through a channel of
+their own (`corpus_making/real_lines.py` says which others).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.progress import track
@@ -34,11 +35,36 @@ from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
 from corpus_making.held_out import is_held_out, is_held_out_line
 from corpus_making.kokoro import move_formants
 from corpus_making.loudness import at_level, log_uniform, resample_tract, speaker_level, trim
-from corpus_making.real_lines import HeardRecordings, RealLine, by_speaker, real_lines
-from myna.errors import MynaError
+from corpus_making.real_lines import HeardRecordings, RealLine, real_lines
+from myna.errors import DataError, MynaError
 
 TRACT_FACTORS, FORMANT_FACTORS = (0.84, 1.18), (0.9, 1.12)
 """Of variants: how much more slowly they are played, and how much higher the formants are."""
+VARIANTS = 11
+"""Speakers that are made of each, unless a source has its own number."""
+
+
+class Speaker(NamedTuple):
+    """Recordings of a person, and how many other speakers are made of them."""
+
+    recordings: list[Recording]
+    variants: int
+
+
+def read_speakers(sources: Sequence[str]) -> list[Speaker]:
+    """The people of `FOLDER` or `FOLDER=VARIANTS`; who is in several has the recordings of all, and the variants of the
+    first."""
+    found: dict[str, Speaker] = {}
+    for source in sources:
+        folder, _, count = source.partition("=")
+        if count and not count.isdecimal():
+            raise DataError(
+                f"--source {source}: {count} is no number of variants", hint=f"--source {folder}={VARIANTS}"
+            )
+        for one in recordings(Path(folder)):
+            speaker = found.setdefault(one.speaker, Speaker([], int(count or VARIANTS)))
+            speaker.recordings.append(one)
+    return list(found.values())
 
 
 def variant_name(speaker: str, variant: int) -> str:
@@ -63,19 +89,20 @@ def variant_clips(name: str, lines: Sequence[RealLine], *, changed: bool) -> Ite
             yield CorpusClip(line.text, samples, reference_only=not line.is_target)
 
 
-def augment_speaker(found: Sequence[Recording], words: Path, variants: int, out: Path) -> None:
+def augment_speaker(speaker: Speaker, words: Path, out: Path) -> None:
     """Write a speaker and the variants; one of whom there is a single clip has no reference, and is left out."""
-    corpus, speaker = CorpusFolder(out), found[0].speaker
-    count = 1 if is_held_out(speaker) else 1 + variants
-    missing = [variant for variant in range(count) if not corpus.has(variant_name(speaker, variant))]
+    corpus, found = CorpusFolder(out), speaker.recordings
+    name = found[0].speaker
+    count = 1 if is_held_out(name) else 1 + speaker.variants
+    missing = [variant for variant in range(count) if not corpus.has(variant_name(name, variant))]
     heard = _read_words(words)
     if not missing or not heard.has(found):
         return
     lines = [line for line in real_lines(found, heard) if not is_held_out_line(line.text)]
     if len(lines) > 1:
         for variant in missing:
-            name = variant_name(speaker, variant)
-            corpus.add(name, "en", variant_clips(name, lines, changed=variant > 0))
+            changed = variant_name(name, variant)
+            corpus.add(changed, "en", variant_clips(changed, lines, changed=variant > 0))
 
 
 @cache
@@ -84,47 +111,51 @@ def _read_words(file: Path) -> HeardRecordings:
     return HeardRecordings(file)
 
 
-def augment(
-    speakers: Sequence[Sequence[Recording]], words: Path, variants: int, jobs: int, out: Path
-) -> dict[str, int]:
+def augment(speakers: Sequence[Speaker], words: Path, jobs: int, out: Path) -> dict[str, int]:
     """How many clips there are in each part."""
     corpus = CorpusFolder(out)
-    corpus.begin({"variants": variants})
+    corpus.begin({"variants": {one.recordings[0].speaker: one.variants for one in speakers}})
     with ProcessPoolExecutor(
         jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        begun = [pool.submit(augment_speaker, found, words, variants, out) for found in speakers]
+        begun = [pool.submit(augment_speaker, speaker, words, out) for speaker in speakers]
         for done in track(begun, "augmenting"):
             done.result()
     return corpus.finish()
 
 
-def hear(speakers: Sequence[Sequence[Recording]], words: Path, asr: str) -> None:
+def hear(speakers: Sequence[Speaker], words: Path, asr: str) -> None:
     from myna.evaluate.asr import ASR
 
     heard, opened = HeardRecordings(words), ASR.open(asr, threads=1)
-    for found in track(sorted(speakers, key=len), "hearing"):  # who has one recording needs its words most
+    # Who has one recording needs its words most.
+    for found in track(sorted((one.recordings for one in speakers), key=len), "hearing"):
         if not heard.has(found):
             heard.hear(found, opened)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, required=True, help="parquet files of real English, with texts")
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        required=True,
+        metavar="FOLDER[=VARIANTS]",
+        help=f"parquet files of real English, with texts, and speakers that are made of each (default: {VARIANTS})",
+    )
     parser.add_argument("--words", type=Path, required=True, help="file with the words of all recordings")
     parser.add_argument("--asr", help="hear what is missing there: a CTranslate2 Whisper model, or a name to download")
     parser.add_argument("--out", type=Path, help="folder for the corpus")
-    parser.add_argument("--variants", type=int, default=11, help="speakers that are made of each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that augment")
     args = parser.parse_args()
     try:
-        speakers = list(by_speaker(recordings(args.source)).values())
+        speakers = read_speakers(args.source)
         if args.asr:
             hear(speakers, args.words, args.asr)
         heard = HeardRecordings(args.words)
-        print(f"words of {sum(map(heard.has, speakers))} of {len(speakers)} speakers are known")
+        print(f"words of {sum(heard.has(one.recordings) for one in speakers)} of {len(speakers)} speakers are known")
         if args.out:
-            for part, count in augment(speakers, args.words, args.variants, args.jobs, args.out).items():
+            for part, count in augment(speakers, args.words, args.jobs, args.out).items():
                 print(f"{args.out / part}: {count} clips")
     except MynaError as error:
         parser.exit(1, f"{error}\n")

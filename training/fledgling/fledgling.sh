@@ -54,6 +54,7 @@ CHANNELS=${CHANNELS-yes}                 # channel simulation for two speakers i
 JOBS=${JOBS:-$(nproc)}
 NATURAL_JOBS=${NATURAL_JOBS:-10}
 ESPEAK_JOBS=${ESPEAK_JOBS:-$((JOBS > NATURAL_JOBS + 1 ? JOBS - NATURAL_JOBS - 1 : 1))} # beside them
+REAL_JOBS=${REAL_JOBS:-$((JOBS / 2 > 0 ? JOBS / 2 : 1))} # beside them as well
 REPEAT=${REPEAT:-1}                      # of all lines in an epoch, with other codes each time
 ENCODERS=${ENCODERS:-$JOBS}
 TRAIN_SECONDS=${TRAIN_SECONDS:-600}
@@ -210,10 +211,12 @@ language() { # with a clock and a folder of its own; parts of the bundle may com
   mkdir -p "$RUNS"
   [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
   check
+  real_corpus_beside &
+  local beside=$!
   stage corpora
-  wait_for_parts
+  wait $beside || { cat "$DATA/real.log"; return 1; }
+  tail -n 2 "$DATA/real.log"
   stage initial
-  stage real_corpus
   stage codec
   stage encode
   stage trial
@@ -244,12 +247,19 @@ initial() { # the checkpoint to begin with: its files may lie in several parts o
     --out "$DATA/initial"
 }
 
-real_corpus() { # English alone
-  local sources=() words="$BUNDLE/0/real_words.json"
+real_corpus() { # English alone; who is in two corpora has the variants of the first
+  local sources=() english=() source words="$BUNDLE/0/real_words.json"
   real_sources
-  [ -e "$words" ] && [ -d "$DATA/real/en-real" ] || { say "the bundle has no real English: trained without"; return 0; }
-  $PYTHON $HERE/augment_real.py --source "$DATA/real/en-real" --words "$words" --variants "${REAL_VARIANTS:-11}" \
-    --jobs "$JOBS" --out "$DATA/real_augmented"
+  for source in ${REAL_VARIANTS:-en-learners=6 en-real=15 en-commands=3}; do
+    [ ! -d "$DATA/real/${source%%=*}" ] || english+=("$DATA/real/$source")
+  done
+  [ -e "$words" ] && [ ${#english[@]} -gt 0 ] || { say "the bundle has no real English: trained without"; return 0; }
+  nice $PYTHON $HERE/augment_real.py --source "${english[@]}" --words "$words" --jobs "$REAL_JOBS" --out "$DATA/real_augmented"
+}
+
+real_corpus_beside() { # natural speech needs the GPU most, and leaves processors over
+  wait_for_parts
+  stage real_corpus >"$DATA/real.log" 2>&1
 }
 
 wait_for_parts() { # they may still be on their way while natural speech is made

@@ -5,6 +5,7 @@
 #
 # EN_REAL is the folder of the corpus en-real, WHISPER one with a CTranslate2 Whisper. Interrupted, it continues when it is
 # run again. With `voices` instead of WHISPER, the bundle is that of `fledgling.sh voices`, without words of real speech.
+# What crowd_corpora.py made in data/fledgling/crowd is added.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -31,11 +32,12 @@ if [ ! -e "$DATA/kokoro/voices.safetensors" ] || [ ! -e "$DATA/speech_encoder.sa
   PYTHONPATH=$DATA/onnx $PYTHON $HERE/export_kokoro.py --out "$DATA/kokoro"
   PYTHONPATH=$DATA/onnx $PYTHON $HERE/export_speech_encoder.py --out "$DATA/speech_encoder.safetensors"
 fi
-words=()
+words=() crowd=()
+for folder in "$DATA"/crowd/en-*; do [ ! -d "$folder" ] || crowd+=("$folder"); done
 if [ "$WHISPER" != voices ]; then
   [ -e "$DATA/real_words.json" ] || gunzip -c $HERE/real_words.json.gz >"$DATA/real_words.json" # as far as they are known
   say "words of real speech, with their times"
-  $PYTHON $HERE/augment_real.py --source "$EN_REAL" --words "$DATA/real_words.json" --asr "$WHISPER"
+  $PYTHON $HERE/augment_real.py --source "$EN_REAL" "${crowd[@]}" --words "$DATA/real_words.json" --asr "$WHISPER"
   words=(--words "$DATA/real_words.json")
 fi
 wait $real || { cat "$DATA/real.log"; exit 1; }
@@ -43,6 +45,6 @@ say bundle
 rm -rf "$DATA/bundle"
 train=$DATA/real/train
 $PYTHON $HERE/pack_offline.py --texts "$DATA/texts" --kokoro "$DATA/kokoro" --speech-encoder "$DATA/speech_encoder.safetensors" \
-  --real "$EN_REAL" "$train/asterisk-fr-0.parquet" "$train/festvox-ru-0.parquet=12" "$train/menardi-it-0.parquet" \
+  --real "$EN_REAL" "${crowd[@]}" "$train/asterisk-fr-0.parquet" "$train/festvox-ru-0.parquet=12" "$train/menardi-it-0.parquet" \
   "$train/gcin-zh-0.parquet" "$train/armelle-fr-0.parquet=4" --background "$DATA/real/noise/sonic-pi-0.parquet" \
   "${words[@]}" --limit "$LIMIT" --out "$DATA/bundle"

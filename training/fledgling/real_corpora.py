@@ -39,8 +39,8 @@ from myna.errors import AudioError, DataError, MynaError
 from myna.io import atomic_write
 
 SAMPLE_RATE = 24_000
-OPUS_OPTIONS = {"b": "48000", "compression_level": "5"}
-"""The bit rate, and an effort that takes a fifth of the time of libsndfile's."""
+OPUS_BIT_RATE, OPUS_EFFORT = 48_000, "5"
+"""The effort takes a fifth of the time of libsndfile's."""
 HEADERLESS = {".g722": 16_000, ".gsm": 8_000}
 """Rates of files that do not tell their own; FFmpeg has to be told their format, which is their suffix."""
 MIN_SECONDS, MAX_SECONDS = 1.0, 30.0
@@ -187,13 +187,13 @@ def decode(path: Path) -> tuple[Samples, int]:
     return np.asarray(soxr.resample(samples, rate, SAMPLE_RATE, quality="VHQ"), np.float32), rate
 
 
-def opus(samples: Samples) -> bytes:
-    """OGG/Opus of about 50 kbit/s; the same samples give the same bytes."""
+def opus(samples: Samples, bit_rate: int = OPUS_BIT_RATE) -> bytes:
+    """OGG/Opus of about that rate; the same samples give the same bytes."""
     import av
 
-    content = io.BytesIO()
+    content, options = io.BytesIO(), {"b": str(bit_rate), "compression_level": OPUS_EFFORT}
     with av.open(content, "w", format="ogg", options={"fflags": "+bitexact"}) as container:
-        stream = container.add_stream("libopus", rate=SAMPLE_RATE, options=OPUS_OPTIONS)
+        stream = container.add_stream("libopus", rate=SAMPLE_RATE, options=options)
         stream.layout, stream.format = "mono", "flt"
         frame = av.AudioFrame.from_ndarray(samples[None], format="flt", layout="mono")
         frame.sample_rate = SAMPLE_RATE
