@@ -208,6 +208,7 @@ def test_encoding_goes_on_after_a_stop(home: Path) -> None:
 def test_the_recipe_trains_it_in_full_and_goes_on_after_a_stop(home: Path, run: Path) -> None:
     recipe = load_recipe(RECIPES / "language_model.yaml")
     assert recipe.adapt.mode == "full" and not recipe.model.check_pretrained and recipe.train.ema_decay
+    assert recipe.publishes_best, "what follows it is learned by heart"
     log = (run / "log.txt").read_text()
     assert "(100.00 %)" in log and "going on after step 2" in log
     egg = open_family(str(home / "egg")).load_model(dtype=torch.float32, device="cpu", text_head=False)

@@ -310,7 +310,7 @@ trial() {
   # shellcheck disable=SC2086
   $PYTHON -m myna train $HERE/language_model.yaml --out "$RUNS/trial" --set model.source="$DATA/init" \
     --set data.train="$DATA/prepared/train" --set data.evaluation=null \
-    --set train.steps=60 --set train.warmup=10 "${CONTINUED[@]}" $SET
+    --set train.early_stopping_patience=null --set train.steps=60 --set train.warmup=10 "${CONTINUED[@]}" $SET
 }
 
 train() { # as many steps as fit, by the trial; stopped by LIMIT, resumed by the next command
