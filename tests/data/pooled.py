@@ -28,14 +28,14 @@ class SlowCodec(FakeCodec):
 
 
 class DeadlyCodec(SlowCodec):
-    """Kills its process, as a lack of memory does, one time in six, until it has done so `times` times."""
+    """Kills its process, as a lack of memory does, in that share of the calls, until it has done so `times` times."""
 
-    def __init__(self, deaths: Path, times: int) -> None:
+    def __init__(self, deaths: Path, times: int, share: float = 1 / 6) -> None:
         super().__init__()
-        self._deaths, self._times = deaths, times
+        self._deaths, self._times, self._share = deaths, times, share
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        if len(list(self._deaths.iterdir())) < self._times and random.random() < 1 / 6:
+        if len(list(self._deaths.iterdir())) < self._times and random.random() < self._share:
             (self._deaths / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(clips)

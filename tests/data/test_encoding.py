@@ -60,7 +60,7 @@ def test_killed_workers_cost_nothing(source: Path, expected: dict[str, bytes], t
 def test_a_worker_that_always_dies_is_given_up(source: Path, tmp_path: Path) -> None:
     (tmp_path / "deaths").mkdir()
     with pytest.raises(DataError, match=rf"encode .*\.arrow died {MAX_ATTEMPTS} times"):
-        encode_pooled(source, tmp_path / "out", 2, open_codec=partial(DeadlyCodec, tmp_path / "deaths", 999))
+        encode_pooled(source, tmp_path / "out", 2, open_codec=partial(DeadlyCodec, tmp_path / "deaths", 999, share=1))
 
 
 def test_a_killed_driver_takes_its_workers_along_and_can_go_on(
