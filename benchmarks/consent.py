@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from myna.audio.files import Samples, read_audio
-from myna.evaluate.dependencies import SAMPLE_RATE
-from myna.evaluate.speaker_encoders import cosine_similarity, open_speaker_encoder
-from myna.voices.consent import required_similarity
+from myna.listen.pretrained import SAMPLE_RATE
+from myna.listen.speaker_encoders import cosine_similarity, open_speaker_encoder
+from myna.provenance.consent import required_similarity
 
 CLIPS = 3
 

@@ -28,8 +28,8 @@ from rapidfuzz.distance import Levenshtein
 
 from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import frame_levels_db
-from myna.data.text_normalization import words
-from myna.io import save_text
+from myna.core.io import save_text
+from myna.text.normalization import words
 
 FRAME_SECONDS = 0.01
 COLLAR_SECONDS = 0.25
@@ -133,8 +133,8 @@ def diarization_error(reference: dict[str, BoolArray], hypothesis: BoolArray) ->
 
 def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Path) -> dict[str, Any]:
     """Diarization error and overlap detection of each recording, and music and noise in and outside their stretches."""
-    from myna.curate import analysis
-    from myna.curate.analysis.segmentation import frame_times
+    from myna.listen import analysis
+    from myna.listen.segmentation import frame_times
 
     models = analysis.load_models(analysis.AnalysisSettings(folder=models_folder))
     report: dict[str, Any] = {}

@@ -23,16 +23,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from myna.audio.files import read_audio
-from myna.curate.analysis.music import SpeechMusicNoiseNetwork
-from myna.curate.analysis.quality import DNSMOSNetwork
-from myna.curate.analysis.segmentation import SegmentationNetwork
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import Part, refine
 from myna.curate.settings import load_curate_settings
-from myna.evaluate import asr_transformers, ecapa
-from myna.evaluate.asr_beam_search import BeamSearch
-from myna.evaluate.asr_torch_whisper import TorchWhisperNetwork
+from myna.listen import asr_transformers, ecapa
+from myna.listen.asr_beam_search import BeamSearch
+from myna.listen.asr_torch_whisper import TorchWhisperNetwork
+from myna.listen.music import SpeechMusicNoiseNetwork
+from myna.listen.quality import DNSMOSNetwork
+from myna.listen.segmentation import SegmentationNetwork
 
 LAUNCH_SECONDS = 6e-6
 """Of a host, for each kernel launch by PyTorch."""

@@ -23,14 +23,14 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import soundfile
 
-from myna.io import save_text
+from myna.core.io import save_text
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/curate-memory.json"
 INTERVAL_SECONDS = 1.0
 DECODE = """
 import sys
 from pathlib import Path
-from myna.curate.analysis import voice_activity
+from myna.listen.analysis import voice_activity
 from myna.curate.recordings import SAMPLE_RATE, decode_recording
 from myna.curate.settings import ListenSettings
 find = lambda samples: voice_activity(samples, SAMPLE_RATE)

@@ -34,15 +34,15 @@ from myna.curate.settings import load_curate_settings
 STAGES = (
     *("faster_whisper.feature_extractor:FeatureExtractor.__call__", "faster_whisper:WhisperModel.find_alignment"),
     *(
-        f"myna.evaluate.asr_torch_whisper:TorchWhisperNetwork.{method}"
+        f"myna.listen.asr_torch_whisper:TorchWhisperNetwork.{method}"
         for method in ("encode", "detect_language", "generate", "align")
     ),
-    *("myna.evaluate.asr_torch_whisper:time_warping", "myna.evaluate.asr:as_mono_16khz"),
-    *("myna.curate.analysis.segmentation:SegmentationNetwork.segment", "myna.evaluate.ecapa:EcapaEncoder.embed_batch"),
-    *("myna.curate.analysis.quality:DNSMOSNetwork.score", "myna.curate.analysis.noise:DeepFilterNet.snr_db"),
-    *("myna.curate.analysis.music:SpeechMusicNoiseNetwork.music_share", "myna.curate.refine:release_free_memory"),
-    *("myna.curate.analysis.measures:narrowest_bandwidth_hz", "myna.curate.analysis.measures:integrated_loudness"),
-    *("myna.curate.analysis.measures:release_free_memory", "myna.curate.refine:resample_pcm"),
+    *("myna.listen.asr_torch_whisper:time_warping", "myna.listen.asr:as_mono_16khz"),
+    *("myna.listen.segmentation:SegmentationNetwork.segment", "myna.listen.ecapa:EcapaEncoder.embed_batch"),
+    *("myna.listen.quality:DNSMOSNetwork.score", "myna.listen.noise:DeepFilterNet.snr_db"),
+    *("myna.listen.music:SpeechMusicNoiseNetwork.music_share", "myna.curate.refine:release_free_memory"),
+    *("myna.listen.measures:narrowest_bandwidth_hz", "myna.listen.measures:integrated_loudness"),
+    *("myna.listen.measures:release_free_memory", "myna.curate.refine:resample_pcm"),
     *("myna.curate.refine:measure_text", "myna.curate.refine:cut_clips", "myna.curate.refine:_gap_snr_db"),
     *(f"myna.curate.models:CurationModels.{method}" for method in ("find_speakers", "normalise_text", "fingerprint")),
 )

@@ -40,13 +40,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from myna.config import Recipe, parse_recipe
+from myna.core.config import Recipe, parse_recipe
+from myna.core.errors import DataError
 from myna.data.code_store import FORMAT, INDEX_FILE
 from myna.data.dataset import DatasetInfo
 from myna.data.loader import PREFETCH_STEPS, Shard, start_workers
 from myna.data.packing import first_fit_decreasing
 from myna.data.workers import WorkerPool
-from myna.errors import DataError
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import SPECIAL_TOKENS

@@ -12,9 +12,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from myna.speak import long_text, segments
+from myna.speak import segments
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
+from myna.text import sentences as long_text
 
 
 def main() -> None:

@@ -39,7 +39,9 @@ if str(ROOT) not in sys.path:  # run as a script, which knows only its own folde
 from benchmarks.rank_checkpoints import sentences  # noqa: E402
 
 from myna import api  # noqa: E402
-from myna.config import DataSettings, override, parse_recipe  # noqa: E402
+from myna.core.config import DataSettings, override, parse_recipe  # noqa: E402
+from myna.core.io import atomic_write, bytes_hash  # noqa: E402
+from myna.core.statistics import RatioPart, estimate, paired_difference  # noqa: E402
 from myna.data.codec import Codec, Codes  # noqa: E402
 from myna.data.conversation import AudioClip, Reference, speech_conversation  # noqa: E402
 from myna.data.dataset import PreparedDataset  # noqa: E402
@@ -52,11 +54,9 @@ from myna.evaluate.pipeline import score_systems  # noqa: E402
 from myna.evaluate.scorers import Scorers  # noqa: E402
 from myna.evaluate.scoring import ItemScores  # noqa: E402
 from myna.evaluate.systems import SystemOutput  # noqa: E402
-from myna.io import atomic_write, bytes_hash  # noqa: E402
 from myna.models import open_family  # noqa: E402
 from myna.speak.loading import load_engine  # noqa: E402
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, request_sampling  # noqa: E402
-from myna.statistics import RatioPart, estimate, paired_difference  # noqa: E402
 
 MODEL, UNTUNED, BASELINE = "fledgling", "untuned", "uniform"
 OPTIONS: dict[str, dict[str, Any]] = {

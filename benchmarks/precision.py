@@ -30,7 +30,7 @@ import peft
 import torch
 import transformers
 
-from myna.config import AdaptSettings, DataSettings, ModelSettings, Recipe, TrainSettings
+from myna.core.config import AdaptSettings, DataSettings, ModelSettings, Recipe, TrainSettings
 from myna.data.conversation import AudioClip, speech_conversation
 from myna.models import open_family
 from myna.models.base import Batch, Family

@@ -39,8 +39,8 @@ if str(ROOT) not in sys.path:  # run as a script, which knows only its own folde
 from benchmarks.harness import CONTEXT_GIB, Benchmark, synchronize  # noqa: E402
 from benchmarks.synthetic import random_weight  # noqa: E402
 
-from myna.config import Recipe, load_recipe  # noqa: E402
-from myna.io import atomic_write  # noqa: E402
+from myna.core.config import Recipe, load_recipe  # noqa: E402
+from myna.core.io import atomic_write  # noqa: E402
 from myna.models.base import IGNORE_INDEX, Batch, RenderedSequence, TokenSpan  # noqa: E402
 from myna.models.phi4.checkpoint import meta_model  # noqa: E402
 from myna.models.phi4.codec import CODES_PER_UNIT, MAX_CODE  # noqa: E402

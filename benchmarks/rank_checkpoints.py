@@ -24,7 +24,9 @@ from typing import Any
 import yaml
 
 from myna import api
-from myna.config import parse_recipe
+from myna.core.config import parse_recipe
+from myna.core.io import atomic_write
+from myna.core.statistics import paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.eval_set import load_eval_set, split_items
@@ -39,9 +41,7 @@ from myna.evaluate.ranking import (
 )
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, SpeechSystem, System
-from myna.io import atomic_write
 from myna.speak.loading import load_engine
-from myna.statistics import paired_difference
 from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.train.run import Run
 

@@ -63,8 +63,8 @@ from benchmarks.load_client import (
 )
 
 from myna import __version__
-from myna.io import save_text
-from myna.progress import ProgressCallback
+from myna.core.io import save_text
+from myna.core.progress import ProgressCallback
 from myna.report.plot import Curve
 from myna.terminal import progress_bars
 

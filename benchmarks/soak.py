@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.load_client import standalone_plot
 from benchmarks.serve import SYNTHETIC_SERVER
 
-from myna.io import save_text
-from myna.progress import ProgressCallback
+from myna.core.io import save_text
+from myna.core.progress import ProgressCallback
 from myna.report.plot import Curve
 from myna.terminal import progress_bars
 

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from myna.curate import analysis
 from myna.curate.xray.voices import MIN_CLIPS, SAME_VOICE_RATIO, mean_cosine, second_voice
+from myna.listen import analysis
 
 
 def main() -> None:

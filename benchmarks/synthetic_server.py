@@ -199,8 +199,8 @@ def tone_engine(make_decoder: Callable[[RandomHiggs, int, int], HiggsDecoder], c
 
 def run_synthetic_engine(kind: str, step_seconds: float, settings: EngineSettings, connection: Connection) -> None:
     """Main function of the engine process."""
+    from myna.core.device import pick_device
     from myna.serve import engine_process
-    from myna.train.precision import pick_device
 
     def open_worker(settings: EngineSettings) -> engine_process.SpeechWorker:
         if kind == "instant":

@@ -46,8 +46,8 @@ def test_everything_public_is_there_and_documented() -> None:
 
 
 def test_functions_keep_their_names_when_packages_of_that_name_are_imported() -> None:
-    import myna.compare.runner
-    import myna.doctor.runner
+    import myna.checks.doctor
+    import myna.evaluate.compare
     import myna.evaluate.runner
     import myna.train.loop
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import myna
 from myna.audio.files import read_audio, write_audio
 from myna.cli import app
-from myna.errors import SpeakError
+from myna.core.errors import SpeakError
 
 LONG = "The wind blew over the hills all night, and in the morning the river had risen above its banks. " * 6
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from myna.config import parse_recipe
-from myna.errors import OutputError, TrainingError
-from myna.io import atomic_folder, claim_folder
+from myna.core.config import parse_recipe
+from myna.core.errors import OutputError, TrainingError
+from myna.core.io import atomic_folder, claim_folder
 from myna.train.run import Run, lock_run
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def test_an_evaluation_killed_before_its_folder_was_marked_can_be_started_again(
 
 def test_what_a_killed_process_has_half_written_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from myna.io import atomic_folder\n"
+        "import os, sys; from pathlib import Path; from myna.core.io import atomic_folder\n"
         "with atomic_folder(Path('out')) as folder:\n"
         "    (folder / 'large').write_text('half'); print('writing', flush=True); sys.stdin.read()"
     )

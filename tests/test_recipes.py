@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from myna.config import Settings, load_recipe
+from myna.core.config import Settings, load_recipe
 from myna.models import open_family
 from myna.train import memory_plan
 from myna.train.memory_plan import LargestBatch, plan_memory

@@ -14,9 +14,9 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from typer.testing import CliRunner
 
 from myna.cli import app
+from myna.core.errors import MynaError
 from myna.data.codec import Codes
 from myna.data.dataset import PreparedDataset
-from myna.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from tests.birds import LINES, REFERENCE, SPEAKER_PITCHES, code_accuracy, recipe, write_recordings
 

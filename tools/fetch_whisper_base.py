@@ -22,8 +22,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from myna.errors import MynaError
-from myna.evaluate.asr_faster_whisper import download_faster_whisper as download_from_hub
+from myna.core.errors import MynaError
+from myna.listen.asr_faster_whisper import download_faster_whisper as download_from_hub
 
 HUB_NAME = "base"
 """Whisper base as faster-whisper calls it: Systran/faster-whisper-base on the hub."""

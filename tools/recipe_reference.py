@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from myna.config import Recipe, Settings, settings_group
+from myna.core.config import Recipe, Settings, settings_group
 
 
 def describe() -> str:

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from myna.errors import CheckpointError
-from myna.io import atomic_folder
+from myna.core.errors import CheckpointError
+from myna.core.io import atomic_folder
 
 BINARY_VERSION = 6
 DTYPES = {0: "<f4", 1: "i1", 2: "<i2", 3: "<i4", 4: "<f2"}

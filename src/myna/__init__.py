@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 # These packages have the names of API functions. They are imported first, or importing one of their modules later would
 # put the package in place of the function.
-import myna.compare
 import myna.curate
-import myna.doctor
 import myna.evaluate
-import myna.train
-import myna.verify  # noqa: F401
+import myna.train  # noqa: F401
 from myna.api import (
     AnswerModel,
     DataFolder,
@@ -48,22 +45,22 @@ from myna.api import (
     verify,
     xray,
 )
-from myna.errors import MynaError
-from myna.progress import ProgressCallback
+from myna.core.errors import MynaError
+from myna.core.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from myna.config import Recipe as Recipe
-    from myna.config import load_recipe as load_recipe
+    from myna.core.config import Recipe as Recipe
+    from myna.core.config import load_recipe as load_recipe
     from myna.speak.engine import Speech as Speech
     from myna.train.run import Run as Run
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Recipe": "myna.config",
+    "Recipe": "myna.core.config",
     "Run": "myna.train.run",
     "Speech": "myna.speak.engine",
-    "load_recipe": "myna.config",
+    "load_recipe": "myna.core.config",
 }
 """Types that would bring heavy packages, by the module they are imported from when asked for."""
 

@@ -15,14 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myna.errors import ConfigError, DataError, MynaError, SpeakError, TrainingError
-from myna.io import report_disk_errors
-from myna.progress import ProgressCallback, silent
+from myna.core.errors import ConfigError, DataError, MynaError, SpeakError, TrainingError
+from myna.core.io import report_disk_errors
+from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
     from myna.audio.files import AudioFileFormat
-    from myna.compare.comparison import Comparison
-    from myna.config import Quantization, Recipe
+    from myna.checks.certificate import Certificate
+    from myna.checks.check import Check
+    from myna.core.config import Quantization, Recipe
+    from myna.core.pools import Pool
     from myna.curate.forecast import CurationForecast
     from myna.curate.runner import CurationResult
     from myna.curate.settings import CurateSettings
@@ -32,14 +34,14 @@ if TYPE_CHECKING:
     from myna.data.importers.validation import TextCheck
     from myna.data.overlap import ComparedClip, TrainedClips
     from myna.data.utterance import Utterance
-    from myna.doctor.check import Check
+    from myna.evaluate.comparison import Comparison
     from myna.evaluate.evaluation import Evaluation
     from myna.evaluate.takes import TakeRanker, TakeRanking
     from myna.models.base import GeneratedAnswer, RenderedSequence, Sampling
     from myna.models.merge import MergeCheck
-    from myna.pools import Pool
     from myna.provenance.detection import Detection
     from myna.provenance.origin import SpeechOrigin
+    from myna.provenance.voice_store import StoredVoice
     from myna.speak.answering import AnswerEngine, DatasetAnswers
     from myna.speak.engine import Engine, Speech
     from myna.speak.lines import ReferenceRecording, SpeechLine
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
     from myna.speak.segments import SpeechPlan
     from myna.train.loop import TrainingObserver
     from myna.train.run import Run
-    from myna.verify.certificate import Certificate
-    from myna.voices.store import StoredVoice
 
 PathLike = str | os.PathLike[str]
 SettingOverrides = Mapping[str, Any] | Sequence[str]
@@ -113,11 +113,11 @@ def prepare(
     `workers` processes of this machine encode, or those of the Ray cluster at the address `ray`, which must find the
     recordings, the model and `out` under the same paths. By default this process does. The result is the same.
     """
+    from myna.core.device import pick_device
     from myna.data.dataset import DatasetInfo, PreparedDataset
     from myna.data.encoding import encode_dataset
     from myna.data.lengths import count_text_tokens
     from myna.models import open_family
-    from myna.train.precision import pick_device
 
     folder = Path(out)
     format = _check_import(source, folder, format)
@@ -144,10 +144,10 @@ def _encoding_pool(
     model: str, codec: str | None, device: str, workers: int | None, ray: str | None
 ) -> Pool[ShardEncoder] | None:
     """Workers that encode; None where this process does."""
+    from myna.core.device import pick_device
+    from myna.core.pools import absolute_folder, open_pool
     from myna.data.encoding import ShardEncoder
     from myna.models import is_model_name
-    from myna.pools import absolute_folder, open_pool
-    from myna.train.precision import pick_device
 
     if ray is None and (workers or 1) == 1:
         return None
@@ -170,8 +170,8 @@ def _load_encoder(model: str, codec: str | None, device: str, threads: int) -> E
     """Of a process that only encodes."""
     import torch
 
+    from myna.core.device import pick_device
     from myna.models import open_family
-    from myna.train.precision import pick_device
 
     torch.set_num_threads(threads)
     return open_family(model, codec=codec).load_encoder(device=pick_device(device))
@@ -179,10 +179,10 @@ def _load_encoder(model: str, codec: str | None, device: str, threads: int) -> E
 
 def _check_import(source: PathLike, out: Path, format: str | None) -> str:
     """The layout of a source, once it is sure that it is there and can be imported into `out`."""
+    from myna.core.io import check_writable
     from myna.curate.corrected_folder import check_corrections_applied
     from myna.data.importers import check_source
     from myna.data.importers.reading import OUTPUT_FILES
-    from myna.io import check_writable
 
     if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
         raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
@@ -364,7 +364,7 @@ def render(
     data: PathLike, *, model: str, id: str | None = None, count: int = 1, settings: SettingOverrides = ()
 ) -> list[RenderedSequence]:
     """Training sequences of a prepared folder: token ids, delayed codes and labels, as the model sees them."""
-    from myna.config import parse_recipe
+    from myna.core.config import parse_recipe
     from myna.models import open_family
     from myna.train.loop import make_loader
 
@@ -473,7 +473,7 @@ def _run_training(
 def _write_card(run: Run, folder: Path | None = None) -> None:
     """Write the model card of a run that is finished. Weights are not lost for a card: what goes wrong is logged."""
     from myna.evaluate.model_card import write_model_card
-    from myna.voices.store import VoiceStore
+    from myna.provenance.voice_store import VoiceStore
 
     try:
         write_model_card(run, {voice.name: voice.consent.id for voice in VoiceStore().list_voices()}, folder)
@@ -517,7 +517,7 @@ def _launch(gpus: int, words: list[Any], run: Run) -> None:
 def _load_recipe(
     recipe: Recipe | Mapping[str, Any] | PathLike | None, given: Mapping[str, Any], settings: SettingOverrides
 ) -> Recipe:
-    from myna.config import Recipe, load_recipe, parse_recipe
+    from myna.core.config import Recipe, load_recipe, parse_recipe
     from myna.models import is_model_name
 
     if isinstance(recipe, str | os.PathLike):
@@ -545,7 +545,7 @@ def _overrides(settings: SettingOverrides) -> list[str]:
 def _with_settings(tree: Mapping[str, Any], settings: SettingOverrides) -> dict[str, Any]:
     from copy import deepcopy
 
-    from myna.config import override
+    from myna.core.config import override
 
     changed = deepcopy(dict(tree))
     for setting in _overrides(settings):
@@ -556,7 +556,7 @@ def _with_settings(tree: Mapping[str, Any], settings: SettingOverrides) -> dict[
 @contextmanager
 def _recipe_file(recipe: Recipe) -> Iterator[Path]:
     """A recipe as a temporary YAML file, for the processes of a launcher."""
-    from myna.config import dump_recipe
+    from myna.core.config import dump_recipe
 
     with tempfile.TemporaryDirectory(prefix="myna-") as folder:
         file = Path(folder, "recipe.yaml")
@@ -864,8 +864,8 @@ class Voice:
         """References, or those of a stored voice in their place."""
         if voice is None:
             return reference, reference_text, None
+        from myna.provenance.voice_store import VoiceStore
         from myna.speak.marking import StoredReference
-        from myna.voices.store import VoiceStore
 
         if reference or reference_text:
             raise SpeakError("--voice has a reference of its own", hint="give --voice or --reference, not both")
@@ -1008,10 +1008,10 @@ class AnswerModel:
         metrics beside it as `.scores.json`; over a file that is there only with `force`."""
         import json
 
+        from myna.core.io import check_output_file, save_text
         from myna.data.dataset import PreparedDataset
         from myna.data.overlap import ComparedClip
         from myna.data.pronunciation.metrics import assessment_table
-        from myna.io import check_output_file, save_text
         from myna.speak.answering import DatasetAnswers
 
         for file in (Path(out), self.scores_file(out)):
@@ -1143,9 +1143,9 @@ def add_voice(
     """Store a voice by its recordings and the recording of its speaker's consent, in which the sentence of
     `consent_sentence` is read aloud. The words are checked by the ASR and the voice by the speaker encoder, both as of
     `evaluate`. `texts` are transcripts of the recordings, by default those of the ASR."""
-    from myna.train.precision import pick_device
-    from myna.voices.consent import ConsentChecker
-    from myna.voices.store import VoiceStore, check_voice_name
+    from myna.core.device import pick_device
+    from myna.provenance.consent import ConsentChecker
+    from myna.provenance.voice_store import VoiceStore, check_voice_name
 
     check_voice_name(name)
     store = VoiceStore()
@@ -1161,8 +1161,8 @@ def add_voice(
 
 def consent_sentence(name: str, *, language: str = "en") -> str:
     """The sentence that a speaker of that name reads aloud today, to agree to a stored voice."""
-    from myna.voices.sentences import sentence_of_day
-    from myna.voices.store import check_voice_name
+    from myna.provenance.consent_sentences import sentence_of_day
+    from myna.provenance.voice_store import check_voice_name
 
     check_voice_name(name)
     return sentence_of_day(name, language).text
@@ -1248,7 +1248,7 @@ def compare(
     """Compare runs, models or evaluations on the same sentences: metrics with paired differences, and a page for blind
     listening. Writes `compare.json` and `compare.html`; into a folder that holds anything but a comparison, only with
     `force`."""
-    from myna.compare.runner import compare_systems
+    from myna.evaluate.compare import compare_systems
 
     return compare_systems(
         [one if isinstance(one, str) else str(_run_folder(one)) for one in subjects],
@@ -1285,7 +1285,7 @@ def model_stats(
     train_modules: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Count the parameters of a model and those a LoRA would train, from shapes alone."""
-    from myna.config import AdaptSettings, parse_settings
+    from myna.core.config import AdaptSettings, parse_settings
     from myna.models import open_family
     from myna.models.stats import count_model
 
@@ -1339,8 +1339,8 @@ def verify(
     A failed check is no exception: `certificate.passed` and `certificate.verdict` say how it went. verify.json and
     verify.html are written into `out`, where given. `model` is as for `load`; `quick` generates less.
     """
-    from myna.io import check_writable
-    from myna.verify.runner import run_verification
+    from myna.checks.verify import run_verification
+    from myna.core.io import check_writable
 
     if out is not None:
         check_writable(Path(out))
@@ -1376,8 +1376,8 @@ def doctor(
     With `ray` the nodes of the cluster at that address are compared instead: their versions, models of curation, the
     model's codec, the recogniser `asr`, and whether `shared` is one folder on all of them.
     """
-    from myna.doctor.nodes import check_cluster
-    from myna.doctor.runner import run_checks
+    from myna.checks.doctor import run_checks
+    from myna.checks.nodes import check_cluster
 
     if ray is not None:
         return check_cluster(ray, shared=_path(shared), model=model, asr=asr).checks

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from myna import __version__
-from myna.errors import MynaError
+from myna.core.errors import MynaError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +111,7 @@ def main() -> None:
     except MynaError as error:
         _exit_with(error)
     except OSError as error:
-        from myna.io import disk_error
+        from myna.core.io import disk_error
 
         # A full disk is no bug; a file of ours that is not where it should be is one, and keeps its traceback.
         if known := disk_error(error):
@@ -135,7 +135,7 @@ def _fast_start(*, adapter: bool) -> Iterator[int]:
     try:
         import torch
 
-        from myna._compat import trimmed_imports
+        from myna.core.compat import trimmed_imports
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -250,7 +250,7 @@ def curate(
     decides again within seconds:  myna curate --out OUT --set keep.min_snr_db=20
     """
     from myna import api
-    from myna.errors import ConfigError
+    from myna.core.errors import ConfigError
     from myna.terminal import curation_bars, show_curation, show_forecast, show_notes
 
     if out is None and not dry_run:
@@ -386,8 +386,8 @@ def train(
 ) -> None:
     """Train what a recipe says, into a run folder. Every setting can be changed with --set train.steps=100."""
     from myna import api
-    from myna.config import load_recipe
-    from myna.errors import ConfigError
+    from myna.core.config import load_recipe
+    from myna.core.errors import ConfigError
     from myna.train.run import Run
 
     if (recipe is None) == (resume is None) or (resume is not None and (out is not None or dry_run)):
@@ -437,9 +437,9 @@ def recipes(
     force: ForceOption = False,
 ) -> None:
     """List the recipes that ship, print one, or copy one to start from. `myna train NAME` takes their names too."""
-    from myna.config import shipped_recipes
-    from myna.errors import ConfigError
-    from myna.io import check_output_file, save_text
+    from myna.core.config import shipped_recipes
+    from myna.core.errors import ConfigError
+    from myna.core.io import check_output_file, save_text
     from myna.terminal import show_recipes
 
     shipped = shipped_recipes()
@@ -595,7 +595,7 @@ def speak(
     """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it.
 
     A text of more than about 30 s is spoken segment by segment, each continuing the one before."""
-    from myna.errors import ReferenceWarning, SpeakError
+    from myna.core.errors import ReferenceWarning, SpeakError
     from myna.speak.validation import check_speech_text, open_reference, read_speech_text
 
     if [text, text_file, lines].count(None) != 2:
@@ -628,7 +628,7 @@ def speak(
         check_installed()
     pairs = list(zip(reference or (), reference_text or (), strict=True))
     if voice_name is not None:
-        from myna.voices.store import VoiceStore
+        from myna.provenance.voice_store import VoiceStore
 
         if pairs:
             raise SpeakError("--voice has a reference of its own", hint="give --voice or --reference, not both")
@@ -723,7 +723,7 @@ def _check_speak_outputs(
     out: Path | None, *, lines: Path | None, takes: int, best: bool, codes: Path | None, stream: bool, play: bool
 ) -> None:
     """Refuse outputs that do not go together, and a stream that would go to a terminal or to no player."""
-    from myna.errors import SpeakError
+    from myna.core.errors import SpeakError
 
     if out is None and not stream and not play:
         raise SpeakError("there is nowhere for the speech to go", hint="--out FILE.wav, --play, or --stream | PLAYER")
@@ -757,7 +757,7 @@ def _take_files(file: Path, takes: int) -> list[Path]:
 
 def _check_speech_files(files: list[Path], codes_files: list[Path], inputs: list[Path], *, force: bool) -> None:
     from myna.audio.files import check_audio_suffix
-    from myna.io import check_output_file
+    from myna.core.io import check_output_file
 
     for file in files:
         check_audio_suffix(file)
@@ -768,7 +768,7 @@ def _check_speech_files(files: list[Path], codes_files: list[Path], inputs: list
 def _save_codes(file: Path, codes: Codes) -> None:
     import numpy as np
 
-    from myna.io import atomic_write
+    from myna.core.io import atomic_write
 
     with atomic_write(file) as temporary, temporary.open("wb") as opened:
         np.save(opened, codes)
@@ -778,8 +778,8 @@ def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force
     """Play samples, or write them to standard output, as they come; and to a file where one is wanted."""
     import numpy as np
 
-    from myna.errors import SpeakError
-    from myna.io import check_output_file
+    from myna.core.errors import SpeakError
+    from myna.core.io import check_output_file
     from myna.provenance.record import write_speech
     from myna.speak.playback import open_player, open_standard_output
     from myna.terminal import show_stream
@@ -808,7 +808,7 @@ def detect(
     Exit code 0 where every file is marked, or signed as speech of a model; 1 where one is neither; 2 where one cannot
     be read. Without a mark a recording may still be synthetic: `docs/guides/provenance.md` says what removes it."""
     from myna import api
-    from myna.errors import AudioError
+    from myna.core.errors import AudioError
     from myna.terminal import show_detection, show_warnings
 
     found, failures = [], list[str]()
@@ -860,8 +860,8 @@ def add_voice(
 @voice_app.command("list")
 def list_voices(as_json: JsonOption = False) -> None:
     """List the stored voices."""
+    from myna.provenance.voice_store import VoiceStore
     from myna.terminal import show_notes, show_voices
-    from myna.voices.store import VoiceStore
 
     voices = VoiceStore().list_voices()
     if as_json:
@@ -875,7 +875,7 @@ def list_voices(as_json: JsonOption = False) -> None:
 @voice_app.command("show")
 def show_voice(name: Annotated[str, typer.Argument(help="Name or id of a voice.")]) -> None:
     """Print all that is stored of a voice, as JSON: recordings with their hashes, and how its consent was checked."""
-    from myna.voices.store import VoiceStore
+    from myna.provenance.voice_store import VoiceStore
 
     print(VoiceStore().get_voice(name).model_dump_json(indent=2))
 
@@ -883,8 +883,8 @@ def show_voice(name: Annotated[str, typer.Argument(help="Name or id of a voice."
 @voice_app.command("remove")
 def remove_voice(name: Annotated[str, typer.Argument(help="Name or id of a voice.")]) -> None:
     """Remove a voice, its recordings and its consent from this machine. What was spoken with it stays in the log."""
+    from myna.provenance.voice_store import VoiceStore
     from myna.terminal import show_notes
-    from myna.voices.store import VoiceStore
 
     store = VoiceStore()
     voice = store.delete_voice(name)
@@ -928,9 +928,9 @@ def answer(
 ) -> None:
     """Answer questions about recordings with a model that listens, or compare its answers with those of a folder."""
     from myna import api
+    from myna.core.errors import SpeakError
+    from myna.core.io import check_output_file
     from myna.data.dataset import DATASET_INFO_FILE
-    from myna.errors import SpeakError
-    from myna.io import check_output_file
     from myna.terminal import progress_bars, show_dataset_answers, show_notes, show_warnings
 
     folder = recordings[0] if (recordings[0] / DATASET_INFO_FILE).is_file() else None
@@ -1054,8 +1054,8 @@ def compare(
     no weights opened: `runs/marta/evaluation`, and `runs/marta/evaluation:base` for the untuned model beside it."""
     options = {key: value for key, value in locals().items() if key not in ("preferences", "serve", "port", "as_json")}
     from myna import api
-    from myna.compare import runner
-    from myna.errors import ConfigError
+    from myna.core.errors import ConfigError
+    from myna.evaluate import compare as runner
     from myna.terminal import progress_bars, show_comparison, show_notes, show_preferences
 
     console, folder = _console(), Path(subjects[0])
@@ -1198,7 +1198,7 @@ def serve(
 
     `myna serve runs/marta` opens http://127.0.0.1:8000; programs use http://127.0.0.1:8000/v1 as their base URL.
     """
-    from myna.errors import ConfigError
+    from myna.core.errors import ConfigError
 
     try:
         from myna.serve.context import ServerSettings
@@ -1391,13 +1391,13 @@ def doctor(
     where something is wrong."""
     from dataclasses import asdict
 
-    from myna.doctor.runner import run_checks
-    from myna.errors import ConfigError
+    from myna.checks.doctor import run_checks
+    from myna.core.errors import ConfigError
     from myna.terminal import show_checks, show_nodes
 
     found: dict[str, Any] = {}
     if ray is not None:
-        from myna.doctor.nodes import check_cluster
+        from myna.checks.nodes import check_cluster
 
         report = check_cluster(ray, shared=shared, model=model, asr=asr)
         checks = report.checks

@@ -24,30 +24,30 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from myna.io import bytes_hash
-from myna.progress import ProgressCallback
+from myna.core.io import bytes_hash
+from myna.core.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from myna.compare.comparison import Comparison
-    from myna.compare.preferences import PreferenceCount, Preferences
+    from myna.checks.certificate import Certificate
+    from myna.checks.check import Check
+    from myna.checks.nodes import NodeReport
     from myna.curate.forecast import CurationForecast
     from myna.curate.runner import CurationResult
     from myna.curate.xray.runner import Xray
     from myna.demo.report import DemoResult
-    from myna.doctor.check import Check
-    from myna.doctor.nodes import NodeReport
+    from myna.evaluate.comparison import Comparison
     from myna.evaluate.evaluation import Evaluation
+    from myna.evaluate.preferences import PreferenceCount, Preferences
     from myna.evaluate.scoring import ItemScores
     from myna.evaluate.takes import TakeRanking
     from myna.provenance.detection import Detection
+    from myna.provenance.voice_store import StoredVoice
     from myna.serve.context import ServerSettings
     from myna.serve.messages import EngineInfo
     from myna.speak.answering import DatasetAnswers
     from myna.speak.engine import Speech
     from myna.speak.lines_output import SpokenLines
     from myna.speak.marking import MarkedStream
-    from myna.verify.certificate import Certificate
-    from myna.voices.store import StoredVoice
 
 STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
 """The mark of a check, the same in ASCII for terminals that have no more, and its colour."""

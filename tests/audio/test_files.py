@@ -15,7 +15,7 @@ from myna.audio.files import (
     stream_audio,
     write_audio,
 )
-from myna.errors import AudioError
+from myna.core.errors import AudioError
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")
 LOSSLESS = (".wav", ".flac")

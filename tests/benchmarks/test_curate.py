@@ -28,7 +28,7 @@ from benchmarks.planted_faults import (
 
 from myna.audio.files import read_audio
 from myna.audio.signal_measures import bandwidth_hz, clipped_share
-from tests.curate.analysis.signals import babble
+from tests.listen.signals import babble
 
 
 def voices(count: int, clips: int) -> list[list[SpokenClip]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from benchmarks.optional_losses import BASELINE, CODEBOOKS, OPTIONS, UNTUNED, page, recipe_tree, summary, table
 
-from myna.config import parse_recipe
+from myna.core.config import parse_recipe
 from myna.evaluate.scoring import ItemScores
 
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.pronunciation import ROWS, RandomPhi4, is_valid, make_recipe, random_steps, utterances
 
 from benchmarks import pronunciation
-from myna.config import load_recipe
+from myna.core.config import load_recipe
 from myna.models.base import IGNORE_INDEX
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks import rank_checkpoints
 from myna.audio.files import Samples, write_audio
-from myna.evaluate.asr import Transcript
 from myna.evaluate.scorers import Scorers
-from myna.evaluate.speaker_encoders import SpeakerEmbedding
+from myna.listen.asr import Transcript
+from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.models import save_tiny_model
 from myna.train.run import Run
 from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech

@@ -27,7 +27,7 @@ from benchmarks.train_step import Results, RowOptions
 from benchmarks.variants import BY_NAME
 
 from benchmarks import harness, train_step
-from myna.config import AdaptSettings
+from myna.core.config import AdaptSettings
 from myna.models.base import IGNORE_INDEX
 from myna.models.lora import make_trainable
 

@@ -16,13 +16,13 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.signal_measures import speech_spans
-from myna.curate.analysis import AnalysisModels
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.settings import ListenSettings
 from myna.curate.worker import OpenModels
 from myna.data.manifest import read_manifest
-from myna.evaluate.asr import TimedTranscript, TimedWord, Transcript
+from myna.listen.analysis import AnalysisModels
+from myna.listen.asr import TimedTranscript, TimedWord, Transcript
 
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
 WORD_START_ERROR, WORD_END_ERROR = -0.053, -0.153

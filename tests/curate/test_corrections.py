@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myna.core.errors import DataError
 from myna.curate.corrected_folder import correct_utterances
 from myna.curate.corrections import (
     CORRECTIONS_FILE,
@@ -30,8 +31,8 @@ from myna.curate.corrections import (
     check_correction,
     load_corrections,
 )
-from myna.data.utterance import Span, Utterance, normalise_text
-from myna.errors import DataError
+from myna.data.utterance import Span, Utterance
+from myna.text.normalization import normalise_text
 from tests.curate.tables import segment, segments_table
 
 SPEAKERS = ("anna", "ben", "clara")

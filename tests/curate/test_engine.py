@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from myna.core.errors import DataError
+from myna.core.pools.process_pool import MAX_ATTEMPTS
 from myna.curate.models import CurationModels
 from myna.curate.runner import run_curation
 from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
 from myna.curate.worker import OpenModels
-from myna.errors import DataError
-from myna.pools.process_pool import MAX_ATTEMPTS
 from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from myna.audio.files import probe
 from myna.curate.runner import CurationResult, run_curation
 from myna.curate.settings import load_curate_settings
 from myna.data.manifest import read_manifest
-from myna.evaluate.wer import ErrorCount, character_errors
+from myna.text.wer import ErrorCount, character_errors
 from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
 
 ROOT = Path(__file__).parents[2]

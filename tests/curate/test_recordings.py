@@ -12,9 +12,9 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, write_audio
 from myna.audio.signal_measures import speech_spans
+from myna.core.errors import DataError
 from myna.curate.recordings import SAMPLE_RATE, DecodedRecording, decode_recording, find_recordings, resample_pcm
 from myna.curate.settings import ListenSettings
-from myna.errors import DataError
 from tests.audio.media import RATE, write_container
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, write_audio
-from myna.curate.analysis import AnalysisModels
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import Part, refine
 from myna.curate.settings import CurateSettings
+from myna.listen.analysis import AnalysisModels
 from tests.curate.scripted import ScriptedRecogniser, make_recording
 
 

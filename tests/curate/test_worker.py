@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
+from myna.core.errors import ConfigError
 from myna.curate import worker
 from myna.curate.worker import GPU_WORKER_BYTES, WORKER_BYTES, default_workers
-from myna.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import myna
 from myna.audio.files import probe, read_audio
 from myna.cli import app
+from myna.core.errors import DataError
 from myna.curate.corrections import ClipDrop, append_correction
 from myna.curate.decision import decide
 from myna.curate.schema import DROP_REASONS
@@ -31,7 +32,6 @@ from myna.curate.xray.text import text_diff, text_summary, tokenizer_coverage
 from myna.curate.xray.verdict import clock
 from myna.curate.xray.voices import mean_cosine, second_voice
 from myna.data.manifest import read_manifest
-from myna.errors import DataError
 from myna.models.byte_tokenizer import byte_tokenizer
 from tests.curate.curated_folder import ARABIC, HOSTILE, RECORDINGS, write_curated_folder
 from tests.curate.tables import segment, segments_table

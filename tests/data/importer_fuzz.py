@@ -35,12 +35,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from myna.audio.files import read_audio
+from myna.core.errors import MynaError
 from myna.data.code_store import span_bounds
 from myna.data.importers import FORMATS, import_source, write_import
 from myna.data.importers.reading import AUDIO_SUFFIXES
 from myna.data.manifest import read_manifest
 from myna.data.utterance import TASKS
-from myna.errors import MynaError
 
 MAX_SECONDS = 10.0
 MAX_BYTES = 2 * 10**9

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
+from myna.core.pools import open_pool
 from myna.data.encoding import EncodeReport, ShardEncoder, encode_dataset
-from myna.pools import open_pool
 from tests.data.kill_helper import SHARD_SECONDS, FakeCodec, corpus
 
 SHARDS = 24

@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
+from myna.core.io import file_hash
 from myna.data.importers import ImportResult, import_source
 from myna.data.manifest import write_manifest
-from myna.data.utterance import Span, Utterance, normalise_text
-from myna.io import file_hash
+from myna.data.utterance import Span, Utterance
+from myna.text.normalization import normalise_text
 
 Write = Callable[[Path, list[Utterance]], Path]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from myna import api
+from myna.core.errors import AudioError, ConfigError, DataError
+from myna.core.pools.process_pool import MAX_ATTEMPTS
 from myna.data.encoding import encode_dataset
 from myna.data.manifest import read_manifest, write_manifest
-from myna.errors import AudioError, ConfigError, DataError
 from myna.models import save_tiny_model
-from myna.pools.process_pool import MAX_ATTEMPTS
 from tests.data.kill_helper import FakeCodec
 from tests.data.pooled import SHARDS, DeadlyCodec, encode_pooled, files, write_source
 

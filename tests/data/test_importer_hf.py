@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from myna.core.errors import DataError
+from myna.core.io import file_hash
 from myna.data.importers import hf, import_source
 from myna.data.utterance import Utterance
-from myna.errors import DataError
-from myna.io import file_hash
 from tests.data import sources
 
 

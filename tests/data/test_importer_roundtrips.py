@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.data.importers import FORMATS, ImportResult
-from myna.data.utterance import Utterance, normalise_text
+from myna.data.utterance import Utterance
+from myna.text.normalization import normalise_text
 from tests.data import sources
 from tests.data.sources import Write, expected, found, imported
 

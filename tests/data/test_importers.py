@@ -13,11 +13,11 @@ import pytest
 import soundfile
 
 from myna.audio.files import AudioInfo, check_audio
+from myna.core.errors import DataError
 from myna.data.importers import FORMATS, ImportResult, detect_format, import_source, write_import
 from myna.data.importers.base import RejectionReason
 from myna.data.manifest import read_manifest
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
 from tests.data import sources
 from tests.data.sources import write_json, write_lines
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.lengths import count_text_tokens
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import DataError
 from tests.data.corpora import prepared, said
 from tests.data.test_loader import Characters, load
 

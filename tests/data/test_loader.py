@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.lengths import LengthEstimator
 from myna.data.loader import Loader, Shard
 from myna.data.packing import first_fit_decreasing
 from myna.data.utterance import Utterance
-from myna.errors import DataError
 from tests.data.corpora import prepared, said
 
 ROW = 1000

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
 from myna.data.conversation import Conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import PREFETCH_STEPS, Loader, Shard, start_workers
-from myna.errors import DataError
 from tests.data.corpora import prepared, said
 from tests.data.test_loader import Characters, Line, load, render
 

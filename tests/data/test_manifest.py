@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myna.core.errors import DataError
 from myna.data.manifest import iterate_manifest, read_manifest, write_manifest
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
 from tests.data import sources
 
 anything = st.recursive(

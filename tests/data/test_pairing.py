@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
 from myna.data import pairing as pairing_module
 from myna.data.manifest_table import Indices, ManifestTable
 from myna.data.pairing import Mask, ReferenceSampler
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
 from tests.data.corpora import prepared, said
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from myna.core.errors import DataError
 from myna.data.dataset import PreparedDataset
 from myna.data.split import (
     SPEAKERS,
@@ -23,9 +24,8 @@ from myna.data.split import (
     split_dataset,
     subset_members,
 )
-from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
+from myna.text.normalization import alphanumeric
 from tests.data.corpora import prepared, said
 
 names = st.sampled_from(["anna", "bela", "clara", "dora", "emil", ""])

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myna.core.errors import DataError
 from myna.data.workers import WorkerPool
-from myna.errors import DataError
 from tests.data.workers_helper import Unopened, arrays, fail, turned, who
 
 ARRAYS, TURNED, FAIL, WHO = range(4)

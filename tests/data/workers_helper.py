@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from myna.core.errors import DataError
 from myna.data.workers import WorkerPool
-from myna.errors import DataError
 
 
 class UntoldError(Exception):

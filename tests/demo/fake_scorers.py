@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from myna.audio.files import Samples
-from myna.errors import ConfigError, ModelError
-from myna.evaluate.asr import ASR, Transcript, is_loop
-from myna.evaluate.mos import DNSMOS, DistillMOS
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
+from myna.core.errors import ConfigError, ModelError
+from myna.listen.asr import ASR, Transcript, is_loop
+from myna.listen.mos import DNSMOS, DistillMOS
+from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
 
 
 class SpectrumEncoder(ResemblyzerEncoder):

@@ -24,15 +24,15 @@ from typer.testing import CliRunner
 from myna import api
 from myna.audio.files import read_audio, write_audio
 from myna.cli import app
+from myna.core.errors import ConfigError, DataError, ModelError, MynaError
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import read_manifest
 from myna.data.utterance import Utterance
 from myna.demo.report import AFTER, BEFORE, DemoResult
 from myna.demo.run import STRENGTHS, demo_recipe, run_demo
-from myna.errors import ConfigError, DataError, ModelError, MynaError
 from myna.evaluate.items import EvalItem
-from myna.evaluate.speaker_encoders import cosine_similarity
 from myna.evaluate.systems import REAL, SpeechSystem
+from myna.listen.speaker_encoders import cosine_similarity
 from myna.models import save_tiny_model
 from myna.speak.loading import load_engine
 from myna.terminal import show_demo

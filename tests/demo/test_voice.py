@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from myna.audio.files import check_audio, write_audio
+from myna.core.errors import DataError
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, assign_subsets
 from myna.data.utterance import Span, Utterance
 from myna.demo import voice as demo_voice
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
-from myna.errors import DataError
 from myna.evaluate.items import clip_seconds, load_clip
 
 RATE = 16_000

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from myna.api import train
-from myna.errors import AudioError
+from myna.core.errors import AudioError
 from myna.train.distributed import ProcessInfo
 from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
 

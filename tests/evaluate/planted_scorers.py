@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from myna.audio.files import Samples, read_audio
-from myna.errors import AudioError
-from myna.evaluate.asr import Transcript
+from myna.core.errors import AudioError
 from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.items import EvalSet
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.evaluate.systems import System
+from myna.listen.asr import Transcript
+from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.train.callbacks import AutocastContext, SpeechScores
 
 RATE = 16_000

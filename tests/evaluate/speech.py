@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from myna.audio.files import Samples, write_audio
 from myna.data.utterance import Utterance
-from myna.evaluate.asr import Transcript, is_loop
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.scorers import Scorers
-from myna.evaluate.speaker_encoders import SpeakerEmbedding
 from myna.evaluate.systems import SystemOutput
+from myna.listen.asr import Transcript, is_loop
+from myna.listen.speaker_encoders import SpeakerEmbedding
 
 RATE = 16_000
 LETTER = 960

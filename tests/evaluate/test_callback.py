@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from myna.api import resume, train
-from myna.errors import ConfigError, TrainingError
+from myna.core.errors import ConfigError, TrainingError
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.results import read_item_scores
 from myna.evaluate.runner import evaluate_system

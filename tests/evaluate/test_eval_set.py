@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from myna.config import DataSettings
-from myna.errors import DataError
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
 from myna.evaluate.eval_set import load_eval_set
 from tests.data.corpora import prepared, said
 

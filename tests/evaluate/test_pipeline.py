@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myna.errors import ConfigError, DataError
+from myna.core.errors import ConfigError, DataError
+from myna.core.io import safe_file_name
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import SystemScores, score_systems
 from myna.evaluate.report import evaluation_page, worst_first
 from myna.evaluate.results import ItemScoresFile, read_item_scores
 from myna.evaluate.systems import BASE, REAL, Recordings, System, SystemOutput
-from myna.io import safe_file_name
 from tests.evaluate.speech import (
     LINES,
     RATE,

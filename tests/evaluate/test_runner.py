@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from myna.audio.files import read_audio
 from myna.cli import app
-from myna.errors import ConfigError, OutputError, SpeakError
+from myna.core.errors import ConfigError, OutputError, SpeakError
 from myna.evaluate.items import load_clip
 from myna.evaluate.results import read_item_scores, saved_references
 from myna.evaluate.runner import evaluate_system, resolve_eval_set, run_metadata

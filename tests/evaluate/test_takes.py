@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import myna
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.cli import app
-from myna.errors import ConfigError, SpeakError
-from myna.evaluate.asr import Transcript
+from myna.core.errors import ConfigError, SpeakError
+from myna.core.io import bytes_hash
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.takes import TakeRanker
-from myna.io import bytes_hash
+from myna.listen.asr import Transcript
 from myna.speak.engine import Speech
 from myna.speak.lines import ReferenceRecording
 from myna.speak.scheduler import FinishReason

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import myna
 from myna.cli import app
-from myna.config import AdaptSettings, Recipe, parse_recipe
-from myna.errors import CheckpointError, ConfigError, ModelError, MynaError, OutputError, SpeakError
+from myna.core.config import AdaptSettings, Recipe, parse_recipe
+from myna.core.errors import CheckpointError, ConfigError, ModelError, MynaError, OutputError, SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
 from myna.models.files import resolve_checkpoint, weight_files

@@ -14,8 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError, ModelError
+from myna.core.config import AdaptSettings
+from myna.core.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
 from myna.models.base import Family, Sampling
 from myna.models.lora import adapter_state_dict, load_adapter, make_trainable, merge_lora, save_adapter

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from myna.api import prepare
+from myna.checks import doctor
+from myna.checks.check import Check
+from myna.core.errors import CheckpointError, ModelError, TrainingError
 from myna.data.dataset import PreparedDataset
-from myna.doctor import runner as doctor
-from myna.doctor.check import Check
-from myna.errors import CheckpointError, ModelError, TrainingError
 from myna.models import convert_checkpoint, open_family
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from myna.train import checkpoint

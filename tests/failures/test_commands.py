@@ -21,9 +21,9 @@ import pytest
 import myna
 from myna.audio.files import write_audio
 from myna.cli import main
-from myna.config import dump_recipe, load_recipe, shipped_recipes
+from myna.core.config import dump_recipe, load_recipe, shipped_recipes
+from myna.core.io import FREE_BYTES
 from myna.evaluate.runner import resolve_eval_set
-from myna.io import FREE_BYTES
 from myna.speak.engine import Engine, SpeechRequest
 from tests.birds import SAMPLE_RATE, tone_speech
 

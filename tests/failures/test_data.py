@@ -15,10 +15,10 @@ import soundfile
 
 from myna.api import prepare
 from myna.audio.files import read_audio, write_audio
+from myna.core.errors import ConfigError, DataError, TrainingError
 from myna.data.conversation import AudioClip
 from myna.data.dataset import PreparedDataset
 from myna.data.importers import import_source, write_import
-from myna.errors import ConfigError, DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family
 from myna.models.higgs_v2.family import HiggsV2

@@ -20,27 +20,29 @@ from typer.testing import CliRunner
 
 from myna.api import prepare, train
 from myna.cli import app
-from myna.config import SpeechEvalSettings, absolute_scorer
+from myna.core.config import SpeechEvalSettings, absolute_scorer
+from myna.core.errors import OutputError, TrainingError
+from myna.core.statistics import Estimate, RatioPart, paired_difference
 from myna.data.pronunciation.assessment import SCORES, Assessment, read_assessment
 from myna.data.pronunciation.metrics import MISPRONUNCIATION_F1, AssessmentTable, assessment_table
 from myna.data.utterance import Utterance
-from myna.errors import OutputError, TrainingError
-from myna.evaluate import asr_transformers, dependencies, runner, scorers, speaker_encoders
-from myna.evaluate.asr import ASR
-from myna.evaluate.ecapa import EcapaNetwork
+from myna.evaluate import runner, scorers
 from myna.evaluate.eval_set import split_items
 from myna.evaluate.evaluation import count_looped, estimate_metrics
 from myna.evaluate.items import EvalItem
-from myna.evaluate.mos import DistillMOS
 from myna.evaluate.ranking import CheckpointScore, best_checkpoint
 from myna.evaluate.results import read_item_scores
 from myna.evaluate.runner import resolve_eval_set, run_metadata
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.seen_items import mark_seen_items, seen_warnings
-from myna.evaluate.speaker_encoders import open_speaker_encoder
 from myna.evaluate.systems import Recordings
+from myna.listen import asr_transformers, speaker_encoders
+from myna.listen import pretrained as dependencies
+from myna.listen.asr import ASR
+from myna.listen.ecapa import EcapaNetwork
+from myna.listen.mos import DistillMOS
+from myna.listen.speaker_encoders import open_speaker_encoder
 from myna.models import save_tiny_model
-from myna.statistics import Estimate, RatioPart, paired_difference
 from myna.train.run import Run
 from tests import learners
 from tests.evaluate import tiny_scorers

@@ -15,12 +15,12 @@ import pytest
 
 import myna
 from myna.audio.files import read_audio, write_audio
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import MynaError
 from myna.data.dataset import PreparedDataset
 from myna.data.importers import FORMATS, ImportResult, import_source
 from myna.data.pairing import ReferenceSampler
 from myna.data.split import TEXTS, TRAIN
-from myna.errors import MynaError
 from tests.audio.media import RATE, write_container
 from tests.birds import SAMPLE_RATE, tone_speech
 

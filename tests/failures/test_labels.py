@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from myna.errors import DataError, ModelError, TrainingError
+from myna.core.errors import DataError, ModelError, TrainingError
 from myna.models import convert_checkpoint, open_family
 from myna.models.attention import packed_causal_attention
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence

@@ -16,9 +16,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from myna.config import AdaptSettings, Recipe, dump_recipe, load_recipe
+from myna.core.config import AdaptSettings, Recipe, dump_recipe, load_recipe
+from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
-from myna.errors import ConfigError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, RenderedSequence, get_base_model
 from myna.models.higgs_v2 import forward

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from myna.checks.hardware import check_processes
+from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
-from myna.doctor.hardware import check_processes
-from myna.errors import ConfigError, TrainingError
 from myna.train import loop
 from myna.train.distributed import ProcessInfo
 from myna.train.schedule import learning_rate

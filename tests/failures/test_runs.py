@@ -26,8 +26,8 @@ import myna
 from myna import cli, terminal
 from myna.audio.files import write_audio
 from myna.cli import main
-from myna.config import dump_recipe
-from myna.errors import ConfigError, MynaError, TrainingError
+from myna.core.config import dump_recipe
+from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.evaluate.ranking import Constraints, StepScores, best_checkpoint, score_checkpoint
 from myna.evaluate.scoring import ItemScores
 from myna.models import open_family
@@ -45,7 +45,7 @@ Capture = pytest.CaptureFixture[str]
 REPOSITORY = Path(__file__).parents[2]
 HOLD = """
 import sys, time
-from myna.config import load_recipe
+from myna.core.config import load_recipe
 from myna import api
 class Waiting(api._ProgressObserver):
     def on_metrics(self, row):

@@ -11,10 +11,10 @@ import torch
 
 from myna.api import prepare
 from myna.audio.files import read_audio
+from myna.core.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
 from myna.data.conversation import Reference
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Shard
-from myna.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
 from myna.models.base import IGNORE_INDEX, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.render import DelayPattern

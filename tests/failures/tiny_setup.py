@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from myna.audio.files import write_audio
-from myna.config import Recipe, parse_recipe
+from myna.core.config import Recipe, parse_recipe
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.models.base import IGNORE_INDEX, Batch, Family, RenderedSequence

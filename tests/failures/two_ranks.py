@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from myna.errors import MynaError
+from myna.core.errors import MynaError
 from myna.train import checkpoint
 from myna.train.loop import run_training
 from myna.train.run import Run

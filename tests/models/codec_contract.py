@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from myna.core.errors import AudioError, ModelError
 from myna.data.codec import Codec
-from myna.errors import AudioError, ModelError
 from myna.models.higgs_v2.codec import HiggsCodec
 
 Tensors = dict[str, torch.Tensor]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from myna.core.errors import ModelError
 from myna.data.pronunciation.assessment import ParsedAnswers, read_answer
 from myna.data.pronunciation.grammar import answer_grammar
-from myna.errors import ModelError
 from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
 from myna.models.phi4.tiny import SPECIAL_TOKENS, tiny_tokenizer
 

@@ -12,8 +12,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError, OutputError
+from myna.core.config import AdaptSettings
+from myna.core.errors import CheckpointError, ConfigError, OutputError
 from myna.models import extract as extract_module
 from myna.models import open_family
 from myna.models.extract import extract_adapter, fit_lora

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from myna.core.config import AdaptSettings
+from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.models import lora
 from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.tiny import tiny_config

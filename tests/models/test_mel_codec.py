@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from myna.errors import CheckpointError, ModelError
+from myna.core.errors import CheckpointError, ModelError
 from myna.models import codecs
 from myna.models.codecs import open_codec
 from myna.models.higgs_v2.codec import HiggsCodec

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from myna.config import AdaptSettings, Quantization
-from myna.errors import CheckpointError, ModelError
+from myna.core.config import AdaptSettings, Quantization
+from myna.core.errors import CheckpointError, ModelError
 from myna.models import open_family, save_tiny_model
 from myna.models.adapters import adapter_base, find_adapter
 from myna.models.base import Family

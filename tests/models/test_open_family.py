@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import myna.models
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 from myna.models import SHIPPED, open_family
 
 ROOT = Path(__file__).parents[2]

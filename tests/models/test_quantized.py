@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from myna.config import AdaptSettings
-from myna.errors import ConfigError
+from myna.core.config import AdaptSettings
+from myna.core.errors import ConfigError
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import tiny_config
 from myna.models.lora import adapter_state_dict, count_parameters, frozen_linear_names, make_trainable

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-from myna.config import AdaptSettings
-from myna.errors import ConfigError
+from myna.core.config import AdaptSettings
+from myna.core.errors import ConfigError
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.stats import count_model

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.audio.files import Samples, read_audio
-from myna.errors import AudioError, MynaError
+from myna.core.errors import AudioError, MynaError
 from myna.provenance import packages, perth
 from myna.provenance import watermark as watermark_module
 from myna.provenance.watermark import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from myna.errors import ConfigError, DataError
+from myna.core.errors import ConfigError, DataError
 from myna.report.local_server import MAX_POST_BYTES, local_page_server
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from myna.io import save_text
+from myna.core.io import save_text
+from myna.provenance.consent_sentences import SENTENCES
+from myna.provenance.voice_store import CONSENT_FILE, Consent, StoredRecording
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
-from myna.voices.sentences import SENTENCES
-from myna.voices.store import CONSENT_FILE, Consent, StoredRecording
 
 SENTENCE = SENTENCES["en"].format(name="Nicola Berg", first="winter", second="anchor")
 CONSENT = Consent(

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from myna.cli import app
-from myna.errors import ConfigError, MynaError
+from myna.core.errors import ConfigError, MynaError
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings

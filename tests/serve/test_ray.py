@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from myna.audio.files import pcm16
-from myna.errors import ConfigError
+from myna.core.errors import ConfigError
 from myna.models import open_family, save_tiny_model
 from myna.provenance.speech_log import LOG_FILE
 from myna.serve.context import ServerSettings

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.errors import ConfigError
+from myna.core.errors import ConfigError
 from myna.models import open_family, save_tiny_model
 from myna.serve.api_errors import ApiError
 from myna.serve.guard import RequestGuard, local_hosts

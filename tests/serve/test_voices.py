@@ -19,10 +19,10 @@ import soundfile
 
 import myna
 from myna.audio.files import Samples
-from myna.provenance.home import private_file
+from myna.core.user_folders import private_file
+from myna.provenance import consent_sentences as sentences
 from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import watermark
-from myna.voices import sentences
 from tests.serve.conftest import RunningServer, start_server
 
 pytestmark = pytest.mark.extras

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import myna
 from myna.audio.files import read_audio
-from myna.errors import CheckpointError, ModelError, SpeakError
+from myna.core.errors import CheckpointError, ModelError, SpeakError
 from myna.models import open_family
 from myna.models.base import Sampling
 from myna.models.higgs_v2.family import HiggsV2

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from myna.audio.files import read_audio, write_audio
+from myna.core.errors import AudioError, MynaError, ReferenceWarning, SpeakError
 from myna.data.conversation import AudioClip, Reference, ReferencePlacement, speech_conversation
-from myna.errors import AudioError, MynaError, ReferenceWarning, SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
 from myna.models.quantized import quantized_linears

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from myna.audio.files import write_audio
-from myna.errors import SpeakError
+from myna.core.errors import SpeakError
 from myna.speak.lines import SpeechLine, read_lines
 
 

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 import myna
 from myna.audio.files import AUDIO_FORMATS, read_audio, write_audio
-from myna.errors import OutputError, SpeakError
+from myna.core.errors import OutputError, SpeakError
 from myna.speak.engine import SpeechRequest
 from myna.speak.lines import SPOKEN_FILE
 from myna.speak.lines_output import SpokenLines

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myna.core.errors import SpeakError
 from myna.data.codec import Samples
-from myna.errors import SpeakError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
 from myna.models.speech_decoder import PendingStep

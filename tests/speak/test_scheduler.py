@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from myna.core.errors import SpeakError
 from myna.data.conversation import AudioClip, Reference, speech_conversation
-from myna.errors import SpeakError
 from myna.models import open_family
 from myna.models.base import RenderedSequence, Sampling
 from myna.models.higgs_v2.family import HiggsV2

@@ -15,8 +15,8 @@ from myna.data.conversation import AudioClip, Conversation, Reference
 from myna.models import open_family, save_tiny_model
 from myna.models.base import RenderedSequence, Sampling, require_speaking
 from myna.speak.engine import Engine, SpeechRequest
-from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, voice_pace
 from myna.speak.segments import SpeechPlan
+from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, voice_pace
 
 SENTENCE = "The wind blew over the hills all night, and in the morning the river had risen above its banks. "
 TEXT = " ".join(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import fetch_whisper_base as tool
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 
 CONTENT = {
     "model.bin": b"weights of a whisper",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from myna.errors import CheckpointError
+from myna.core.errors import CheckpointError
 from tests.evaluate.tiny_scorers import save_whisper
 from whisper_to_transformers import read_variables, transformers_weights
 

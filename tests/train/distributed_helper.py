@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from myna.api import resume, train
-from myna.config import Recipe, load_recipe
+from myna.core.config import Recipe, load_recipe
+from myna.core.errors import TrainingError
 from myna.data.conversation import Conversation, Turn
 from myna.data.loader import Shard
-from myna.errors import TrainingError
 from myna.models import open_family
 from myna.models.base import Batch
 from myna.train.distributed import ProcessInfo, check_same_weights, gather_full_tensors, init_accelerator, shutdown

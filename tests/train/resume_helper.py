@@ -29,8 +29,8 @@ import torch
 
 from myna.api import prepare
 from myna.audio.files import write_audio
-from myna.config import Recipe, parse_recipe
-from myna.errors import MynaError
+from myna.core.config import Recipe, parse_recipe
+from myna.core.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train.loop import run_training
 from myna.train.run import Run

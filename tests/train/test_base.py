@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from myna.config import Recipe, parse_recipe
+from myna.core.config import Recipe, parse_recipe
+from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
-from myna.errors import ConfigError, TrainingError
 from myna.models import open_family
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2

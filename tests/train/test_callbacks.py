@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from myna.errors import DataError, TrainingError
+from myna.core.errors import DataError, TrainingError
 from myna.train.callbacks import SpeechScores, preserve_rng_state, run_callback
 
 

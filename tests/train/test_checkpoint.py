@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from myna.config import Recipe, dump_recipe
+from myna.core.config import Recipe, dump_recipe
+from myna.core.errors import TrainingError
 from myna.data.loader import Loader, Shard
-from myna.errors import TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2

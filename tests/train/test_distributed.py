@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from myna.api import prepare, resume, train
 from myna.audio.files import write_audio
-from myna.config import load_recipe
-from myna.errors import ConfigError, MynaError, TrainingError
+from myna.core.config import load_recipe
+from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.models import save_tiny_model
 from myna.train import distributed
 from myna.train.checkpoint import checkpoint_folder

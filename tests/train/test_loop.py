@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from myna.api import prepare
 from myna.audio.files import write_audio
-from myna.config import Recipe, parse_recipe
+from myna.core.config import Recipe, parse_recipe
+from myna.core.errors import ConfigError, DataError
 from myna.data.loader import Shard, start_workers
 from myna.data.workers import WorkerPool
-from myna.errors import ConfigError, DataError
 from myna.models import open_family, save_tiny_model
 from myna.train import loop
 from myna.train.loop import make_loader, run_training

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from myna.config import LossSettings
-from myna.errors import ConfigError
+from myna.core.config import LossSettings
+from myna.core.errors import ConfigError
 from myna.train.loss import stream_means, stream_weights, weighted_loss
 
 STREAMS = ("text", "code0", "code1", "code2")

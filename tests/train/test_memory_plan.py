@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from myna.api import prepare
-from myna.config import Recipe, override, parse_recipe
+from myna.core.config import Recipe, override, parse_recipe
+from myna.core.errors import TrainingError
+from myna.core.system_memory import is_out_of_memory
 from myna.data.loader import Shard
-from myna.errors import TrainingError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2.tiny import save_tiny as save_deep
 from myna.models.lora import make_trainable
 from myna.models.stats import count_model
-from myna.system_memory import is_out_of_memory
 from myna.train import memory_plan
 from myna.train.activation_memory import _LiveBytes
 from myna.train.loop import make_loader

@@ -12,8 +12,8 @@ import torch
 from benchmarks.precision import draw_steps, learn, make_recipe, make_trainer
 from torch import nn
 
-from myna.config import TrainSettings
-from myna.errors import TrainingError
+from myna.core.config import TrainSettings
+from myna.core.errors import TrainingError
 from myna.models import open_family
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train import optimizer as optimizer_module

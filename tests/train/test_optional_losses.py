@@ -15,11 +15,11 @@ import torch
 import yaml
 
 from myna.api import prepare
-from myna.config import LossSettings, Recipe, parse_recipe
+from myna.core.config import LossSettings, Recipe, parse_recipe
+from myna.core.errors import ConfigError, DataError
 from myna.data.batch_builder import VoiceLabel
 from myna.data.loader import Shard
 from myna.data.manifest import read_manifest, write_manifest
-from myna.errors import ConfigError, DataError
 from myna.models import open_family
 from myna.models.base import VOICE_STREAMS
 from myna.models.higgs_v2.batch import HiggsBatch

@@ -8,17 +8,11 @@ from typing import get_args
 import pytest
 import torch
 
-from myna.config import TrainSettings
-from myna.errors import ConfigError
+from myna.core.config import TrainSettings
+from myna.core.device import pick_device
+from myna.core.errors import ConfigError
 from myna.train import precision as precision_module
-from myna.train.precision import (
-    Precision,
-    PrecisionName,
-    PrecisionSetting,
-    choose_precision,
-    pick_device,
-    supports_bf16_matmul,
-)
+from myna.train.precision import Precision, PrecisionName, PrecisionSetting, choose_precision, supports_bf16_matmul
 
 CUDA, CPU, MPS = torch.device("cuda"), torch.device("cpu"), torch.device("mps")
 NAMES = get_args(PrecisionName)

@@ -12,7 +12,7 @@ import torch
 from benchmarks.precision import draw_steps, gradients_are_finite, learn, make_recipe, make_trainer
 from torch import nn
 
-from myna.config import TrainSettings
+from myna.core.config import TrainSettings
 from myna.models import open_family
 from myna.models.base import StreamLosses
 from myna.models.higgs_v2.tiny import save_tiny

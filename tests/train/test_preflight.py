@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from myna.api import prepare
 from myna.audio.files import write_audio
-from myna.config import Recipe, parse_recipe
+from myna.core.config import Recipe, parse_recipe
+from myna.core.errors import DataError, TrainingError
 from myna.data.conversation import Conversation
 from myna.data.loader import Shard
-from myna.errors import DataError, TrainingError
 from myna.models import attention, save_tiny_model
 from myna.models.base import IGNORE_INDEX, RenderedSequence, get_base_model
 from myna.models.higgs_v2 import forward, packing

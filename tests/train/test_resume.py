@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from myna.config import Recipe
-from myna.errors import TrainingError
+from myna.core.config import Recipe
+from myna.core.errors import TrainingError
 from myna.train.checkpoint import checkpoint_folder, checkpoint_steps
 from myna.train.run import Run
 from tests.train.resume_helper import (

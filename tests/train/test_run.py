@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from myna import api
-from myna.config import Recipe, load_recipe, parse_recipe
-from myna.errors import ConfigError, TrainingError
+from myna.core.config import Recipe, load_recipe, parse_recipe
+from myna.core.errors import ConfigError, TrainingError
 from myna.train import loop
 from myna.train.run import Run, lock_run
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from myna.config import TrainSettings
+from myna.core.config import TrainSettings
 from myna.train.schedule import learning_rate
 
 

@@ -19,9 +19,9 @@ from corpus_making.corpus_folder import CorpusFolder
 from corpus_making.held_out import is_held_out
 from corpus_making.loudness import Samples
 from corpus_making.real_lines import HeardRecordings, HeardWord, pieces, word_times
+from myna.core.errors import DataError
 from myna.data.manifest import read_manifest
-from myna.errors import DataError
-from myna.evaluate.asr import TimedTranscript, TimedWord
+from myna.listen.asr import TimedTranscript, TimedWord
 
 RATE = 24_000
 

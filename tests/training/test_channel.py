@@ -23,7 +23,7 @@ from corpus_making import channel, loudness
 from corpus_making.channel import MICROPHONE, REFERENCE, Channel, Dynamics, has_clean_channel
 from corpus_making.corpus_folder import CorpusClip
 from corpus_making.loudness import Samples
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 Numbers = Samples | npt.NDArray[np.float64]
 RATE = 24_000

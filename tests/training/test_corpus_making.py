@@ -40,11 +40,12 @@ from corpus_making.loudness import speaker_formant_factor, speaker_tract_factor
 from corpus_making.npm_packages import Package, fetch, members
 from corpus_making.process_pool import map_with_restarts
 from corpus_making.written_forms import GIVEN_NAMES, spoken_form, with_dotted_titles, written_line
+from myna.core.errors import DataError
 from myna.data.hash_rng import string_hash
 from myna.data.importers import import_source
 from myna.data.manifest import read_manifest, write_manifest
-from myna.data.utterance import Span, Utterance, normalise_text
-from myna.errors import DataError
+from myna.data.utterance import Span, Utterance
+from myna.text.normalization import normalise_text
 
 RATE = 24_000
 WORDNET_NOUNS = """  1 This software and database is being provided to you

@@ -14,7 +14,7 @@ import crowd_corpora
 from codec_training.recordings import decode, recordings
 from corpus_making.loudness import Samples
 from corpus_making.real_lines import COMMANDS, is_word_list
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 RATE = crowd_corpora.FILE_RATE
 

@@ -11,9 +11,9 @@ import pytest
 import demo_voice
 from corpus_making.held_out import is_held_out_line
 from corpus_making.kokoro import DEMO_VOICES, SAMPLE_RATE, Samples, SynthesisRequest
+from myna.core.errors import DataError
 from myna.data.manifest import read_manifest
 from myna.demo.voice import BUNDLED, select_voice
-from myna.errors import DataError
 from myna.evaluate.items import clip_seconds
 
 

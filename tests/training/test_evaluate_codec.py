@@ -20,10 +20,10 @@ import evaluate_codec
 from codec_evaluation import metrics, real_speech
 from corpus_making.held_out import is_held_out
 from myna.audio.files import Samples
+from myna.core.errors import CheckpointError, ConfigError, DataError
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import CheckpointError, ConfigError, DataError
-from myna.evaluate.ecapa import EcapaNetwork
+from myna.listen.ecapa import EcapaNetwork
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork
 from tests.models.test_mel_codec import SMALL, listening

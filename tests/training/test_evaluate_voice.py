@@ -17,12 +17,12 @@ import evaluate_voice
 from corpus_making.held_out import is_held_out, is_held_out_line
 from init_fledgling import Size, make
 from myna.audio.files import Samples
+from myna.core.errors import ConfigError, DataError
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import ConfigError, DataError
-from myna.evaluate.asr import ASR, Transcript
-from myna.evaluate.mos import DistillMOS
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
+from myna.listen.asr import ASR, Transcript
+from myna.listen.mos import DistillMOS
+from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
 from myna.models.base import Sampling
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork

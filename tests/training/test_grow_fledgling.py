@@ -12,7 +12,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 import grow_fledgling
 from grow_fledgling import EncodedPair, translated_embedding, translated_head, widened
 from init_fledgling import Size, fledgling_config
-from myna.errors import DataError
+from myna.core.errors import DataError
 from myna.models.higgs_v2.checkpoint import save_checkpoint
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.higgs_v2.tiny import tiny_tokenizer

@@ -21,12 +21,12 @@ from init_fledgling import SIZE, Size, fledgling_config, fledgling_tokenizer, ma
 from mix_corpora import write_mix
 from myna import api
 from myna.cli import app
-from myna.config import load_recipe
+from myna.core.config import load_recipe
+from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import file_hash
 from myna.data import encoding
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import read_manifest
-from myna.errors import CheckpointError, ModelError
-from myna.io import file_hash
 from myna.models import open_family
 from myna.models.base import Sampling
 from myna.models.higgs_v2.checkpoint import check_tokenizer, meta_model

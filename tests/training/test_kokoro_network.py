@@ -17,7 +17,7 @@ from corpus_making import kokoro, kokoro_fast, kokoro_torch, kokoro_weights
 from corpus_making.kokoro_fast import FastGenerator, HalfConv
 from corpus_making.kokoro_network import Generator, KokoroNetwork, Lengths, Sizes, StyledNorm
 from corpus_making.kokoro_torch import TorchKokoro
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 TINY = Sizes(
     symbols=16,

@@ -16,9 +16,9 @@ import soxr  # type: ignore[import-untyped]
 import real_corpora
 from corpus_making import debian_packages
 from myna.audio.files import Samples
+from myna.core.errors import DataError
 from myna.data.manifest import read_manifest
 from myna.demo.run import run_demo
-from myna.errors import DataError
 from myna.speak.validation import open_reference
 
 pytestmark = pytest.mark.network

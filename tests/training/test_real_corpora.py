@@ -18,7 +18,7 @@ from corpus_making import debian_packages
 from corpus_making.held_out import is_held_out
 from corpus_making.real_sources import REAL_SOURCES, RealSource, SourceClip, festival_voice, files, fish_fillets, stamps
 from myna.audio.files import Samples
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 RATE = 24_000
 

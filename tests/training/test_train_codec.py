@@ -43,9 +43,9 @@ from codec_training.recordings import (
 )
 from codec_training.trainer import MAX_GRAD_NORM, CodecTrainer, CodecTrainingModel, StepConfig, StepKind
 from corpus_making.held_out import is_held_out
+from myna.core.errors import CheckpointError, DataError, TrainingError
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Span, Utterance
-from myna.errors import CheckpointError, DataError, TrainingError
 from myna.models.mel_codec.codec import MelCodec
 from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecNetwork, ResidualVectorQuantizer, mel_filters
 

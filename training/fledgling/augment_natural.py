@@ -28,7 +28,7 @@ from corpus_making.channel import REFERENCE, Channel
 from corpus_making.corpus_folder import SAMPLE_RATE, CorpusClip, CorpusFolder
 from corpus_making.held_out import is_held_out_line
 from corpus_making.loudness import Samples, at_level, resample_tract, speaker_level, speaker_tract_factor, trim
-from myna.errors import DataError, MynaError
+from myna.core.errors import DataError, MynaError
 
 SEED = 0
 SETTINGS = "augmentation.json"

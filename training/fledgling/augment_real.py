@@ -36,7 +36,7 @@ from corpus_making.held_out import is_held_out, is_held_out_line
 from corpus_making.kokoro import move_formants
 from corpus_making.loudness import at_level, log_uniform, resample_tract, speaker_level, trim
 from corpus_making.real_lines import HeardRecordings, RealLine, real_lines
-from myna.errors import DataError, MynaError
+from myna.core.errors import DataError, MynaError
 
 TRACT_FACTORS, FORMANT_FACTORS = (0.84, 1.18), (0.9, 1.12)
 """Of variants: how much more slowly they are played, and how much higher the formants are."""
@@ -125,7 +125,7 @@ def augment(speakers: Sequence[Speaker], words: Path, jobs: int, out: Path) -> d
 
 
 def hear(speakers: Sequence[Speaker], words: Path, asr: str) -> None:
-    from myna.evaluate.asr import ASR
+    from myna.listen.asr import ASR
 
     heard, opened = HeardRecordings(words), ASR.open(asr, threads=1)
     # Who has one recording needs its words most.

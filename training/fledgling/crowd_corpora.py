@@ -31,7 +31,7 @@ from rich.progress import track
 from corpus_making.loudness import Samples, speech_bounds
 from corpus_making.real_lines import COMMANDS
 from myna.audio.files import read_audio
-from myna.errors import AudioError, DataError, MynaError
+from myna.core.errors import AudioError, DataError, MynaError
 from real_corpora import SAMPLE_RATE, Row, opus, write_parts
 
 FILE_RATE = 16_000

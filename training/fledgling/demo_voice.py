@@ -26,10 +26,10 @@ from corpus_making.kokoro import (
     Samples,
     SynthesisRequest,
 )
+from myna.core.errors import DataError, MynaError
+from myna.core.io import atomic_write
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import DataError, MynaError
-from myna.io import atomic_write
 
 SPEED_FACTORS = (0.95, 1.05)
 TARGET_RMS = 0.08

@@ -28,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from myna.core.device import pick_device
+from myna.core.errors import MynaError
 from myna.data.code_store import CodeStore, relative_audio_path, span_bounds, write_index
 from myna.data.codec import Encoder
 from myna.data.dataset import DatasetInfo, PreparedDataset
@@ -35,12 +37,10 @@ from myna.data.encoding import encode_dataset
 from myna.data.lengths import count_text_tokens
 from myna.data.manifest import iterate_manifest, missing_manifest_error, read_manifest, write_manifest
 from myna.data.utterance import Span, Utterance
-from myna.errors import MynaError
 from myna.models import open_family
 from myna.models.base import Family
 from myna.models.codec_checks import check_clips, full_precision
 from myna.models.mel_codec.codec import MelCodec
-from myna.train.precision import pick_device
 
 SHARD_SECONDS, BATCH_SECONDS = 3600.0, 400.0
 """Of speech in a shard, and in a batch."""

@@ -26,7 +26,7 @@ from corpus_making.lines import TextPool
 from corpus_making.loudness import at_level, speaker_level, trim
 from corpus_making.process_pool import map_with_restarts
 from corpus_making.written_forms import spoken_form
-from myna.errors import MynaError
+from myna.core.errors import MynaError
 
 MIN_CLIPS = 6
 """Of a speaker: each clip needs another one as its reference."""

@@ -49,9 +49,9 @@ from codec_evaluation.real_speech import (
 from codec_training.evaluation import perplexity
 from codec_training.recordings import Recording, clip_summary, decode, recordings, round_robin_by_speaker
 from myna.audio.files import Samples, write_audio
+from myna.audio.mono import as_mono_16khz
+from myna.core.errors import ConfigError, DataError, MynaError
 from myna.data.codec import Codec
-from myna.errors import ConfigError, DataError, MynaError
-from myna.evaluate.dependencies import as_mono_16khz
 from myna.models.codecs import open_codec
 
 RATE = 24_000

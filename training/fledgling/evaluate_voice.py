@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from myna.errors import ConfigError, MynaError
-from myna.evaluate.speaker_encoders import SpeakerEmbedding
+from myna.core.errors import ConfigError, MynaError
+from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.models.base import Sampling
 from myna.speak.engine import Engine
 from myna.speak.loading import load_engine

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-from myna.errors import CheckpointError, MynaError
+from myna.core.errors import CheckpointError, MynaError
 from myna.models import open_family
 from myna.models.codecs import open_codec
 from myna.models.files import load_tokenizer, read_json, write_json

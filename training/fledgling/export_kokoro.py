@@ -10,7 +10,7 @@ from pathlib import Path
 
 from corpus_making import kokoro_weights
 from corpus_making.kokoro import DEMO_VOICES, joined_model, read_packaged_styles
-from myna.errors import MynaError
+from myna.core.errors import MynaError
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneratio
 from codec_training.recordings import decode, recordings
 from corpus_making.held_out import is_held_out
 from init_fledgling import SIZE, Size, fledgling_config
+from myna.core.errors import DataError, MynaError
 from myna.data.codec import Codes
-from myna.errors import DataError, MynaError
 from myna.models.files import load_tokenizer
 from myna.models.higgs_v2.checkpoint import load_weights, read_config, read_sampling, save_checkpoint
 from myna.models.higgs_v2.render import DelayPattern

@@ -38,8 +38,8 @@ from corpus_making.held_out import is_held_out
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, KokoroSpeaker, OnnxKokoro, Samples, SynthesisRequest, joined_model
 from corpus_making.lines import DECLARATIONS, TextPool
 from corpus_making.loudness import speaker_formant_factor, speaker_tract_factor
-from myna.errors import ConfigError, MynaError
-from myna.io import atomic_write
+from myna.core.errors import ConfigError, MynaError
+from myna.core.io import atomic_write
 
 MIN_CLIPS, SPEAKERS_PER_FILE, SPEAKERS_PER_TASK = 6, 2, 12
 """Clips of a speaker, speakers of a file, and speakers that take turns where no file is to be filled."""

@@ -29,7 +29,7 @@ import soundfile
 import soxr  # type: ignore[import-untyped]
 
 from corpus_making.espeak import DICTIONARIES
-from myna.errors import DataError, MynaError
+from myna.core.errors import DataError, MynaError
 
 WHEELS = (
     *("espeakng-loader==0.2.4", "soundfile==0.14.0", "cffi==2.1.1", "pycparser==3.12", "soxr==1.1.0", "peft==0.21.2"),

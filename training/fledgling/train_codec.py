@@ -46,7 +46,7 @@ from codec_training.profiling import profile
 from codec_training.recordings import DecodedClip, clip_summary, decode_all, hours, pcm_to_float
 from codec_training.speech_features import WhisperEncoder
 from codec_training.trainer import CodecTrainer, CodecTrainingModel, StepConfig
-from myna.errors import ConfigError, MynaError, TrainingError
+from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.models.mel_codec.codec import read_mel_codec_config
 from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecConfig, MelCodecNetwork
 

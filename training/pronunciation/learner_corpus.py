@@ -27,8 +27,8 @@ import soxr  # type: ignore[import-untyped]
 from corpus_making.espeak import UTF8, Espeak, EspeakSpeaker, Samples
 from corpus_making.process_pool import map_with_restarts
 from myna.audio.files import write_audio
-from myna.errors import MynaError
-from myna.io import atomic_write
+from myna.core.errors import MynaError
+from myna.core.io import atomic_write
 from simulated_learners.learner import Learner, SpokenWord, mispronounce, score_record
 from simulated_learners.phones import Phone, format_espeak, parse_espeak
 from simulated_learners.sentences import draw_sentence

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import transformers
 
+from myna.core.errors import DataError, MynaError
+from myna.core.io import atomic_write
 from myna.data.manifest import read_manifest
 from myna.data.pronunciation.metrics import (
     MISPRONUNCIATION_F1,
@@ -31,8 +33,6 @@ from myna.data.pronunciation.metrics import (
     score_answers,
     stored_assessment,
 )
-from myna.errors import DataError, MynaError
-from myna.io import atomic_write
 from myna.models import open_family
 
 MIN_CORRELATION, MAX_SHARE_OF_CANONICAL = 0.6, 0.5

@@ -16,8 +16,8 @@ import soundfile
 import soxr  # type: ignore[import-untyped]
 
 from myna.audio.containers import ContainerError, ContainerFile, encode_m4a
-from myna.errors import AudioError
-from myna.io import atomic_write, is_file
+from myna.core.errors import AudioError
+from myna.core.io import atomic_write, is_file
 
 Samples = npt.NDArray[np.float32]
 AudioDefect = Literal[

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from myna.core.errors import DataError
 from myna.curate.corrections import (
     CORRECTIONS_FILE,
     ClipDrop,
@@ -29,7 +30,6 @@ from myna.curate.corrections import (
 from myna.curate.schema import SCHEMA, TABLE_FILE, empty_row
 from myna.data.manifest import iterate_manifest
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
 
 MANIFEST_FILE = "manifest.jsonl"
 NEEDED_COLUMNS = [name for name in SCHEMA.names if name not in ("embedding", "fingerprint")]

@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from myna.config import Settings
+from myna.core.config import Settings
+from myna.core.errors import ConfigError, DataError
+from myna.core.io import is_file
 from myna.curate.edges import move_edges
 from myna.curate.schema import TABLE_FILE
-from myna.data.utterance import normalise_text
-from myna.errors import ConfigError, DataError
-from myna.io import is_file
+from myna.text.normalization import normalise_text
 
 CORRECTIONS_FILE = "corrections.jsonl"
 LOCK_FILE = ".corrections.lock"
@@ -309,7 +309,7 @@ def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     at = np.fromiter(texts, np.int64)
     values = np.array(list(texts.values()), object)
     columns: dict[str, Any] = {name: _strings(table, name) for name in ("text", "text_source", "normalised_text")}
-    from myna.curate.analysis.spoken_text import normalise_spoken_text  # torch, which `myna correct` does without
+    from myna.text.spoken_forms import normalise_spoken_text  # torch, which `myna correct` does without
 
     languages = table["language"].take(pa.array(at)).to_pylist()
     spoken = [normalise_spoken_text(text, language or "") for text, language in zip(values, languages, strict=True)]

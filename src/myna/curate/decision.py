@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from myna.curate.schema import DROP_REASONS, DropReason
 from myna.curate.settings import CurateSettings
 from myna.curate.table import set_columns
-from myna.data.text_normalization import base_language
+from myna.text.normalization import base_language
 
 MIN_MUSIC_GAP_SHARE = 0.5
 """Share of music from which a gap is music and not merely no speech."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from myna.curate import analysis
 from myna.curate.table import set_columns
+from myna.listen import analysis
 
 MIN_COVERED_SHARE = 0.5
 """Of a clip that earlier clips must hold."""

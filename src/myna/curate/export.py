@@ -14,18 +14,18 @@ import pyarrow as pa
 import soundfile
 
 from myna.audio.files import write_audio
-from myna.curate import analysis
+from myna.core.errors import DataError
+from myna.core.io import safe_file_name
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS
 from myna.curate.refine import segment_id
 from myna.curate.settings import HoldOutSettings
 from myna.curate.table import set_columns
 from myna.data.manifest import write_manifest
 from myna.data.split import assign_subsets
-from myna.data.text_normalization import base_language
 from myna.data.utterance import Utterance
-from myna.errors import DataError
-from myna.io import safe_file_name
-from myna.progress import ProgressCallback, silent
+from myna.listen import analysis
+from myna.text.normalization import base_language
 
 CLIPS_FOLDER = "clips"
 MANIFEST_FILE = "manifest.jsonl"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from myna.audio.files import AudioFileError, probe, read_audio, write_audio
+from myna.core.errors import DataError
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE, find_recordings
 from myna.curate.runner import run_curation
 from myna.curate.settings import CurateSettings
 from myna.curate.worker import OpenModels, default_workers
-from myna.errors import DataError
-from myna.progress import ProgressCallback, silent
 
 SAMPLE_SECONDS = 600.0
 PIECE_SECONDS = 120.0

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.curate import analysis
-from myna.curate.analysis.models import DEFAULT_FOLDER
+from myna.core.device import pick_device
 from myna.curate.settings import ListenSettings
-from myna.evaluate.asr import ASR, TimedTranscript, Transcript
-from myna.train.precision import pick_device
+from myna.listen import analysis
+from myna.listen.asr import ASR, TimedTranscript, Transcript
+from myna.listen.models import DEFAULT_FOLDER
 
 NO_ASR = "none"
 FIRST_PASS_FORMAT = 5

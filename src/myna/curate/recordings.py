@@ -18,10 +18,10 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import AudioFileError, Samples, stream_audio
 from myna.audio.signal_measures import clipped_share
+from myna.core.errors import DataError
+from myna.core.io import atomic_write, file_hash, fsync
 from myna.curate.settings import ListenSettings
 from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
-from myna.errors import DataError
-from myna.io import atomic_write, file_hash, fsync
 
 SAMPLE_RATE = 24_000
 SAMPLES_PER_MS = SAMPLE_RATE // 1000

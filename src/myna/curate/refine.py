@@ -18,6 +18,7 @@ import soundfile
 
 from myna.audio.files import Samples
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
+from myna.core.system_memory import release_free_memory
 from myna.curate.cutting import (
     CutClip,
     RecognisedWord,
@@ -33,8 +34,7 @@ from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS, Pcm, as_samples,
 from myna.curate.schema import SCHEMA, empty_row
 from myna.curate.settings import CurateSettings
 from myna.curate.text_measures import measure_text
-from myna.evaluate.asr import TimedTranscript
-from myna.system_memory import release_free_memory
+from myna.listen.asr import TimedTranscript
 
 EDGE_MS = 1500
 """Length of the first and the last piece of a clip that are compared with its speaker."""

@@ -14,6 +14,10 @@ from typing import cast
 
 import pyarrow as pa
 
+from myna.core.errors import ConfigError, DataError, OutputError
+from myna.core.io import claim_folder, save_text
+from myna.core.pools import Pool, open_pool
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.duplicates import mark_duplicates
@@ -34,10 +38,6 @@ from myna.curate.worker import (
     findings_path,
     with_absolute_paths,
 )
-from myna.errors import ConfigError, DataError, OutputError
-from myna.io import claim_folder, save_text
-from myna.pools import Pool, open_pool
-from myna.progress import ProgressCallback, silent
 
 INDEX_FILE = "recordings.json"
 LOCK_FILE = ".lock"

@@ -10,12 +10,11 @@ from typing import Any
 import pyarrow as pa
 from rapidfuzz.distance import Levenshtein
 
-from myna.curate import analysis
+from myna.core.errors import DataError
 from myna.curate.table import set_columns
 from myna.curate.text_measures import TEXT_MEASURES, measure_text
-from myna.data.text_normalization import UNSPACED, alphanumeric, base_language
-from myna.data.utterance import normalise_text
-from myna.errors import DataError
+from myna.listen import analysis
+from myna.text.normalization import UNSPACED, alphanumeric, base_language, normalise_text
 
 TIMING_LINE = re.compile(r"^[\d:.,\s]+-->.*$")
 MARKUP = re.compile(r"<[^>]*>|\{\\[^}]*\}")

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from myna.config import Count, Positive, Settings, Share, override, parse_settings, read_settings_tree
+from myna.core.config import Count, Positive, Settings, Share, override, parse_settings, read_settings_tree
+from myna.core.errors import ConfigError
+from myna.core.io import save_text
 from myna.curate.schema import SETTINGS_FILE
-from myna.errors import ConfigError
-from myna.io import save_text
 
 Cosine = Annotated[float, Field(ge=-1, le=1)]
 

@@ -11,13 +11,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from myna.audio.files import read_audio
-from myna.curate import analysis
-from myna.curate.analysis.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds
 from myna.curate.models import CurationModels
 from myna.curate.recordings import SAMPLE_RATE
 from myna.curate.refine import cosine
 from myna.curate.settings import LoudnessSettings, SpeakerSettings
 from myna.curate.table import set_columns
+from myna.listen import analysis
+from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from myna.core.errors import DataError
+from myna.core.io import atomic_write, fsync
 from myna.curate.recordings import DecodedRecording, RecordingFile
 from myna.curate.refine import Part, segment_id
 from myna.curate.schema import SCHEMA, TABLE_FILE, empty_row
-from myna.errors import DataError
-from myna.io import atomic_write, fsync
 
 ROW_GROUP_ROWS = 100_000
 

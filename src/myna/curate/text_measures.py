@@ -6,8 +6,8 @@ import math
 
 from rapidfuzz.distance import Levenshtein
 
-from myna.data.text_normalization import letters, words
-from myna.evaluate.wer import character_errors
+from myna.text.normalization import letters, words
+from myna.text.wer import character_errors
 
 TEXT_MEASURES = ("cer", "edge_cer", "characters_per_second", "unique_word_share")
 EDGE_CHARACTERS = 12

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from myna.core.device import pick_device
+from myna.core.io import atomic_write, fsync
+from myna.core.pools import absolute_folder
+from myna.core.system_memory import memory_limit
 from myna.curate.models import CurationModels, analysis_settings
 from myna.curate.recordings import PARTS_FOLDER, SAMPLE_RATE, DecodedRecording, decode_recording
 from myna.curate.refine import Part, refine
 from myna.curate.settings import CurateSettings, ListenSettings
-from myna.io import atomic_write, fsync
-from myna.pools import absolute_folder
-from myna.system_memory import memory_limit
-from myna.train.precision import pick_device
 
 WORKER_BYTES = 2 << 30
 """Memory that a worker needs, at most."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
 from myna.data.dataset import PreparedDataset
-from myna.errors import DataError
 
 SequenceT = TypeVar("SequenceT", bound=Sized)
 BatchT = TypeVar("BatchT")

@@ -25,10 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
+from myna.core.errors import DataError
+from myna.core.io import atomic_write, bytes_hash, file_hash, fsync
 from myna.data.codec import Codes
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
-from myna.io import atomic_write, bytes_hash, file_hash, fsync
 
 FORMAT = "1"
 INDEX_FILE = "index.arrow"

@@ -23,6 +23,10 @@ import numpy as np
 import pyarrow as pa
 
 from myna.audio.files import MAX_MISSING_SECONDS, probe, read_audio
+from myna.core.errors import AudioError, ConfigError
+from myna.core.io import file_hash
+from myna.core.pools import Pool
+from myna.core.progress import ProgressCallback, silent
 from myna.data.code_store import (
     arrow_batch,
     check_unique_ids,
@@ -36,10 +40,6 @@ from myna.data.code_store import (
 )
 from myna.data.codec import Codes, Encoder, NotifyCallback, Samples
 from myna.data.utterance import Span, Utterance
-from myna.errors import AudioError, ConfigError
-from myna.io import file_hash
-from myna.pools import Pool
-from myna.progress import ProgressCallback, silent
 
 READER_THREADS = min(8, os.cpu_count() or 1)
 GPU_SHARDS = 8

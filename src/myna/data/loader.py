@@ -21,7 +21,9 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
+from myna.core.io import bytes_hash
 from myna.data.batch_builder import BatchBuilder, BatchT, PlannedSequence, SequenceT
 from myna.data.conversation import Conversation
 from myna.data.dataset import PreparedDataset
@@ -32,8 +34,6 @@ from myna.data.packing import first_fit_decreasing
 from myna.data.pairing import ReferenceLists, ReferenceSampler
 from myna.data.utterance import Utterance
 from myna.data.workers import WorkerPool
-from myna.errors import DataError
-from myna.io import bytes_hash
 
 PREFETCH_STEPS = 2
 """Steps that are built ahead, if those are enough to keep all workers busy."""

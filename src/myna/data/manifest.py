@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
 from myna.data.utterance import Span, Utterance
-from myna.errors import DataError
-from myna.io import atomic_write
 
 REQUIRED_FIELDS = ("id", "audio", "text", "speaker")
 FIELD_TYPES = {"id": str, "audio": str, "text": str, "speaker": str, "language": str, "extras": dict}

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from myna.config import Recipe
+from myna.core.config import Recipe
+from myna.core.io import file_hash
 from myna.data.code_store import codes_key
 from myna.data.dataset import PreparedDataset, Utterances
 from myna.data.pairing import ReferenceSampler
-from myna.data.utterance import Span, normalise_text
-from myna.io import file_hash
+from myna.data.utterance import Span
+from myna.text.normalization import normalise_text
 
 OverlapKind = Literal["audio", "words"]
 

@@ -23,15 +23,15 @@ from typing import Literal, cast, get_args
 
 from networkx.utils import UnionFind  # type: ignore[import-untyped]
 
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
 from myna.data.code_store import CodeStore, span_bounds, write_index
 from myna.data.codec import NotifyCallback
 from myna.data.dataset import PreparedDataset
 from myna.data.hash_rng import string_hash
 from myna.data.manifest import write_manifest
-from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Utterance
-from myna.errors import DataError
-from myna.io import atomic_write
+from myna.text.normalization import alphanumeric
 
 Subset = Literal["train", "held_out_texts", "held_out_speakers"]
 TRAIN, TEXTS, SPEAKERS = SUBSETS = cast(tuple[Subset, Subset, Subset], get_args(Subset))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from myna.text.normalization import normalise_text
 
 TASKS = (
     "zero_shot_voice_cloning",
@@ -104,8 +105,3 @@ class Utterance:
             span=Span(**span) if span else None,
             extras=line.get("extras", {}),
         )
-
-
-def normalise_text(text: str) -> str:
-    """NFC on one line, without surrounding blanks. Diacritics, case and direction stay."""
-    return " ".join(unicodedata.normalize("NFC", text).split())

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from myna.errors import DataError, MynaError
+from myna.core.errors import DataError, MynaError
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 EXIT_SECONDS = 5.0

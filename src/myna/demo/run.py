@@ -25,22 +25,22 @@ import yaml
 
 from myna import api
 from myna.audio.files import write_audio
-from myna.config import override, parse_recipe
+from myna.core.config import override, parse_recipe
+from myna.core.errors import MynaError
+from myna.core.io import save_text
+from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import read_manifest, write_manifest
 from myna.data.split import TEXTS, TRAIN, subset_folder
-from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Utterance
 from myna.demo.report import AFTER, BEFORE, DemoResult, demo_page
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
-from myna.errors import MynaError
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import score_systems, torch_threads
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
-from myna.io import save_text
 from myna.models import open_family
-from myna.progress import ProgressCallback, silent
 from myna.speak.loading import load_engine
+from myna.text.normalization import alphanumeric
 from myna.train.memory_plan import peak_memory
 
 if TYPE_CHECKING:

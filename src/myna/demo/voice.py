@@ -9,12 +9,12 @@ from pathlib import Path
 
 from myna.audio.files import probe
 from myna.audio.reference import CheckedReference, check_reference
+from myna.core.errors import DataError
 from myna.data.hash_rng import string_hash
 from myna.data.split import TEXTS, DatasetSplit
-from myna.data.text_normalization import alphanumeric
 from myna.data.utterance import Utterance
-from myna.errors import DataError
 from myna.evaluate.items import clip_seconds, load_clip
+from myna.text.normalization import alphanumeric
 
 BUNDLED = Path(__file__).parent / "recordings"
 """Three minutes of a voice that fledgling was not trained on, some clips of which are marked `held_out`."""

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.evaluate.dependencies import SAMPLE_RATE, as_mono_16khz
+from myna.audio.mono import as_mono_16khz
+from myna.listen.pretrained import SAMPLE_RATE
 
 ACOUSTICS_REVISION = "1"
 """Changes whenever the same clip would measure otherwise: earlier measures are then computed again."""

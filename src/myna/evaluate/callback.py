@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from myna.config import Recipe, SpeechEvalSettings
+from myna.core.config import Recipe, SpeechEvalSettings
+from myna.core.errors import ConfigError, TrainingError
+from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, save_text
+from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
-from myna.errors import ConfigError, TrainingError
 from myna.evaluate.eval_set import load_eval_set, split_items
 from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
 from myna.evaluate.items import EvalSet
@@ -33,10 +35,8 @@ from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
-from myna.io import atomic_write, remove_temporary_files, safe_file_name, save_text
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
-from myna.progress import ProgressCallback, silent
 from myna.report.spectrogram import color_palette, encode_png, mel_spectrogram_pixels
 from myna.speak.engine import Engine
 from myna.speak.fingerprint import trainable_fingerprint

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from myna.core.statistics import Estimate
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
-from myna.statistics import Estimate
 
 MIN_SHARE = 0.05
 """Share of the items from which a diagnosis is made."""

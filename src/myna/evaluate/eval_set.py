@@ -9,15 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
+from myna.core.io import is_file
 from myna.data.dataset import PreparedDataset
 from myna.data.hash_rng import string_hash
 from myna.data.pairing import ReferenceSampler
-from myna.data.utterance import Utterance, normalise_text
-from myna.errors import DataError
+from myna.data.utterance import Utterance
 from myna.evaluate.items import EvalItem, EvalSet, clip_seconds
 from myna.evaluate.scoring import ItemScores
-from myna.io import is_file
+from myna.text.normalization import normalise_text
 
 MAX_CLIPS_PER_SPEAKER, MIN_CLIPS_PER_SPEAKER, MAX_CLIPS = 10, 3, 400
 """Recordings that voices are compared with, for each speaker and about so many in all: each has to be embedded."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from myna.core.statistics import Estimate, RatioPart, estimate, paired_difference
 from myna.evaluate.diagnostics import Diagnosis, diagnose
 from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
 from myna.evaluate.pipeline import SystemScores
@@ -15,7 +16,6 @@ from myna.evaluate.scorers import Scorers
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.seen_items import seen_warnings
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
-from myna.statistics import Estimate, RatioPart, estimate, paired_difference
 
 GROUPED_METRICS = tuple(
     METRICS_BY_KEY[key]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from myna.core.statistics import Estimate, estimate
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.ranking import (
     MIN_AUDIBLE_DIFFERENCE,
@@ -28,7 +29,6 @@ from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL
 from myna.report.document import html_document, render_template
 from myna.report.plot import Curve, line_plot
-from myna.statistics import Estimate, estimate
 
 SHOWN_ITEMS = 6
 """Items with players, each at several steps; the audio of all lies beside the page."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from myna.audio.files import Samples, probe, read_audio
-from myna.data.text_normalization import UNSPACED, base_language
+from myna.core.io import bytes_hash, file_hash
 from myna.data.utterance import Utterance
-from myna.io import bytes_hash, file_hash
+from myna.text.normalization import UNSPACED, base_language
 
 LengthClass = Literal["word", "sentence", "long"]
 LONG_TEXT_CHARACTERS = 200

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from myna.core.statistics import RatioPart
 from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores
-from myna.statistics import RatioPart
 
 
 @dataclass(frozen=True, slots=True)

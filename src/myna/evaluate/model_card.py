@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from myna.core.errors import MynaError
+from myna.core.io import save_text
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest_table import ManifestTable
-from myna.errors import MynaError
 from myna.evaluate.metrics import METRICS
-from myna.io import save_text
 from myna.models import SHIPPED, find_checkpoint
 from myna.models.files import read_json
 from myna.provenance.origin import display_name, weights_sha256

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from myna.audio.files import Samples, read_audio, write_audio
-from myna.errors import ConfigError
+from myna.core.errors import ConfigError
+from myna.core.io import bytes_hash, safe_file_name
+from myna.core.progress import ProgressCallback, silent
 from myna.evaluate.acoustics import ACOUSTICS_REVISION
-from myna.evaluate.dependencies import SAMPLE_RATE
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
 from myna.evaluate.results import (
     ITEMS_FILE,
@@ -28,8 +29,7 @@ from myna.evaluate.results import (
 from myna.evaluate.scorers import SCORING_WORKERS, Scorers
 from myna.evaluate.scoring import ItemScores, SpeakerEmbeddings, score_item
 from myna.evaluate.systems import System, SystemOutput
-from myna.io import bytes_hash, safe_file_name
-from myna.progress import ProgressCallback, silent
+from myna.listen.pretrained import SAMPLE_RATE
 
 ITEMS_PER_SAVE = 32
 """Items that are spoken or scored between two writes of the results."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
+from myna.core.statistics import Estimate, RatioPart, estimate
 from myna.evaluate.evaluation import count_looped, estimate_difference, estimate_metric
 from myna.evaluate.metrics import METRICS_BY_KEY
 from myna.evaluate.scoring import ItemScores
-from myna.statistics import Estimate, RatioPart, estimate
 
 RULE = (
     "The score of an item is its speaker similarity less its character error rate; a checkpoint has the mean over its "

@@ -9,6 +9,7 @@ import numpy as np
 from markupsafe import Markup
 
 from myna.audio.files import read_audio
+from myna.core.statistics import CONFIDENCE_LEVEL, Estimate
 from myna.evaluate.evaluation import GROUPED_METRICS, Evaluation, MetricEstimates
 from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
 from myna.evaluate.pipeline import load_audio
@@ -19,7 +20,6 @@ from myna.report.document import html_document, render_template
 from myna.report.markup import element, join_html
 from myna.report.player import audio_figure
 from myna.report.plot import Curve, line_plot
-from myna.statistics import CONFIDENCE_LEVEL, Estimate
 
 SHOWN_ITEMS = 20
 """Items with players. A page with a thousand would not open; the audio of all lies beside it."""

@@ -16,9 +16,9 @@ from typing import Any, get_args, get_type_hints
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from myna.errors import DataError
+from myna.core.errors import DataError
+from myna.core.io import atomic_write, safe_file_name
 from myna.evaluate.scoring import ItemScores
-from myna.io import atomic_write, safe_file_name
 
 ITEMS_FILE, ITEMS_FOLDER, AUDIO_FOLDER = "items.parquet", "items", "audio"
 _TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from myna.config import DataSettings
-from myna.errors import ConfigError, SpeakError
+from myna.core.config import DataSettings
+from myna.core.errors import ConfigError, SpeakError
+from myna.core.io import claim_folder, lock_folder, save_text
+from myna.core.progress import ProgressCallback, silent
 from myna.evaluate.eval_set import load_eval_set
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalSet
@@ -18,10 +20,8 @@ from myna.evaluate.report import evaluation_page
 from myna.evaluate.results import ITEMS_FOLDER
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.seen_items import mark_seen_items
-from myna.evaluate.speaker_encoders import RESEMBLYZER
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, SpeechSystem, System
-from myna.io import claim_folder, lock_folder, save_text
-from myna.progress import ProgressCallback, silent
+from myna.listen.speaker_encoders import RESEMBLYZER
 from myna.speak.engine import encode_clip
 from myna.speak.loading import load_engine
 from myna.speak.tuned import find_tuned

@@ -9,11 +9,11 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from myna.audio.files import Samples
-from myna.errors import MynaError
-from myna.evaluate.asr import ASR, Transcript
-from myna.evaluate.mos import DNSMOS, DistillMOS
-from myna.evaluate.speaker_encoders import RESEMBLYZER, SpeakerEncoder, open_speaker_encoder
-from myna.train.precision import pick_device
+from myna.core.device import pick_device
+from myna.core.errors import MynaError
+from myna.listen.asr import ASR, Transcript
+from myna.listen.mos import DNSMOS, DistillMOS
+from myna.listen.speaker_encoders import RESEMBLYZER, SpeakerEncoder, open_speaker_encoder
 
 NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
 SCORING_WORKERS = min(4, os.cpu_count() or 1)

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, read_audio
-from myna.data.text_normalization import base_language, letters, words
+from myna.core.progress import ProgressCallback
 from myna.data.utterance import Span, Utterance
 from myna.evaluate.acoustics import ACOUSTICS_REVISION, HOP, active_frames, copy_similarity, measure_acoustics
-from myna.evaluate.asr import Transcript
-from myna.evaluate.dependencies import SAMPLE_RATE
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
 from myna.evaluate.scorers import Scorers
-from myna.evaluate.speaker_encoders import SpeakerEmbedding, SpeakerEncoder, cosine_similarity, speaker_rank
-from myna.evaluate.wer import character_errors, word_errors
-from myna.progress import ProgressCallback
+from myna.listen.asr import Transcript
+from myna.listen.pretrained import SAMPLE_RATE
+from myna.listen.speaker_encoders import SpeakerEmbedding, SpeakerEncoder, cosine_similarity, speaker_rank
+from myna.text.normalization import base_language, letters, words
+from myna.text.wer import character_errors, word_errors
 
 EARLY_SHARE = 0.4
 """An item that takes less than this share of its expected time ended early."""

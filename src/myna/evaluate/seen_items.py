@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from myna.core.errors import MynaError
 from myna.data.overlap import ComparedClip, TrainedClips
-from myna.errors import MynaError
 from myna.evaluate.items import EvalItem
 from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
 from myna.evaluate.scoring import ItemScores

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 from myna.audio.files import Samples
 from myna.data.conversation import AudioClip, Reference
-from myna.data.utterance import Utterance, normalise_text
+from myna.data.utterance import Utterance
 from myna.evaluate.items import EvalItem, load_clip, recording_key
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.segments import SpeechPlan
+from myna.text.normalization import normalise_text
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
 

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from myna.data.utterance import SPEAKER_TAG, Utterance, normalise_text
-from myna.errors import ConfigError
-from myna.evaluate.dependencies import as_mono_16khz
+from myna.audio.mono import as_mono_16khz
+from myna.core.errors import ConfigError
+from myna.core.io import bytes_hash
+from myna.core.progress import ProgressCallback, silent
+from myna.data.utterance import SPEAKER_TAG, Utterance
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import torch_threads
 from myna.evaluate.scorers import SCORING_WORKERS, Scorers
 from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores, SpeakerEmbeddings, score_item
-from myna.evaluate.speaker_encoders import RESEMBLYZER
-from myna.io import bytes_hash
-from myna.progress import ProgressCallback, silent
+from myna.listen.speaker_encoders import RESEMBLYZER
 from myna.speak.engine import Speech
 from myna.speak.lines import ReferenceRecording
+from myna.text.normalization import normalise_text
 
 SHOWN_SCORES = ("word_errors", "words", "similarity", "distillmos", "dnsmos", "transcript")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myna.errors import ModelError
-from myna.io import atomic_folder
+from myna.core.errors import ModelError
+from myna.core.io import atomic_folder
 
 if TYPE_CHECKING:
     from myna.models.base import Family

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from myna.errors import CheckpointError, ModelError
+from myna.core.errors import CheckpointError, ModelError
 from myna.models.files import read_json, resolve_checkpoint
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"

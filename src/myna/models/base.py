@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from myna.core.errors import ModelError
 from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec, Encoder
 from myna.data.conversation import Conversation
-from myna.errors import ModelError
 
 if TYPE_CHECKING:
     from myna.models.speech_decoder import AdapterSlots, SpeechDecoder

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from myna.core.errors import AudioError, ModelError
 from myna.data.codec import Codec, Codes
-from myna.errors import AudioError, ModelError
 
 
 def check_clips(codec: Codec, clips: npt.NDArray[np.float32]) -> None:

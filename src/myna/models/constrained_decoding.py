@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 
 CLOSING_BYTES = b'"},:50'
 """Bytes that lead to the end of a JSON object soonest, in order of preference; where none of them may come, the

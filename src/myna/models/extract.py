@@ -17,9 +17,9 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from myna.config import AdaptSettings
-from myna.errors import CheckpointError, ConfigError
-from myna.io import atomic_folder, check_new_folder
+from myna.core.config import AdaptSettings
+from myna.core.errors import CheckpointError, ConfigError
+from myna.core.io import atomic_folder, check_new_folder
 from myna.models import open_family
 from myna.models.files import absolute_source, shapes_of
 from myna.models.lora import SupportsLora, make_trainable, resolve_module_names, save_adapter

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from myna.errors import CheckpointError, ModelError
+from myna.core.errors import CheckpointError, ModelError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from myna.core.errors import DataError, ModelError
 from myna.data.conversation import AudioClip, Conversation
-from myna.errors import DataError, ModelError
 from myna.models.base import Family, LoraTargets, RenderedSequence, get_base_model
 from myna.models.files import load_tokenizer
 from myna.models.module_patterns import ModulePatterns

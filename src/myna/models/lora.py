@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from myna.config import AdaptSettings, Quantization
-from myna.errors import CheckpointError, ConfigError, ModelError, TrainingError
-from myna.io import atomic_write
+from myna.core.config import AdaptSettings, Quantization
+from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from myna.core.io import atomic_write
 from myna.models.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, require_adapter_files
 from myna.models.base import LoraTargets
 from myna.models.files import (

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from myna.errors import CheckpointError, ModelError
+from myna.core.errors import CheckpointError, ModelError
 from myna.models.base import Family, get_base_model
 from myna.models.files import open_safetensors, resolve_checkpoint, stored_tensors
 from myna.models.lora import merge_lora, scale_adapter

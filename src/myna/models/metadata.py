@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from myna.config import Quantization, Recipe, Settings
-from myna.errors import ModelError
+from myna.core.config import Quantization, Recipe, Settings
+from myna.core.errors import ModelError
 from myna.models.files import read_json, write_json
 
 METADATA_FILE = "myna.json"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 from myna.models.base import LoraTargets
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from myna._compat import scaled_mm
-from myna.config import Quantization
-from myna.errors import ConfigError
+from myna.core.compat import scaled_mm
+from myna.core.config import Quantization
+from myna.core.errors import ConfigError
 
 E4M3 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)

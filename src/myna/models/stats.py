@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from myna.config import AdaptSettings
+from myna.core.config import AdaptSettings
 from myna.models.lora import SupportsBaseModel, count_parameters, make_trainable, resolve_module_names
 
 

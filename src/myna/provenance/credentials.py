@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from myna.errors import OutputError
-from myna.io import sniff_suffix
-from myna.provenance.home import private_file, user_folder
+from myna.core.errors import OutputError
+from myna.core.io import sniff_suffix
+from myna.core.user_folders import private_file, user_folder
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.packages import INSTALL_HINT, credentials_installed
 

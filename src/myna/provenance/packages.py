@@ -6,7 +6,7 @@ import importlib.util
 from importlib import metadata
 from pathlib import Path
 
-from myna.errors import OutputError
+from myna.core.errors import OutputError
 
 PERTH_CHECKPOINT = "perth/perth_net/pretrained/implicit/perth_net_250000.pth.tar"
 INSTALL_HINT = 'pip install "myna[mark]"'

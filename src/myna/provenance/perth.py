@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from myna.errors import OutputError
+from myna.core.errors import OutputError
 from myna.provenance.packages import UNMARKED_HINT, perth_checkpoint
 
 MARK_NAME = "perth-implicit-1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from myna.audio.files import Samples, encode_audio_file
-from myna.io import atomic_write
+from myna.core.io import atomic_write
 from myna.provenance.credentials import sign_audio
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.speech_log import log_speech

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 
 from filelock import FileLock
 
-from myna.errors import OutputError
-from myna.provenance.home import HOME_VARIABLE, user_folder
+from myna.core.errors import OutputError
+from myna.core.user_folders import HOME_VARIABLE, user_folder
 from myna.provenance.origin import SpeechOrigin
 
 LOG_FILE = "speech.jsonl"

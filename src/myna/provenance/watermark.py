@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from myna.audio.files import Samples, join_samples
-from myna.errors import AudioError
+from myna.core.errors import AudioError
 from myna.provenance.packages import check_installed
 from myna.provenance.perth import (
     FRAME_REACH,

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 
-from myna.errors import ConfigError, MynaError
+from myna.core.errors import ConfigError, MynaError
 
 HOST = "127.0.0.1"
 MAX_POST_BYTES = 4_000_000

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from starlette.requests import HTTPConnection
 
 from myna.audio.files import Samples
-from myna.errors import DataError
+from myna.core.errors import DataError
 from myna.provenance.origin import SpeechOrigin, display_name, weights_sha256
 from myna.provenance.speech_log import check_log, log_speech
+from myna.provenance.voice_store import VoiceStore
 from myna.serve.adapters import AdapterCatalog
 from myna.serve.api_errors import ApiError
 from myna.serve.engine_client import EngineClient
@@ -25,7 +26,6 @@ from myna.serve.schemas import MAX_CHARACTERS, InlineReference, SpeechSettings
 from myna.serve.uploads import UploadDecoder, recording_bytes
 from myna.speak.tuned import find_tuned
 from myna.speak.validation import read_reference
-from myna.voices.store import VoiceStore
 
 DEFAULT_VOICE = "default"
 """The model's own voice, without a reference."""

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from myna.audio.files import pcm16
+from myna.core.errors import ConfigError, MynaError, SpeakError
 from myna.data.conversation import AudioClip, Reference
-from myna.data.utterance import normalise_text
-from myna.errors import ConfigError, MynaError, SpeakError
 from myna.provenance.watermark import MARK_NAME, StreamWatermark, check_installed
 from myna.serve.messages import (
     AdapterMessage,
@@ -46,6 +45,7 @@ from myna.speak.engine import Engine, SpeechRequest, encode_clip
 from myna.speak.live import LiveBatch, StreamEvent
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SpeechPlan, SpokenSegment
 from myna.speak.validation import check_speech_text
+from myna.text.normalization import normalise_text
 
 REPORT_SECONDS = 0.25
 """The load is reported so often, where no step has brought anything."""

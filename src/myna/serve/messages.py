@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from myna.audio.files import Samples
-from myna.errors import MynaError
+from myna.core.errors import MynaError
 
 if TYPE_CHECKING:  # they import torch, which the HTTP process does without
-    from myna.config import Quantization
+    from myna.core.config import Quantization
     from myna.speak.scheduler import FinishReason
 
 

@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from myna.errors import ConfigError, SpeakError
-from myna.ray_cluster import connect_cluster
+from myna.core.errors import ConfigError, SpeakError
+from myna.core.ray_cluster import connect_cluster
 from myna.serve.context import ServerSettings
 from myna.serve.messages import EngineInfo, EngineSettings
 from myna.serve.sources import resolve_sources

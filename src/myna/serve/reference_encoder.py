@@ -12,9 +12,9 @@ from threading import Thread
 import torch
 
 from myna.audio.files import Samples
+from myna.core.errors import SpeakError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip
-from myna.errors import SpeakError
 from myna.speak.engine import encode_clip
 
 MAX_CACHED_REFERENCES = 256

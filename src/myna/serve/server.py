@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from myna.errors import ConfigError, SpeakError
+from myna.core.errors import ConfigError, SpeakError
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.guard import TimedHttpProtocol

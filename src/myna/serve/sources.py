@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from myna.errors import ConfigError
+from myna.core.errors import ConfigError
 from myna.provenance.origin import display_name
 from myna.speak.tuned import find_tuned
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Form, Request, UploadFile
 
 from myna.audio.files import Samples, write_audio
-from myna.errors import MynaError
+from myna.core.errors import MynaError
+from myna.provenance.consent_sentences import sentence_of_day
+from myna.provenance.voice_store import Consent, StoredVoice
 from myna.serve.api_errors import ApiError
 from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context
 from myna.serve.schemas import ConsentNameBody
-from myna.voices.sentences import sentence_of_day
-from myna.voices.store import Consent, StoredVoice
 
 if TYPE_CHECKING:
-    from myna.voices.consent import ConsentChecker
+    from myna.provenance.consent import ConsentChecker
 
 SAMPLE_RATE = 24_000
 """Of recordings that are kept."""
@@ -145,7 +145,7 @@ async def _checker(context: ServerContext) -> ConsentChecker:
 
 @cache
 def _open_checker(asr: str) -> ConsentChecker:
-    from myna.voices.consent import ConsentChecker
+    from myna.provenance.consent import ConsentChecker
 
     return ConsentChecker.open(asr)
 

@@ -13,14 +13,14 @@ from fastapi import APIRouter
 from pydantic import Field, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from myna.data.utterance import normalise_text
 from myna.serve.api_errors import ApiError, validation_error
 from myna.serve.context import ServerContext, server_context
 from myna.serve.encoders import AudioEncoder, AudioFormat
 from myna.serve.messages import EndSessionMessage
 from myna.serve.schemas import SpeechSettings
 from myna.serve.speech_routes import submit_speech
-from myna.speak.long_text import split_sentences
+from myna.text.normalization import normalise_text
+from myna.text.sentences import split_sentences
 
 router = APIRouter()
 log = logging.getLogger("myna.serve")

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from myna.audio.files import read_audio
+from myna.core.errors import SpeakError
 from myna.data.codec import Codes, Encoder
 from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.pronunciation.metrics import AssessmentTable
-from myna.errors import SpeakError
 from myna.models.base import Family, GeneratedAnswer, require_answering
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip

@@ -20,21 +20,22 @@ import torch
 from torch import nn
 
 from myna.audio.files import pcm16, write_audio
+from myna.core.errors import ReferenceWarning, SpeakError
+from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
-from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
-from myna.errors import ReferenceWarning, SpeakError
-from myna.io import check_output_file
+from myna.data.utterance import SPEAKER_TAG, Span
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
 from myna.models.metadata import WeightsMetadata
 from myna.models.speech_decoder import AdapterSlots
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech
-from myna.speak.long_text import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
 from myna.speak.streaming import StreamDecoder
 from myna.speak.validation import open_reference
+from myna.text.normalization import normalise_text
+from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 
 MAX_ROWS = 64
 """Requests that are spoken at the same time; the others wait."""

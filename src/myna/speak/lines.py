@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from myna.core.errors import OutputError, SpeakError
+from myna.core.io import claim_folder, is_file, safe_file_name
 from myna.data.importers import chatml
 from myna.data.importers.base import ImportContext, RecordError, SourceRecord
 from myna.data.importers.conversations import ImportedClip, open_text, transcribed_clips
 from myna.data.importers.fields import require_field, require_type
 from myna.data.importers.reading import find_file, json_records, nonblank_lines
-from myna.data.utterance import Span, normalise_text
-from myna.errors import OutputError, SpeakError
-from myna.io import claim_folder, is_file, safe_file_name
+from myna.data.utterance import Span
 from myna.speak.validation import check_speech_text
+from myna.text.normalization import normalise_text
 
 SPOKEN_FILE, MEDIA_FOLDER = "spoken.jsonl", "media"
 """In the folder that lines are spoken into: a row for each, and clips that their file carried within it."""

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from myna.audio.files import write_audio
+from myna.core.errors import MynaError, SpeakError
+from myna.core.io import bytes_hash, file_hash, lock_folder, save_text
+from myna.core.progress import ProgressCallback, silent
 from myna.data.conversation import Reference
-from myna.errors import MynaError, SpeakError
-from myna.io import bytes_hash, file_hash, lock_folder, save_text
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
-from myna.progress import ProgressCallback, silent
 from myna.speak.engine import Engine, Speech, SpeechRequest
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.lines import SPOKEN_FILE, SpeechLine

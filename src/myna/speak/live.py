@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from myna.core.errors import MynaError, SpeakError
 from myna.data.codec import Codes, PendingSamples, Samples
-from myna.errors import MynaError, SpeakError
 from myna.models.base import RenderedSequence
 from myna.provenance.watermark import StreamWatermark, mark_streams
 from myna.speak.engine import Engine

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import torch
 from torch import nn
 
-from myna.config import Quantization
+from myna.core.config import Quantization
+from myna.core.device import pick_device
+from myna.core.errors import MynaError, SpeakError
+from myna.core.io import file_hash
 from myna.data.codec import Encoder
-from myna.errors import MynaError, SpeakError
-from myna.io import file_hash
 from myna.models import open_family
 from myna.models.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from myna.models.base import Family, require_speaking
@@ -19,7 +20,7 @@ from myna.models.metadata import WeightsMetadata, read_metadata
 from myna.models.speech_decoder import LoraMatrices
 from myna.speak.engine import Engine
 from myna.speak.tuned import TunedWeights, require_tuned
-from myna.train.precision import DTYPES, choose_precision, pick_device
+from myna.train.precision import DTYPES, choose_precision
 
 if TYPE_CHECKING:
     from myna.speak.answering import AnswerEngine

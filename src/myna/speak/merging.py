@@ -6,15 +6,16 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from myna.errors import ConfigError, ModelError
-from myna.io import atomic_folder, check_new_folder, file_hash
+from myna.core.device import pick_device
+from myna.core.errors import ConfigError, ModelError
+from myna.core.io import atomic_folder, check_new_folder, file_hash
 from myna.models.adapters import ADAPTER_WEIGHTS_FILE
 from myna.models.files import absolute_source
 from myna.models.merge import MergeCheck, merge_adapter
 from myna.models.metadata import USAGE_FINGERPRINTS, save_metadata
 from myna.speak.loading import load_adapted, open_base
 from myna.speak.tuned import require_tuned
-from myna.train.precision import DTYPES, pick_device
+from myna.train.precision import DTYPES
 
 MERGED_DTYPES = {"auto": None, "float32": DTYPES["fp32"], "bfloat16": DTYPES["bf16"], "float16": DTYPES["fp16"]}
 

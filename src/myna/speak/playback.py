@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, pcm16, write_audio
-from myna.errors import SpeakError
+from myna.core.errors import SpeakError
 
 PIPE_PLAYERS = {
     "ffplay": "-nodisp -autoexit -loglevel error -f s16le -sample_rate {rate} -i pipe:0",

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from myna.core.errors import SpeakError
 from myna.data.codec import Codes
-from myna.errors import SpeakError
 from myna.models.base import RenderedSequence, Sampling
 from myna.models.speech_decoder import PendingStep, SpeechDecoder
 

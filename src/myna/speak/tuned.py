@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from myna.errors import SpeakError
+from myna.core.errors import SpeakError
 from myna.models import find_checkpoint
 from myna.models.adapters import adapter_base, find_adapter, is_adapter
 from myna.models.metadata import WeightsMetadata, read_metadata

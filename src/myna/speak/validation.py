@@ -8,8 +8,9 @@ from pathlib import Path
 
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
-from myna.data.utterance import SPEAKER_TAG, Span, normalise_text
-from myna.errors import SpeakError
+from myna.core.errors import SpeakError
+from myna.data.utterance import SPEAKER_TAG, Span
+from myna.text.normalization import normalise_text
 
 MAX_REFERENCE_SECONDS = 60.0
 """A longer recording is refused as a reference: a few seconds set a voice, and minutes of it only take memory."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from myna._compat import TorchDispatchMode, storage_id, tree_leaves
-from myna.config import LossSettings
+from myna.core.compat import TorchDispatchMode, storage_id, tree_leaves
+from myna.core.config import LossSettings
 from myna.models.base import Batch, Family, RenderedSequence
 from myna.train.loss import collate_for_training
 from myna.train.precision import BF16_CAPABILITY, Precision

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from myna.errors import MynaError, TrainingError
+from myna.core.errors import MynaError, TrainingError
 from myna.train.checkpoint import get_rng_states, set_rng_states
 from myna.train.trainer import Trainer
 

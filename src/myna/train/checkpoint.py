@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from myna.config import parse_recipe
+from myna.core.config import parse_recipe
+from myna.core.errors import MynaError, TrainingError
+from myna.core.io import atomic_folder, fsync
 from myna.data.loader import Loader
-from myna.errors import MynaError, TrainingError
-from myna.io import atomic_folder, fsync
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import absolute_source, format_names
 from myna.models.lora import adapter_state_dict, save_adapter, weights_hash

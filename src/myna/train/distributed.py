@@ -34,10 +34,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from myna._compat import reset_accelerator_state
-from myna.config import Recipe
-from myna.errors import ConfigError, MynaError, TrainingError
-from myna.train.precision import Precision, pick_device
+from myna.core.compat import reset_accelerator_state
+from myna.core.config import Recipe
+from myna.core.device import pick_device
+from myna.core.errors import ConfigError, MynaError, TrainingError
+from myna.train.precision import Precision
 
 if TYPE_CHECKING:
     from myna.train.trainer import Trainer

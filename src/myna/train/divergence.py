@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from myna.config import TrainSettings
+from myna.core.config import TrainSettings
 from myna.train.loss import LossAccumulator, weighted_loss
 
 MAX_ZERO_GRADIENT_STEPS = 3

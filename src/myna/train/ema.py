@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from myna._compat import foreach_lerp
+from myna.core.compat import foreach_lerp
 
 
 class WeightEMA:

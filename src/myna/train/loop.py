@@ -21,10 +21,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from myna.config import Recipe
+from myna.core.config import Recipe
+from myna.core.errors import ConfigError, DataError, TrainingError
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader, Shard, start_workers
-from myna.errors import ConfigError, DataError, TrainingError
 from myna.models import open_family
 from myna.models.base import Batch, Family, RenderedSequence, SpeakingFamily
 from myna.models.quantized import check_quantization

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from myna.config import LossSettings, Recipe
+from myna.core.config import LossSettings, Recipe
+from myna.core.errors import ConfigError, DataError
 from myna.data.batch_builder import VoiceLabel
 from myna.data.loader import Loader
-from myna.errors import ConfigError, DataError
 from myna.models.base import VOICE_STREAMS, Batch, Family, RenderedSequence, StreamLosses, require_speaking
 
 ADAPTIVE_DECAY = 0.9

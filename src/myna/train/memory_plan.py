@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from myna.config import Quantization, Recipe
+from myna.core.config import Quantization, Recipe
+from myna.core.errors import TrainingError
+from myna.core.system_memory import memory_limit, peak_process_memory
 from myna.data.packing import first_fit_decreasing
-from myna.errors import TrainingError
 from myna.models.base import Batch, Family, RenderedSequence
-from myna.system_memory import memory_limit, peak_process_memory
 from myna.train.activation_memory import ActivationMemory, measure_activations, storage_bytes
 from myna.train.optimizer import make_optimizer
 from myna.train.precision import Precision, choose_precision

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from myna.config import TrainSettings
+from myna.core.config import TrainSettings
 from myna.train.precision import Precision
 
 INITIAL_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**16, 2.0**24

@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from myna._compat import cpu_has_bf16
-from myna.errors import ConfigError
+from myna.core.compat import cpu_has_bf16
+from myna.core.errors import ConfigError
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "pure-fp16"]
 PrecisionSetting = Literal["auto"] | PrecisionName
@@ -62,21 +62,6 @@ class Precision:
             )
         scaler = "with" if self.uses_grad_scaler else "without"
         return f"{self.name}: {self.reason}; trainable weights fp32, {scaler} gradient scaler"
-
-
-def pick_device(setting: str) -> torch.device:
-    """The torch device of a setting: `auto` is the best available; anything else must be available."""
-    if setting == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if not available.get(setting.partition(":")[0], False):
-        raise ConfigError(
-            f"the device `{setting}` is not to be had here",
-            hint="use `auto`, or one of: " + ", ".join(name for name, is_there in available.items() if is_there),
-        )
-    return torch.device(setting)
 
 
 def supports_bf16_matmul(device: torch.device) -> bool:

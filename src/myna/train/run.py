@@ -25,9 +25,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from myna.config import Recipe, dump_recipe, load_recipe
-from myna.errors import TrainingError
-from myna.io import is_unused, save_text
+from myna.core.config import Recipe, dump_recipe, load_recipe
+from myna.core.errors import TrainingError
+from myna.core.io import is_unused, save_text
 
 LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.early_stopping_patience", "speech_eval.patience")
 """Settings that say how long a run is trained. Changed on resume, they stay changed: config.yaml keeps them."""

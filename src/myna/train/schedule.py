@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from myna.config import TrainSettings
+from myna.core.config import TrainSettings
 
 
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:

@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from myna._compat import ddp_ignore_buffers
-from myna.config import Recipe
-from myna.errors import TrainingError
+from myna.core.compat import ddp_ignore_buffers
+from myna.core.config import Recipe
+from myna.core.errors import TrainingError
 from myna.models.base import Batch, Family
 from myna.models.lora import count_parameters, frozen_linear_names, make_trainable
 from myna.models.quantized import quantize

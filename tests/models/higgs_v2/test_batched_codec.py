@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from myna.core.errors import AudioError
 from myna.data.codec import Samples
-from myna.errors import AudioError
 from myna.models.higgs_v2 import batched_codec, tiny
 from myna.models.higgs_v2 import codec as codec_module
 from myna.models.higgs_v2.batched_codec import BatchedCodec, synthetic_voices

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
-from myna.errors import CheckpointError, ModelError, OutputError
+from myna.core.errors import CheckpointError, ModelError, OutputError
 from myna.models import open_family
 from myna.models.base import Sampling, require_speaking
 from myna.models.files import load_tokenizer, resolve_checkpoint

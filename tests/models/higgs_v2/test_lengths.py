@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from myna.config import DataSettings
+from myna.core.config import DataSettings
+from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation, Reference, Turn, speech_conversation
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
 from myna.data.loader import Loader, Shard
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.errors import DataError
 from myna.models import open_family
 from myna.models.base import RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import HiggsAudioV2ForConditionalGeneration
 
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.tiny import tiny_config

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Reference, Turn, speech_conversation
-from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.render import DelayPattern

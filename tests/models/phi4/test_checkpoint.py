@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import Phi4MultimodalForCausalLM
 
-from myna.errors import CheckpointError, ModelError
+from myna.core.errors import CheckpointError, ModelError
 from myna.models import open_family
 from myna.models.phi4.family import Phi4
 from myna.models.phi4.tiny import save_tiny

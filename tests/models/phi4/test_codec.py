@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Phi4MultimodalFeatureExtractor
 
+from myna.core.errors import AudioError, ModelError
 from myna.data.codec import Codes, Samples
-from myna.errors import AudioError, ModelError
 from myna.models.phi4.codec import CODES_PER_UNIT, MAX_CODE, MelFeatureEncoder, valid_frames
 from myna.models.phi4.family import Phi4
 

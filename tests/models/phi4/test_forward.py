@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Phi4MultimodalForCausalLM
 
-from myna.config import AdaptSettings
+from myna.core.config import AdaptSettings
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
 from myna.models import open_family

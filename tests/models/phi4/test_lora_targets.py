@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 from myna.models.phi4.family import Phi4
 
 

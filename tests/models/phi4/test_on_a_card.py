@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from myna.config import AdaptSettings
+from myna.core.config import AdaptSettings
 from myna.data.conversation import Conversation
 from myna.models.lora import make_trainable
 from myna.models.phi4.family import Phi4

@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
+from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn, answer_conversation, speech_conversation
-from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX
 from myna.models.phi4.family import Phi4
 

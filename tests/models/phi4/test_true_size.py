@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from myna.config import load_recipe, parse_recipe
+from myna.core.config import load_recipe, parse_recipe
 from myna.data.conversation import Conversation
 from myna.models import open_family
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Protocol
 
 from myna.audio.files import Samples
-from myna.evaluate.asr import ASR
-from myna.evaluate.dependencies import SAMPLE_RATE, import_optional
-from myna.evaluate.ecapa import EcapaEncoder
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder, cosine_similarity
-from myna.evaluate.wer import word_errors
+from myna.core.optional import import_optional
+from myna.listen.asr import ASR
+from myna.listen.ecapa import EcapaEncoder
+from myna.listen.pretrained import SAMPLE_RATE
+from myna.listen.speaker_encoders import ResemblyzerEncoder, cosine_similarity
+from myna.text.wer import word_errors
 
 
 class RoundTripMetric(Protocol):

@@ -27,13 +27,13 @@ from codec_training.recordings import decode
 from corpus_making.held_out import is_held_out
 from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import speech_level_db
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
 from myna.data.hash_rng import string_hash
 from myna.data.importers.reading import list_recordings
-from myna.errors import DataError
-from myna.evaluate.asr import ASR
-from myna.evaluate.ecapa import EcapaEncoder
-from myna.evaluate.wer import ErrorCount, character_errors, word_errors
-from myna.io import atomic_write
+from myna.listen.asr import ASR
+from myna.listen.ecapa import EcapaEncoder
+from myna.text.wer import ErrorCount, character_errors, word_errors
 
 CLIP_SECONDS = (1.5, 12.0)
 """Bounds of a clip: a shorter one has too few words, a longer one takes long."""

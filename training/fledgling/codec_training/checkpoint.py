@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from codec_training.trainer import CodecTrainer
-from myna.errors import CheckpointError
-from myna.io import atomic_write
+from myna.core.errors import CheckpointError
+from myna.core.io import atomic_write
 from myna.models.mel_codec.codec import read_mel_codec_tensors, save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork
 

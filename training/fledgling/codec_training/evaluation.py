@@ -11,7 +11,7 @@ import torch
 
 from codec_training.recordings import DecodedClip, pcm_to_float
 from codec_training.trainer import CodecTrainingModel
-from myna.io import atomic_write
+from myna.core.io import atomic_write
 from myna.models.mel_codec.codec import MelCodec
 from myna.models.mel_codec.network import MelCodecConfig
 

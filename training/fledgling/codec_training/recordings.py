@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 
 from codec_training.lossy import lossy_round_trip
 from corpus_making.held_out import is_held_out
+from myna.core.errors import DataError
+from myna.core.io import sniff_suffix
 from myna.data.manifest import read_manifest
-from myna.errors import DataError
-from myna.io import sniff_suffix
 
 PCM = npt.NDArray[np.int16]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from myna.errors import CheckpointError
+from myna.core.errors import CheckpointError
 
 SAMPLE_RATE = 24_000
 """Of the recordings. Frames of 25 ms have bins 40 Hz apart at any rate: at 24 kHz, Whisper's are the lowest 201."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 
 def download(package: str, folder: Path) -> Path:

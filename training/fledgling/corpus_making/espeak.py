@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 Samples = npt.NDArray[np.float32]
 

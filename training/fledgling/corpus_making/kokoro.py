@@ -22,8 +22,8 @@ from corpus_making.espeak import Espeak
 from corpus_making.held_out import is_held_out
 from corpus_making.npm_packages import KOKORO_SHARDS, KOKORO_VOICES, fetch, members
 from corpus_making.written_forms import spoken_form
-from myna.errors import DataError
-from myna.io import atomic_write
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
 
 Samples = npt.NDArray[np.float32]
 Style = npt.NDArray[np.float32]

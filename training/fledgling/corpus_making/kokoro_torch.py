@@ -14,7 +14,7 @@ from corpus_making import kokoro_weights
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, Samples, Style, move_formants
 from corpus_making.kokoro_fast import FastGenerator
 from corpus_making.kokoro_network import EncodedText, KokoroNetwork, Lengths
-from myna.errors import DataError
+from myna.core.errors import DataError
 from myna.models.mel_codec.network import SPECTRUM_OVERLAP
 from myna.models.triton_support import supports_triton
 

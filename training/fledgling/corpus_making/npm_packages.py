@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
 
-from myna.errors import DataError
+from myna.core.errors import DataError
 
 MAX_ATTEMPTS = 5
 """Crashes after which the work itself is taken to be the cause."""

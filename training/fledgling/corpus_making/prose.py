@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from myna.data.utterance import normalise_text
+from myna.text.normalization import normalise_text
 
 MIN_CHARACTERS, MAX_CHARACTERS = 15, 140
 """Characters of a line: with less it is a phrase, with more a clip takes over ten seconds."""

@@ -19,10 +19,10 @@ import numpy as np
 from codec_training.recordings import Recording, decode
 from corpus_making.corpus_folder import SAMPLE_RATE
 from corpus_making.loudness import Samples, speech_bounds
-from myna.io import atomic_write
+from myna.core.io import atomic_write
 
 if TYPE_CHECKING:  # machines that augment need not have it
-    from myna.evaluate.asr import ASR
+    from myna.listen.asr import ASR
 
 WINDOW_SECONDS, GAP_SECONDS = 29.5, 0.6
 """Whisper takes as long for any clip as for 30 s: clips of a speaker are heard together, with silence between them."""
@@ -107,7 +107,7 @@ class HeardRecordings:
 
     def hear(self, recordings: Sequence[Recording], asr: ASR) -> None:
         """Of one speaker."""
-        from myna.evaluate.wer import word_errors
+        from myna.text.wer import word_errors
 
         times = word_times([decode(one.data, SAMPLE_RATE) for one in recordings], asr)
         for one, words in zip(recordings, times, strict=True):

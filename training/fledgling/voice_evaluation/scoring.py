@@ -14,12 +14,12 @@ import torch
 
 from codec_training.recordings import decode
 from myna.audio.files import read_audio
-from myna.evaluate.asr import ASR
-from myna.evaluate.dependencies import SAMPLE_RATE
-from myna.evaluate.ecapa import EcapaEncoder
-from myna.evaluate.mos import DistillMOS
-from myna.evaluate.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding, cosine_similarity, speaker_rank
-from myna.evaluate.wer import ErrorCount, word_errors
+from myna.listen.asr import ASR
+from myna.listen.ecapa import EcapaEncoder
+from myna.listen.mos import DistillMOS
+from myna.listen.pretrained import SAMPLE_RATE
+from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding, cosine_similarity, speaker_rank
+from myna.text.wer import ErrorCount, word_errors
 from voice_evaluation.plan import EvaluationPlan
 from voice_evaluation.synthesis import OnProgress, write_json
 

@@ -24,12 +24,12 @@ import torch
 from codec_training.recordings import Recording, decode
 from myna.audio.files import write_audio
 from myna.audio.reference import check_reference
+from myna.core.errors import DataError
+from myna.core.io import atomic_write
 from myna.data.conversation import AudioClip, Reference
-from myna.data.utterance import normalise_text
-from myna.errors import DataError
-from myna.io import atomic_write
 from myna.models.base import Sampling
 from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.text.normalization import normalise_text
 from voice_evaluation.plan import EvaluationPlan, SynthesisTask
 
 OnProgress = Callable[[int], None]

@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 import soundfile
 
 from myna.audio.files import read_audio
+from myna.core.errors import AudioError
+from myna.core.io import safe_file_name
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.xray.source import XraySource
-from myna.errors import AudioError
-from myna.io import safe_file_name
-from myna.progress import ProgressCallback, silent
 from myna.report.player import encode_flac
 
 PIECES_PER_REASON = 6

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from myna.core.io import atomic_folder, check_writable
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.xray.page import xray_page
 from myna.curate.xray.pieces import choose_pieces, timelines, write_pieces
 from myna.curate.xray.source import open_xray_source
 from myna.curate.xray.summary import xray_numbers
-from myna.io import atomic_folder, check_writable
-from myna.progress import ProgressCallback, silent
 
 FOLDER = "xray"
 """Within the folder that is X-rayed."""

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 
 from myna.audio.files import probe, read_audio
 from myna.audio.signal_measures import bandwidth_hz, clipped_share, snr_db
+from myna.core.errors import AudioError, DataError
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.corrected_folder import correct_utterances
 from myna.curate.corrections import Correction, load_corrections
 from myna.curate.schema import SCHEMA, TABLE_FILE, empty_row
@@ -25,8 +27,6 @@ from myna.data.hash_rng import string_hash
 from myna.data.manifest import iterate_manifest
 from myna.data.split import DatasetSplit
 from myna.data.utterance import Utterance
-from myna.errors import AudioError, DataError
-from myna.progress import ProgressCallback, silent
 
 LARGE_COLUMNS = ("embedding", "fingerprint")
 MEASURED_CLIPS = 2000

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.corrections import apply_hand_decisions, is_corrected
 from myna.curate.decision import decide
 from myna.curate.schema import DROP_REASONS
@@ -21,8 +22,7 @@ from myna.curate.xray.text import text_summary
 from myna.curate.xray.verdict import KEPT, verdict
 from myna.curate.xray.voices import speaker_summary
 from myna.data.split import SPEAKERS, TEXTS, TRAIN
-from myna.data.text_normalization import alphanumeric
-from myna.progress import ProgressCallback, silent
+from myna.text.normalization import alphanumeric
 
 SHOWN_RECORDINGS = 200
 INDEX_FILE = "recordings.json"

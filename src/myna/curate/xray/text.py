@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rapidfuzz.distance import Levenshtein
 
-from myna.data.text_normalization import UNSPACED, alphanumeric, base_language
+from myna.text.normalization import UNSPACED, alphanumeric, base_language
 
 GRAPHEME_TEXTS = 20_000
 """Texts whose grapheme clusters and tokens are counted; of more, every so manieth."""

@@ -12,6 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from myna.core.errors import DataError
+from myna.core.io import atomic_write, disk_error
+from myna.core.progress import ProgressCallback, silent
 from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
 from myna.data.importers.base import ImportContext, Importer, RejectedRecord, RejectionReason
 from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
@@ -19,9 +22,6 @@ from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import write_manifest
 from myna.data.pronunciation import scored_jsonl, speechocean
 from myna.data.utterance import Utterance
-from myna.errors import DataError
-from myna.io import atomic_write, disk_error
-from myna.progress import ProgressCallback, silent
 
 __all__ = [
     "FORMATS",

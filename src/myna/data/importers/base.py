@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from myna.audio.files import AudioDefect
-from myna.data.utterance import Span, Utterance, normalise_text
-from myna.io import atomic_write, bytes_hash, sniff_suffix
+from myna.core.io import atomic_write, bytes_hash, sniff_suffix
+from myna.data.utterance import Span, Utterance
+from myna.text.normalization import normalise_text
 
 RecordDefect = Literal[
     "malformed",

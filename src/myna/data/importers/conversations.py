@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.fields import require_field, require_type
 from myna.data.importers.reading import json_records
-from myna.data.utterance import Span, Utterance, normalise_text
+from myna.data.utterance import Span, Utterance
+from myna.text.normalization import normalise_text
 
 T = TypeVar("T")
 INSTRUCTION = "Please generate speech for given text in reference audio's voice:"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from myna.core.errors import DataError
 from myna.data.importers import tabular
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.reading import list_files
 from myna.data.utterance import Utterance
-from myna.errors import DataError
 
 DESCRIPTION = "Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from myna.core.io import is_file
 from myna.data.importers import table
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES, index_file, nonblank_lines, read_head
 from myna.data.utterance import Utterance
-from myna.io import is_file
 
 DESCRIPTION = "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/"
 

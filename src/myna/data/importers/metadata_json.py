@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from myna.audio.files import probe
+from myna.core.errors import AudioError
 from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.fields import collect_extras, require_field, require_type
 from myna.data.importers.reading import find_file, index_file, json_samples, parse_json, read_head, read_transcript
-from myna.data.utterance import SPEAKER_TAG, TASKS, Utterance, normalise_text
-from myna.errors import AudioError
+from myna.data.utterance import SPEAKER_TAG, TASKS, Utterance
+from myna.text.normalization import normalise_text
 
 DESCRIPTION = "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from myna.core.io import is_file
 from myna.data.importers.base import RecordError, SourceRecord
-from myna.io import is_file
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 OTHER_AUDIO_SUFFIXES = (

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from myna.audio.files import AudioFileError, AudioInfo, check_audio
+from myna.core.errors import DataError
+from myna.core.io import file_hash
+from myna.core.progress import ProgressCallback, silent
 from myna.data.importers.base import ImportedUtterance, ImportItem, RecordError, RejectedRecord
-from myna.data.utterance import Span, Utterance, normalise_text
-from myna.errors import DataError
-from myna.io import file_hash
-from myna.progress import ProgressCallback, silent
+from myna.data.utterance import Span, Utterance
+from myna.text.normalization import normalise_text
 
 SPAN_TOLERANCE_SECONDS = 0.05
 """By which a span may exceed its recording: sources round."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from rapidfuzz.distance.Levenshtein import distance
 
+from myna.core.statistics import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, CONFIDENCE_LEVEL, Estimate, RatioPart, estimate
 from myna.data.pronunciation.assessment import SCORES, Assessment, AssessmentAnswer, ParsedAnswers, read_assessment
-from myna.data.text_normalization import words
 from myna.data.utterance import Utterance
-from myna.statistics import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, CONFIDENCE_LEVEL, Estimate, RatioPart, estimate
+from myna.text.normalization import words
 
 MIDDLE_SCORE = 5.0
 """The score of an answer that gives none."""

@@ -27,9 +27,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from myna._compat import model_from_config
-from myna.errors import CheckpointError, ModelError
-from myna.io import atomic_folder
+from myna.core.compat import model_from_config
+from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import atomic_folder
 from myna.models import files
 from myna.models.adapters import is_adapter
 from myna.models.base import Sampling

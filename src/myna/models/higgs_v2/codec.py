@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 
+from myna.core.errors import CheckpointError, ModelError
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
-from myna.errors import CheckpointError, ModelError
 from myna.models.codec_checks import check_clips, check_codes, codec_revision, full_precision
 from myna.models.codec_windows import decode_in_windows
 from myna.models.files import format_names, open_safetensors, quiet_transformers, resolve_checkpoint, weight_files

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from myna.core.errors import ModelError
 from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
-from myna.errors import ModelError
 from myna.models.base import (
     RenderedSequence,
     Sampling,

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
+from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.data.utterance import SPEAKER_TAG
-from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
 from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
 

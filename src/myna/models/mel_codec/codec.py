@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from huggingface_hub import save_torch_state_dict
 
+from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import atomic_folder
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
-from myna.errors import CheckpointError, ModelError
-from myna.io import atomic_folder
 from myna.models.codec_checks import check_clips, check_codes, codec_revision, full_precision
 from myna.models.codec_windows import decode_in_windows, probe_window_independence
 from myna.models.files import format_names, open_safetensors, shapes_of, state_dict_problems, weight_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from myna.errors import ModelError
+from myna.core.errors import ModelError
 
 BUILTIN_NAMES = ("phi-4-multimodal",)
 

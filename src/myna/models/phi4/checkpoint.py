@@ -17,9 +17,9 @@ from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import Phi4MultimodalConfig, Phi4MultimodalForCausalLM, PreTrainedTokenizerFast
 
-from myna._compat import model_from_config
-from myna.errors import CheckpointError, ModelError
-from myna.io import atomic_folder
+from myna.core.compat import model_from_config
+from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import atomic_folder
 from myna.models import files
 from myna.models.phi4.codec import SETTINGS_FILES
 from myna.models.phi4.render import END, ROLES

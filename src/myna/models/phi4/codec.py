@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from transformers import Phi4MultimodalFeatureExtractor
 
+from myna.core.errors import AudioError, ModelError
 from myna.data.codec import EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
-from myna.errors import AudioError, ModelError
 from myna.models.files import read_json
 
 CODES_PER_UNIT = 1600

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from myna.core.errors import ModelError
 from myna.data.codec import Encoder
 from myna.data.conversation import AudioClip, Conversation, answer_conversation
-from myna.errors import ModelError
 from myna.models.base import (
     AnsweringFamily,
     GeneratedAnswer,

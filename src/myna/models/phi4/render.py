@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
-from myna.errors import DataError
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
 from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
 from myna.models.phi4.codec import WINDOW_FRAMES, valid_frames

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from myna.errors import TrainingError
+from myna.core.errors import TrainingError
+from myna.core.system_memory import is_out_of_memory
 from myna.models.base import Batch
 from myna.models.files import format_names
-from myna.system_memory import is_out_of_memory
 from myna.train.loss import collate_for_training, stream_weights, weighted_loss
 from myna.train.memory_plan import out_of_memory_error, peak_memory
 from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer

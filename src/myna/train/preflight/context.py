@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from accelerate.utils import gather_object
 
-from myna.config import Recipe
+from myna.core.config import Recipe
+from myna.core.errors import MynaError, TrainingError
 from myna.data.dataset import Utterances
 from myna.data.loader import Loader, Shard
-from myna.errors import MynaError, TrainingError
 from myna.models.base import Batch, RenderedSequence
 from myna.train.callbacks import preserve_rng_state
 from myna.train.loss import LossAccumulator

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from myna.core.errors import TrainingError
 from myna.data.codec import Codes
 from myna.data.overlap import ComparedClip, find_overlap
-from myna.errors import TrainingError
 from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.files import format_names
 from myna.models.token_view import token_view

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from myna.config import Recipe
-from myna.errors import TrainingError
+from myna.core.config import Recipe
+from myna.core.errors import TrainingError
 from myna.models.base import RenderedSequence
 from myna.models.files import format_names
 from myna.train.loss import LossAccumulator, stream_means

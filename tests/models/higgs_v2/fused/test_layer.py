@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from myna.config import AdaptSettings, Quantization
+from myna.core.config import AdaptSettings, Quantization
 from myna.models.base import get_base_model
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import PackedLayer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from myna.errors import SpeakError
+from myna.core.errors import SpeakError
 from myna.models.higgs_v2.decode.weights import can_join, extend_weight
 from myna.models.higgs_v2.forward import AttentionFunction
 from myna.models.speech_decoder import LoraMatrices

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from myna._compat import scaled_mm
+from myna.core.compat import scaled_mm
 from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
 from myna.models.higgs_v2.decode import kernels

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from myna._compat import foreach_copy
+from myna.core.compat import foreach_copy
 from myna.models.base import RenderedSequence, Sampling
 from myna.models.code_sampling import RowState, advance, log_probabilities, sample_frame
 from myna.models.higgs_v2.decode.adapters import AdapterDelta, HiggsAdapterSlots, run_adapted_layer

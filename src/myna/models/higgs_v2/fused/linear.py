@@ -19,7 +19,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from myna._compat import scaled_mm
+from myna.core.compat import scaled_mm
 from myna.models.higgs_v2.fused import ops
 from myna.models.higgs_v2.fused.ops import FP8_PARTS, PackedInput, WeightCopy
 from myna.models.quantized import Fp8Linear, QuantizedLinear, supports_fp8

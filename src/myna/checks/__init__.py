@@ -1,0 +1,1 @@
+"""Checks of a machine and of a model: `myna doctor` and `myna verify`."""

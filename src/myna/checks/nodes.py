@@ -1,0 +1,211 @@
+"""Checks of a Ray cluster: whether its nodes have the same software and models, and share a folder."""
+
+from __future__ import annotations
+
+import platform
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from myna.checks.check import Check
+from myna.core.errors import MynaError
+
+SHARED_FACTS = ("python", "transformers", "myna", "codec")
+"""That the machine that shares out the work needs as well; its torch may be a build for CPUs."""
+HINTS = {
+    "node": "`ray start` there within the environment of Myna; /tmp/ray/session_latest/logs on that node say more",
+    "python": "make every environment with the same Python: make setup PYTHON=/path/to/python3.12",
+    "torch": "pip install --constraint constraints.txt torch, on every node",
+    "transformers": "pip install --constraint constraints.txt transformers, on every node",
+    "myna": "install the same Myna on every node, or one environment on a shared disk; then start Ray again",
+    "curation models": "copy one folder of models to every node, under the same path, or put it on a shared disk",
+    "recogniser": "copy one Whisper to every node, under the same path, and name its folder: --asr /path/to/whisper",
+    "codec": "copy one model to every node, under the same path, and name its folder: --model /path/to/model",
+}
+"""What to do about a difference."""
+SHARED_SECONDS = 10.0
+"""In which a file that one node has written must be seen by the others."""
+HERE = "here"
+
+NodeFacts = dict[str, str]
+"""What should be equal on all nodes, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """A node of a cluster, and what was found on it."""
+
+    name: str
+    cpus: int
+    gpus: int
+    facts: NodeFacts
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReport:
+    """Nodes of a cluster side by side, and what differs."""
+
+    nodes: list[NodeReport]
+    checks: list[Check]
+
+
+def check_cluster(
+    address: str, *, shared: Path | None = None, model: str | None = None, asr: str | None = None
+) -> ClusterReport:
+    """Compare the nodes of a cluster with one another and with this machine; nothing is changed on them.
+
+    With `model` also its codec, with `asr` the recogniser of `myna curate`; `shared` is to be one folder for all.
+    """
+    from myna.core.pools import absolute_folder
+    from myna.core.pools.ray_pool import call_on_nodes, cluster_nodes
+    from myna.listen.models import DEFAULT_FOLDER
+    from myna.models import is_model_name
+
+    nodes = cluster_nodes(address)
+    if not nodes:
+        hint = "add nodes to it: ray start --address=HEAD:6379"
+        return ClusterReport([], [Check("nodes", "failed", f"the cluster at {address} has no CPUs", hint)])
+    sources = [one if one is None or is_model_name(one) else absolute_folder(one) for one in (model, asr)]
+    answers = call_on_nodes(address, nodes, node_facts, DEFAULT_FOLDER.absolute(), *sources)
+    reports = [
+        NodeReport(node.name, node.cpus, node.gpus, answer if isinstance(answer, dict) else {})
+        for node, answer in zip(nodes, answers, strict=True)
+    ]
+    total = f"{sum(node.cpus for node in nodes)} CPUs and {sum(node.gpus for node in nodes)} GPUs"
+    checks = [Check("nodes", "ok", f"{len(nodes)} with {total}")]
+    for node, answer in zip(nodes, answers, strict=True):
+        if isinstance(answer, str):
+            checks.append(Check(f"node {node.name}", "failed", answer, HINTS["node"]))
+    here = NodeReport(HERE, 0, 0, node_facts(DEFAULT_FOLDER.absolute(), *sources))
+    checks += compare_nodes(here, [report for report in reports if report.facts])
+    if shared is None:
+        hint = f"myna doctor --ray {address} --shared DIR"
+        checks.append(Check("shared folder", "warning", "not looked at", hint))
+    else:
+        call: Callable[..., list[Any]] = partial(call_on_nodes, address, nodes)
+        checks.append(check_shared_folder(shared.absolute(), [node.name for node in nodes], call))
+    return ClusterReport(reports, checks)
+
+
+def compare_nodes(here: NodeReport, nodes: Sequence[NodeReport]) -> list[Check]:
+    """What should be equal on the nodes, and some of it on this machine, which only shares out the work."""
+    names = dict.fromkeys(name for report in (here, *nodes) for name in report.facts)
+    checks = [_compare(name, [here, *nodes] if name in SHARED_FACTS else nodes) for name in names if nodes]
+    for node in nodes:
+        if node.gpus and node.facts["torch"].endswith("CPU build"):
+            detail = f"{node.name} has {node.gpus}, and a torch that cannot use them"
+            hint = "pip install torch there, in the build that https://pytorch.org/get-started names for the GPU"
+            checks.append(Check("GPUs", "failed", detail, hint))
+    return checks
+
+
+def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
+    """Of the machine that this runs on. `models` is the folder of the models of `myna curate`."""
+    import torch
+
+    from myna.core.io import bytes_hash, file_hash
+    from myna.listen.analysis import AnalysisSettings, load_models
+    from myna.listen.asr import ASR
+    from myna.models import open_family
+
+    package = Path(__file__).parents[1]
+    source = bytes_hash("".join(file_hash(file) for file in sorted(package.rglob("*.py"))).encode())
+    facts = {
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}{'' if torch.version.cuda or torch.version.hip else ', CPU build'}",
+        "transformers": metadata.version("transformers"),
+        "myna": f"{metadata.version('myna')} {source[:8]}",
+        "curation models": _or_problem(
+            lambda: ", ".join(sorted(f"{k} {v}" for k, v in load_models(AnalysisSettings(models)).versions.items()))
+        ),
+    }
+    if asr is not None:
+        facts["recogniser"] = _or_problem(lambda: ASR.open(asr).name)
+    if model is not None:
+        facts["codec"] = _or_problem(lambda: open_family(model).load_encoder().revision[:16])
+    return facts
+
+
+def _or_problem(value: Callable[[], str]) -> str:
+    try:
+        return value() or "none"
+    except MynaError as error:
+        return f"cannot be opened: {error.what}"
+
+
+def _compare(name: str, reports: Sequence[NodeReport]) -> Check:
+    first, *others = reports
+    value = first.facts[name]
+    for other in others:
+        if other.facts.get(name) != value:
+            detail = f"{value} {_place(first)}, and {other.facts.get(name)} {_place(other)}"
+            return Check(name, "failed", detail, HINTS[name])
+    if value.startswith("cannot be opened"):
+        return Check(name, "failed", value, HINTS[name])
+    return Check(name, "ok", value if value != "none" else "none on any node: make curation-models, for `myna curate`")
+
+
+def _place(report: NodeReport) -> str:
+    return HERE if report.name == HERE else f"on {report.name}"
+
+
+def check_shared_folder(folder: Path, names: Sequence[str], call: Callable[..., list[Any]]) -> Check:
+    """Every node writes a file, which all others have to see under its last name."""
+    content = uuid.uuid4().hex
+    mount = f"mount the same folder at {folder} on every node, writable, then: myna doctor --ray ADDRESS --shared DIR"
+    written = call(write_shared, folder, content)
+    try:
+        for name, file in zip(names, written, strict=True):
+            if not isinstance(file, Path):
+                return Check("shared folder", "failed", f"{name} cannot write to {folder}: {file}", mount)
+        for name, missing in zip(names, call(unseen_files, written, content), strict=True):
+            if missing:
+                if isinstance(missing, str):  # there was no answer
+                    return Check("shared folder", "failed", f"{name}: {missing}", mount)
+                writer = names[written.index(missing[0])]
+                detail = f"{name} does not see in {folder} what {writer} has written"
+                return Check("shared folder", "failed", detail, mount)
+    finally:
+        call(remove_shared, [file for file in written if isinstance(file, Path)])
+    return Check("shared folder", "ok", f"{folder}: what one node writes, all others see")
+
+
+def write_shared(folder: Path, content: str) -> Path | str:
+    """Write a file as workers write their results; the reason where that fails."""
+    from myna.core.io import atomic_write, fsync
+
+    path = folder / f".{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        if not folder.is_dir():
+            return "there is no such folder"
+        with atomic_write(path) as temporary:
+            temporary.write_text(content, encoding="utf-8")
+            fsync(temporary)
+    except OSError as error:
+        return error.strerror or str(error)
+    return path
+
+
+def unseen_files(paths: Sequence[Path], content: str) -> list[Path]:
+    """Files that do not appear here in time with this content."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while (unseen := [path for path in paths if not _holds(path, content)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return unseen
+
+
+def _holds(path: Path, content: str) -> bool:
+    try:
+        return path.read_text(encoding="utf-8") == content
+    except OSError:
+        return False
+
+
+def remove_shared(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

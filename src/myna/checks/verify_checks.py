@@ -1,0 +1,476 @@
+"""Checks of a model: our paths against transformers' own, and against one another.
+
+Each check is a function of a `VerifiedModel` that returns a `Finding`, or raises `NotApplicableError`. They run in the
+order of `CHECKS`: the first one merges an adapter, the last one puts a LoRA on the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from peft import PeftModel
+
+from myna.checks.verify_speaking import (
+    GREEDY,
+    GreedyChoices,
+    adapter_choices,
+    decode_together,
+    greedy_choices,
+    speak_together,
+)
+from myna.checks.verify_subject import TEXTS, NotApplicableError, VerifiedModel
+from myna.core.config import AdaptSettings
+from myna.core.errors import CheckpointError, ModelError
+from myna.data.codec import Codec, Samples
+from myna.data.conversation import AudioClip
+from myna.models.base import (
+    IGNORE_INDEX,
+    AnsweringFamily,
+    Batch,
+    RenderedSequence,
+    SpeakingFamily,
+    StreamLosses,
+    get_base_model,
+)
+from myna.models.lora import load_adapter, make_trainable, merge_lora, read_lora_matrices
+from myna.models.merge import LOGIT_TOLERANCES, compare_merged, probe_logits
+from myna.models.speech_decoder import LoraMatrices
+from myna.speak.engine import Engine, SpeechRequest
+from myna.speak.streaming import StreamDecoder
+
+LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""How far two losses of one stream may be from one another, as a share of the larger, by the type of the weights."""
+GRADIENT_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""How far two gradients of a LoRA matrix may be from one another, as a share of its norm, in a model of up to
+`TOLERATED_LAYERS`; the roundings of more layers add up as the root of their number."""
+TOLERATED_LAYERS = 8
+LOG_PROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""How far two log-probabilities of one code may be from one another."""
+MIN_STEPS = 8
+"""Steps that must be comparable with transformers' `generate`, over all prompts."""
+MIN_LEVEL = 1e-4
+"""Root-mean-square level below which decoded audio is silence: -80 dB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Outcome of a check."""
+
+    passed: bool
+    detail: str
+    difference: float | None = None
+    tolerance: float | None = None
+
+
+def check_merged(subject: VerifiedModel) -> Finding:
+    """the adapter on its base, and the merged model: logits, and greedy codes of the adapter in rows of a batch"""
+    model = subject.model
+    if not isinstance(model, PeftModel) or subject.adapter is None:
+        raise NotApplicableError("there is no adapter: this is a whole model")
+    with model.disable_adapter():
+        base = probe_logits(subject.family, model)
+    adapted = probe_logits(subject.family, model)
+    matrices, note = _row_matrices(subject, subject.adapter)
+    if matrices is not None:
+        subject.model = model.unload()
+    try:
+        choices = adapter_choices(subject, matrices) if matrices is not None else []
+    finally:
+        subject.model = merge_lora(model if matrices is None else load_adapter(subject.model, subject.adapter))
+    check = compare_merged(base, adapted, probe_logits(subject.family, subject.model), subject.dtype)
+    if check.problem is not None:
+        return Finding(False, check.problem, check.largest_difference, check.tolerance)
+    if choices:
+        try:
+            spoken = _compare_choices(subject, choices)
+        except NotApplicableError as reason:
+            note = f"in rows of a batch {reason}"
+        else:
+            note = f"in rows of a batch {spoken.detail}"
+            if not spoken.passed:
+                return replace(spoken, detail=note)
+    detail = f"{check.logits:,} logits; {check.lost_share:.2%} of what the adapter changes is lost in rounding"
+    return Finding(True, f"{detail}; {note}" if note else detail, check.largest_difference, check.tolerance)
+
+
+def _row_matrices(subject: VerifiedModel, adapter: Path) -> tuple[LoraMatrices | None, str]:
+    """The adapter's matrices for rows of a batch; or why it can only be merged."""
+    if not isinstance(subject.family, SpeakingFamily):
+        return None, ""
+    try:
+        return read_lora_matrices(subject.family, adapter), ""
+    except CheckpointError:
+        raise
+    except ModelError as error:
+        return None, f"not in rows of a batch: {error.what}"
+
+
+def check_forward(subject: VerifiedModel) -> Finding:
+    """training forward, and transformers' own: losses by stream and all logits"""
+    family, largest, worst_logit, worst = subject.family, 0.0, 0.0, (0.0, "", 0.0, 0.0)
+    objective = family.objective(subject.model).eval()
+    for sequence in subject.sequences:
+        batch = family.collate([sequence])
+        with torch.no_grad(), _recorded_logits(subject) as recorded:
+            sums = objective(batch.to(subject.device)).sums.double().cpu()
+        theirs, ours = family.transformers_forward(subject.model, sequence), torch.cat(recorded)
+        if ours.shape != theirs.logits.shape or not (
+            torch.isfinite(ours).all() and torch.isfinite(theirs.logits).all()
+        ):
+            return Finding(False, f"{len(ours):,} logits where transformers has {len(theirs.logits):,}, or not finite")
+        largest = max(largest, float(theirs.logits.abs().max()))
+        worst_logit = max(worst_logit, float((ours - theirs.logits).abs().max()))
+        for stream, our, their in zip(family.streams, sums.tolist(), theirs.sums.tolist(), strict=True):
+            worst = max(worst, (_relative(our, their), f"{stream} of {sequence.id!r}", our, their))
+    tolerance, loss_tolerance = LOGIT_TOLERANCES[subject.dtype], LOSS_TOLERANCES[subject.dtype]
+    share = worst_logit / largest
+    if not worst[0] <= loss_tolerance:
+        detail = f"the loss of {worst[1]} is {worst[2]:.6g}, by transformers {worst[3]:.6g}"
+        return Finding(False, detail, worst[0], loss_tolerance)
+    detail = f"logits differ by at most {worst_logit:.2g} of {largest:.3g}, losses by {worst[0]:.1e} of their size"
+    return Finding(share <= tolerance, detail, share, tolerance)
+
+
+def check_packed(subject: VerifiedModel) -> Finding:
+    """losses of sequences packed into one batch, and of each by itself"""
+    family = subject.family
+    objective = family.objective(subject.model).eval()
+
+    def sums(sequences: Sequence[RenderedSequence]) -> list[float]:
+        with torch.no_grad():
+            found: list[float] = objective(family.collate(sequences).to(subject.device)).sums.double().tolist()
+        return found
+
+    packed = sums(subject.sequences)
+    single = [sum(parts) for parts in zip(*(sums([one]) for one in subject.sequences), strict=True)]
+    return _compare_losses(family.streams, packed, single, "packed", "one by one", LOSS_TOLERANCES[subject.dtype])
+
+
+def check_generate(subject: VerifiedModel) -> Finding:
+    """greedy choices, and those of transformers' own generate"""
+    return _compare_choices(subject, greedy_choices(subject))
+
+
+def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -> Finding:
+    """Greedy choices of ours for all prompts, and those of transformers' `generate`, up to the first difference."""
+    compared, complete, gap, largest, note = 0, 0, 0.0, 0.0, ""
+    for prompt, found, theirs in zip(subject.prompts, choices, subject.generated, strict=True):
+        ours = found.choices
+        if found.stopped:
+            ours = np.concatenate([ours, np.full((1, theirs.choices.shape[1]), theirs.end)])
+        count = min(len(ours), len(theirs.choices))
+        steps, mine, other = theirs.steps[:count], ours[:count], theirs.choices[:count]
+        known = other != IGNORE_INDEX
+        if not found.stopped and len(ours) <= len(theirs.choices):
+            # Beyond the cap of frames ours is made to end, and the codebooks that are not at their end see that.
+            known &= steps <= theirs.steps[len(ours) - 1, 0]
+        different = known & (mine != other)
+        complete += bool(known[:, 0].all()) and len(ours) == count and not different.any()
+        first = int(steps[different].min()) if different.any() else int(steps[known].max(initial=-1)) + 1
+        compared += len(np.unique(steps[known & (steps < first)]))
+        finite = np.isfinite(theirs.scores)
+        largest = max(largest, float(np.abs(theirs.scores[finite]).max(initial=0.0)))
+        for frame, stream in np.argwhere(different & (steps == first)):
+            scores, (we, they) = theirs.scores[frame, stream], (mine[frame, stream], other[frame, stream])
+            if (apart := float(scores[they] - scores[we])) > gap:
+                gap = apart
+                note = f"; in {prompt.id!r} at step {first}, stream {stream}, {we} instead of {they}"
+    tolerance = LOGIT_TOLERANCES[subject.dtype]
+    share = gap / largest if largest else 0.0
+    detail = f"{compared} steps are the same{note}"
+    if note and share <= tolerance:
+        detail += f", whose logits differ by {gap:.2g} of {largest:.3g}: a tie in {_name(subject.dtype)}"
+    if share <= tolerance and compared < MIN_STEPS and not complete:
+        raise NotApplicableError(f"only {compared} steps could be compared: transformers chose ids that ours may not")
+    return Finding(share <= tolerance, detail, share, tolerance)
+
+
+def check_alone(subject: VerifiedModel) -> Finding:
+    """each request by itself, and among others that join and leave: codes, log-probabilities and samples"""
+    if isinstance(subject.family, AnsweringFamily):
+        answers = subject.family.answer(subject.model, subject.prompts, subject.frames)
+        alike = [
+            subject.family.answer(subject.model, [prompt], subject.frames) == [answer]
+            for prompt, answer in zip(subject.prompts, answers, strict=True)
+        ]
+        return _equality(subject, sum(alike) / len(alike), "answers")
+    _, codec = subject.speaking
+    # Fewer rows than requests, and caps that differ: some wait, and rows are moved.
+    caps = [subject.frames - 3 * number for number in range(len(subject.prompts))]
+    rows = len(caps) - 1
+    crowd = speak_together(subject, subject.prompts, caps, rows)
+    equal = total = compared = 0
+    worst, note, tolerance = 0.0, "", LOG_PROB_TOLERANCES[subject.dtype]
+    for prompt, cap, among in zip(subject.prompts, caps, crowd, strict=True):
+        # An exact batch has one shape, whatever is in it.
+        [alone] = speak_together(subject, [prompt], [cap], rows if subject.is_exact else 1, max(caps))
+        count = min(len(alone.codes), len(among.codes))
+        same = alone.codes[:count] == among.codes[:count]
+        equal, total = equal + int(same.sum()), total + max(alone.codes.size, among.codes.size)
+        if not note and (not same.all() or alone.codes.shape != among.codes.shape):
+            frame = count if same.all() else int((~same).any(1).argmax())
+            note = f"; the first difference is in frame {frame} of {prompt.id!r}"
+        # Codes that were chosen after a difference follow from another past.
+        steps = alone.steps[:count]
+        shared = same & (steps <= steps[~same].min(initial=np.iinfo(np.int64).max))
+        apart = np.abs(alone.log_probs[:count] - among.log_probs[:count])[shared]
+        compared, worst = compared + len(apart), max(worst, float(apart.max(initial=0.0)))
+    if total and not compared:
+        return Finding(False, "every request begins with other codes among others than by itself", 1.0, 0)
+    if not worst <= tolerance:
+        return Finding(False, f"log-probabilities of the same codes differ by {worst:.3g}{note}", worst, tolerance)
+    for prompt, among, samples in zip(subject.prompts, crowd, decode_together(codec, crowd), strict=True):
+        if (finding := _compare_samples(samples, decode_together(codec, [among])[0], codec)) is not None:
+            return replace(finding, detail=f"{finding.detail}, of {prompt.id!r} decoded among other streams")
+    detail = f"codes{note}; log-probabilities differ by {worst:.2g}; samples of all streams are equal"
+    return _equality(subject, equal / total if total else 1.0, detail)
+
+
+def check_replay(subject: VerifiedModel) -> Finding:
+    """log-probabilities of sampled codes as reported, and of their replay through the training forward"""
+    family, _ = subject.speaking
+    objective = family.objective(subject.model).eval()
+    streams = [place for place, stream in enumerate(family.streams) if stream.startswith("code")]
+    caps = [subject.frames] * len(subject.prompts)
+    spoken = speak_together(subject, subject.prompts, caps, len(caps))
+    worst, codes = (0.0, "", 0.0, 0.0), 0
+    for number, one in enumerate(spoken):
+        if not len(one.codes):
+            continue
+        target = AudioClip("replay", one.codes, target=True)
+        batch = family.collate([family.render(subject.speech(number, target))])
+        with torch.no_grad():
+            sums = objective(batch.to(subject.device)).sums.double().cpu()[streams]
+        replayed, reported = -sums / len(one.log_probs), one.log_probs.astype(np.float64).mean(0)
+        apart = np.abs(replayed.numpy() - reported)
+        book = int(np.where(np.isfinite(apart), apart, np.inf).argmax())
+        found = float(apart[book]) if np.isfinite(apart[book]) else float("inf")
+        where = f"{family.streams[streams[book]]} of {TEXTS[number]!r}"
+        worst = max(worst, (found, where, float(reported[book]), float(replayed[book])))
+        codes += one.log_probs.size
+    if not codes:
+        raise NotApplicableError("the model ended at once, whatever it was asked to say")
+    tolerance = LOG_PROB_TOLERANCES[subject.dtype] / 2
+    if not worst[0] <= tolerance:
+        detail = f"the mean log-probability of {worst[1]} is reported as {worst[2]:.5g}, and {worst[3]:.5g} in a replay"
+        return Finding(False, detail, worst[0], tolerance)
+    return Finding(
+        True, f"of {codes:,} codes and ends, means by codebook differ by at most {worst[0]:.1e}", worst[0], tolerance
+    )
+
+
+def check_stream(subject: VerifiedModel) -> Finding:
+    """streamed samples, and those of the whole clip, bit for bit"""
+    family, codec = subject.speaking
+    random = np.random.default_rng(0)
+    frames = 40 if subject.quick else 300
+    codes = random.integers(0, codec.codebook_size, (frames, codec.codebooks)).astype(np.uint16)
+    whole = codec.decode(codes)
+    chunkings = 3 if subject.quick else 8
+    for _ in range(chunkings):
+        cuts = np.sort(random.integers(0, frames + 1, int(random.integers(1, 12))))
+        decoder = StreamDecoder(codec)
+        parts = [decoder.decode(part) for part in np.split(codes, cuts)]
+        if (finding := _compare_samples(np.concatenate([*parts, decoder.finish()]), whole, codec)) is not None:
+            return replace(finding, detail=f"{finding.detail}, in chunks that end at {cuts.tolist()}")
+    engine = Engine(family, subject.model, codec)
+    sampling = replace(GREEDY, max_seconds=subject.frames / codec.frame_rate)
+    request = SpeechRequest(TEXTS[1], id="line")
+    [speech] = engine.speak([request], sampling)
+    streamed = np.concatenate([np.zeros(0, np.float32), *engine.stream(request, sampling)])
+    if (finding := _compare_samples(streamed, speech.samples, codec)) is not None:
+        return replace(finding, detail=f"{finding.detail}, in speech of the model")
+    return Finding(True, f"{chunkings} random chunkings of {frames} frames, and {len(speech.codes)} spoken ones", 0, 0)
+
+
+def check_codec(subject: VerifiedModel) -> Finding:
+    """a synthetic voiced sound, encoded and decoded"""
+    _, codec = subject.speaking
+    sound = voiced_sound(codec, seconds=1.0 if subject.quick else 3.0)
+    codes = codec.encode(sound[None])[0]
+    decoded, again = codec.decode(codes), codec.decode(codes)
+    frames = len(sound) // codec.hop
+    if codes.shape != (frames, codec.codebooks) or int(codes.max(initial=0)) >= codec.codebook_size:
+        return Finding(
+            False, f"{frames} frames of sound are codes of shape {codes.shape}, up to {codes.max(initial=0)}"
+        )
+    if decoded.shape != sound.shape:
+        return Finding(False, f"{len(sound)} samples come back as {len(decoded)}")
+    if not np.isfinite(decoded).all():
+        return Finding(False, f"{np.count_nonzero(~np.isfinite(decoded))} decoded samples are not finite")
+    level = _rms(decoded)
+    if level < MIN_LEVEL:
+        return Finding(False, f"the decoded sound is silent: level {level:.1e}", level, MIN_LEVEL)
+    if not np.array_equal(decoded, again):
+        return Finding(False, "the same codes were decoded to other samples", float(np.abs(decoded - again).max()), 0)
+    agreement = float((codec.encode(decoded[None])[0] == codes).mean())
+    noise = _rms(decoded - sound)
+    snr, gain = (20 * np.log10(_rms(value) / over) for value, over in ((sound, noise), (decoded, _rms(sound))))
+    return Finding(
+        True,
+        f"{frames} frames: signal-to-noise ratio {snr:.1f} dB, level {gain:+.1f} dB; {agreement:.0%} of the codes are "
+        "the same when encoded again (reported, not judged); decoding is deterministic",
+    )
+
+
+def check_fused(subject: VerifiedModel) -> Finding:
+    """losses and LoRA gradients of the fused training path, and of the plain one"""
+    family = subject.family
+    layers = get_base_model(subject.model).config.num_hidden_layers
+    learner = make_learner(subject)
+    batch = family.collate(subject.sequences)
+    plain, gradients = train_pass(subject, family.objective(learner), batch)
+    objective: Any = family.objective(learner, fused_lora=True)
+    if not objective.fused:
+        raise NotApplicableError(
+            f"{family.name} on {subject.device.type} has no fused layers: it trains on the plain path"
+        )
+    fused, fused_gradients = train_pass(subject, objective, batch)
+    tolerance = gradient_tolerance(subject.dtype, layers)
+    losses = _compare_losses(
+        family.streams, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[subject.dtype]
+    )
+    if not losses.passed:
+        return losses
+    apart = gradient_differences(fused_gradients, gradients)
+    worst = max(apart, key=lambda name: apart[name] if np.isfinite(apart[name]) else np.inf)
+    if not apart[worst] <= tolerance:
+        return Finding(False, f"the gradient of {worst} differs", apart[worst], tolerance)
+    return replace(losses, detail=f"{losses.detail}; gradients of {len(apart)} matrices by {apart[worst]:.1e}")
+
+
+def make_learner(subject: VerifiedModel) -> Any:
+    """The model with a random LoRA."""
+    learner = make_trainable(get_base_model(subject.model), subject.family, AdaptSettings(rank=8))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in learner.named_parameters():
+        if "lora_B" in name:  # zeros in a new LoRA: it would have no part in the result
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(0.02 * noise)
+    return learner
+
+
+def gradient_differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By matrix, as a share of its norm."""
+    norms = {name: float(gradient.norm()) for name, gradient in plain.items()}
+    floor = 0.01 * max(norms.values())  # smaller gradients are rounding, for the most part
+    return {name: float((ours[name] - gradient).norm()) / max(norms[name], floor) for name, gradient in plain.items()}
+
+
+def gradient_tolerance(dtype: torch.dtype, layers: int) -> float:
+    return GRADIENT_TOLERANCES[dtype] * math.sqrt(max(1.0, layers / TOLERATED_LAYERS))
+
+
+CHECKS: tuple[tuple[str, Callable[[VerifiedModel], Finding]], ...] = (
+    ("adapter = merged", check_merged),
+    ("forward = transformers", check_forward),
+    ("packed = one by one", check_packed),
+    ("greedy = generate", check_generate),
+    ("alone = crowd", check_alone),
+    ("log-probabilities = replay", check_replay),
+    ("stream = file", check_stream),
+    ("codec round trip", check_codec),
+    ("fused = plain", check_fused),
+)
+"""In this order. The docstring of each says what it compares."""
+
+
+def voiced_sound(codec: Codec, seconds: float) -> Samples:
+    """Glottal pulses of a falling pitch through three formants, in whole frames: no recording is at hand."""
+    rate = codec.sample_rate
+    time = np.arange(max(1, int(seconds * codec.frame_rate)) * codec.hop) / rate
+    phase = 2 * np.pi * np.cumsum(140 - 30 * time / time[-1]) / rate
+    sound = np.zeros_like(time)
+    for harmonic in range(1, int(4000 / 140)):
+        frequency = 125.0 * harmonic
+        gain = sum(1 / (1 + ((frequency - formant) / 120) ** 2) for formant in (500, 1500, 2500))
+        sound += gain / harmonic * np.sin(harmonic * phase)
+    envelope = 0.5 + 0.5 * np.sin(2 * np.pi * 3 * time) ** 2
+    sound *= envelope
+    return np.asarray(0.3 * sound / np.abs(sound).max(), np.float32)
+
+
+@contextmanager
+def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
+    """The logits of every head, in the order they are computed in, fp32 on the CPU."""
+    core, found = get_base_model(subject.model), list[torch.Tensor]()
+    parts = subject.family.module_names(core).items()
+    hooks = [
+        core.get_submodule(name).register_forward_hook(
+            lambda _module, _inputs, logits: found.append(logits.float().cpu().flatten())
+        )
+        for part, names in parts
+        if part.endswith("_head")
+        for name in names
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss sums, and the gradients of what is trained."""
+    with subject.autocast():
+        losses: StreamLosses = objective.train()(batch.to(subject.device))
+    torch.autograd.backward(losses.sums.sum())
+    gradients = {}
+    for name, parameter in objective.model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name], parameter.grad = parameter.grad.float().cpu(), None
+    return losses.sums.detach().double().cpu(), gradients
+
+
+def _compare_losses(
+    streams: Sequence[str], ours: Sequence[float], plain: Sequence[float], this: str, other: str, tolerance: float
+) -> Finding:
+    apart, stream, one, two = max(
+        (_relative(a, b), stream, a, b) for stream, a, b in zip(streams, ours, plain, strict=True)
+    )
+    if not apart <= tolerance:
+        return Finding(False, f"the loss of {stream} is {one:.6g} {this}, {two:.6g} {other}", apart, tolerance)
+    return Finding(
+        True, f"losses of {len(streams)} streams differ by at most {apart:.1e} of their size", apart, tolerance
+    )
+
+
+def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Finding | None:
+    if found.shape != expected.shape:
+        return Finding(False, f"{len(found)} samples streamed, {len(expected)} in the file")
+    if np.array_equal(found, expected):
+        return None
+    first = int((found != expected).argmax())
+    apart = float(np.abs(found - expected).max())
+    return Finding(False, f"samples differ from frame {first // codec.hop} on", apart, 0)
+
+
+def _equality(subject: VerifiedModel, share: float, detail: str) -> Finding:
+    """All must be equal on a CPU and in an exact batch; elsewhere kernels of other batch sizes may round otherwise."""
+    if subject.device.type == "cpu" or subject.is_exact or share == 1:
+        return Finding(share == 1, f"{share:.2%} equal {detail}", 1 - share, 0)
+    reason = f"kernels round otherwise for other batch sizes, and {subject.device.type} has no exact batch"
+    return Finding(True, f"{share:.2%} equal {detail}; reported, not judged: {reason}", 1 - share)
+
+
+def _relative(one: float, other: float) -> float:
+    if not (np.isfinite(one) and np.isfinite(other)):
+        return float("inf")
+    larger = max(abs(one), abs(other))
+    return abs(one - other) / larger if larger else 0.0
+
+
+def _rms(samples: npt.NDArray[Any]) -> float:
+    return float(np.sqrt(np.square(samples.astype(np.float64)).mean()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,569 @@
+"""Recipe settings: a typed tree with the meaning and the default of every key.
+
+A recipe is a YAML file with only what differs. Unknown keys are refused with the nearest valid ones.
+tools/recipe_reference.py prints the reference page, docs/reference/recipe.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from myna.core.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Quantization = Literal["none", "fp8", "int8", "nf4"]
+SCORER_KINDS = ("transformers", "resemblyzer", "ecapa", "wavlm")
+"""Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are no paths; a path may follow after a colon."""
+
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
+
+
+class Settings(BaseModel):
+    """A branch of the tree. Frozen; refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelSettings(Settings):
+    """The base model."""
+
+    source: str = Field(min_length=1)
+    """Hub name or folder of the model to start from."""
+    revision: str | None = None
+    """Hub revision: a branch, a tag or a commit."""
+    codec: str | None = None
+    """Hub name (`OWNER/NAME`, or `OWNER/NAME@REVISION`) or folder of the codec; by default the one that belongs to the
+    model."""
+    check_pretrained: bool = True
+    """Expect a pretrained model: stop before the first step if its loss is at chance, or lower with labels of another
+    position. False for random weights."""
+    quantization: Quantization = "none"
+    """Storage of the frozen layers under a LoRA: `none` keeps the compute type, `fp8` is faster on Hopper and later,
+    `int8` and `nf4` take half and a quarter of the memory on any device. Trainable weights stay fp32."""
+
+
+class DataSettings(Settings):
+    """Training data, references and packing."""
+
+    train: Path
+    """A folder made by `myna prepare`."""
+    evaluation: Path | None = None
+    """Another such folder, never trained on."""
+    reference: Literal["same_speaker", "given", "none"] = "same_speaker"
+    """Where the voice comes from: another clip of the speaker (unless the data names one), only what the data names,
+    or nothing."""
+    require_reference: bool = False
+    """Stop if a target finds no reference, instead of training it without."""
+    reference_placement: Literal["turn", "system"] = "turn"
+    """Put the reference into turns of its own, or into the system message."""
+    reference_seconds: tuple[Positive, Positive] = (1.0, 15.0)
+    """Shortest and longest clip to draw as a reference."""
+    seconds: tuple[Positive, Positive] = (0.2, 30.0)
+    """Shortest and longest target; others are left out and counted."""
+    scene: str = ""
+    """A sentence about the room or the manner, for targets whose data names none."""
+    row_tokens: Count = 2048
+    """Token budget of a packed row."""
+    pack: bool = True
+    """Several utterances to a row; false gives every utterance a row of its own."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """Data loader workers: processes when training on a GPU, threads elsewhere; 0 makes batches in the training thread.
+    The data does not depend on it."""
+    packing_window: Count = 4096
+    """Utterances packed together at a time: more of them fill rows better."""
+
+
+class AdaptSettings(Settings):
+    """Trainable weights: a LoRA, or the model itself."""
+
+    mode: Literal["comprehensive", "audio_focused", "attention_only", "custom", "full"] = "comprehensive"
+    """Which projections get a LoRA: attention and both FFNs; q, v and the audio FFN; attention; the list under
+    `targets`. `full` trains the model itself, without LoRA."""
+    targets: tuple[str, ...] = ()
+    """With `custom`: ends of module names, such as `audio_mlp.down_proj`."""
+    rank: Count = 16
+    """Rank of each LoRA."""
+    alpha: Positive = 32.0
+    """LoRA scale: updates are multiplied by alpha / rank."""
+    dropout: BelowOne = 0.0
+    """Share of a LoRA's inputs dropped in training."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which keeps updates of high ranks as large as those of low ones (rsLoRA)."""
+    dora: bool = False
+    """Train magnitude and direction of each weight separately (DoRA)."""
+    train_modules: tuple[str, ...] = ()
+    """Trained in full beside the LoRA: `text_head` (which needs `loss.text_weight` in a model that speaks),
+    `audio_head`, `audio_embedding`, or any group `freeze` knows that holds no LoRA."""
+    init: str | None = None
+    """Adapter to train on from, instead of a new one: a run or one of its checkpoints, or the folder or hub name of any
+    LoRA that PEFT has saved. It must have this rank, alpha and modules, and this base model."""
+    freeze: tuple[str, ...] = ()
+    """With `full`, what stays frozen: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`, `audio_ffn`,
+    `norms`, `text_head`, `audio_head`."""
+
+
+class LossSettings(Settings):
+    """Loss weights and labels."""
+
+    codebook_weights: Literal["uniform", "1/k", "adaptive"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
+    """Relative weights of the codebooks; a list gives one weight per codebook. `adaptive` follows the training: the
+    more of a codebook the model predicts, the more it weighs; evaluations then weigh all alike."""
+    text_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the loss on the assistant's text; 0 leaves the text head unloaded."""
+    audio_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the loss on audio codes, a mean over codebooks."""
+    supervise_references: bool = False
+    """Supervise every audio turn, references too; not clips that are marked `reference_only`."""
+    label_smoothing: BelowOne = 0.0
+    """Probability mass of each target spread over all classes."""
+    speaker_contrastive_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a contrastive loss (InfoNCE) on the model's hidden states: a target is to be nearer to its reference
+    than to those of other speakers in its packed row. In training alone; evaluations leave it out."""
+    reference_consistency_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cosine distance between the hidden states of a target and of its reference. In training alone."""
+
+    @property
+    def compares_voices(self) -> bool:
+        """Whether a loss compares targets with their references."""
+        return self.speaker_contrastive_weight > 0 or self.reference_consistency_weight > 0
+
+
+class Stage(Settings):
+    """One stage of a curriculum of loss weights."""
+
+    until: Positive
+    """Where the stage ends: an optimizer step, or a share of all steps up to 1."""
+    text_weight: Annotated[float, Field(ge=0)] = 0.0
+    """`loss.text_weight` in this stage."""
+    audio_weight: Annotated[float, Field(ge=0)] = 1.0
+    """`loss.audio_weight` in this stage."""
+
+
+class TrainSettings(Settings):
+    """Optimization, precision, checkpoints and hardware."""
+
+    epochs: Positive | None = None
+    """Passes over the data. Give this or `steps`."""
+    steps: Count | None = None
+    """Optimizer steps. Give this or `epochs`."""
+    batch_size: Count = 8
+    """Packed rows per optimizer step, over all processes and gradient accumulation."""
+    micro_batch_size: Count = 1
+    """Packed rows per forward pass on one device; gradient accumulation follows from this."""
+    learning_rate: Positive = 1e-4
+    """Peak learning rate, after the warm-up."""
+    warmup: Annotated[float, Field(ge=0)] = 0.03
+    """Warm-up in optimizer steps, or as a share of all steps below 1."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay of the learning rate after the warm-up."""
+    final_learning_rate_ratio: Share = 0.0
+    """Learning rate at the end of the schedule, as a share of the peak."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.99)
+    """AdamW's betas."""
+    max_grad_norm: Positive = 1.0
+    """Gradient norm to clip to."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "pure-fp16"] = "auto"
+    """Compute type of the frozen part; trainable weights are fp32, except with `pure-fp16`, which is a last resort."""
+    gradient_checkpointing: Literal["auto", "none", "full"] | Count = "auto"
+    """Recompute layers in the backward pass to save memory: as few as fit the device by the memory plan, none, all of
+    them, or one in n."""
+    fused_lora: bool = True
+    """Compute a plain LoRA (no dropout, no DoRA) fused with its frozen weights, on a GPU with Triton kernels: the same
+    training, faster."""
+    compile: bool = False
+    """On a GPU, compile layers that are not fused. The first step then waits a minute or two for the compiler."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """`auto` takes the best device there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Same seed, same data, same run."""
+    evaluate_every: Count | None = None
+    """Optimizer steps between evaluations; by default ten times in a run."""
+    save_every: Count | None = None
+    """Optimizer steps between checkpoints; by default with each evaluation."""
+    keep_checkpoints: Count = 2
+    """Checkpoints to keep, beside the best one."""
+    early_stopping_patience: Count | None = None
+    """Stop after this many evaluations without a better loss; the best checkpoint is then the result."""
+    ema_decay: BelowOne | None = None
+    """Decay of a running mean of the trained weights, which is then what is evaluated and saved."""
+    stages: tuple[Stage, ...] = ()
+    """A curriculum: other loss weights for the first part of the run. A list of stages in order; each gives `until`,
+    where it ends (as a share of the run up to 1, or as a step; all of them alike), and its `text_weight` (by default 0)
+    and `audio_weight` (by default 1). After the last stage those of `loss` hold. For example, text first:
+    `[{until: 0.2, text_weight: 1, audio_weight: 0.5}, {until: 0.5, text_weight: 0.2}]`."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where else metrics go, beside `metrics.jsonl`."""
+
+
+class SpeechEvalSettings(Settings):
+    """Speech evaluation during training, and by it the choice of the best checkpoint. Off unless `asr` is named."""
+
+    asr: str | None = None
+    """Name or folder of a Whisper. With one, the untuned model and then the model in training speak the same sentences
+    at every evaluation, and `best/` in the run is the checkpoint that scored best."""
+    speaker_encoder: str = "resemblyzer"
+    """Speaker encoder for similarities: `resemblyzer`, or what `myna evaluate --speaker-encoder` takes. Scores of one
+    cannot be compared with those of another."""
+    sentences: Path | None = None
+    """A text file, one sentence a line, spoken by the speakers of `speech_eval.data` in turn, or a list as of
+    seed-tts-eval; by default the texts of `speech_eval.data`."""
+    data: Path | None = None
+    """A prepared folder with voices and texts that are not trained on; `data.evaluation` by default."""
+    limit: Count = 48
+    """Sentences; speakers take turns. Half of them are spoken at every evaluation and choose the best checkpoint. The
+    others choose nothing: the untuned model and each new best speak them, and they say what was gained."""
+    every: Count | None = None
+    """Optimizer steps between speech evaluations; by default with each evaluation of the loss."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the choice of sentences and of sampling: the same at every evaluation."""
+    language: str = ""
+    """Language of sentences that name none, such as `en`."""
+    forgetting_data: Path | None = None
+    """Other languages and speakers, a prepared folder or a list as of seed-tts-eval: a checkpoint that gets worse on
+    these cannot be the best."""
+    patience: Count | None = None
+    """Stop after this many speech evaluations without a better checkpoint."""
+    min_stop_rate: Share = 0.9
+    """Share of sentences that must stop by themselves in a checkpoint that may be the best."""
+    min_mos: Annotated[float, Field(ge=1, le=5)] | None = None
+    """The lowest DistillMOS of a checkpoint that may be the best; by default half a point below the untuned model's."""
+    batch_size: Count = 16
+    """Sentences spoken at once: fewer need less memory. The speech does not depend on it."""
+
+
+class Recipe(Settings):
+    """The complete settings of a training run."""
+
+    name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
+    """Name of the run; its folder is `runs/NAME` unless `--out` says otherwise."""
+    model: ModelSettings
+    data: DataSettings
+    adapt: AdaptSettings = AdaptSettings()
+    loss: LossSettings = LossSettings()
+    train: TrainSettings = TrainSettings()
+    speech_eval: SpeechEvalSettings = SpeechEvalSettings()
+
+    def absolute(self, is_model_name: Callable[[str], bool] = lambda _: False) -> Recipe:
+        """The same with full paths, so that a run opens from anywhere. A model of which `is_model_name` is true is no
+        folder, even if there is one of that name."""
+        data = {"train": self.data.train.absolute()}
+        data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
+        evaluation = self.speech_eval
+        named = {"source": self.model.source, "codec": self.model.codec}
+        folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
+        if is_model_name(self.model.source):
+            folders.pop("source", None)
+        scorers = {"asr": evaluation.asr, "speaker_encoder": evaluation.speaker_encoder}
+        speech: dict[str, Any] = {key: absolute_scorer(name) for key, name in scorers.items() if name is not None}
+        paths = {key: getattr(evaluation, key) for key in ("sentences", "data", "forgetting_data")}
+        speech |= {key: path.absolute() for key, path in paths.items() if path is not None}
+        init = self.adapt.init
+        start = {"init": str(Path(init).absolute())} if init is not None and Path(init).is_dir() else {}
+        changed = {
+            "adapt": self.adapt.model_copy(update=start),
+            "data": self.data.model_copy(update=data),
+            "model": self.model.model_copy(update=folders),
+            "speech_eval": evaluation.model_copy(update=speech),
+        }
+        return self.model_copy(update=changed)
+
+    @property
+    def evaluates_speech(self) -> bool:
+        """Whether speech is evaluated during training."""
+        return self.speech_eval.asr is not None
+
+    @property
+    def publishes_best(self) -> bool:
+        """Whether the result of a run is its best checkpoint, and not the last."""
+        return self.train.early_stopping_patience is not None or self.evaluates_speech
+
+    @property
+    def needs_text_head(self) -> bool:
+        """An audio-only loss never reaches it, so it is not loaded."""
+        return self.loss.text_weight > 0 or any(stage.text_weight > 0 for stage in self.train.stages)
+
+
+def absolute_scorer(name: str) -> str:
+    """The name of an ASR model or a speaker encoder, with a full path where it is a folder or file here; other names
+    are those of a package or of the hub."""
+    kind = next((kind for kind in SCORER_KINDS if name.startswith(f"{kind}:")), "")
+    path = Path(name.removeprefix(f"{kind}:")).expanduser()
+    if name in SCORER_KINDS or not path.exists():
+        return name
+    return f"{kind}:{path.absolute()}" if kind else str(path.absolute())
+
+
+def settings_group(annotation: Any) -> type[Settings] | None:
+    """The group of settings behind a field; None for a value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Settings) else None
+
+
+def _groups(root: type[Settings]) -> tuple[str, ...]:
+    return tuple(name for name, field in root.model_fields.items() if settings_group(field.annotation))
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes of this package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe, a YAML file or the name of one that ships; `overrides` are `key.path=value` with YAML values,
+    applied on top."""
+    if not path.is_file():  # a folder of that name is perhaps its run
+        path = shipped_recipes().get(str(path), path)
+    try:
+        tree = read_settings_tree(path, Recipe, hint="start from one that ships: myna recipes NAME --out mine.yaml")
+    except FileNotFoundError:
+        close = difflib.get_close_matches(path.stem, shipped_recipes(), n=1)
+        nearest = f"; did you mean {close[0]}?" if close else ""
+        hint = f"give a YAML file, or the name of a recipe that ships: myna recipes lists them{nearest}"
+        raise ConfigError(f"there is no recipe {path}", hint=hint) from None
+    for setting in overrides or []:
+        override(tree, setting)
+    return parse_recipe(tree, where=f"{path} with --set" if overrides else str(path))
+
+
+def read_settings_tree(path: Path, root: type[Settings], *, hint: str) -> dict[str, Any]:
+    """The plain values of a YAML file of `root`'s settings; `hint` is for a file that holds none."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="pass the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not readable as YAML: {error}", hint="mend the line it names") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings", hint=hint)
+    for group in _groups(root):
+        if group in tree and tree[group] is None:  # a heading with nothing under it
+            tree[group] = {}
+    return tree
+
+
+def parse_recipe(tree: dict[str, Any], *, where: str) -> Recipe:
+    """Check a tree of plain values; `where` names it in errors."""
+    recipe = parse_settings(Recipe, tree, where=where)
+    _check_sense(recipe, where)
+    return recipe
+
+
+def parse_settings(branch: type[AnySettings], tree: dict[str, Any], *, where: str) -> AnySettings:
+    """One branch of the tree, or all of it, by types alone."""
+    try:
+        return branch.model_validate(tree)
+    except ValidationError as error:
+        raise _explained(error, where, branch) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved tree as YAML that `load_recipe` reads back to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> list[str]:
+    """Every dotted key the tree knows."""
+    keys = []
+    for name, field in settings.model_fields.items():
+        branch = settings_group(field.annotation)
+        keys += valid_keys(branch, f"{prefix}{name}.") if branch else [prefix + name]
+    return keys
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML lets a key come twice and keeps the last one; a recipe must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is set twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def override(tree: dict[str, Any], setting: str, root: type[Settings] = Recipe) -> None:
+    """Put a `key.path=value` into a tree of `root`'s settings that is not parsed yet."""
+    key, equals, value = setting.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {setting} is not KEY=VALUE", hint="for example --set train.steps=100")
+    if key not in valid_keys(root):
+        raise ConfigError(f"--set {setting}: there is no setting `{key}`", hint=_nearest(key, root))
+    *branches, leaf = key.split(".")
+    for branch in branches:
+        tree = tree.setdefault(branch, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"--set {setting}: the file's `{branch}` is a value, not a group", hint=_nearest(key, root)
+            )
+    try:
+        tree[leaf] = yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"--set {setting}: {value} is not a YAML value", hint="quote it, or close what is open"
+        ) from None
+
+
+def _explained(error: ValidationError, where: str, root: type[Settings]) -> ConfigError:
+    lines, hints = [], []
+    for problem in error.errors():
+        # Inside unions pydantic also names the alternative it tried.
+        path = [part for part in problem["loc"] if not str(part).startswith(("literal[", "tuple["))]
+        unknown = problem["type"] in ("extra_forbidden", "invalid_key")
+        key = ".".join(str(part) for part in path if unknown or isinstance(part, str))
+        items = "" if unknown else "".join(f", item {part + 1}," for part in path if isinstance(part, int))
+        if unknown:
+            lines.append(f"{where}: there is no setting `{key}`")
+            hints.append(_nearest(key, root))
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: `{key}`{items} is missing")
+            hints.append(f"complete `{key}`" if items else f"add it to the recipe, or pass --set {key}=...")
+        elif problem["type"] in ("model_type", "model_attributes_type"):
+            lines.append(f"{where}: `{key}` is a group of settings (got {problem['input']!r})")
+            hints.append(_nearest(key, root))
+        elif problem["type"] == "string_type":
+            lines.append(f"{where}: `{key}`{items} should be text (got {problem['input']!r})")
+            hints.append("write it in quotes")
+        else:
+            lines.append(f"{where}: `{key}`{items.rstrip(',')}: {problem['msg']} (got {problem['input']!r})")
+            page = "; docs/reference/recipe.md says what it takes" if root is Recipe else ""
+            hints.append(f"change `{key}`{page}")
+    return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
+
+
+def _nearest(key: str, root: type[Settings]) -> str:
+    group, _, leaf = key.rpartition(".")
+    known, groups = valid_keys(root), _groups(root)
+    if group == "" and key in groups:
+        return f"`{key}` is a group; its settings: " + ", ".join(k for k in known if k.startswith(f"{key}."))
+    inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    close = [inside[name] for name in difflib.get_close_matches(leaf, inside, n=3, cutoff=0.6)]
+    close += [k for k in known if k.rpartition(".")[2] == leaf]
+    close = close or difflib.get_close_matches(key, [*known, *groups], n=3, cutoff=0.75)
+    if close:
+        return "did you mean " + " or ".join(f"`{k}`" for k in dict.fromkeys(close)) + "?"
+    return "valid settings: " + ", ".join(inside.values() if group and inside else known)
+
+
+def _check_sense(recipe: Recipe, where: str) -> None:
+    """What types alone cannot say."""
+    train, adapt, data, loss = recipe.train, recipe.adapt, recipe.data, recipe.loss
+
+    def refuse(what: str, hint: str) -> None:
+        raise ConfigError(f"{where}: {what}", hint=hint)
+
+    if (train.epochs is None) == (train.steps is None):
+        refuse("give either `train.epochs` or `train.steps`", "for example --set train.steps=1000")
+    if train.batch_size % train.micro_batch_size:
+        refuse(
+            f"`train.batch_size` ({train.batch_size}) is no multiple of `micro_batch_size` ({train.micro_batch_size})",
+            "lower micro_batch_size, or raise batch_size to a multiple of it",
+        )
+    if adapt.mode == "custom" and not adapt.targets:
+        refuse("`adapt.mode: custom` needs `adapt.targets`", "for example targets: [self_attn.q_proj]")
+    if adapt.targets and adapt.mode != "custom":
+        refuse("`adapt.targets` only counts with `adapt.mode: custom`", "set the mode or drop the targets")
+    if adapt.freeze and adapt.mode != "full":
+        refuse(
+            "`adapt.freeze` only counts with `adapt.mode: full`; a LoRA freezes the whole base",
+            "drop it, or use adapt.mode: full",
+        )
+    if adapt.init is not None and adapt.mode == "full":
+        refuse(
+            "`adapt.init` starts a LoRA, and `adapt.mode: full` has none",
+            "to train on from a full training, --set model.source=RUN/model; from an adapter, merge it first: "
+            "myna merge ADAPTER --out MODEL",
+        )
+    if adapt.train_modules and adapt.mode == "full":
+        refuse("`adapt.train_modules` says nothing with `adapt.mode: full`, which trains everything", "drop it")
+    base = recipe.model.quantization
+    if base != "none" and adapt.mode == "full":
+        refuse(
+            f"`model.quantization: {base}` keeps frozen weights in fewer bits, and `adapt.mode: full` trains them",
+            "--set model.quantization=none, or train a LoRA: --set adapt.mode=comprehensive",
+        )
+    if base != "none" and adapt.dora:
+        refuse(
+            f"`adapt.dora` reads the weights as they are, and `model.quantization: {base}` keeps them in fewer bits",
+            "--set adapt.dora=false, or --set model.quantization=none",
+        )
+    if train.early_stopping_patience and data.evaluation is None:
+        refuse("`train.early_stopping_patience` has nothing to go by", "set data.evaluation to a prepared folder")
+    ends = [stage.until for stage in train.stages]
+    if any(end <= 1 for end in ends) and any(end > 1 for end in ends):
+        refuse(
+            f"`train.stages` mixes shares of the run (`until` up to 1) with steps: {', '.join(f'{e:g}' for e in ends)}",
+            "give every stage's `until` as a share, such as 0.25, or every one as a step, such as 250",
+        )
+    if any(end > 1 and end != int(end) for end in ends):
+        refuse(
+            f"`train.stages` ends at a step that is no whole number: {', '.join(f'{e:g}' for e in ends)}",
+            "write `until` as a step, such as 250, or as a share of the run up to 1",
+        )
+    if list(train.stages) != sorted(train.stages, key=lambda stage: stage.until):
+        refuse("`train.stages` are not in order", "sort them by `until`")
+    weights = [(part.text_weight, part.audio_weight) for part in train.stages] + [(loss.text_weight, loss.audio_weight)]
+    if any(text == audio == 0 for text, audio in weights):
+        refuse("text and audio weights are both 0: nothing would be learned", "raise one of them")
+    if not isinstance(loss.codebook_weights, str) and sum(loss.codebook_weights) == 0:
+        refuse("`loss.codebook_weights` are all zero", "give at least one codebook a weight, or write uniform")
+    for name, (low, high) in (("seconds", data.seconds), ("reference_seconds", data.reference_seconds)):
+        if low > high:
+            refuse(f"`data.{name}` runs from {low} to {high}", "write the shorter one first")
+    if data.require_reference and data.reference == "none":
+        refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
+    if loss.compares_voices and data.reference == "none":
+        refuse(
+            "`loss.speaker_contrastive_weight` and `loss.reference_consistency_weight` compare a target with its "
+            "reference, and `data.reference: none` gives it none",
+            "--set data.reference=same_speaker, or set both weights to 0",
+        )
+    if loss.speaker_contrastive_weight and not data.pack:
+        refuse(
+            "`loss.speaker_contrastive_weight` compares the voices of a packed row, and `data.pack: false` leaves "
+            "every utterance alone in its row",
+            "--set data.pack=true, or --set loss.speaker_contrastive_weight=0",
+        )
+    if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
+        refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
+    _check_speech_eval(recipe, refuse)
+
+
+def _check_speech_eval(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
+    speech_eval, data = recipe.speech_eval, recipe.data
+    if speech_eval.asr is None:
+        # Written out it is meant: the rest may stay in the recipe for another time.
+        for key in sorted(speech_eval.model_fields_set) if "asr" not in speech_eval.model_fields_set else ():
+            refuse(f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base")
+        return
+    if speech_eval.sentences is None and speech_eval.data is None and data.evaluation is None:
+        refuse(
+            "`speech_eval.asr` is named, but there are no sentences to speak",
+            "--set data.evaluation=data/HELD_OUT, or --set speech_eval.sentences=FILE with one sentence a line",
+        )
+    on_training_data = speech_eval.data is not None and speech_eval.data.resolve() == data.train.resolve()
+    if speech_eval.sentences is None and on_training_data:
+        refuse(
+            "`speech_eval.data` is the training data",
+            "prepare a folder of other utterances, or set speech_eval.sentences",
+        )
+    if recipe.train.early_stopping_patience:
+        refuse(
+            "`train.early_stopping_patience` goes by the loss, and `speech_eval.asr` has the run go by its speech",
+            "--set train.early_stopping_patience=null --set speech_eval.patience=3",
+        )

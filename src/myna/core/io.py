@@ -1,0 +1,262 @@
+"""Files as bytes: written whole or not at all, never over what is not ours, named by what they hold."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from myna.core.errors import OutputError
+
+DISK_ERROR_HINTS = {
+    errno.ENOSPC: "make room on that disk, and give the same command again",
+    getattr(errno, "EDQUOT", errno.ENOSPC): "make room within your quota, and give the same command again",
+    errno.EFBIG: "files there may not be that large: raise `ulimit -f`, or choose another place",
+    errno.EROFS: "choose a place that can be written to",
+    errno.EACCES: "choose a place that you may use, or change its permissions",
+    errno.EPERM: "choose a place that you may use, or change its permissions",
+    errno.EEXIST: "there is a file where a folder is needed: choose another place",
+    errno.ENOTDIR: "there is a file where a folder is needed: choose another place",
+    errno.EISDIR: "there is a folder where a file is needed: choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: "the disk does not answer as it should: check it, or choose another place",
+}
+"""What to do about errors of disks and permissions, by `OSError.errno`. Other numbers are bugs of ours."""
+FREE_BYTES = 1 << 20
+"""Room that there must be for an output, at least."""
+TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{12}\.tmp")
+"""Of a file that is being written. A kill leaves it behind, and it stands in nobody's way; see `lock_folder`."""
+SCRATCH_LOCK_FILE = ".lock"
+"""In the temporary folder of a process, or in an output folder, which a process holds."""
+MARKER_FILE = ".myna"
+"""In a folder of ours, the kind of its contents."""
+
+
+def disk_error(error: OSError) -> OutputError | None:
+    """An error of a disk or of permissions, with what to do about it; None for anything else."""
+    hint = DISK_ERROR_HINTS.get(error.errno or 0)
+    name = f"{error.filename}: " if error.filename else ""
+    return OutputError(f"{name}{os.strerror(error.errno or 0)}", hint=hint) if hint else None
+
+
+@contextmanager
+def report_disk_errors() -> Iterator[None]:
+    """Raise errors of a disk or of permissions as `OutputError`s."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error) or error from error
+
+
+def check_output_file(path: Path, *, inputs: Iterable[Path] = (), force: bool = False) -> None:
+    """Refuse, before any work is done for it, a file that would replace an input, or with `force` not given anything
+    else; and a place that cannot be written to."""
+    _check_no_input(path, inputs)
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder", hint=f"name a file: {path / 'NAME'}")
+    if not force and os.path.lexists(path):
+        raise OutputError(f"{path} exists", hint="choose another name, or replace it with --force (force=True)")
+    check_writable(path.parent)
+
+
+def claim_folder(
+    folder: Path, kind: str, *, known: Iterable[str] = (), inputs: Iterable[Path] = (), force: bool = False
+) -> None:
+    """Make an output folder and mark it as ours. One that holds anything else is refused unless `force` is given; one
+    that is an input, always. Files of the `known` names prove a folder of ours that has no mark."""
+    _check_no_input(folder, inputs)
+    marker = folder / MARKER_FILE
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file", hint="choose another folder with --out")
+    if not force and folder.is_dir() and not is_unused(folder):
+        is_ours = marker.read_text(encoding="utf-8").strip() == kind if marker.is_file() else False
+        if not is_ours and not any((folder / name).exists() for name in known):
+            raise OutputError(
+                f"{folder} is not empty, and holds no {kind}",
+                hint="choose another folder with --out, or write into that one with --force (force=True)",
+            )
+    check_writable(folder)
+    save_text(marker, f"{kind}\n")
+
+
+def is_unused(folder: Path, known: Iterable[str] = ()) -> bool:
+    """Whether a folder holds nothing but files of the `known` names, and files that a kill has left half-written."""
+    names = {entry.name for entry in folder.iterdir()}.difference(known)
+    return all(TEMPORARY_NAME.fullmatch(name) for name in names)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that is not empty, whatever it holds, and a place that cannot be written to."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
+    check_writable(folder)
+
+
+def _check_no_input(path: Path, inputs: Iterable[Path]) -> None:
+    for one in inputs:
+        if path.resolve() == one.resolve() or (path.exists() and one.exists() and path.samefile(one)):
+            raise OutputError(f"{path} is an input, which is never replaced", hint="choose another name with --out")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse, before any work is done for it, an output folder that cannot be made or written to."""
+    try:
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(FREE_BYTES))
+    except OSError as error:
+        hint = DISK_ERROR_HINTS.get(error.errno or 0, DISK_ERROR_HINTS[errno.EROFS])
+        raise OutputError(f"cannot write to {folder}: {error.strerror}", hint=hint) from None
+
+
+@contextmanager
+def _named_errors(path: Path, temporary: Path) -> Iterator[None]:
+    """Errors of a disk name the file that was asked for, not the temporary one nor none, as libraries have them."""
+    try:
+        yield
+    except OSError as error:
+        is_ours = error.filename is None or str(temporary) in f"{error.filename} {error.filename2}"
+        if error.errno is not None and is_ours:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # of a library in Rust
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; the file then appears under `path` complete, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        with _named_errors(path, temporary):
+            yield temporary
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder to write to; it then appears under its name complete, or not at all.
+
+    A folder of that name that is not empty is refused, or with `replace` gives way to the new one. Temporary folders
+    that killed processes have left for it are removed.
+    """
+    from filelock import FileLock, Timeout
+
+    if not replace:
+        check_new_folder(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.*/{SCRATCH_LOCK_FILE}"):
+        with suppress(Timeout), FileLock(lock, timeout=0):  # a living process holds it
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch,
+        FileLock(Path(scratch, SCRATCH_LOCK_FILE)),
+    ):
+        written = Path(scratch, "new")
+        written.mkdir()
+        with _named_errors(folder, written):
+            yield written
+        try:
+            if folder.exists():
+                folder.rename(Path(scratch, "old")) if replace else folder.rmdir()
+            written.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise OutputError(
+                f"{folder} was written by another process in the meantime", hint="name a new folder for this one"
+            ) from None
+
+
+@contextmanager
+def lock_folder(folder: Path, activity: str) -> Iterator[None]:
+    """Hold an output folder of ours, for one process at a time; `activity` says what it does, as `speaking into`.
+    Files that killed processes have left half-written in it are removed."""
+    from filelock import FileLock, Timeout
+
+    try:
+        lock = FileLock(folder / SCRATCH_LOCK_FILE).acquire(blocking=False)
+    except Timeout:
+        raise OutputError(
+            f"another process is {activity} {folder}", hint="wait for it, or choose another --out"
+        ) from None
+    with lock:
+        remove_temporary_files(folder)
+        yield
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed processes have left half-written in a folder that no other process writes to."""
+    for file in folder.rglob(".*.tmp"):
+        if TEMPORARY_NAME.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or folder to the disk: a file's name is safe from a power cut once its folder is flushed."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def bytes_hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def safe_file_name(name: str) -> str:
+    """A name that any file system takes. Names that would become equal are kept apart by their hash."""
+    plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:80]
+    return plain if plain == name else f"{plain}-{bytes_hash(name.encode())[:8]}"
+
+
+def file_hash(path: Path) -> str:
+    """blake2b-128 of the file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def is_file(path: Path) -> bool:
+    """Like `path.is_file()`, and false for what cannot even be a name (a path of ten thousand characters)."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def sniff_suffix(data: bytes) -> str:
+    """The suffix that belongs to encoded audio, by its first bytes; `.bin` for what we do not know."""
+    head = data[:64]
+    if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
+        return ".wav"
+    if head[:4] == b"fLaC":
+        return ".flac"
+    if head[:4] == b"OggS":
+        return ".opus" if b"OpusHead" in head else ".ogg"
+    if head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0):
+        return ".mp3"
+    if head[4:8] == b"ftyp":
+        return ".m4a"
+    if head[:4] == b"FORM":
+        return ".aiff"
+    return ".bin"

@@ -1,0 +1,1 @@
+"""Models that hear: recognisers, voice activity, speakers, noise, music, predicted quality."""

@@ -1,0 +1,399 @@
+"""Speaker diarization: local speakers of 10 s windows, clustered by their embeddings; overlapped speech has two labels.
+
+Listening (`find_local_speakers`) and clustering (`label_speakers`) are apart: another threshold, number of speakers or
+enrolment needs no audio. Speakers of several parts or recordings are matched by `link_speakers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from myna.audio.files import Samples
+from myna.audio.mono import as_mono_16khz
+from myna.core.optional import import_optional
+from myna.listen.measures import embed_speakers
+from myna.listen.models import INSTALL, AnalysisModels, require
+from myna.listen.segmentation import (
+    FRAME_SECONDS,
+    FRAME_STEP_SAMPLES,
+    POWERSET,
+    SAMPLE_RATE,
+    WINDOW_SECONDS,
+    frame_times,
+)
+
+STEP_SECONDS = 5.0
+"""From one window to the next."""
+MIN_SOLO_SECONDS = 1.0
+"""Less of a local speaker founds no cluster: it joins the nearest one."""
+MIN_EMBEDDED_SECONDS = 0.3
+MAX_EMBEDDED_SECONDS = 5.0
+"""Speech of a local speaker that is embedded, at most."""
+EMBEDDED_STEP_SECONDS = 0.5
+"""Embedded lengths are multiples of it: every new length costs the convolutions a new plan."""
+SAME_SPEAKER_COSINE = 0.45
+"""Average cosine of ECAPA embeddings from which two clusters are one speaker. Chosen on nine planted podcasts, eight
+of them of synthetic voices, which 0.30 merged; on the one of three real voices all from 0.30 to 0.50 gave the same."""
+LINKED_SPEAKER_COSINE = 0.65
+"""Cosine of mean embeddings from which speakers of two parts are one. Halves of 24 s of each of 30 real speakers had
+0.67 to 0.93, two different ones at most 0.66 (99 % below 0.54); of synthetic ones 0.78 to 0.93, and 5 % above 0.65."""
+ENROLMENT_COSINE = 0.45
+MIN_SHARE = 0.02
+"""Of all speech: smaller clusters are nobody."""
+ENOUGH_SECONDS = 20.0
+"""Of speech, which make a speaker whatever the share: two percent of three hours are more than three minutes."""
+MAX_OUTLIERS = 50
+"""Clusters beyond the known number of speakers, at most, among which theirs are sought."""
+MIN_SPLIT_DISTANCE = 0.2
+"""One minus the cosine of what is surely one voice."""
+OVERLAP_PROBABILITY = 0.3
+MAX_BRIDGED_SECONDS, MIN_TURN_SECONDS = 0.25, 0.1
+NOBODY = -1
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class SpeakerTurn(NamedTuple):
+    start: float
+    end: float
+    speaker: int
+
+
+@dataclass(frozen=True)
+class LocalSpeakers:
+    """Result of listening: everything that clustering needs. `to_arrays` and `from_arrays` keep it in a file."""
+
+    seconds: float
+    step_seconds: float
+    activity: npt.NDArray[np.bool_]
+    """(windows, frames, 3): who is active in each frame of each window."""
+    overlap: FloatArray
+    """Probability that two speak, in each frame of the recording."""
+    window: IntArray
+    """(n): window of each local speaker that has an embedding."""
+    local: IntArray
+    """(n): which of the window's three it is."""
+    embeddings: FloatArray
+    """(n, size)."""
+    solo_seconds: FloatArray
+    """(n): speech of it alone."""
+
+    def to_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        return {
+            "times": np.array([self.seconds, self.step_seconds]),
+            "shape": np.array(self.activity.shape),
+            "activity": np.packbits(self.activity),
+            "overlap": np.round(self.overlap * 255).astype(np.uint8),
+            "window": self.window,
+            "local": self.local,
+            "embeddings": self.embeddings,
+            "solo_seconds": self.solo_seconds,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, npt.NDArray[np.generic]]) -> LocalSpeakers:
+        shape = tuple(int(size) for size in arrays["shape"])
+        bits = np.unpackbits(np.asarray(arrays["activity"], np.uint8), count=int(np.prod(shape)))
+        return cls(
+            seconds=float(arrays["times"][0]),
+            step_seconds=float(arrays["times"][1]),
+            activity=bits.reshape(shape).astype(np.bool_),
+            overlap=np.asarray(arrays["overlap"], np.float32) / np.float32(255),
+            window=np.asarray(arrays["window"], np.int64),
+            local=np.asarray(arrays["local"], np.int64),
+            embeddings=np.asarray(arrays["embeddings"], np.float32),
+            solo_seconds=np.asarray(arrays["solo_seconds"], np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class SpeakerTurns:
+    """Who speaks when. Speakers are numbered from 0 by how much they speak."""
+
+    turns: list[SpeakerTurn]
+    active: npt.NDArray[np.bool_]
+    """(frames, speakers)."""
+    overlap: FloatArray
+    """(frames): probability that two speak."""
+    embeddings: FloatArray
+    """(speakers, size): mean of each speaker, of length one."""
+    speech_seconds: FloatArray
+    """(speakers)."""
+    local: LocalSpeakers
+
+    @property
+    def change_points(self) -> list[float]:
+        """Seconds at which the speaker changes: the middle between two turns, or of their overlap."""
+        pairs = zip(self.turns, self.turns[1:], strict=False)
+        return [(first.end + second.start) / 2 for first, second in pairs if first.speaker != second.speaker]
+
+    def overlap_share(self, start: float, end: float, probability: float = OVERLAP_PROBABILITY) -> float:
+        """Share of a span in which two probably speak."""
+        frames = self._frames(start, end)
+        return float((self.overlap[frames] > probability).mean()) if frames.stop > frames.start else 0.0
+
+    def speaker_shares(self, start: float, end: float) -> dict[int, float]:
+        """Share of the speech in a span by speaker; empty where nobody speaks."""
+        seconds = self.active[self._frames(start, end)].sum(0)
+        return {index: float(count / seconds.sum()) for index, count in enumerate(seconds) if count}
+
+    def _frames(self, start: float, end: float) -> slice:
+        first, last = np.searchsorted(frame_times(len(self.overlap)), [start, end])
+        return slice(int(first), int(last))
+
+
+def speaker_turns(
+    samples: Samples,
+    sample_rate: int,
+    models: AnalysisModels,
+    *,
+    speakers: int | None = None,
+    threshold: float = SAME_SPEAKER_COSINE,
+    enrolment: FloatArray | None = None,
+) -> SpeakerTurns:
+    """Speaker diarization of a recording: by threshold, with a known number of speakers, or with enrolled voices."""
+    local = find_local_speakers(samples, sample_rate, models)
+    return label_speakers(local, speakers=speakers, threshold=threshold, enrolment=enrolment)
+
+
+def find_local_speakers(
+    samples: Samples, sample_rate: int, models: AnalysisModels, step_seconds: float = STEP_SECONDS
+) -> LocalSpeakers:
+    """Listen: who is active in each window, and an embedding of each from frames where nobody else is."""
+    network = require(models.segmentation, "speaker turns")
+    wave = as_mono_16khz(samples, sample_rate)
+    probabilities = network.segment(wave, step_seconds)
+    active = POWERSET[probabilities.argmax(-1)] > 0.5
+    frames = _frame_count(len(wave) / SAMPLE_RATE)
+    solo = active & (active.sum(-1, keepdims=True) == 1)
+    window, local, seconds = [], [], []
+
+    def solo_clips() -> Iterator[Samples]:
+        for index, speaker in np.argwhere(solo.any(1)):
+            clip = _solo_audio(wave, round(index * step_seconds * SAMPLE_RATE), solo[index, :, speaker])
+            if len(clip) >= MIN_EMBEDDED_SECONDS * SAMPLE_RATE:
+                window.append(index)
+                local.append(speaker)
+                seconds.append(solo[index, :, speaker].sum() * FRAME_SECONDS)
+                yield _fixed_length(clip)
+
+    embeddings = list(embed_speakers(solo_clips(), SAMPLE_RATE, models))
+    overlap = probabilities[..., POWERSET.sum(1) > 1].sum(-1)
+    return LocalSpeakers(
+        seconds=len(wave) / SAMPLE_RATE,
+        step_seconds=step_seconds,
+        activity=active,
+        overlap=_over_windows(overlap[..., None], step_seconds, frames)[:, 0],
+        window=np.array(window, np.int64),
+        local=np.array(local, np.int64),
+        embeddings=np.stack(embeddings).astype(np.float32) if embeddings else np.empty((0, 0), np.float32),
+        solo_seconds=np.array(seconds, np.float32),
+    )
+
+
+def label_speakers(
+    local: LocalSpeakers,
+    *,
+    speakers: int | None = None,
+    threshold: float = SAME_SPEAKER_COSINE,
+    enrolment: FloatArray | None = None,
+    min_share: float = MIN_SHARE,
+) -> SpeakerTurns:
+    """Cluster local speakers, and name the speakers of every frame. Nothing is listened to.
+
+    With `enrolment`, embeddings of known voices, speakers are these in their order, and the others follow.
+    """
+    weights = np.where(local.solo_seconds >= MIN_SOLO_SECONDS, local.solo_seconds, 0)
+    weights = weights * np.float32(min(1.0, local.step_seconds / WINDOW_SECONDS))  # windows overlap
+    clusters = cluster_embeddings(
+        local.embeddings, weights, speakers=speakers, threshold=threshold, enrolment=enrolment, min_share=min_share
+    )
+    count = int(clusters.max(initial=NOBODY)) + 1
+    windows, window_frames, _ = local.activity.shape
+    activity = np.zeros((windows, window_frames, count), np.float32)
+    for cluster, window, speaker in zip(clusters, local.window, local.local, strict=True):
+        if cluster != NOBODY:
+            activity[window, local.activity[window, :, speaker], cluster] = 1
+    frames = len(local.overlap)
+    heads = _over_windows(local.activity.sum(-1, keepdims=True).astype(np.float32), local.step_seconds, frames)
+    scores = _over_windows(activity, local.step_seconds, frames)
+    ranks = (-scores).argsort(1, kind="stable").argsort(1, kind="stable")
+    active = (ranks < np.round(heads)) & (scores > 0)
+    turns = _turns(active)
+    return SpeakerTurns(
+        turns=turns,
+        active=active,
+        overlap=local.overlap,
+        embeddings=_centroids(local.embeddings, clusters, weights, count),
+        speech_seconds=(active.sum(0) * FRAME_SECONDS).astype(np.float32),
+        local=local,
+    )
+
+
+def cluster_embeddings(
+    embeddings: FloatArray,
+    weights: npt.ArrayLike,
+    *,
+    speakers: int | None = None,
+    threshold: float = SAME_SPEAKER_COSINE,
+    enrolment: FloatArray | None = None,
+    enrolment_threshold: float = ENROLMENT_COSINE,
+    min_share: float = MIN_SHARE,
+) -> IntArray:
+    """Speaker of each embedding by average-link clustering of cosines; -1 where it is nobody's.
+
+    `weights` are seconds of speech: what has none joins the nearest cluster afterwards. Clusters with less than
+    `min_share` of the seconds, and less than `ENOUGH_SECONDS`, are dissolved. Where `speakers` says how many there
+    are, as many clusters of that size are sought, and everything else joins the nearest of them. With `enrolment` a
+    cluster is the enrolled speaker that is nearest to it, from `enrolment_threshold` on.
+    """
+    vectors = _unit(np.asarray(embeddings, np.float32))
+    seconds = np.asarray(weights, np.float64)
+    labels = np.full(len(vectors), NOBODY, np.int64)
+    founding = np.flatnonzero((seconds > 0) & (np.abs(vectors).sum(1) > 0))
+    if not len(founding):
+        return labels
+    labels[founding] = _average_link(vectors[founding], seconds[founding], speakers, threshold, min_share)
+    totals = np.bincount(labels[founding], seconds[founding])
+    order = sorted(range(len(totals)), key=lambda cluster: -totals[cluster])
+    fewest = fewest_seconds(totals.sum(), min_share)
+    order = order[:speakers] if speakers else [one for one in order if totals[one] >= fewest]
+    centroids = _centroids(vectors, labels, seconds, len(totals))
+    enrolled = np.empty((0, vectors.shape[1])) if enrolment is None else _unit(np.asarray(enrolment, np.float32))
+    numbers: dict[int, int] = {}
+    unknown = len(enrolled)
+    for cluster in order:
+        cosines = enrolled @ centroids[cluster]
+        if cosines.max(initial=-1.0) >= enrolment_threshold:
+            numbers[cluster] = int(cosines.argmax())
+        else:
+            numbers[cluster] = unknown
+            unknown += 1
+    labels = np.array([numbers.get(label, NOBODY) for label in labels.tolist()], np.int64)
+    if numbers:
+        small = np.flatnonzero(((seconds <= 0) | bool(speakers)) & (labels == NOBODY) & (np.abs(vectors).sum(1) > 0))
+        nearest = (vectors[small] @ centroids[order].T).argmax(1)
+        labels[small] = [numbers[order[index]] for index in nearest]
+    return labels
+
+
+def link_speakers(
+    parts: Sequence[tuple[FloatArray, npt.ArrayLike]],
+    *,
+    speakers: int | None = None,
+    threshold: float = LINKED_SPEAKER_COSINE,
+    enrolment: FloatArray | None = None,
+    enrolment_threshold: float = ENROLMENT_COSINE,
+    min_share: float = MIN_SHARE,
+) -> list[IntArray]:
+    """Global speaker of each part's speakers, from their mean embeddings and seconds of speech; -1 is nobody."""
+    sizes = [len(embeddings) for embeddings, _ in parts]
+    if not sum(sizes):
+        return [np.empty(0, np.int64) for _ in parts]
+    labels = cluster_embeddings(
+        np.concatenate([embeddings for embeddings, _ in parts if len(embeddings)]),
+        np.concatenate([np.asarray(seconds, np.float64) for _, seconds in parts]),
+        speakers=speakers,
+        threshold=threshold,
+        enrolment=enrolment,
+        enrolment_threshold=enrolment_threshold,
+        min_share=min_share,
+    )
+    return np.split(labels, np.cumsum(sizes)[:-1])
+
+
+def fewest_seconds(total: float, min_share: float) -> float:
+    """Of somebody who is a speaker among so many seconds of speech."""
+    return min(min_share * total, ENOUGH_SECONDS)
+
+
+def _average_link(
+    vectors: FloatArray, seconds: npt.NDArray[np.float64], speakers: int | None, threshold: float, min_share: float
+) -> IntArray:
+    hierarchy = import_optional("scipy.cluster.hierarchy", INSTALL)
+    distance = import_optional("scipy.spatial.distance", INSTALL)
+    if len(vectors) == 1 or speakers == 1:
+        return np.zeros(len(vectors), np.int64)
+    tree = hierarchy.linkage(distance.pdist(vectors.astype(np.float64), "cosine").clip(0, 2), "average")
+    if not speakers:
+        return np.asarray(hierarchy.fcluster(tree, 1 - threshold, "distance"), np.int64) - 1
+    fewest = np.asarray(hierarchy.fcluster(tree, speakers, "maxclust"), np.int64) - 1
+    for count in range(speakers, min(len(vectors), MAX_OUTLIERS + speakers) + 1):
+        if tree[len(vectors) - count, 2] < MIN_SPLIT_DISTANCE:
+            break
+        # The few outliers that lie far from everybody would else be counted as speakers.
+        labels = np.asarray(hierarchy.fcluster(tree, count, "maxclust"), np.int64) - 1
+        if (np.bincount(labels, seconds) >= fewest_seconds(seconds.sum(), min_share)).sum() >= speakers:
+            return labels
+    return fewest
+
+
+def _centroids(vectors: FloatArray, labels: IntArray, weights: npt.ArrayLike, count: int) -> FloatArray:
+    totals = np.zeros((count, vectors.shape[1] if vectors.ndim == 2 else 0), np.float32)
+    named = labels != NOBODY
+    np.add.at(totals, labels[named], vectors[named] * np.asarray(weights, np.float32)[named, None])
+    return _unit(totals)
+
+
+def _unit(vectors: FloatArray) -> FloatArray:
+    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.where(norms > 0, norms, 1), np.float32)
+
+
+def _frame_count(seconds: float) -> int:
+    return max(1, int(np.ceil(seconds / FRAME_SECONDS)))
+
+
+def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> FloatArray:
+    """Mean over the windows that hold a frame, their middles weighted most: (windows, frames, n) -> (frames, n)."""
+    weight = np.hamming(values.shape[1]).astype(np.float32)[:, None]
+    starts = [round(index * step_seconds * SAMPLE_RATE / FRAME_STEP_SAMPLES) for index in range(len(values))]
+    length = max(frames, starts[-1] + values.shape[1])
+    total, weights = np.zeros((length, values.shape[2]), np.float32), np.full((length, 1), 1e-9, np.float32)
+    for start, window in zip(starts, values, strict=True):
+        total[start : start + len(window)] += window * weight
+        weights[start : start + len(window)] += weight
+    return np.asarray((total / weights)[:frames], np.float32)
+
+
+def _solo_audio(wave: Samples, offset: int, solo: npt.NDArray[np.bool_]) -> Samples:
+    """Samples of the frames where one speaker is alone; each frame stands for the step around its centre."""
+    centre = offset + (991 - FRAME_STEP_SAMPLES) // 2
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], solo, [False]])))
+    spans = [
+        wave[centre + first * FRAME_STEP_SAMPLES : centre + after * FRAME_STEP_SAMPLES]
+        for first, after in zip(edges[::2], edges[1::2], strict=True)
+    ]
+    spans.sort(key=len, reverse=True)
+    return np.concatenate(spans)[: round(MAX_EMBEDDED_SECONDS * SAMPLE_RATE)]
+
+
+def _fixed_length(clip: Samples) -> Samples:
+    """Cut to a multiple of half a second, or repeated up to it."""
+    step = round(EMBEDDED_STEP_SECONDS * SAMPLE_RATE)
+    if len(clip) >= step:
+        return clip[: len(clip) // step * step]
+    return np.resize(clip, step)
+
+
+def _turns(active: npt.NDArray[np.bool_]) -> list[SpeakerTurn]:
+    turns: list[SpeakerTurn] = []
+    half = FRAME_SECONDS / 2
+    times = frame_times(len(active))
+    for speaker in range(active.shape[1]):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], active[:, speaker], [False]])))
+        spans: list[list[float]] = []
+        for first, after in zip(edges[::2], edges[1::2], strict=True):
+            start, end = max(0.0, float(times[first]) - half), float(times[after - 1]) + half
+            if spans and start - spans[-1][1] < MAX_BRIDGED_SECONDS:
+                spans[-1][1] = end
+            else:
+                spans.append([start, end])
+        turns += [SpeakerTurn(start, end, speaker) for start, end in spans if end - start >= MIN_TURN_SECONDS]
+    return sorted(turns)

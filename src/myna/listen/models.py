@@ -1,0 +1,147 @@
+"""Models of the analysis: which there are, what is lost without each, and what to install."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from myna.core.errors import ModelError
+from myna.core.io import bytes_hash, file_hash
+from myna.listen.weights import FETCH_COMMAND
+
+if TYPE_CHECKING:
+    from myna.listen.music import SpeechMusicNoiseNetwork
+    from myna.listen.noise import DeepFilterNet
+    from myna.listen.quality import DNSMOSNetwork
+    from myna.listen.segmentation import SegmentationNetwork
+    from myna.listen.speaker_encoders import SpeakerEncoder
+
+DEFAULT_FOLDER = Path(".cache/curation")
+"""Where `make curation-models` puts them."""
+FILES = {
+    "segmentation": ("segmentation.safetensors",),
+    "speaker encoder": ("ecapa.safetensors",),
+    "music": ("speech_music_noise.safetensors",),
+    "noise": tuple(f"deepfilternet3_{part}.onnx" for part in ("enc", "erb_dec", "df_dec")),
+    "quality": ("dnsmos.safetensors",),
+}
+LOST = {
+    "voice activity": "nothing can be cut: no recording can be curated",
+    "segmentation": "speaker turns and overlapped speech are not found: every recording counts as one speaker's",
+    "speaker encoder": "speakers are not told apart, within a recording or across",
+    "music": "music under speech is not found",
+    "noise": "noise is not measured",
+    "quality": "predicted quality is not measured",
+    "Vietnamese text": "Vietnamese numbers, dates and abbreviations stay as they are written",
+    "Arabic diacritics": "vowel signs cannot be added to Arabic text",
+}
+INSTALL = 'pip install "myna[curate]"'
+PACKAGES = {
+    "voice activity": ("faster_whisper", INSTALL),
+    "Vietnamese text": ("sea_g2p", "pip install sea-g2p"),
+    "Arabic diacritics": ("text2tashkeel", "pip install text2tashkeel"),
+}
+RUNTIMES = {"noise": "onnxruntime", "voice activity": "onnxruntime", "segmentation": "scipy"}
+"""Packages that a model needs besides its file."""
+
+T = TypeVar("T")
+
+
+class Capability(NamedTuple):
+    name: str
+    available: bool
+    what_to_install: str
+    what_is_lost: str
+
+
+@dataclass(frozen=True)
+class AnalysisSettings:
+    folder: Path = DEFAULT_FOLDER
+    speaker_encoder: str | None = None
+    """As in `myna evaluate --speaker-encoder`; by default ECAPA of the folder."""
+    device: str = "cpu"
+    threads: int = 0
+    """Of the ONNX models; 0 lets onnxruntime choose. Those of torch are the process's."""
+
+
+@dataclass(frozen=True)
+class AnalysisModels:
+    """What was found; a model that is not there is None, and its measures are NaN."""
+
+    segmentation: SegmentationNetwork | None = None
+    speaker_encoder: SpeakerEncoder | None = None
+    music: SpeechMusicNoiseNetwork | None = None
+    noise: DeepFilterNet | None = None
+    quality: DNSMOSNetwork | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of each model that is there: a hash of its weights. Results are comparable where these are equal."""
+
+
+def load_models(settings: AnalysisSettings | None = None) -> AnalysisModels:
+    """All models that are there. A file that is damaged is an error, one that is missing is not."""
+    from myna.listen.music import SpeechMusicNoiseNetwork
+    from myna.listen.noise import DeepFilterNet
+    from myna.listen.quality import DNSMOSNetwork
+    from myna.listen.segmentation import SegmentationNetwork
+    from myna.listen.speaker_encoders import ECAPA, open_speaker_encoder
+
+    settings = settings or AnalysisSettings()
+    folder, device, threads = settings.folder, settings.device, settings.threads
+    versions: dict[str, str] = {}
+
+    def load(name: str, opener: Callable[[], T]) -> T | None:
+        if not _is_available(name, settings):
+            return None
+        files = [folder / file for file in FILES[name]]
+        versions[name] = bytes_hash("".join(map(file_hash, files)).encode())[:12]
+        return opener()
+
+    encoder: Any = None
+    if settings.speaker_encoder is not None:
+        encoder = open_speaker_encoder(settings.speaker_encoder, device)
+    elif _is_available("speaker encoder", settings):
+        encoder = open_speaker_encoder(f"{ECAPA}:{folder / FILES['speaker encoder'][0]}", device)
+    if encoder is not None:
+        versions["speaker encoder"] = encoder.name
+    return AnalysisModels(
+        segmentation=load("segmentation", lambda: SegmentationNetwork.open(folder / FILES["segmentation"][0], device)),
+        speaker_encoder=encoder,
+        music=load("music", lambda: SpeechMusicNoiseNetwork.open(folder / FILES["music"][0], device)),
+        noise=load("noise", lambda: DeepFilterNet.open(folder, threads)),
+        quality=load("quality", lambda: DNSMOSNetwork.open(folder / FILES["quality"][0], device)),
+        versions=versions,
+    )
+
+
+def capabilities(settings: AnalysisSettings | None = None) -> list[Capability]:
+    """What can be analysed on this machine, and for what cannot: what to type, and what is lost. Nothing is loaded."""
+    settings = settings or AnalysisSettings()
+    report = []
+    for name, lost in LOST.items():
+        command = PACKAGES[name][1] if name in PACKAGES else FETCH_COMMAND
+        if name in FILES and not _has_runtime(name):
+            command = f"{INSTALL} && {FETCH_COMMAND}"
+        report.append(Capability(name, _is_available(name, settings), command, lost))
+    return report
+
+
+def require(model: T | None, purpose: str) -> T:
+    """The model, or a `ModelError` with what to type."""
+    if model is None:
+        raise ModelError(f"{purpose}: the model for it is not here", hint=f"type: {FETCH_COMMAND}")
+    return model
+
+
+def _is_available(name: str, settings: AnalysisSettings) -> bool:
+    if name == "speaker encoder" and settings.speaker_encoder is not None:
+        return True
+    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
+        return False
+    return _has_runtime(name) and all((settings.folder / file).is_file() for file in FILES.get(name, ()))
+
+
+def _has_runtime(name: str) -> bool:
+    return name not in RUNTIMES or importlib.util.find_spec(RUNTIMES[name]) is not None

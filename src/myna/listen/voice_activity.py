@@ -1,0 +1,71 @@
+"""Voice activity detection by Silero v6, whose ONNX file comes in faster-whisper's wheel."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from myna.audio.files import Samples
+from myna.audio.mono import as_mono_16khz
+from myna.audio.signal_measures import SpeechSpan
+from myna.core.optional import import_optional
+from myna.listen.models import INSTALL
+from myna.listen.pretrained import SAMPLE_RATE
+
+SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35
+"""Of a window at which speech begins, and below which it may end."""
+MIN_GAP_SECONDS = 0.1
+"""Shorter silences are part of the speech around them."""
+PAD_SECONDS = 0.03
+"""Added at both ends of a span."""
+WINDOW_SAMPLES, CONTEXT_SAMPLES = 512, 64
+"""Of a probability, and of the window before it that the network sees, too."""
+STATE_SIZE = 128
+BATCH_WINDOWS = 1024
+"""32.8 s: the network's state goes on from one batch to the next, so that an hour takes no more memory."""
+
+
+def voice_activity(samples: Samples, sample_rate: int) -> list[SpeechSpan]:
+    """Stretches of speech in seconds, in order and apart from one another."""
+    wave = as_mono_16khz(samples, sample_rate)
+    return speech_spans_of(speech_probabilities(wave), len(wave)) if len(wave) else []
+
+
+def speech_probabilities(wave: Samples) -> npt.NDArray[np.float32]:
+    """Probability of speech in each window of 32 ms of mono audio at 16 kHz; the last one is filled up with silence."""
+    import_optional("onnxruntime", INSTALL)
+    session = import_optional("faster_whisper.vad", INSTALL).get_vad_model().session
+    count = len(wave) // WINDOW_SAMPLES + 1
+    state = {name: np.zeros((1, 1, STATE_SIZE), np.float32) for name in ("h", "c")}
+    context = np.zeros(CONTEXT_SAMPLES, np.float32)
+    probabilities = []
+    for first in range(0, count, BATCH_WINDOWS):
+        after = min(count, first + BATCH_WINDOWS)
+        audio = wave[first * WINDOW_SAMPLES : after * WINDOW_SAMPLES]
+        audio = np.pad(audio, (0, (after - first) * WINDOW_SAMPLES - len(audio)))
+        joined = np.concatenate([context, audio])
+        windows = np.lib.stride_tricks.sliding_window_view(joined, CONTEXT_SAMPLES + WINDOW_SAMPLES)[::WINDOW_SAMPLES]
+        output, state["h"], state["c"] = session.run(None, {"input": np.ascontiguousarray(windows), **state})
+        probabilities.append(output.reshape(-1))
+        context = joined[-CONTEXT_SAMPLES:]
+    return np.concatenate(probabilities)
+
+
+def speech_spans_of(probabilities: npt.NDArray[np.float32], samples: int) -> list[SpeechSpan]:
+    """Spans of speech of so many samples by the rule of Silero: a span ends where a silence lasts long enough."""
+    spans: list[tuple[int, int]] = []
+    start = silent_from = None
+    for window, probability in enumerate(probabilities.tolist()):
+        position = window * WINDOW_SAMPLES
+        if probability >= SPEECH_PROBABILITY:
+            silent_from = None
+            start = position if start is None else start
+        elif start is not None and probability < SILENCE_PROBABILITY:
+            silent_from = position if silent_from is None else silent_from
+            if position - silent_from >= MIN_GAP_SECONDS * SAMPLE_RATE:
+                spans.append((start, silent_from))
+                start = silent_from = None
+    if start is not None and start < samples:
+        spans.append((start, samples))
+    pad = round(PAD_SECONDS * SAMPLE_RATE)
+    return [(max(0, start - pad) / SAMPLE_RATE, min(samples, end + pad) / SAMPLE_RATE) for start, end in spans]

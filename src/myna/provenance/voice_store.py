@@ -1,0 +1,289 @@
+"""Stored voices: recordings of a speaker with their transcripts, and the consent that was checked against them.
+
+FOLDER/consents/cons_ID/   consent.json and the recording of the sentence
+FOLDER/voices/voice_ID/    voice.json, the recordings, and a copy of the consent's recording
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from filelock import FileLock
+from pydantic import Field, ValidationError
+
+from myna.core.config import Settings
+from myna.core.errors import DataError
+from myna.core.io import atomic_folder, save_text, sniff_suffix
+from myna.core.user_folders import user_folder
+from myna.provenance.consent_sentences import has_name
+from myna.speak.validation import read_reference
+from myna.text.normalization import normalise_text
+
+if TYPE_CHECKING:
+    from myna.provenance.consent import ConsentChecker
+
+MAX_VOICES = 1_000
+MAX_FILE_BYTES = 10 * 2**20
+"""Of a recording, as in OpenAI's interface."""
+MAX_RECORDINGS = 20
+NAME_PATTERN = re.compile(r"[^\W_][\w .'-]{0,63}")
+CONSENT_FILE, VOICE_FILE = "consent.json", "voice.json"
+Record = TypeVar("Record", "Consent", "StoredVoice")
+
+
+class StoredRecording(Settings):
+    """A recording in the folder of a voice or a consent."""
+
+    file: str
+    sha256: str
+    text: str
+    """As recognised, or as its owner wrote it."""
+
+
+class Consent(Settings):
+    """A consent that was read aloud and recognised."""
+
+    id: str
+    name: str
+    language: str
+    created_at: int
+    """Seconds since 1970."""
+    sentence: str
+    recording: StoredRecording
+    checks: dict[str, Any] = Field(default_factory=dict)
+    """Transcript, error rate and recogniser."""
+
+
+class StoredVoice(Settings):
+    """A named voice with a checked consent. The first recording is the reference that sets it."""
+
+    id: str
+    name: str
+    language: str
+    created_at: int
+    recordings: tuple[StoredRecording, ...]
+    consent: Consent
+    consent_file: str
+    checks: dict[str, Any] = Field(default_factory=dict)
+    """Similarities with the consent's recording, the least that is accepted, and the encoder."""
+
+
+class VoiceStore:
+    """Voices and consents of a folder, by default the user's own."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder if folder is not None else user_folder("data")
+
+    # Consents
+
+    def create_consent(self, name: str, recording: Path, language: str, checker: ConsentChecker) -> Consent:
+        """Store a consent, once the sentence of the last days was recognised in its recording."""
+        check_voice_name(name)
+        check = checker.check_words(recording, name, language)
+        with self._lock():
+            self._check_room("consents")
+            id = _new_id("cons")
+            with atomic_folder(self.folder / "consents" / id) as folder:
+                consent = Consent(
+                    id=id,
+                    name=name,
+                    language=check.sentence.language,
+                    created_at=_now(),
+                    sentence=check.sentence.text,
+                    recording=_copy(recording, folder, "consent", check.transcript),
+                    checks={key: value for key, value in asdict(check).items() if key != "sentence"},
+                )
+                save_text(folder / CONSENT_FILE, consent.model_dump_json(indent=2))
+        return consent
+
+    def list_consents(self) -> list[Consent]:
+        """All consents, the oldest first."""
+        return self._list("consents", CONSENT_FILE, Consent)
+
+    def get_consent(self, id: str) -> Consent:
+        return _find(self.list_consents(), id, "consent", "myna voice list shows them")
+
+    def rename_consent(self, id: str, name: str) -> Consent:
+        """Change the name of a consent to another spelling of the one that was read aloud."""
+        check_voice_name(name)
+        with self._lock():
+            consent = self.get_consent(id)
+            if not has_name(consent.recording.text, name, consent.language):
+                raise DataError(
+                    f"{name!r} is not the name that was read aloud: {consent.recording.text!r}",
+                    hint="have the sentence read with that name, and store it as another consent",
+                )
+            consent = consent.model_copy(update={"name": name})
+            save_text(self.folder / "consents" / consent.id / CONSENT_FILE, consent.model_dump_json(indent=2))
+        return consent
+
+    def delete_consent(self, id: str) -> Consent:
+        """Remove a consent. One that a voice rests on is refused: the voice is removed first."""
+        with self._lock():
+            consent = self.get_consent(id)
+            if voices := [voice.name for voice in self.list_voices() if voice.consent.id == consent.id]:
+                raise DataError(
+                    f"the voice {voices[0]} rests on the consent {consent.id}",
+                    hint=f"remove the voice first: myna voice remove {voices[0]!r}",
+                )
+            shutil.rmtree(self.folder / "consents" / consent.id)
+        return consent
+
+    # Voices
+
+    def create_voice(
+        self,
+        name: str,
+        recordings: Sequence[Path],
+        consent: str,
+        checker: ConsentChecker,
+        *,
+        texts: Sequence[str] = (),
+    ) -> StoredVoice:
+        """Store a voice, once its recordings are seen to be in the voice of the consent. `texts` are transcripts of the
+        recordings; where none are given, those of the recogniser."""
+        check_voice_name(name)
+        known = self.get_consent(consent)
+        if not 1 <= len(recordings) <= MAX_RECORDINGS:
+            raise DataError(f"{len(recordings)} recordings for {name}", hint=f"give 1 to {MAX_RECORDINGS}")
+        if texts and len(texts) != len(recordings):
+            raise DataError(
+                f"{len(recordings)} recordings but {len(texts)} transcripts",
+                hint="give one for each, or none: the recogniser writes them then",
+            )
+        for recording in recordings:
+            _check_size(recording)
+            read_reference(recording)  # too long, silent or cut short
+        consent_recording = self.folder / "consents" / known.id / known.recording.file
+        check = checker.check_speaker(consent_recording, recordings)
+        texts = [normalise_text(text) for text in texts] or [
+            checker.transcribe(recording, known.language) for recording in recordings
+        ]
+        with self._lock():
+            self._check_room("voices")
+            self.check_new_name(name)
+            id = _new_id("voice")
+            with atomic_folder(self.folder / "voices" / id) as folder:
+                pairs = enumerate(zip(recordings, texts, strict=True))
+                copies = tuple(_copy(recording, folder, f"recording-{n}", text) for n, (recording, text) in pairs)
+                held = _copy(consent_recording, folder, "consent", known.recording.text)
+                voice = StoredVoice(
+                    id=id,
+                    name=name,
+                    language=known.language,
+                    created_at=_now(),
+                    recordings=copies,
+                    consent=known,
+                    consent_file=held.file,
+                    checks=asdict(check),
+                )
+                save_text(folder / VOICE_FILE, voice.model_dump_json(indent=2))
+        return voice
+
+    def check_new_name(self, name: str) -> None:
+        """Refuse the name of a voice that is there, in any case."""
+        if any(voice.name.casefold() == name.casefold() for voice in self.list_voices()):
+            raise DataError(
+                f"there is a voice {name} already",
+                hint=f"choose another name, or remove that one first: myna voice remove {name!r}",
+            )
+
+    def list_voices(self) -> list[StoredVoice]:
+        """All voices, the oldest first."""
+        return self._list("voices", VOICE_FILE, StoredVoice)
+
+    def get_voice(self, id_or_name: str) -> StoredVoice:
+        """A voice by its id or its name, in any case."""
+        return _find(self.list_voices(), id_or_name, "voice", "myna voice list shows them; myna voice add makes one")
+
+    def delete_voice(self, id_or_name: str) -> StoredVoice:
+        """Remove a voice with its recordings; its consent stays."""
+        with self._lock():
+            voice = self.get_voice(id_or_name)
+            shutil.rmtree(self.folder / "voices" / voice.id)
+        return voice
+
+    def reference(self, voice: StoredVoice) -> tuple[Path, str]:
+        """The recording that sets a voice, and its transcript. A file that was changed since is refused."""
+        recording = voice.recordings[0]
+        file = self.folder / "voices" / voice.id / recording.file
+        if not file.is_file() or _sha256(file.read_bytes()) != recording.sha256:
+            raise DataError(
+                f"{file} is not the recording that was stored for {voice.name}",
+                hint=f"remove the voice and add it again: myna voice remove {voice.name!r}",
+            )
+        return file, recording.text
+
+    def _lock(self) -> FileLock:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return FileLock(self.folder / ".voices.lock")
+
+    def _check_room(self, kind: str) -> None:
+        if sum(1 for _ in (self.folder / kind).glob("*")) >= MAX_VOICES:
+            raise DataError(f"{self.folder / kind} holds {MAX_VOICES} already", hint="remove some that are not used")
+
+    def _list(self, kind: str, file: str, record: type[Record]) -> list[Record]:
+        records = []
+        for path in sorted((self.folder / kind).glob(f"*/{file}")):
+            if path.parent.name.startswith("."):
+                continue  # being written
+            try:
+                records.append(record.model_validate_json(path.read_bytes()))
+            except ValidationError as error:
+                raise DataError(
+                    f"{path} is damaged: {error.errors()[0]['msg']}", hint=f"move the folder {path.parent} away"
+                ) from None
+        return sorted(records, key=lambda one: (one.created_at, one.id))
+
+
+def check_voice_name(name: str) -> None:
+    """Refuse names that are not 1 to 64 letters, digits, spaces, and . ' _ - between them."""
+    if not NAME_PATTERN.fullmatch(name) or name.startswith(("voice_", "cons_")) or name != name.strip():
+        raise DataError(
+            f"{name[:80]!r} cannot be the name of a voice",
+            hint="use 1 to 64 letters, digits, spaces and . ' _ - and begin with a letter or digit",
+        )
+
+
+def _find(records: list[Record], id_or_name: str, kind: str, hint: str) -> Record:
+    by_id = [one for one in records if one.id == id_or_name]
+    by_name = [one for one in records if one.name.casefold() == id_or_name.casefold()] if kind == "voice" else []
+    if not (found := by_id or by_name):
+        raise DataError(f"there is no {kind} {id_or_name[:80]!r}", hint=hint)
+    return found[0]
+
+
+def _copy(recording: Path, folder: Path, stem: str, text: str) -> StoredRecording:
+    _check_size(recording)
+    content = recording.read_bytes()
+    file = f"{stem}{sniff_suffix(content)}"
+    (folder / file).write_bytes(content)
+    return StoredRecording(file=file, sha256=_sha256(content), text=text)
+
+
+def _check_size(recording: Path) -> None:
+    if recording.is_file() and recording.stat().st_size > MAX_FILE_BYTES:
+        raise DataError(
+            f"{recording} has {recording.stat().st_size / 2**20:.1f} MiB, and at most {MAX_FILE_BYTES >> 20} are kept",
+            hint=f"make it smaller: ffmpeg -i {recording} -ar 24000 -ac 1 -t 30 OUTPUT.flac",
+        )
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+def _now() -> int:
+    return int(datetime.now(UTC).timestamp())

@@ -1,0 +1,1 @@
+"""Text: normalisation, sentences, spoken forms, word errors."""

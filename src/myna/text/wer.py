@@ -1,0 +1,41 @@
+"""Word and character error rates: edit distance between a text and the transcript of its speech."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rapidfuzz.distance import Levenshtein
+
+from myna.text.normalization import letters, words
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCount:
+    """Substitutions, insertions and deletions, out of so many reference tokens.
+
+    Sum counts before dividing, so that every word has the same weight: `sum(counts, ErrorCount()).rate`.
+    """
+
+    errors: int = 0
+    total: int = 0
+
+    def __add__(self, other: ErrorCount) -> ErrorCount:
+        return ErrorCount(self.errors + other.errors, self.total + other.total)
+
+    @property
+    def rate(self) -> float:
+        """Errors per reference token; NaN without reference tokens."""
+        return self.errors / self.total if self.total else math.nan
+
+
+def word_errors(text: str, transcript: str, language: str = "en") -> ErrorCount:
+    """Word errors of a transcript, after text normalization of both sides."""
+    reference = words(text, language)
+    return ErrorCount(Levenshtein.distance(reference, words(transcript, language)), len(reference))
+
+
+def character_errors(text: str, transcript: str, language: str = "en") -> ErrorCount:
+    """Character errors of a transcript, after text normalization of both sides."""
+    reference = letters(text, language)
+    return ErrorCount(Levenshtein.distance(reference, letters(transcript, language)), len(reference))

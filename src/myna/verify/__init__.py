@@ -1,1 +1,0 @@
-"""Certificate of a model on the user's own weights and device."""

@@ -1,1 +1,0 @@
-"""Named voices and the consent of the people whose they are."""

@@ -1,0 +1,136 @@
+"""Answers of listeners: kept apart, added up, and how sure their sum is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats  # type: ignore[import-untyped]  # noqa: F401  # not in the time of the first case
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myna.core.errors import DataError
+from myna.evaluate.preferences import (
+    TIE,
+    ListenerAnswers,
+    ListeningTrial,
+    PreferenceCount,
+    aggregate_preferences,
+    binomial_interval,
+    load_listener_answers,
+    parse_listener_answers,
+    save_listener_answers,
+)
+
+TRIALS = (
+    ListeningTrial("t1", "item-1", "Yes.", ("s1", "s2"), ("a", "b")),
+    ListeningTrial("t2", "item-2", "No.", ("s3", "s4"), ("b", "a")),
+    ListeningTrial("t3", "item-1", "Yes.", ("s1", "s5"), ("a", "c")),
+)
+ANNA, BEN = "anna0000", "ben00000"
+
+
+def answers(**choices: str) -> dict[str, tuple[str, str]]:
+    return {trial: (choice, "2026-11-15T10:00:00.000Z") for trial, choice in choices.items()}
+
+
+def tail(wins: int, of: int, share: float) -> float:
+    """The chance of at least so many wins."""
+    return sum(math.comb(of, k) * share**k * (1 - share) ** (of - k) for k in range(wins, of + 1))
+
+
+@given(st.integers(0, 60), st.data())
+def test_an_interval_holds_the_shares_at_which_it_is_no_surprise(of: int, data: st.DataObject) -> None:
+    wins = data.draw(st.integers(0, of))
+    low, high = binomial_interval(wins, of)
+    assert 0 <= low <= (wins / of if of else 0.5) <= high <= 1
+    assert low == 0 if wins == 0 else tail(wins, of, low) == pytest.approx(0.025)
+    assert high == 1 if wins == of else 1 - tail(wins + 1, of, high) == pytest.approx(0.025)
+    assert (1 - high, 1 - low) == pytest.approx(binomial_interval(of - wins, of))
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_the_sign_test_knows_chance(one: int, other: int) -> None:
+    p = PreferenceCount(("a", "b"), (one, other), ties=3).p_value
+    assert p == PreferenceCount(("b", "a"), (other, one), 0).p_value and 0 < p <= 1
+    assert p == pytest.approx(min(1.0, 2 * tail(max(one, other), one + other, 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("wins", "preferred"), [((9, 1), "a"), ((1, 9), "b"), ((6, 4), None), ((0, 0), None), ((5, 0), None), ((6, 0), "a")]
+)
+def test_somebody_is_preferred_when_the_interval_says_so(wins: tuple[int, int], preferred: str | None) -> None:
+    count = PreferenceCount(("a", "b"), wins, ties=2)
+    assert count.preferred == preferred
+    assert (count.p_value < 0.05) == (preferred is not None)
+    assert json.loads(json.dumps(count.to_json()))["preferred"] == preferred
+
+
+def test_several_listeners_add_up_whatever_the_order_they_heard() -> None:
+    anna, ben = (
+        ListenerAnswers(ANNA, "Anna", answers(t1="s1", t2="s3", t3=TIE)),
+        ListenerAnswers(BEN, "", answers(t1="s2", t2="s4")),
+    )
+    found = aggregate_preferences(TRIALS, [anna, ben], ["a", "b", "c"])
+    assert [(pair.systems, pair.wins, pair.ties) for pair in found.pairs] == [
+        (("a", "b"), (2, 2), 0),
+        (("a", "c"), (0, 0), 1),
+    ]
+    assert [(line, count.systems, count.wins, count.ties) for line, count in found.items] == [
+        ("item-1", ("a", "b"), (1, 1), 0),
+        ("item-1", ("a", "c"), (0, 0), 1),
+        ("item-2", ("a", "b"), (1, 1), 0),
+    ]
+    assert found.listeners == [("Anna", 3), (BEN, 2)] and found.not_counted == 0
+    turned = aggregate_preferences(TRIALS, [anna], ["c", "b", "a"])
+    assert turned.pairs[0].systems == ("b", "a") and turned.pairs[0].wins == (1, 1)
+
+
+def test_answers_about_other_sounds_do_not_count_and_are_told() -> None:
+    found = aggregate_preferences(
+        TRIALS, [ListenerAnswers(ANNA, "Anna", answers(t1="s3", t9="s1", t2="s4"))], ["a", "b", "c"]
+    )
+    assert found.not_counted == 2 and found.listeners == [("Anna", 1)] and found.pairs[0].wins == (1, 0)
+    assert found.to_json()["answers_not_counted"] == 2
+
+
+def test_nobody_overwrites_anybody(tmp_path: Path) -> None:
+    save_listener_answers(tmp_path, ListenerAnswers(ANNA, "Anna", answers(t1="s1")))
+    save_listener_answers(tmp_path, ListenerAnswers(BEN, "Anna", answers(t1="s2")))
+    later = {"t1": (TIE, "2026-11-15T11:00:00.000Z"), "t2": ("s3", "2026-11-15T11:00:01.000Z")}
+    save_listener_answers(tmp_path, ListenerAnswers(ANNA, "Anna M.", later))
+    save_listener_answers(tmp_path, ListenerAnswers(ANNA, "", {"t1": ("s2", "2026-11-15T09:00:00.000Z")}))
+    anna, ben = load_listener_answers(tmp_path)
+    assert anna == ListenerAnswers(ANNA, "Anna M.", later), "an older answer does not come back, and none is lost"
+    assert ben == ListenerAnswers(BEN, "Anna", answers(t1="s2")), "two may have one name"
+    assert not list((tmp_path / "preferences").glob(".*")), "nothing half-written is left"
+
+
+def test_what_was_written_is_read_again() -> None:
+    listener = ListenerAnswers(ANNA, "Änna <b>", answers(t1="s1", t2=TIE))
+    assert parse_listener_answers(json.dumps(listener.to_json()), "here") == listener
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "something else"},
+        {"listener": {"id": "../../etc/passwd", "name": "x"}},
+        {"listener": {"id": "UPPER123", "name": "x"}},
+        {"listener": {"id": ANNA, "name": "x" * 1000}},
+        {"listener": {"id": ANNA}},
+        {"answers": {"t1": "s1"}},
+        {"answers": {"t1": {"choice": 1, "at": "now"}}},
+        {"answers": []},
+    ],
+)
+def test_what_is_no_answer_is_refused(change: dict[str, Any]) -> None:
+    whole = ListenerAnswers(ANNA, "Anna", answers(t1="s1")).to_json()
+    with pytest.raises(DataError, match="the file sent") as caught:
+        parse_listener_answers(json.dumps(whole | change), "the file sent")
+    assert "myna compare" in caught.value.hint
+    with pytest.raises(DataError):
+        parse_listener_answers("[1, 2", "the file sent")

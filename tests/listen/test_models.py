@@ -1,0 +1,113 @@
+"""Models that are missing or damaged, and measures without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soxr  # type: ignore[import-untyped]
+from safetensors.torch import save_file
+
+from myna.audio.signal_measures import bandwidth_hz
+from myna.core.errors import CheckpointError
+from myna.curate.schema import MEASURES
+from myna.listen.analysis import (
+    AnalysisModels,
+    AnalysisSettings,
+    batches,
+    capabilities,
+    load_models,
+    map_batches,
+    measure,
+)
+from myna.listen.models import FILES
+from myna.listen.music import WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
+from myna.listen.segmentation import SegmentationNetwork
+from tests.listen.signals import SAMPLE_RATE, babble
+
+
+def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -> None:
+    settings = AnalysisSettings(folder=tmp_path)
+    models = load_models(settings)
+    assert models == AnalysisModels()
+    report = {one.name: one for one in capabilities(settings)}
+    assert all(not report[name].available for name in FILES)
+    assert all("make curation-models" in report[name].what_to_install for name in FILES)
+    assert all(one.what_is_lost for one in report.values())
+
+
+def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path) -> None:
+    save_file(SegmentationNetwork().state_dict(), tmp_path / "segmentation.safetensors")
+    save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "speech_music_noise.safetensors")
+    models = load_models(AnalysisSettings(folder=tmp_path))
+    assert models.segmentation is not None
+    assert models.music is not None
+    assert set(models.versions) == {"segmentation", "music"}
+
+
+def test_a_file_with_other_weights_is_refused(tmp_path: Path) -> None:
+    save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "segmentation.safetensors")
+    with pytest.raises(CheckpointError, match="does not fit SegmentationNetwork"):
+        load_models(AnalysisSettings(folder=tmp_path))
+
+
+def test_without_models_measures_are_nan_and_signal_measures_are_there() -> None:
+    values = measure(babble(3, 1), SAMPLE_RATE, AnalysisModels())
+    assert set(values) <= set(MEASURES)
+    missing = {name for name, value in values.items() if np.isnan(value)}
+    assert missing == {"music_share", "snr_db", "dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig"}
+    assert values["clipped_share"] == 0
+    assert values["bandwidth_hz"] > 3000
+
+
+def test_a_telephone_that_begins_in_a_clip_makes_its_band_narrow() -> None:
+    wide = (babble(6, 1) + 0.01 * np.random.default_rng(0).normal(size=6 * SAMPLE_RATE)).astype(np.float32)
+    narrow = soxr.resample(soxr.resample(wide, SAMPLE_RATE, 8_000), 8_000, SAMPLE_RATE)[: len(wide)]
+    from_here = len(wide) - round(2.2 * SAMPLE_RATE)
+    mixed = np.concatenate([wide[:from_here], narrow[from_here:]])
+    assert bandwidth_hz(mixed, SAMPLE_RATE) > 7_000  # the mean of the clip hides it
+    assert measure(mixed, SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] < 4_200
+    assert measure(wide, SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] > 7_000
+    assert measure(wide[:100], SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] > 0
+
+
+def test_music_of_any_length_has_a_share_and_silence_none() -> None:
+    network = SpeechMusicNoiseNetwork().eval()
+    for seconds in (0.1, 0.7, 3.0):
+        assert 0 <= network.music_share(babble(seconds, 2), SAMPLE_RATE) <= 1
+    assert network.music_share(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE) == 0
+    patches = log_mel_patches(babble(3, 2, 16_000))
+    assert patches.shape[1:] == (68, 21)
+    assert patches.mean((1, 2)) == pytest.approx(0, abs=1e-4)
+    assert patches.std((1, 2)) == pytest.approx(1, abs=1e-4)
+
+
+def test_music_of_an_hour_is_measured_minute_by_minute() -> None:
+    network = SpeechMusicNoiseNetwork().eval()
+    sound = babble(WINDOW_SECONDS + 5, 2, 16_000)
+    first, rest = sound[: round(WINDOW_SECONDS * 16_000)], sound[round(WINDOW_SECONDS * 16_000) :]
+    apart = np.concatenate([network.classify(first, 16_000), network.classify(rest, 16_000)])
+    assert np.allclose(network.classify(sound, 16_000), apart, atol=1e-5)
+
+
+def test_items_come_in_batches_when_they_are_needed() -> None:
+    taken: list[int] = []
+    source = batches((taken.append(number) or number for number in range(7)), 3)  # type: ignore[func-returns-value]
+    assert next(source) == [0, 1, 2] and taken == [0, 1, 2]
+    assert list(source) == [[3, 4, 5], [6]]
+
+
+def test_batches_hold_items_of_similar_lengths_and_results_are_in_order() -> None:
+    words = ["aaaa", "a", "aaa", "aa", "b", "bbbbb", "", "aaa", "c"]
+    seen: list[list[str]] = []
+
+    def upper(batch: list[str]) -> list[str]:
+        seen.append(batch)
+        return [word.upper() for word in batch]
+
+    assert list(map_batches(upper, words, 2, len)) == [word.upper() for word in words]
+    assert seen == [["", "a"], ["b", "aa"], ["aaa", "aaa"], ["aaaa", "bbbbb"], ["c"]]
+    seen.clear()
+    assert list(map_batches(upper, words, 1, len)) == [word.upper() for word in words]
+    assert seen == [[word] for word in words]

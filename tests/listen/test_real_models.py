@@ -1,0 +1,88 @@
+"""Real weights against what the original code of each package gave for the same sound (reference.json)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import myna.demo
+from myna.audio.files import Samples, read_audio
+from myna.listen.analysis import AnalysisModels, AnalysisSettings, embed_speaker, load_models, measure
+from myna.listen.models import FILES
+from myna.listen.music import log_mel_patches
+from myna.listen.speaker_encoders import cosine_similarity
+from myna.listen.voice_activity import voice_activity
+from tests.listen.signals import babble
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".cache/curation"
+RECORDINGS = Path(myna.demo.__file__).parent / "recordings"
+REFERENCE: dict[str, Any] = json.loads(Path(__file__).with_name("reference.json").read_text(encoding="utf-8"))
+HAS_MODELS = all((FOLDER / file).is_file() for files in FILES.values() for file in files)
+REQUIRED = os.environ.get("MYNA_EXTRAS") == "required"
+pytestmark = [
+    pytest.mark.extras,
+    pytest.mark.skipif(not HAS_MODELS and not REQUIRED, reason="`make test-extras` fetches the models that it needs"),
+]
+
+
+@pytest.fixture(scope="module")
+def models() -> AnalysisModels:
+    return load_models(AnalysisSettings(folder=FOLDER, threads=1))
+
+
+@pytest.fixture(scope="module")
+def speech() -> Samples:
+    samples = read_audio(RECORDINGS / REFERENCE["recording"], sample_rate=16_000)
+    return np.resize(samples, 144_160)
+
+
+def test_segmentation_equals_pyannotes_own_code(models: AnalysisModels) -> None:
+    assert models.segmentation is not None
+    [probabilities] = models.segmentation.segment(babble(10, 7, 16_000), 5.0)
+    assert probabilities[::40] == pytest.approx(np.array(REFERENCE["segmentation"]), abs=1e-4)
+
+
+def test_music_equals_keras(models: AnalysisModels) -> None:
+    assert models.music is not None
+    wave = babble(10, 7, 16_000) + np.random.default_rng(3).normal(0, 0.02, 160_000)
+    patches = log_mel_patches(wave.astype(np.float32), step=100)
+    with torch.inference_mode():
+        probabilities = models.music(torch.from_numpy(patches)).numpy()
+    assert probabilities == pytest.approx(np.array(REFERENCE["speech_music_noise"]), abs=1e-4)
+
+
+@pytest.mark.parametrize("snr_db", [99, 10])
+def test_noise_and_quality_equal_the_packages_own(models: AnalysisModels, speech: Samples, snr_db: int) -> None:
+    """DeepFilterNet's own runtime leaves stages out where it hears no noise, hence the decibel."""
+    noise = np.random.default_rng(3).normal(size=len(speech))
+    noisy = speech + noise * np.sqrt((speech**2).mean() / 10 ** (snr_db / 10))
+    values = measure(noisy.astype(np.float32), 16_000, models)
+    expected = dict(REFERENCE[f"speech_{snr_db}_db"])
+    assert values["snr_db"] == pytest.approx(expected.pop("snr_db"), abs=1.0 if snr_db == 99 else 0.2)
+    assert {name: values[name] for name in expected} == pytest.approx(expected, abs=0.01)
+    assert values["music_share"] < 0.2
+
+
+def test_voice_activity_finds_the_speech_between_silences(speech: Samples) -> None:
+    silence = np.zeros(2 * 16_000, np.float32)
+    spans = voice_activity(np.concatenate([silence, speech[: 3 * 16_000], silence]), 16_000)
+    assert spans
+    assert spans[0][0] > 1.8
+    assert spans[-1][1] < 5.3
+    assert all(end > start for start, end in spans)
+    assert voice_activity(silence, 16_000) == []
+
+
+def test_embeddings_tell_a_voice_from_another(models: AnalysisModels) -> None:
+    first, second = (read_audio(file, sample_rate=16_000) for file in sorted(RECORDINGS.glob("nicola-*.opus"))[:2])
+    other = babble(3, 1, 16_000)
+    same = cosine_similarity(embed_speaker(first, 16_000, models), embed_speaker(second, 16_000, models))
+    assert same > 0.45
+    assert same > cosine_similarity(embed_speaker(first, 16_000, models), embed_speaker(other, 16_000, models)) + 0.2
