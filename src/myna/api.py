@@ -180,7 +180,7 @@ def _load_encoder(model: str, codec: str | None, device: str, threads: int) -> E
 def _check_import(source: PathLike, out: Path, format: str | None) -> str:
     """The layout of a source, once it is sure that it is there and can be imported into `out`."""
     from myna.core.io import check_writable
-    from myna.curate.corrected_folder import check_corrections_applied
+    from myna.data.corrections import check_corrections_applied
     from myna.data.importers import check_source
     from myna.data.importers.reading import OUTPUT_FILES
 
@@ -217,7 +217,7 @@ def _import(
         check_text=check_text,
         progress=progress,
     )
-    from myna.curate.corrected_folder import corrected_utterances
+    from myna.data.corrections import corrected_utterances
 
     notes: list[str] = []
     folder = Path(source) if Path(source).is_dir() else Path(source).parent
@@ -315,8 +315,7 @@ def correct(
 
     `curate` applies them when it decides again, `prepare` when it reads a folder that was not curated.
     """
-    from myna.curate.corrected_folder import add_correction
-    from myna.curate.corrections import make_correction
+    from myna.data.corrections import add_correction, make_correction
 
     notes: list[str] = []
     made = make_correction(clip, text=text, drop=drop, restore=restore, speaker=speaker, start=start, end=end)

@@ -14,7 +14,7 @@ from myna.curate.decision import decide
 from myna.curate.settings import CurateSettings
 from myna.curate.table import write_segments
 from myna.data.manifest import read_manifest
-from tests.curate.tables import segment, segments_table
+from tests.data.segment_rows import segment, segments_table
 
 RATE = 24_000
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"

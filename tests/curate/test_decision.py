@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.curate.decision import decide
-from myna.curate.schema import DROP_REASONS, MEASURES
 from myna.curate.settings import CurateSettings, load_curate_settings
-from tests.curate.tables import segment, segments_table
+from myna.data.segments import DROP_REASONS, MEASURES
+from tests.data.segment_rows import segment, segments_table
 
 GOOD: dict[str, Any] = {
     "speaker": "anna",

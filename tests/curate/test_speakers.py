@@ -7,7 +7,7 @@ import pytest
 
 from myna.curate.settings import SpeakerSettings
 from myna.curate.speakers import link_table_speakers
-from tests.curate.tables import segment, segments_table
+from tests.data.segment_rows import segment, segments_table
 
 pytest.importorskip("scipy")
 VOICES = np.eye(64, dtype=np.float32)

@@ -19,9 +19,7 @@ import myna
 from myna.audio.files import probe, read_audio
 from myna.cli import app
 from myna.core.errors import DataError
-from myna.curate.corrections import ClipDrop, append_correction
 from myna.curate.decision import decide
-from myna.curate.schema import DROP_REASONS
 from myna.curate.settings import load_curate_settings
 from myna.curate.table import write_segments
 from myna.curate.xray.histograms import bin_edges, histogram
@@ -31,10 +29,12 @@ from myna.curate.xray.summary import hours_by_reason
 from myna.curate.xray.text import text_diff, text_summary, tokenizer_coverage
 from myna.curate.xray.verdict import clock
 from myna.curate.xray.voices import mean_cosine, second_voice
+from myna.data.corrections import ClipDrop, append_correction
 from myna.data.manifest import read_manifest
+from myna.data.segments import DROP_REASONS
 from myna.models.byte_tokenizer import byte_tokenizer
 from tests.curate.curated_folder import ARABIC, HOSTILE, RECORDINGS, write_curated_folder
-from tests.curate.tables import segment, segments_table
+from tests.data.segment_rows import segment, segments_table
 from tests.report.test_markup import Reader
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from myna.audio.signal_measures import bandwidth_hz
 from myna.core.errors import CheckpointError
-from myna.curate.schema import MEASURES
+from myna.data.segments import MEASURES
 from myna.listen.analysis import (
     AnalysisModels,
     AnalysisSettings,

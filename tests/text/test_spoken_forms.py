@@ -15,7 +15,7 @@ from myna.text.spoken_forms import (
     ordinal_words,
     year_words,
 )
-from tests.curate.tables import segment, segments_table
+from tests.data.segment_rows import segment, segments_table
 
 ENGLISH = {
     "It cost $5.20.": "It cost five dollars and twenty cents.",

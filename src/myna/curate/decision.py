@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from myna.curate.schema import DROP_REASONS, DropReason
 from myna.curate.settings import CurateSettings
 from myna.curate.table import set_columns
+from myna.data.segments import DROP_REASONS, DropReason
 from myna.text.normalization import base_language
 
 MIN_MUSIC_GAP_SHARE = 0.5

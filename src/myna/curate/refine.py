@@ -31,9 +31,9 @@ from myna.curate.cutting import (
 )
 from myna.curate.models import CurationModels, SpeakerActivity
 from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS, Pcm, as_samples, resample_pcm
-from myna.curate.schema import SCHEMA, empty_row
 from myna.curate.settings import CurateSettings
 from myna.curate.text_measures import measure_text
+from myna.data.segments import SCHEMA, empty_row
 from myna.listen.asr import TimedTranscript
 
 EDGE_MS = 1500

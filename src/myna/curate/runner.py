@@ -18,14 +18,12 @@ from myna.core.errors import ConfigError, DataError, OutputError
 from myna.core.io import claim_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
-from myna.curate.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.duplicates import mark_duplicates
 from myna.curate.export import add_diacritics, assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.models import NO_ASR, CurationModels
 from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
 from myna.curate.refine import Part
-from myna.curate.schema import TABLE_FILE, DropReason
 from myna.curate.script import apply_scripts, read_script
 from myna.curate.settings import CurateSettings
 from myna.curate.speakers import enrolment_embeddings, link_table_speakers, loudness_gains
@@ -38,6 +36,8 @@ from myna.curate.worker import (
     findings_path,
     with_absolute_paths,
 )
+from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
+from myna.data.segments import TABLE_FILE, DropReason
 
 INDEX_FILE = "recordings.json"
 LOCK_FILE = ".lock"

@@ -17,7 +17,7 @@ from pydantic import Field
 from myna.core.config import Count, Positive, Settings, Share, override, parse_settings, read_settings_tree
 from myna.core.errors import ConfigError
 from myna.core.io import save_text
-from myna.curate.schema import SETTINGS_FILE
+from myna.data.segments import SETTINGS_FILE
 
 Cosine = Annotated[float, Field(ge=-1, le=1)]
 

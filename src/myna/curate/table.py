@@ -14,7 +14,7 @@ from myna.core.errors import DataError
 from myna.core.io import atomic_write, fsync
 from myna.curate.recordings import DecodedRecording, RecordingFile
 from myna.curate.refine import Part, segment_id
-from myna.curate.schema import SCHEMA, TABLE_FILE, empty_row
+from myna.data.segments import SCHEMA, TABLE_FILE, empty_row
 
 ROW_GROUP_ROWS = 100_000
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from myna.curate.corrections import apply_hand_decisions
 from myna.curate.decision import MIN_LOOP_WORDS, TYPICAL_WORD_CHARACTERS, decide
 from myna.curate.settings import CurateSettings
 from myna.curate.xray.source import XraySource
+from myna.data.corrections import apply_hand_decisions
 
 BINS = 60
 """About how many bins there are between the ends of what is common."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from myna.curate.schema import DROP_REASONS
 from myna.curate.xray.pieces import MAX_PIECE_SECONDS, PieceRows
 from myna.curate.xray.text import DiffPiece, text_diff
 from myna.curate.xray.verdict import alone_ms, clock, spoken_length
+from myna.data.segments import DROP_REASONS
 from myna.report.document import html_document, page_asset, render_template
 from myna.report.markup import element, join_html
 from myna.report.plot import axis_ticks

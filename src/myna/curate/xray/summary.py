@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from myna.core.progress import ProgressCallback, silent
-from myna.curate.corrections import apply_hand_decisions, is_corrected
 from myna.curate.decision import decide
-from myna.curate.schema import DROP_REASONS
 from myna.curate.xray.histograms import measure_histograms, missing_measures
 from myna.curate.xray.source import XraySource
 from myna.curate.xray.text import text_summary
 from myna.curate.xray.verdict import KEPT, verdict
 from myna.curate.xray.voices import speaker_summary
+from myna.data.corrections import apply_hand_decisions, is_corrected
+from myna.data.segments import DROP_REASONS
 from myna.data.split import SPEAKERS, TEXTS, TRAIN
 from myna.text.normalization import alphanumeric
 

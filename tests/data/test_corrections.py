@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.core.errors import DataError
-from myna.curate.corrected_folder import correct_utterances
-from myna.curate.corrections import (
+from myna.data.corrections import (
     CORRECTIONS_FILE,
     RECOGNITION_MEASURES,
     ClipDrop,
@@ -29,11 +28,12 @@ from myna.curate.corrections import (
     apply_corrections,
     apply_hand_decisions,
     check_correction,
+    correct_utterances,
     load_corrections,
 )
 from myna.data.utterance import Span, Utterance
 from myna.text.normalization import normalise_text
-from tests.curate.tables import segment, segments_table
+from tests.data.segment_rows import segment, segments_table
 
 SPEAKERS = ("anna", "ben", "clara")
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(normalise_text)

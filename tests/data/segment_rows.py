@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from myna.curate.schema import SCHEMA, empty_row
+from myna.data.segments import SCHEMA, empty_row
 
 
 def segment(id: str, recording: str, start_ms: int, end_ms: int, kind: str = "clip", **values: Any) -> dict[str, Any]:

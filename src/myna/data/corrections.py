@@ -1,7 +1,7 @@
-"""Corrections of a dataset by hand: an append-only log (`corrections.jsonl`), applied to tables.
+"""Corrections of a dataset by hand: an append-only log (`corrections.jsonl`), applied to tables and utterances.
 
 A correction is a line of JSON: another text, a clip dropped or restored, another speaker, two speakers merged, edges
-moved. The later one wins. Applying the log twice gives what applying it once gives.
+moved. The later one wins. Applying the log twice gives the same result as applying it once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,17 +17,22 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from myna.core.config import Settings
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import is_file
-from myna.curate.edges import move_edges
-from myna.curate.schema import TABLE_FILE
+from myna.data.manifest import iterate_manifest
+from myna.data.manifest_table import MANIFEST_FILE
+from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, move_edges
+from myna.data.utterance import Span, Utterance
 from myna.text.normalization import normalise_text
+from myna.text.spoken_forms import normalise_spoken_text
 
 CORRECTIONS_FILE = "corrections.jsonl"
 LOCK_FILE = ".corrections.lock"
+NEEDED_COLUMNS = [name for name in SCHEMA.names if name not in ("embedding", "fingerprint")]
 CORRECTED = "corrected"
 """Source of a text that a person has given."""
 DROPPED_BY_HAND = "dropped by hand"
@@ -309,8 +315,6 @@ def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     at = np.fromiter(texts, np.int64)
     values = np.array(list(texts.values()), object)
     columns: dict[str, Any] = {name: _strings(table, name) for name in ("text", "text_source", "normalised_text")}
-    from myna.text.spoken_forms import normalise_spoken_text  # torch, which `myna correct` does without
-
     languages = table["language"].take(pa.array(at)).to_pylist()
     spoken = [normalise_spoken_text(text, language or "") for text, language in zip(values, languages, strict=True)]
     columns["text"][at], columns["normalised_text"][at] = values, np.array(spoken, object)
@@ -342,3 +346,90 @@ def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _Row
         elif change.clip in rows:
             codes[rows[change.clip]] = number(change.speaker)
     return _with_columns(table, speaker=np.array(names, object)[codes])
+
+
+# Folders
+
+
+def add_correction(folder: Path, correction: Correction, notify: Notify = lambda _: None) -> None:
+    """Check a correction against a curated or prepared folder as it was corrected before, and append it."""
+    corrections = load_corrections(folder, notify)
+    if (folder / TABLE_FILE).is_file():
+        table = pq.read_table(folder / TABLE_FILE, columns=NEEDED_COLUMNS)
+        table = apply_hand_decisions(apply_corrections(table, corrections), corrections)
+    else:
+        table = _manifest_table(folder, corrections, correction)
+    check_correction(table, corrections, correction)
+    append_correction(folder, correction)
+
+
+def _manifest_table(folder: Path, corrections: Sequence[Correction], correction: Correction) -> pa.Table:
+    """A table of the utterances, each a recording of its own with all the room that a new edge needs."""
+    utterances = correct_utterances(iterate_manifest(folder / MANIFEST_FILE), corrections, keep_dropped=True)
+    rows = []
+    for one in utterances:
+        if isinstance(correction, EdgeMove) and one.id == correction.clip:
+            _corrected(one, correction)
+        row = {"id": one.id, "kind": "clip", "recording": one.id, "speaker": one.speaker, "text": one.text}
+        start, end = (getattr(correction, name, None) for name in ("start_ms", "end_ms"))
+        rows.append(empty_row() | row | {"start_ms": start or 0, "end_ms": (start or 0) + 1 if end is None else end})
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def check_corrections_applied(folder: Path) -> None:
+    """Refuse a curated folder with corrections that were made after it was decided."""
+    corrections = load_corrections(folder)
+    if not corrections or not (folder / TABLE_FILE).is_file():
+        return
+    if not is_corrected(pq.read_table(folder / TABLE_FILE, columns=NEEDED_COLUMNS), corrections):
+        problem = f"{folder / CORRECTIONS_FILE} has corrections that its clips do not have yet"
+        raise DataError(problem, hint=f"myna curate --out {folder}")
+
+
+def corrected_utterances(folder: Path, utterances: list[Utterance], notify: Notify = lambda _: None) -> list[Utterance]:
+    """Utterances of a folder as it was corrected; those of a curated one are corrected when it is decided."""
+    corrections = load_corrections(folder, notify)
+    if not corrections or (folder / TABLE_FILE).is_file():
+        return utterances
+    notify(f"{len(corrections)} corrections of {folder / CORRECTIONS_FILE} were applied")
+    return correct_utterances(utterances, corrections)
+
+
+def correct_utterances(
+    utterances: Iterable[Utterance], corrections: Sequence[Correction], *, keep_dropped: bool = False
+) -> list[Utterance]:
+    """Utterances of a manifest as they were corrected, without those that were dropped."""
+    by_clip: dict[str, list[tuple[int, Correction]]] = {}
+    for pair in enumerate(corrections):
+        by_clip.setdefault(getattr(pair[1], "clip", ""), []).append(pair)
+    merges = by_clip.pop("", [])
+    corrected = []
+    for utterance in utterances:
+        is_kept = True
+        for _, correction in sorted([*by_clip.get(utterance.id, []), *merges], key=lambda pair: pair[0]):
+            if isinstance(correction, ClipDrop | ClipRestore):
+                is_kept = isinstance(correction, ClipRestore)
+            utterance = _corrected(utterance, correction)
+        if is_kept or keep_dropped:
+            corrected.append(utterance)
+    return corrected
+
+
+def _corrected(utterance: Utterance, correction: Correction) -> Utterance:
+    match correction:
+        case TextCorrection():
+            return replace(utterance, text=correction.text)
+        case SpeakerCorrection():
+            return replace(utterance, speaker=correction.speaker)
+        case SpeakerMerge() if utterance.speaker == correction.speaker:
+            return replace(utterance, speaker=correction.into)
+        case EdgeMove():
+            span = utterance.span or Span(0.0, None)
+            start = span.start if correction.start_ms is None else correction.start_ms / 1000
+            end = span.end if correction.end_ms is None else correction.end_ms / 1000
+            try:
+                return replace(utterance, span=Span(start, end))
+            except ValueError as error:
+                problem = f"{utterance.id} cannot be moved: {error}"
+                raise DataError(problem, hint="give --start and --end in seconds of its recording") from None
+    return utterance
