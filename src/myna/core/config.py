@@ -115,9 +115,9 @@ class AdaptSettings(Settings):
 class LossSettings(Settings):
     """Loss weights and labels."""
 
-    codebook_weights: Literal["uniform", "1/k", "adaptive"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
-    """Relative weights of the codebooks; a list gives one weight per codebook. `adaptive` follows the training: the
-    more of a codebook the model predicts, the more it weighs; evaluations then weigh all alike."""
+    codebook_weights: Literal["uniform", "1/k"] | tuple[Annotated[float, Field(ge=0)], ...] = "uniform"
+    """Relative weights of the codebooks; a list gives one weight per codebook. `1/k` stresses the first codebooks,
+    which carry words and speaker."""
     text_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss on the assistant's text; 0 leaves the text head unloaded."""
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -126,16 +126,6 @@ class LossSettings(Settings):
     """Supervise every audio turn, references too; not clips that are marked `reference_only`."""
     label_smoothing: BelowOne = 0.0
     """Probability mass of each target spread over all classes."""
-    speaker_contrastive_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a contrastive loss (InfoNCE) on the model's hidden states: a target is to be nearer to its reference
-    than to those of other speakers in its packed row. In training alone; evaluations leave it out."""
-    reference_consistency_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the cosine distance between the hidden states of a target and of its reference. In training alone."""
-
-    @property
-    def compares_voices(self) -> bool:
-        """Whether a loss compares targets with their references."""
-        return self.speaker_contrastive_weight > 0 or self.reference_consistency_weight > 0
 
 
 class Stage(Settings):
@@ -527,18 +517,6 @@ def _check_sense(recipe: Recipe, where: str) -> None:
             refuse(f"`data.{name}` runs from {low} to {high}", "write the shorter one first")
     if data.require_reference and data.reference == "none":
         refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
-    if loss.compares_voices and data.reference == "none":
-        refuse(
-            "`loss.speaker_contrastive_weight` and `loss.reference_consistency_weight` compare a target with its "
-            "reference, and `data.reference: none` gives it none",
-            "--set data.reference=same_speaker, or set both weights to 0",
-        )
-    if loss.speaker_contrastive_weight and not data.pack:
-        refuse(
-            "`loss.speaker_contrastive_weight` compares the voices of a packed row, and `data.pack: false` leaves "
-            "every utterance alone in its row",
-            "--set data.pack=true, or --set loss.speaker_contrastive_weight=0",
-        )
     if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
         refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
     _check_speech_eval(recipe, refuse)

@@ -25,17 +25,6 @@ class PlannedSequence(NamedTuple):
     references: tuple[int, ...]
     length: int | None
     """In tokens; None where nothing is packed."""
-    row: int = 0
-    """The number of its row in the micro-batch."""
-
-
-class VoiceLabel(NamedTuple):
-    """Row and speaker of a sequence, for losses that compare voices."""
-
-    row: int
-    """Its number in the batch. A row is the same however a step is divided into batches."""
-    speaker: int | None
-    """None where the data names none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,21 +34,10 @@ class BatchBuilder(Generic[SequenceT, BatchT]):
     dataset: PreparedDataset
     settings: DataSettings
     render: Callable[[Conversation], SequenceT]
-    collate: Callable[..., BatchT]
-    """Of a list of sequences."""
-    voices: bool = False
-    """Whether `collate` is given a `VoiceLabel` for each sequence too."""
+    collate: Callable[[list[SequenceT]], BatchT]
 
     def __call__(self, planned: Sequence[PlannedSequence]) -> BatchT:
-        sequences = [self._sequence(sequence) for sequence in planned]
-        if not self.voices:
-            return self.collate(sequences)
-        return self.collate(sequences, [VoiceLabel(each.row, self.speaker(each.target)) for each in planned])
-
-    def speaker(self, target: int) -> int | None:
-        """The index of a target's speaker in the manifest table; None where it has no name."""
-        speakers = self.dataset.table.speaker
-        return int(speakers.indices[target]) if speakers.value_at(target) else None
+        return self.collate([self._sequence(sequence) for sequence in planned])
 
     def _sequence(self, planned: PlannedSequence) -> SequenceT:
         sequence = self.render(self.conversation(planned.target, planned.references))

@@ -79,17 +79,15 @@ class Loader(Generic[SequenceT, BatchT]):
         settings: DataSettings,
         *,
         render: Callable[[Conversation], SequenceT],
-        collate: Callable[..., BatchT],
+        collate: Callable[[list[SequenceT]], BatchT],
         length_estimator: LengthEstimator,
         seed: int,
         finish: Callable[[BatchT], BatchT] | None = None,
-        voices: bool = False,
     ) -> None:
-        """`finish` is applied to every batch in this process, wherever it was built. With `voices`, `collate` is told
-        the row and the speaker of each sequence."""
+        """`finish` is applied to every batch in this process, wherever it was built."""
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.reference_sampler = ReferenceSampler(dataset, settings, seed)
-        self.builder = BatchBuilder(dataset, settings, render, collate, voices)
+        self.builder = BatchBuilder(dataset, settings, render, collate)
         self._build: Callable[[_MicroBatch], BatchT] = self.builder
         self._finish, self._length_estimator = finish, length_estimator
         self._row_counts: dict[tuple[int, int], int] = {}
@@ -243,5 +241,4 @@ def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> WorkerPoo
 
 def _micro_batches(rows: Sequence[_Row], micro_batch_size: int) -> Iterator[_MicroBatch]:
     for start in range(0, len(rows), micro_batch_size):
-        part = enumerate(rows[start : start + micro_batch_size])
-        yield [sequence._replace(row=number) for number, row in part for sequence in row]
+        yield [sequence for row in rows[start : start + micro_batch_size] for sequence in row]

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from myna.core.errors import ModelError
-from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec, Encoder
 from myna.data.conversation import Conversation
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """The label of a position that is not supervised, torch's default."""
-VOICE_STREAMS = ("speaker_contrastive", "reference_consistency")
-"""Losses that compare voices, as streams after a family's own, in batches of `collate_voices`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +328,6 @@ class SpeakingFamily(Family):
     def sampling(self) -> Sampling:
         """The checkpoint's own sampling parameters, as defaults."""
         return Sampling()
-
-    @abstractmethod
-    def collate_voices(self, sequences: Sequence[RenderedSequence], voices: Sequence[VoiceLabel]) -> Batch:
-        """`collate` with a label for each sequence: the batch has the streams `VOICE_STREAMS` too."""
 
     @abstractmethod
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec: ...

@@ -16,9 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from myna.core.compat import TorchDispatchMode, storage_id, tree_leaves
-from myna.core.config import LossSettings
 from myna.models.base import Batch, Family, RenderedSequence
-from myna.train.loss import collate_for_training
 from myna.train.precision import BF16_CAPABILITY, Precision
 
 MATMUL_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"})
@@ -75,7 +73,6 @@ def measure_activations(
     sequences: Sequence[RenderedSequence],
     *,
     compiled: bool,
-    loss: LossSettings,
 ) -> ActivationMemory:
     """Activation memory of an objective on the meta device, as it would be on `device`. Two batches, one twice the
     other, tell what grows with the tokens from what does not."""
@@ -87,7 +84,7 @@ def measure_activations(
             family,
             objective,
             _MetaAutocast(precision.compute_dtype, attention),
-            collate_for_training(family, loss, [*sequences] * times),
+            family.collate([*sequences] * times),
             fused_kernels,
         )
         for times in (1, 2)

@@ -201,7 +201,6 @@ class CheckpointManager:
             "overflows": trainer.overflows,
             "divergence": finite_or_none(asdict(trainer.divergence)),
             "ema_steps": trainer.ema.steps if trainer.ema is not None else None,
-            "codebook_losses": trainer.adaptive_weights.means if trainer.adaptive_weights is not None else None,
             "row_counts": [[*window, rows] for window, rows in sorted(self.loader.row_counts.items())],
         }
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
@@ -220,8 +219,6 @@ class CheckpointManager:
             trainer.ema.steps = int(metadata["ema_steps"])
         trainer.overflows = int(metadata["overflows"])
         trainer.divergence = DivergenceMonitor(**metadata.get("divergence", {}))
-        if trainer.adaptive_weights is not None:
-            trainer.adaptive_weights.means = metadata["codebook_losses"]
 
         group_of: dict[torch.Tensor, dict[str, Any]] = {}
         for group, scalars in zip(optimizer.param_groups, metadata["optimizer"], strict=True):

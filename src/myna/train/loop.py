@@ -22,17 +22,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from myna.core.config import Recipe
-from myna.core.errors import ConfigError, DataError, TrainingError
+from myna.core.errors import DataError, TrainingError
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader, Shard, start_workers
 from myna.models import open_family
-from myna.models.base import Batch, Family, RenderedSequence, SpeakingFamily
+from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.quantized import check_quantization
 from myna.train.callbacks import EvaluationCallback, SpeechScores, run_callback
 from myna.train.checkpoint import CheckpointManager, TrainingProgress, checkpoint_steps
 from myna.train.distributed import ProcessInfo, check_same_weights, init_accelerator, shutdown
 from myna.train.divergence import SAFE_LEARNING_RATE
-from myna.train.loss import check_voices, codebook_weights, stage_weights, stream_weights
+from myna.train.loss import stage_weights, stream_weights
 from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
@@ -132,10 +132,7 @@ def run_training(
         # Data.
         family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
         pin = device.type == "cuda"
-        voices = recipe.loss.compares_voices
-        loader = make_loader(recipe, family, recipe.data.train, pin=pin, voices=voices)
-        if voices:
-            check_voices(recipe, loader)
+        loader = make_loader(recipe, family, recipe.data.train, pin=pin)
         evaluation = make_loader(recipe, family, recipe.data.evaluation, pin=pin) if recipe.data.evaluation else None
         _log_data(loader, log)
         if evaluation is not None:
@@ -223,7 +220,7 @@ def run_training(
                     break
                 start = time.perf_counter()
                 batches = next(stream)
-                weights = stage_weights(trainer.streams, recipe, step, steps, trainer.adaptive_weights)
+                weights = stage_weights(family.streams, recipe, step, steps)
                 rate = learning_rate(settings, step, steps)
                 try:
                     step_losses, norm = trainer.train_step(batches, weights, rate)
@@ -232,9 +229,7 @@ def run_training(
                 trainer.divergence.update(step, step_losses, norm, family.chance, weights)
                 progress = replace(progress, step=step)
                 row: dict[str, Any] = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
-                row |= step_losses.metrics(trainer.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
-                if trainer.adaptive_weights is not None:
-                    row["codebook_weights"] = codebook_weights(trainer.streams, weights)
+                row |= step_losses.metrics(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
                 logger.metrics(row | {"speed": _speed(batches, time.perf_counter() - start, accelerator)})
                 if not math.isfinite(norm):
                     log(
@@ -279,17 +274,8 @@ def run_training(
         shutdown(trainer)
 
 
-def make_loader(
-    recipe: Recipe, family: Family, folder: Path, *, pin: bool = False, voices: bool = False
-) -> Loader[RenderedSequence, Batch]:
-    """Packed-row data loader of a prepared folder. `pin` for batches that go to a GPU, `voices` for losses that compare
-    them."""
-    if voices and not isinstance(family, SpeakingFamily):
-        raise ConfigError(
-            "`loss.speaker_contrastive_weight` and `loss.reference_consistency_weight` compare voices that are spoken, "
-            f"and {family.source} answers in words",
-            hint="--set loss.speaker_contrastive_weight=0 --set loss.reference_consistency_weight=0",
-        )
+def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[RenderedSequence, Batch]:
+    """Packed-row data loader of a prepared folder; `pin` for batches that go to a GPU."""
     corpus = PreparedDataset.open(folder)
     prepared = corpus.info
     if not family.accepts_codes(prepared.codebooks, prepared.codebook_size, prepared.frame_rate):
@@ -304,11 +290,10 @@ def make_loader(
         render=partial(
             family.render, supervise_text=recipe.needs_text_head, supervise_references=recipe.loss.supervise_references
         ),
-        collate=family.collate_voices if voices and isinstance(family, SpeakingFamily) else family.collate,
+        collate=family.collate,
         length_estimator=family,
         seed=recipe.train.seed,
         finish=(lambda batch: batch.pin_memory()) if pin else None,
-        voices=voices,
     )
     loader.check_lengths()
     return loader

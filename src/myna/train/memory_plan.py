@@ -157,9 +157,7 @@ def plan_memory(
     frozen = storage_bytes([*objective.parameters(), *objective.buffers()]) - trained
     state_bytes, step_bytes = _optimizer_bytes(recipe, precision)
     measured = evenly_spaced(batch.sequences, MEASURED_SEQUENCES)
-    activations = measure_activations(
-        family, objective, precision, device, measured, compiled=recipe.train.compile, loss=recipe.loss
-    )
+    activations = measure_activations(family, objective, precision, device, measured, compiled=recipe.train.compile)
     shards = world_size if recipe.adapt.mode == "full" else 1
     if shards > 1:
         # FSDP: each process has its shard, and gathers two layers and what is outside the layers at a time.

@@ -21,7 +21,7 @@ from myna.models.quantized import quantize
 from myna.train.distributed import full_tensor, gather_full_tensors, is_sharded, shard_model, synchronize
 from myna.train.divergence import DivergenceMonitor
 from myna.train.ema import WeightEMA
-from myna.train.loss import AdaptiveCodebookWeights, LossAccumulator, training_streams, weighted_loss
+from myna.train.loss import LossAccumulator, weighted_loss
 from myna.train.optimizer import KahanAdamW, make_optimizer
 from myna.train.precision import Precision
 
@@ -67,8 +67,6 @@ class Trainer:
     ema: WeightEMA | None
     overflows: int = 0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
-    adaptive_weights: AdaptiveCodebookWeights | None = None
-    """With `loss.codebook_weights: adaptive`."""
 
     @classmethod
     def from_recipe(
@@ -108,15 +106,7 @@ class Trainer:
         if not sharded:
             ddp_ignore_buffers(objective)
             objective = accelerator.prepare(objective)
-        trainer = cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema)
-        if recipe.loss.codebook_weights == "adaptive":
-            trainer.adaptive_weights = AdaptiveCodebookWeights(family.streams, family.chance)
-        return trainer
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """Names of the loss streams in training; evaluations have the family's alone."""
-        return training_streams(self.family, self.recipe.loss)
+        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema)
 
     @property
     def model(self) -> nn.Module:
@@ -163,7 +153,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # Targets are counted first, over all micro-batches and ranks, so that each of them weighs the same.
-        losses = LossAccumulator.zeros(len(self.streams))
+        losses = LossAccumulator.zeros(len(self.family.streams))
         losses.counts = self.reduce(torch.stack([batch.counts for batch in batches]).sum(0))
         self.backward(batches, weights, losses)
         norm_tensor = self.clip_gradients()
@@ -174,10 +164,7 @@ class Trainer:
         # Read only now that all work is queued, since reading waits for the device.
         norm = float(norm_tensor)
         self._check_finite(norm)
-        losses = losses.reduced(self.reduce)
-        if self.adaptive_weights is not None:
-            self.adaptive_weights.update(losses)
-        return losses, norm
+        return losses.reduced(self.reduce), norm
 
     def backward(self, batches: Sequence[Batch], weights: torch.Tensor, losses: LossAccumulator) -> None:
         """Gradients of the whole step's loss. Ranks reduce theirs once, in the last micro-batch; sharded ones in every

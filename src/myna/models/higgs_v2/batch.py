@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from myna.data.batch_builder import VoiceLabel
 from myna.models.base import IGNORE_INDEX, Batch, RenderedSequence
 
 
@@ -47,21 +45,9 @@ class HiggsBatch(Batch):
     audio_output_index: torch.Tensor
     """(audio targets,): indices into `output_positions` of the positions that predict them."""
     text_output_index: torch.Tensor
-    voice_index: torch.Tensor | None
-    """Indices into `output_positions` of all audio positions of the targets that have one reference, and then of those
-    references; None where no loss compares voices."""
-    voice_lengths: tuple[int, ...]
-    """Positions of each of these clips."""
-    voice_negatives: torch.Tensor | None
-    """(targets, references): whether the reference is another speaker's in the row of the target."""
 
 
-def collate(
-    sequences: Sequence[RenderedSequence],
-    audio_ids: tuple[int, ...],
-    offset: int = 1,
-    voices: Sequence[VoiceLabel] | None = None,
-) -> HiggsBatch:
+def collate(sequences: Sequence[RenderedSequence], audio_ids: tuple[int, ...], offset: int = 1) -> HiggsBatch:
     """Lay sequences end to end; position t learns the label of position t + `offset` of its own sequence."""
     ids = np.concatenate([s.ids for s in sequences])
     is_audio = np.isin(ids, audio_ids)
@@ -90,12 +76,7 @@ def collate(
     text_predictors = to_sequence[text_label_at - offset]
     is_output = np.zeros(len(ids), bool)
     is_output[audio_predictors] = is_output[text_predictors] = True
-    clips, negatives = _voice_clips(sequences, cu_seqlens, voices) if voices is not None else ([], None)
-    voice_positions = to_sequence[np.concatenate([np.empty(0, np.int64), *clips])]
-    is_output[voice_positions] = True
     output_index = np.cumsum(is_output) - 1
-    if negatives is not None:
-        counts += [negatives.any(axis=1).sum(), len(negatives)]
     return HiggsBatch(
         text_ids=torch.from_numpy(ids[text_positions]),
         codes=torch.from_numpy(np.concatenate([s.codes for s in sequences])),
@@ -111,29 +92,7 @@ def collate(
         num_text_outputs=int(is_output[: len(text_positions)].sum()),
         audio_output_index=torch.from_numpy(output_index[audio_predictors]),
         text_output_index=torch.from_numpy(output_index[text_predictors]),
-        voice_index=torch.from_numpy(output_index[voice_positions]) if negatives is not None else None,
-        voice_lengths=tuple(map(len, clips)),
-        voice_negatives=torch.from_numpy(negatives) if negatives is not None else None,
         lengths=lengths,
         counts=torch.tensor(counts, dtype=torch.float64),
         target_seconds=sum(s.target_seconds for s in sequences),
     )
-
-
-def _voice_clips(
-    sequences: Sequence[RenderedSequence], starts: npt.NDArray[np.int64], voices: Sequence[VoiceLabel]
-) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
-    """Positions, in sequence order, of the targets that have one reference, then of these references; and which of the
-    references are negatives of which targets."""
-    pairs, labels = [], []
-    for sequence, start, voice in zip(sequences, starts.tolist(), voices, strict=False):
-        spans = [np.arange(span.start, span.stop) + start for span in sequence.spans if span.kind == "audio"]
-        if len(spans) == 2:  # the target comes last
-            pairs.append(spans)
-            labels.append(voice)
-    clips = [target for _, target in pairs] + [reference for reference, _ in pairs]
-    rows = np.array([label.row for label in labels], np.int64)
-    speakers = np.array([-1 if label.speaker is None else label.speaker for label in labels], np.int64)
-    named = speakers >= 0
-    same_row, differ = rows[:, None] == rows, (speakers[:, None] != speakers) & named[:, None] & named
-    return clips, same_row & differ

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from myna.core.errors import ModelError
-from myna.data.batch_builder import VoiceLabel
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.models.base import (
@@ -105,9 +104,6 @@ class HiggsV2(HFFamily, SpeakingFamily):
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         return collate(sequences, self._audio_ids, offset=offset)
-
-    def collate_voices(self, sequences: Sequence[RenderedSequence], voices: Sequence[VoiceLabel]) -> HiggsBatch:
-        return collate(sequences, self._audio_ids, voices=voices)
 
     @property
     def _audio_ids(self) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from myna.models.base import StreamLosses, get_base_model
 from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.packing import OutputRows, PackedAttention
-from myna.models.voice_losses import voice_losses
 
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
@@ -157,10 +156,6 @@ class HiggsObjective(nn.Module):
             text_logits = core.text_lm_head(core.model.norm(stream[batch.text_output_index]))
             text_sum, text_hits = self._losses(text_logits.unsqueeze(1), batch.text_targets.unsqueeze(1))
         sums, correct = torch.cat([text_sum, sums]), torch.cat([text_hits.sum(0), hits.sum(0)])
-        if batch.voice_index is not None and batch.voice_negatives is not None:
-            voices = core.model.norm(stream[batch.voice_index])
-            voice_sums, nearest = voice_losses(voices, batch.voice_lengths, batch.voice_negatives)
-            sums, correct = torch.cat([sums, voice_sums]), torch.cat([correct, nearest])
         return StreamLosses(sums, correct, stops)
 
     def _losses(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from myna.core.errors import TrainingError
 from myna.core.system_memory import is_out_of_memory
 from myna.models.base import Batch
 from myna.models.files import format_names
-from myna.train.loss import collate_for_training, stream_weights, weighted_loss
+from myna.train.loss import stream_weights, weighted_loss
 from myna.train.memory_plan import out_of_memory_error, peak_memory
 from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer
 from myna.train.preflight.context import CheckContext, on_all_ranks
@@ -47,7 +47,7 @@ def check_trainable_parameters(context: CheckContext) -> None:
 def check_largest_batch_fits(context: CheckContext) -> int:
     """The largest micro-batch through two optimizer steps, as in training; returns the peak memory."""
     trainer, device = context.trainer, context.trainer.accelerator.device
-    batch = collate_for_training(trainer.family, context.recipe.loss, context.memory.sequences)
+    batch = trainer.family.collate(context.memory.sequences)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with _preserve_weights(trainer):
@@ -66,7 +66,7 @@ def run_two_steps(trainer: Trainer, batch: Batch) -> None:
     objective = accelerator.unwrap_model(trainer.objective).train()
     parameters = list(trainer.trainable_parameters.values())
     optimizer = make_optimizer(parameters, settings, trainer.precision)
-    weights = stream_weights(trainer.streams, trainer.recipe.loss)
+    weights = stream_weights(trainer.family.streams, trainer.recipe.loss)
     accumulates = settings.batch_size > settings.micro_batch_size * accelerator.num_processes
     scale = INITIAL_LOSS_SCALE if trainer.precision.may_overflow else 1.0
 
