@@ -9,7 +9,6 @@ errors are relative, against float64, of what was attended to and of the gradien
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -21,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.figures import save_figures
 from benchmarks.synthetic import (
     LOG_STD,
     MAX_SECONDS,
@@ -159,7 +159,7 @@ def main() -> None:
         parser.exit(1, "this benchmark needs a CUDA card\n")
     results = measure(given.tokens)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "attention.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    save_figures(given.out / "attention.json", results)
     for row in results["rows"]:
         print(
             f"{row['name']:6} forward {row['forward_ms']:.3f} ms, backward {row['backward_ms']:.3f} ms", row["errors"]

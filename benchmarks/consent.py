@@ -10,13 +10,17 @@ for the consent, and the next three are recordings of the same person, or of eve
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
 
 from myna.audio.files import Samples, read_audio
 from myna.listen.pretrained import SAMPLE_RATE
@@ -75,7 +79,7 @@ def main() -> None:
             "accepted_of_others": round(float(np.mean(np.array(other) >= required)), 4),
         }
         print(name, result["sets"][name], flush=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save_figures(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,12 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 from rapidfuzz.distance import Levenshtein
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
+
 from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import frame_levels_db
-from myna.core.io import save_text
 from myna.text.normalization import words
 
 FRAME_SECONDS = 0.01
@@ -414,7 +417,7 @@ def main() -> None:
         rules = arguments.settings.stem.removeprefix("curate_") if arguments.settings else "myna"
         name = f"{'diarization' if arguments.analysis else rules} of {arguments.planted.name}"
         tree = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else {}
-        save_text(arguments.json, json.dumps(tree | {name: _rounded(report)}, indent=1) + "\n")
+        save_figures(arguments.json, tree | {name: _rounded(report)})
 
 
 def _rounded(tree: Any) -> Any:

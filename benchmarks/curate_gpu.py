@@ -178,16 +178,14 @@ def run(root: Path, device: str, workers: int, out: Path, max_seconds: float) ->
             done = "decoded" if file.suffix == ".flac" else f"listened to: {total / elapsed:.1f} x real time"
             print(f"{elapsed:6.1f} s  {total:7.1f} s of audio {done}", flush=True)
     wall = time.monotonic() - began
-    parts = sorted(one for file, one in seen.items() if file.suffix == ".parquet")
     decoded = sum(seconds for file, (_, seconds) in seen.items() if file.suffix == ".flac")
-    listened = sum(seconds for _, seconds in parts)
+    listened = sum(seconds for file, (_, seconds) in seen.items() if file.suffix == ".parquet")
     report |= {
         "finished": process.returncode == 0,
         "audio_seconds_decoded": round(decoded, 1),
         "audio_seconds_listened_to": round(listened, 1),
         "wall_seconds": round(wall, 1),
         "seconds_of_audio_a_second": round(listened / wall, 2),
-        "part_seconds": [[round(elapsed, 1), round(seconds, 1)] for elapsed, seconds in parts],
     }
     (out / "curate-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))

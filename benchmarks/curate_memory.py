@@ -23,7 +23,9 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import soundfile
 
-from myna.core.io import save_text
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
 
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/curate-memory.json"
 INTERVAL_SECONDS = 1.0
@@ -79,7 +81,7 @@ def main() -> None:
     }
     row |= measured(command, seconds / 3600)
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else []
-    save_text(RESULTS, json.dumps([*(one for one in rows if one["label"] != row["label"]), row], indent=1) + "\n")
+    save_figures(RESULTS, [*(one for one in rows if one["label"] != row["label"]), row])
     print(json.dumps(row, indent=1))
 
 
@@ -125,7 +127,7 @@ def measured(command: list[str], hours: float) -> dict[str, Any]:
         "peak_tree_mb": round(peak / 1e6),
         "processes_at_peak": processes,
         "peak_driver_mb": round(driver / 1e6),
-        "peak_worker_mb": sorted((round(size / 1e6) for size in peaks.values()), reverse=True),
+        "peak_worker_mb": round(max(peaks.values(), default=0) / 1e6),
         "wall_seconds": round(seconds),
         "cpu_seconds": round(total),
     }

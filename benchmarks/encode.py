@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import sys
 import tempfile
@@ -28,6 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
 
 from myna.data.codec import Codes, EncodedBatch, Samples, encode_equal_lengths
 from myna.models.higgs_v2 import tiny
@@ -256,7 +259,7 @@ def main() -> int:
         "data": {"clips": len(bench.clips), "seconds": bench.seconds(), "sound": "voiced noise of log-normal length"},
         "rows": bench.rows,
     }
-    (asked.out / "encode.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    save_figures(asked.out / "encode.json", facts)
     (asked.out / "encode.svg").write_text(drawing(bench.rows), encoding="utf-8")
     print(HEAD, *map(line, bench.rows), sep="\n")
     print(f"took {time.perf_counter() - began:.0f} s")

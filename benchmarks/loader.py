@@ -40,6 +40,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
+
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import DataError
 from myna.data.code_store import FORMAT, INDEX_FILE
@@ -461,7 +465,7 @@ def main() -> int:
         "failures": failures(),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "loader.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    save_figures(arguments.out / "loader.json", facts)
     (arguments.out / "loader.svg").write_text(drawing(rows), encoding="utf-8")
     print(table(rows))
     kept_up = all(row["tokens_per_second"] > GPU_TOKENS_PER_SECOND for row in rows)

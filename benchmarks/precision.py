@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import platform
 import statistics
@@ -29,6 +28,10 @@ import numpy as np
 import peft
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
 
 from myna.core.config import AdaptSettings, DataSettings, ModelSettings, Recipe, TrainSettings
 from myna.data.conversation import AudioClip, speech_conversation
@@ -202,7 +205,8 @@ def main() -> int:
         "recipe": recipe.model_dump(mode="json", include={"adapt", "loss", "train"}),
         "rows": rows,
     }
-    (asked.out / "precision.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    measured = [{key: value for key, value in row.items() if key != "losses"} for row in rows]
+    save_figures(asked.out / "precision.json", facts | {"rows": measured})
     (asked.out / "precision.svg").write_text(drawing(rows), encoding="utf-8")
     print(table(rows))
     return 0 if all(row["passed"] for row in rows) else 1

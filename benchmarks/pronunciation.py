@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import random
 import statistics
@@ -36,11 +35,11 @@ ROOT = SCRIPT.parent.parent
 if str(ROOT) not in sys.path:  # run as a script, which knows only its own folder
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import save_figures  # noqa: E402
 from benchmarks.harness import CONTEXT_GIB, Benchmark, synchronize  # noqa: E402
 from benchmarks.synthetic import random_weight  # noqa: E402
 
 from myna.core.config import Recipe, load_recipe  # noqa: E402
-from myna.core.io import atomic_write  # noqa: E402
 from myna.models.base import IGNORE_INDEX, Batch, RenderedSequence, TokenSpan  # noqa: E402
 from myna.models.phi4.checkpoint import meta_model  # noqa: E402
 from myna.models.phi4.codec import CODES_PER_UNIT, MAX_CODE  # noqa: E402
@@ -194,7 +193,6 @@ def run_steps(trainer: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
     return {
         "steps": len(measured),
         "seconds_per_step": statistics.fmean(measured),
-        "seconds_per_step_each": measured,
         "tokens_per_second": tokens / sum(measured),
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if cuda else None,
@@ -203,7 +201,6 @@ def run_steps(trainer: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
         "skipped_steps": sum(not math.isfinite(norm) for norm in norms),
         "skipped_after_warm_up": sum(not math.isfinite(norm) for norm in norms[WARM_UP_STEPS:]),
         "scale": scaler.get_scale() if scaler is not None else None,
-        "gradient_norms": [norm if math.isfinite(norm) else None for norm in norms],
         "losses": losses,
         **count_gradients(trainer, steps[-1], weights),
     }
@@ -255,8 +252,7 @@ def main() -> int:
     for name in args.rows:
         row = measure(name, family, device, memory, args.steps)
         facts["rows"].append({**row, "valid": is_valid(row)})
-        with atomic_write(args.out / "full_size.json") as temporary:
-            temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        save_figures(args.out / "full_size.json", facts)
         shown = "n/a" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
         print(f"{name}: {row['seconds_per_step']:.2f} s a step, {shown}, skipped {row['skipped_steps']}", flush=True)
         gc.collect()

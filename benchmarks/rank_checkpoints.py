@@ -17,15 +17,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
+
 from myna import api
 from myna.core.config import parse_recipe
-from myna.core.io import atomic_write
 from myna.core.statistics import paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
@@ -223,8 +227,7 @@ def main() -> None:
     compared = [compare_rankings(seed, run, rows, args.eval_limit) for seed, run in runs.items()]
     about = {"model": args.model, "eval_limit": args.eval_limit, "sentences": len(lines)}
     results = about | {"agree": all(result["agree"] for result in compared), "seeds": compared}
-    with atomic_write(args.out / "ranking.json") as temporary:
-        temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    save_figures(args.out / "ranking.json", results)
     for result in compared:
         picks = [
             f"{key.replace('_', ' ')} {result[key]}" for key in ("during_training", "same_sentences", "exhaustive")

@@ -5,7 +5,7 @@ python benchmarks/serve.py --url http://HOST:8000 --rates 1 10 --out FOLDER     
 python benchmarks/serve.py --random --reference --rates 20 10 1 --requests 70 --listeners 400 --stream-seeds 0
     --out docs/benchmarks -- --streams 512         in 8 minutes on an H200, of which the server takes 1.5 to start
 python benchmarks/serve.py --instant --rates 50 100 --out FOLDER                  a model of no time: all but the model
-python benchmarks/serve.py --merge A/serve.json B/serve.json --out FOLDER         what several commands have measured
+python benchmarks/serve.py --merge A/serve.json B/serve.json --out FOLDER         merges results of commands
 
 Requests come as they would from many people: at random moments of a given rate, whether earlier ones are answered or
 not, the same moments for the same seed. Each asks for one of the demo's sentences as raw PCM; with `--reference` in the
@@ -50,6 +50,7 @@ import soundfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.figures import save_figures
 from benchmarks.load_client import (
     FIGURES,
     PlannedRequest,
@@ -78,6 +79,12 @@ REFERENCE_NOISE = 1e-3
 """Of a full scale of 1: -60 dB."""
 MAX_LAG_SECONDS = 0.02
 """Scheduling lag (p99) above which the client was too busy to measure."""
+
+SHOWN_OF_SEED: tuple[str, ...] = ("seed", "requests", "requests_with_underruns", "clean", "first_audible")
+SHOWN_OF_TRIAL: tuple[str, ...] = (
+    *("listeners", "seed", "trial_seconds", "requests", "requests_with_underruns"),
+    *("clean", "audio_s_per_s", "first_audible", "rtf"),
+)
 
 
 class Sentence(NamedTuple):
@@ -306,6 +313,19 @@ def merge_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def published(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return merged results without the details of single seeds and trials that docs/benchmarks/serve.md leaves out."""
+    rows = [{**row, "seeds": [_pick(seed, SHOWN_OF_SEED) for seed in row["seeds"]]} for row in facts["rows"]]
+    streams = facts["streams"]
+    if streams is not None:
+        streams = {**streams, "trials": [_pick(trial, SHOWN_OF_TRIAL) for trial in streams["trials"]]}
+    return {**facts, "rows": rows, "streams": streams}
+
+
+def _pick(summary: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: summary[name] for name in names if name in summary}
+
+
 def machine() -> dict[str, Any]:
     gpu = ""
     if shutil.which("nvidia-smi"):
@@ -335,7 +355,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     server = parser.add_mutually_exclusive_group(required=True)
     server.add_argument("--url", default="", help="address of a server that runs already, without /v1")
-    server.add_argument("--merge", type=Path, nargs="+", default=[], help="serve.json of earlier commands, made one")
+    server.add_argument(
+        "--merge", type=Path, nargs="+", default=[], help="serve.json of earlier commands, merged and shortened"
+    )
     server.add_argument("--model", default="", help="start `myna serve` with this run or model")
     for name, text in (
         ("instant", "a model of no time"),
@@ -377,7 +399,7 @@ def main() -> None:
     name = "serve-http" if asked.synthetic == "instant" else "serve"
 
     def save(facts: dict[str, Any]) -> None:
-        save_text(asked.out / f"{name}.json", json.dumps(facts, indent=2) + "\n")
+        save_figures(asked.out / f"{name}.json", facts)
         save_text(asked.out / f"{name}.svg", drawing(facts["rows"]))
         if facts["streams"] is not None:
             print(f"most listeners without an underrun: {facts['streams']['most_listeners']}", flush=True)
@@ -388,7 +410,7 @@ def main() -> None:
         print(f"{row['name']}: {shown}; {'clean' if row['clean'] else 'not clean'}", flush=True)
 
     if asked.merge:
-        save(merge_facts([json.loads(path.read_text(encoding="utf-8")) for path in asked.merge]))
+        save(published(merge_facts([json.loads(path.read_text(encoding="utf-8")) for path in asked.merge])))
         return
     with tempfile.TemporaryDirectory(prefix="myna-load-") as home, progress_bars() as progress:
         if asked.url:

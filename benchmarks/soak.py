@@ -37,6 +37,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.figures import save_figures
 from benchmarks.load_client import standalone_plot
 from benchmarks.serve import SYNTHETIC_SERVER
 
@@ -261,7 +262,7 @@ def main() -> None:
                 server.process.kill()
     print(json.dumps(result, indent=2))
     if arguments.out is not None:
-        save_text(arguments.out, json.dumps(result | {"samples": memory_rows(samples)}, indent=1) + "\n")
+        save_figures(arguments.out, result)
         save_text(arguments.out.with_suffix(".svg"), drawing(samples))
 
 

@@ -44,6 +44,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.figures import save_figures
 from benchmarks.synthetic import random_codec
 
 from myna.models.base import RenderedSequence, Sampling
@@ -139,8 +140,7 @@ class Bench:
             "frames": self.frames,
             **self.facts,
         }
-        text = json.dumps(facts | {"rows": self.rows}, indent=1) + "\n"
-        (self.out / f"{self.name}.json").write_text(text, encoding="utf-8")
+        save_figures(self.out / f"{self.name}.json", facts | {"rows": self.rows})
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -387,7 +387,7 @@ def fledgling(out: Path) -> None:
     measure("one line, one core busy", 1)
     busy.kill()
     facts = {"date": str(date.today()), "cores": os.cpu_count(), "processor": processor(), "torch": torch.__version__}
-    (out / "speak-fledgling.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    save_figures(out / "speak-fledgling.json", facts | {"rows": rows})
 
 
 def evaluate_lines(out: Path, device: str, lines: int = 100) -> None:
@@ -414,7 +414,7 @@ def evaluate_lines(out: Path, device: str, lines: int = 100) -> None:
         **{"wall_s": wall, "cpu_s": used, "load": os.getloadavg()[0]},
     }
     print(json.dumps(facts), flush=True)
-    (out / f"speak-evaluate-{device}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    save_figures(out / f"speak-evaluate-{device}.json", facts)
 
 
 def processor() -> str:

@@ -27,6 +27,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
+
 RECORDINGS = Path(__file__).parent.parent / "src" / "myna" / "demo" / "recordings"
 REFERENCE, REFERENCE_TEXT = "nicola-learn-01.opus", "A bass voice is lower than a baritone voice."
 TEXT = "I will see you tomorrow morning."
@@ -204,7 +208,7 @@ def main() -> None:
         facts["imports"] = measure_imports(folder)
     facts["load_after"] = os.getloadavg()[0]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "startup.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    save_figures(arguments.out / "startup.json", facts)
     (arguments.out / "startup.md").write_text(page(facts), encoding="utf-8")
     print(page(facts))
 

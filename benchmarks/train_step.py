@@ -32,6 +32,7 @@ ROOT = SCRIPT.parent.parent
 if str(ROOT) not in sys.path:  # run as a script, which knows only its own folder
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import save_figures  # noqa: E402
 from benchmarks.variants import BY_NAME, CEILINGS, PARITY, REFERENCE, VARIANTS, Variant  # noqa: E402
 
 Row = dict[str, Any]
@@ -132,6 +133,7 @@ class Results:
     def add(self, row: Row, variant: Variant) -> None:
         self._fresh.add(row["name"])
         self.facts |= row.pop("about", {})
+        row.pop("losses", None)
         where = "parity" if variant.kind == "parity" else "rows"
         self.facts[where] = sort_rows(
             [*(other for other in self.facts.get(where, []) if other["name"] != row["name"]), row]
@@ -146,9 +148,7 @@ class Results:
         compare_first_steps(self.facts["rows"])
         if "parity" in self.facts:
             compare_final_losses(self.facts["parity"])
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.file)
+        save_figures(self.file, self.facts)
 
 
 def sort_rows(rows: Iterable[Row]) -> list[Row]:

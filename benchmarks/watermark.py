@@ -17,6 +17,7 @@ import importlib.util
 import io
 import json
 import platform
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,6 +30,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import soxr
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.figures import save_figures
 
 from myna.audio.files import Samples, read_audio
 from myna.provenance.watermark import MARK_NAME, MARK_THRESHOLD, StreamWatermark, watermark, watermark_score
@@ -326,7 +331,7 @@ def main() -> None:
                 result["sets"][name] = known["sets"][name] | {"treatments": treatments}
             result["sets"] = known["sets"] | result["sets"]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save_figures(arguments.out, result)
     for name, found in result["sets"].items():
         print(f"\n{name}: {found['clips']} clips of {found['speakers']} speakers, {found['quality']}")
         for treatment, row in found["treatments"].items():

@@ -23,6 +23,10 @@ from typing import Any
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.figures import save_figures
+
 from myna.core.errors import DataError, MynaError
 from myna.core.io import atomic_write
 from myna.data.manifest import read_manifest
@@ -58,13 +62,19 @@ def collect_results(run: Path, answers: Path, data: Path, pretraining: Path | No
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "encoder_pretraining": None if pretraining is None else json.loads(pretraining.read_text(encoding="utf-8")),
+        "encoder_pretraining": None if pretraining is None else pretraining_result(pretraining),
         "training": training(run),
         "held_out": {"speakers": len({utterance.speaker for utterance in utterances.values()}), "sentences": len(rows)},
         "stopped": sum(row["stopped"] for row in rows),
         "ours": score_answers(assessments, [row["answer"] for row in rows]).to_json(),
         "canonical": score_answers(assessments, canonical_answers(assessments)).to_json(),
     }
+
+
+def pretraining_result(file: Path) -> Tree:
+    """Results of train_audio_encoder.py, with the last point of its curve only."""
+    results: Tree = json.loads(file.read_text(encoding="utf-8"))
+    return results | {"curve": results["curve"][-1:]}
 
 
 def training(run: Path) -> Tree:
@@ -85,7 +95,7 @@ def training(run: Path) -> Tree:
     }
 
 
-def thinned(rows: Sequence[Tree], most: int = 400) -> list[Tree]:
+def thinned(rows: Sequence[Tree], most: int = 100) -> list[Tree]:
     """Means of neighbours, so that a curve has no more points than can be seen."""
     size = max(1, len(rows) // most)
     heaps = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -214,8 +224,8 @@ def loss_curve_svg(train: Tree) -> str:
 
 def write(out: Path, facts: Tree, full_size: Tree | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
+    save_figures(out / "pronunciation.json", facts | ({"full_size": full_size} if full_size else {}))
     texts = {
-        "json": json.dumps(facts | ({"full_size": full_size} if full_size else {}), indent=1) + "\n",
         "md": results_page(facts, full_size),
         "svg": loss_curve_svg(facts["training"]),
     }

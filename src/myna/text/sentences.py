@@ -18,7 +18,7 @@ from myna.text.normalization import normalise_text
 MAX_SEGMENT_SECONDS = 30.0
 TARGET_SEGMENT_SECONDS = 8.0
 """Sentences of a paragraph are merged up to this, as long as clips of training data are. With 15 s and the segment
-before in the prompt, 6 of 21 segments of fledgling ran away, with 8 s 1 of 39 (benchmarks/long_text.py)."""
+before in the prompt, 6 of 21 segments of fledgling ran away, with 8 s 1 of 39."""
 SHORT_SEGMENT_SECONDS = 2.0
 """A segment below this, a heading for one, is merged beyond its paragraph and the target."""
 PACE_RANGE = (0.5, 2.5)
