@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.figures import save_figures
 
 from myna.audio.files import Samples, read_audio
-from myna.listen.pretrained import SAMPLE_RATE
+from myna.audio.mono import LISTENING_RATE
 from myna.listen.speaker_encoders import cosine_similarity, open_speaker_encoder
 from myna.provenance.consent import required_similarity
 
@@ -45,7 +45,7 @@ def decode(content: bytes) -> Samples:
     with tempfile.NamedTemporaryFile(suffix=".opus") as file:
         file.write(content)
         file.flush()
-        return read_audio(Path(file.name), sample_rate=SAMPLE_RATE)
+        return read_audio(Path(file.name), sample_rate=LISTENING_RATE)
 
 
 def main() -> None:
@@ -61,8 +61,8 @@ def main() -> None:
     for corpus in arguments.corpus:
         name, _, folder = corpus.partition("=")
         chosen = speaker_clips(Path(folder), arguments.speakers)
-        consents = {who: encoder.embed(np.concatenate(own[:CLIPS]), SAMPLE_RATE) for who, own in chosen.items()}
-        recordings = {who: [encoder.embed(clip, SAMPLE_RATE) for clip in own[CLIPS:]] for who, own in chosen.items()}
+        consents = {who: encoder.embed(np.concatenate(own[:CLIPS]), LISTENING_RATE) for who, own in chosen.items()}
+        recordings = {who: [encoder.embed(clip, LISTENING_RATE) for clip in own[CLIPS:]] for who, own in chosen.items()}
         same = [cosine_similarity(consents[who], one) for who, own in recordings.items() for one in own]
         other = [
             cosine_similarity(consent, one)

@@ -136,10 +136,10 @@ def diarization_error(reference: dict[str, BoolArray], hypothesis: BoolArray) ->
 
 def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Path) -> dict[str, Any]:
     """Diarization error and overlap detection of each recording, and music and noise in and outside their stretches."""
-    from myna.listen import analysis
-    from myna.listen.segmentation import frame_times
+    from myna.listen.diarization import find_local_speakers, frame_times, label_speakers
+    from myna.listen.models import AnalysisSettings, load_models
 
-    models = analysis.load_models(analysis.AnalysisSettings(folder=models_folder))
+    models = load_models(AnalysisSettings(folder=models_folder))
     report: dict[str, Any] = {}
     totals: dict[str, float] = defaultdict(float)
     for name, truth in truths.items():
@@ -148,13 +148,13 @@ def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Pat
         folder = planted / "audio" if (planted / "audio").is_dir() else planted
         samples = read_audio(folder / name, sample_rate=16_000)
         clock = time.perf_counter()
-        local = analysis.find_local_speakers(samples, 16_000, models)
+        local = find_local_speakers(samples, 16_000, models)
         elapsed = time.perf_counter() - clock
         frames = (np.arange(truth.frames) + 0.5) * FRAME_SECONDS
         row: dict[str, Any] = {"rtf": elapsed / (len(samples) / 16_000)}
         reference = truth.activity()
         for label, speakers in {"der": None, "der_known_number": len(reference)}.items():
-            turns = analysis.label_speakers(local, speakers=speakers)
+            turns = label_speakers(local, speakers=speakers)
             nearest = np.searchsorted(frame_times(len(turns.overlap)), frames).clip(0, len(turns.overlap) - 1)
             error, spoken = diarization_error(reference, turns.active[nearest])
             row[label], row["speakers"] = (

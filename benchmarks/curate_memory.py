@@ -32,10 +32,10 @@ INTERVAL_SECONDS = 1.0
 DECODE = """
 import sys
 from pathlib import Path
-from myna.listen.analysis import voice_activity
-from myna.curate.recordings import SAMPLE_RATE, decode_recording
+from myna.listen.voice_activity import voice_activity
+from myna.curate.recordings import CURATION_RATE, decode_recording
 from myna.curate.settings import ListenSettings
-find = lambda samples: voice_activity(samples, SAMPLE_RATE)
+find = lambda samples: voice_activity(samples, CURATION_RATE)
 decode_recording(Path(sys.argv[1]), Path(sys.argv[2]), ListenSettings(part_minutes=float(sys.argv[3])), find)
 """
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import soundfile
 
 from myna.curate.xray.voices import MIN_CLIPS, SAME_VOICE_RATIO, mean_cosine, second_voice
-from myna.listen import analysis
+from myna.listen.models import load_models, require
 
 
 def main() -> None:
@@ -35,13 +35,13 @@ def main() -> None:
         by_speaker.setdefault(row["speaker"], []).append(row["audio"]["bytes"])
     enough = [name for name, clips in by_speaker.items() if len(clips) >= max(MIN_CLIPS, arguments.clips_each)]
     chosen = enough[:: max(1, len(enough) // arguments.speakers)][: arguments.speakers]
-    models = analysis.load_models()
+    encoder = require(load_models().speaker_encoder, "speaker embeddings")
     voices = []
     for name in chosen:
         sounds = [
             soundfile.read(io.BytesIO(clip), dtype="float32") for clip in by_speaker[name][: arguments.clips_each]
         ]
-        voices.append(np.array([analysis.embed_speaker(samples, rate, models) for samples, rate in sounds]))
+        voices.append(np.array([encoder.embed(samples, rate) for samples, rate in sounds]))
 
     def ratio(first: np.ndarray, second: np.ndarray) -> float:  # type: ignore[type-arg]
         return mean_cosine(first, second) / min(mean_cosine(first), mean_cosine(second))

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from myna.core.errors import MynaError
-from myna.listen.asr_faster_whisper import download_faster_whisper as download_from_hub
+from myna.listen.asr import download_faster_whisper as download_from_hub
 
 HUB_NAME = "base"
 """Whisper base as faster-whisper calls it: Systran/faster-whisper-base on the hub."""

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import soxr  # type: ignore[import-untyped]
 
+from myna.audio.files import Samples
 from myna.audio.reference import LEVEL_DB, check_reference
-from myna.audio.signal_measures import Samples, speech_level_db, speech_spans
+from myna.audio.signal_measures import speech_level_db, speech_spans
 
 RATE = 24_000
 

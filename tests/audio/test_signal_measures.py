@@ -8,8 +8,8 @@ import soxr  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
+from myna.audio.files import Samples
 from myna.audio.signal_measures import (
-    Samples,
     bandwidth_hz,
     clipped_share,
     frame_levels_db,

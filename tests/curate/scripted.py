@@ -17,12 +17,12 @@ import soxr  # type: ignore[import-untyped]
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.signal_measures import speech_spans
 from myna.curate.models import CurationModels
-from myna.curate.recordings import SAMPLE_RATE
+from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import ListenSettings
 from myna.curate.worker import OpenModels
 from myna.data.manifest import read_manifest
-from myna.listen.analysis import AnalysisModels
 from myna.listen.asr import TimedTranscript, TimedWord, Transcript
+from myna.listen.models import AnalysisModels
 
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
 WORD_START_ERROR, WORD_END_ERROR = -0.053, -0.153
@@ -54,18 +54,18 @@ def make_recording(count: int, *, seed: int = 0, first: int = 0) -> tuple[Sample
     sentences: list[SpokenSentence] = []
 
     def silence(seconds: float) -> None:
-        pieces.append((1e-4 * random.normal(size=round(seconds * SAMPLE_RATE))).astype(np.float32))
+        pieces.append((1e-4 * random.normal(size=round(seconds * CURATION_RATE))).astype(np.float32))
 
     silence(0.4)
     for number, clip in enumerate(read_manifest(RECORDINGS / "manifest.jsonl")[first : first + count]):
         voice = "high" if number // 3 % 2 == 0 else "low"
-        samples = read_audio(clip.audio, sample_rate=SAMPLE_RATE)
+        samples = read_audio(clip.audio, sample_rate=CURATION_RATE)
         if voice == "low":
-            samples = soxr.resample(samples, SAMPLE_RATE, SAMPLE_RATE / SECOND_VOICE).astype(np.float32)
+            samples = soxr.resample(samples, CURATION_RATE, CURATION_RATE / SECOND_VOICE).astype(np.float32)
         loud = np.flatnonzero(np.abs(samples) > 0.02)
         samples = samples[loud[0] : loud[-1]]
-        start = sum(map(len, pieces)) / SAMPLE_RATE
-        sentences.append(SpokenSentence(clip.text, voice, start, start + len(samples) / SAMPLE_RATE))
+        start = sum(map(len, pieces)) / CURATION_RATE
+        sentences.append(SpokenSentence(clip.text, voice, start, start + len(samples) / CURATION_RATE))
         pieces.append(samples)
         silence(float(random.uniform(0.5, 1.4)))
     return np.concatenate(pieces), sentences
@@ -73,7 +73,7 @@ def make_recording(count: int, *, seed: int = 0, first: int = 0) -> tuple[Sample
 
 def write_recording(path: Path, count: int, *, seed: int = 0, first: int = 0) -> list[SpokenSentence]:
     samples, sentences = make_recording(count, seed=seed, first=first)
-    write_audio(path, samples, SAMPLE_RATE)
+    write_audio(path, samples, CURATION_RATE)
     return sentences
 
 
@@ -81,7 +81,7 @@ class ScriptedRecogniser:
     """Knows recordings and what is said in them."""
 
     def __init__(self, recordings: tuple[tuple[Path, tuple[SpokenSentence, ...]], ...]) -> None:
-        self._known = [(read_audio(path, sample_rate=SAMPLE_RATE), sentences) for path, sentences in recordings]
+        self._known = [(read_audio(path, sample_rate=CURATION_RATE), sentences) for path, sentences in recordings]
 
     name = "scripted recogniser"
     batch_size = 3
@@ -96,7 +96,7 @@ class ScriptedRecogniser:
     def transcribe_words_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
     ) -> list[TimedTranscript]:
-        assert sample_rate == SAMPLE_RATE
+        assert sample_rate == CURATION_RATE
         assert len(clips) <= self.batch_size
         return [self._transcribe(clip, language) for clip, language in zip(clips, languages, strict=True)]
 
@@ -112,7 +112,7 @@ class ScriptedRecogniser:
                     )
                     for sentence in sentences
                     for word in sentence.words
-                    if word.start >= start - 0.05 and word.end <= start + len(samples) / SAMPLE_RATE + 0.05
+                    if word.start >= start - 0.05 and word.end <= start + len(samples) / CURATION_RATE + 0.05
                 ]
                 return TimedTranscript(tuple(words), language or "en", 1.0, -0.2, 1.2)
         raise AssertionError("samples of no recording that is known")
@@ -126,7 +126,7 @@ def find_samples(recording: Samples, samples: Samples) -> float | None:
     for place in np.flatnonzero(np.abs(recording - samples[loudest]) < 1e-4):
         window = recording[place : place + size]
         if len(window) == size and np.abs(window - pattern).max() < 1e-3:
-            return float(place - loudest) / SAMPLE_RATE
+            return float(place - loudest) / CURATION_RATE
     return None
 
 

@@ -13,13 +13,13 @@ import soxr  # type: ignore[import-untyped]
 from myna.audio.files import Samples, write_audio
 from myna.audio.signal_measures import speech_spans
 from myna.core.errors import DataError
-from myna.curate.recordings import SAMPLE_RATE, DecodedRecording, decode_recording, find_recordings, resample_pcm
+from myna.curate.recordings import CURATION_RATE, DecodedRecording, decode_recording, find_recordings, resample_pcm
 from myna.curate.settings import ListenSettings
 from tests.audio.media import RATE, write_container
 
 
 def find(samples: Samples) -> list[tuple[float, float]]:
-    return speech_spans(samples, SAMPLE_RATE)
+    return speech_spans(samples, CURATION_RATE)
 
 
 def decode(path: Path, folder: Path, **settings: float) -> DecodedRecording:
@@ -42,7 +42,7 @@ def test_a_long_recording_is_cut_at_pauses_into_parts_that_tile_it(tmp_path: Pat
     assert decoded.duration_ms == edges[-1] == 65_002 and not decoded.problem
     for part in decoded.parts:
         info = soundfile.info(tmp_path / "out" / part.audio)
-        assert info.frames == 24 * (part.end_ms - part.start_ms) and info.samplerate == SAMPLE_RATE
+        assert info.frames == 24 * (part.end_ms - part.start_ms) and info.samplerate == CURATION_RATE
     for cut in edges[1:-1]:
         assert 1.1 < cut / 1000 % 1.6 < 1.5, "a cut lies in a pause"
     modified = (tmp_path / "out" / decoded.parts[0].audio).stat().st_mtime_ns
@@ -137,6 +137,6 @@ def test_files_are_found_by_suffix_and_named_relative_to_their_folder(tmp_path: 
 def test_a_part_is_resampled_minute_by_minute_as_if_at_once(samples: int) -> None:
     pcm = np.random.default_rng(1).integers(-9000, 9000, samples).astype(np.int16)
     resampled = resample_pcm(pcm, 16_000)
-    expected = soxr.resample(pcm.astype(np.float32) / np.float32(32767), SAMPLE_RATE, 16_000, quality="VHQ")
+    expected = soxr.resample(pcm.astype(np.float32) / np.float32(32767), CURATION_RATE, 16_000, quality="VHQ")
     assert resampled.dtype == np.float32 and len(resampled) == len(expected)
     assert np.allclose(resampled, expected, atol=1e-6)

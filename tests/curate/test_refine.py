@@ -8,26 +8,26 @@ import numpy as np
 
 from myna.audio.files import Samples, write_audio
 from myna.curate.models import CurationModels
-from myna.curate.recordings import SAMPLE_RATE
+from myna.curate.recordings import CURATION_RATE
 from myna.curate.refine import Part, refine
 from myna.curate.settings import CurateSettings
-from myna.listen.analysis import AnalysisModels
+from myna.listen.models import AnalysisModels
 from tests.curate.scripted import ScriptedRecogniser, make_recording
 
 
 def test_a_hum_that_begins_in_a_clip_is_heard_in_the_silence_behind_it(tmp_path: Path) -> None:
     samples, sentences = make_recording(6)
     middle = (sentences[-1].start + sentences[-1].end) / 2
-    hum = 0.02 * np.sin(2 * np.pi * 200 * np.arange(len(samples)) / SAMPLE_RATE).astype(np.float32)
-    hum[: round(middle * SAMPLE_RATE)] = 0
+    hum = 0.02 * np.sin(2 * np.pi * 200 * np.arange(len(samples)) / CURATION_RATE).astype(np.float32)
+    hum[: round(middle * CURATION_RATE)] = 0
 
     def gap_snrs(samples: Samples) -> list[float]:
         path = tmp_path / "talk.wav"
-        write_audio(path, samples, SAMPLE_RATE)
+        write_audio(path, samples, CURATION_RATE)
         recogniser = ScriptedRecogniser(((path, tuple(sentences)),))
         spans = [(one.start, one.end) for one in sentences]
         models = CurationModels(lambda *_: spans, recogniser, recogniser, AnalysisModels())
-        part = Part("part", "hash", 0, round(1000 * len(samples) / SAMPLE_RATE), "talk.flac")
+        part = Part("part", "hash", 0, round(1000 * len(samples) / CURATION_RATE), "talk.flac")
         table = refine(part, (samples * 32767).astype(np.int16), models, CurateSettings())
         return [row["gap_snr_db"] for row in table.to_pylist() if row["kind"] == "clip"]
 

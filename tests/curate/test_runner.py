@@ -15,7 +15,7 @@ import pytest
 import myna
 from myna.audio.files import probe, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError
-from myna.curate.recordings import SAMPLE_RATE
+from myna.curate.recordings import CURATION_RATE
 from myna.curate.runner import CurationResult, run_curation
 from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.curate.worker import OpenModels
@@ -66,7 +66,7 @@ def test_every_millisecond_is_in_one_row(
     for name, start, end in columns(result.folder, "recording", "start_ms", "end_ms"):
         assert start == ends.get(name, 0)
         ends[name] = end
-    lengths = {path.name: -(-round(probe(path).seconds * SAMPLE_RATE) // 24) for path in source[1]}
+    lengths = {path.name: -(-round(probe(path).seconds * CURATION_RATE) // 24) for path in source[1]}
     assert ends == lengths | {"c copy.wav": lengths["b talk.wav"], "a broken.mp3": 0}
     assert result.kept_seconds + sum(result.dropped.values()) == pytest.approx(sum(ends.values()) / 1000, abs=1e-9)
     assert set(result.dropped) == {"duplicate", "no speech", "unreadable"}
@@ -186,9 +186,9 @@ def test_a_repeated_passage_is_kept_once(tmp_path: Path) -> None:
     sentences = write_recording(tmp_path / "raw" / "a.wav", 4)
     samples = read_audio(tmp_path / "raw" / "a.wav")
     shifted = np.concatenate([np.zeros(12_345, np.float32), 0.5 * samples])
-    write_audio(tmp_path / "raw" / "b.wav", shifted, SAMPLE_RATE)
+    write_audio(tmp_path / "raw" / "b.wav", shifted, CURATION_RATE)
     moved = [
-        SpokenSentence(one.text, one.voice, one.start + 12_345 / SAMPLE_RATE, one.end + 12_345 / SAMPLE_RATE)
+        SpokenSentence(one.text, one.voice, one.start + 12_345 / CURATION_RATE, one.end + 12_345 / CURATION_RATE)
         for one in sentences
     ]
     models = scripted_models({tmp_path / "raw" / "a.wav": sentences, tmp_path / "raw" / "b.wav": moved})

@@ -36,12 +36,10 @@ from myna.evaluate.runner import resolve_eval_set, run_metadata
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.seen_items import mark_seen_items, seen_warnings
 from myna.evaluate.systems import Recordings
-from myna.listen import asr_transformers, speaker_encoders
-from myna.listen import pretrained as dependencies
+from myna.listen import asr, speaker_encoders, weights
 from myna.listen.asr import ASR
-from myna.listen.ecapa import EcapaNetwork
 from myna.listen.mos import DistillMOS
-from myna.listen.speaker_encoders import open_speaker_encoder
+from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
 from myna.models import save_tiny_model
 from myna.train.run import Run
 from tests import learners
@@ -336,13 +334,13 @@ def test_row_51_scorers_are_opened_on_the_device_that_was_asked_for(
     tiny_scorers.save_whisper(tmp_path / "whisper")
     tiny_scorers.save_wavlm(tmp_path / "wavlm")
     devices: dict[str, str] = {}
-    original = dependencies.load_pretrained
+    original = weights.load_pretrained
 
     def load_pretrained(folder: Path, *given: Any, device: str, **options: Any) -> Any:
         devices[folder.name] = device
         return original(folder, *given, device="cpu", **options)
 
-    for module in (asr_transformers, speaker_encoders):
+    for module in (asr, speaker_encoders):
         monkeypatch.setattr(module, "load_pretrained", load_pretrained)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(DistillMOS, "open", classmethod(lambda _, device: devices.update(distillmos=device) or 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.listen.analysis import bit_error, find_duplicates, find_retakes, fingerprint
+from myna.listen.fingerprints import bit_error, find_duplicates, fingerprint
 from tests.listen.signals import SAMPLE_RATE, babble, through_mp3
 
 
@@ -52,10 +52,3 @@ def test_short_clips_have_no_fingerprint_and_do_no_harm() -> None:
     assert fingerprint(babble(0.2, 1), SAMPLE_RATE) == b""
     assert find_duplicates([]) == []
     assert find_duplicates([b"", b""]) == []
-
-
-def test_retakes_are_the_same_words_in_about_the_same_time() -> None:
-    texts = ["Three apples.", "three apples", "Three apples!", "3 apples", "Pears", ""]
-    speakers = ["a", "a", "a", "b", "a", "a"]
-    seconds = [1.0, 1.1, 2.0, 1.0, 1.0, 1.0]
-    assert find_retakes(texts, speakers, seconds, "en") == [[0, 1]]

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from myna.audio.signal_measures import bandwidth_hz
 from myna.core.errors import CheckpointError
 from myna.data.segments import MEASURES
-from myna.listen.analysis import (
+from myna.listen.diarization import SegmentationNetwork
+from myna.listen.models import (
+    FILES,
     AnalysisModels,
     AnalysisSettings,
     batches,
@@ -21,9 +23,7 @@ from myna.listen.analysis import (
     map_batches,
     measure,
 )
-from myna.listen.models import FILES
 from myna.listen.music import WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
-from myna.listen.segmentation import SegmentationNetwork
 from tests.listen.signals import SAMPLE_RATE, babble
 
 

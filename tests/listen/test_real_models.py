@@ -13,8 +13,7 @@ import torch
 
 import myna.demo
 from myna.audio.files import Samples, read_audio
-from myna.listen.analysis import AnalysisModels, AnalysisSettings, embed_speaker, load_models, measure
-from myna.listen.models import FILES
+from myna.listen.models import FILES, AnalysisModels, AnalysisSettings, load_models, measure
 from myna.listen.music import log_mel_patches
 from myna.listen.speaker_encoders import cosine_similarity
 from myna.listen.voice_activity import voice_activity
@@ -83,6 +82,8 @@ def test_voice_activity_finds_the_speech_between_silences(speech: Samples) -> No
 def test_embeddings_tell_a_voice_from_another(models: AnalysisModels) -> None:
     first, second = (read_audio(file, sample_rate=16_000) for file in sorted(RECORDINGS.glob("nicola-*.opus"))[:2])
     other = babble(3, 1, 16_000)
-    same = cosine_similarity(embed_speaker(first, 16_000, models), embed_speaker(second, 16_000, models))
+    encoder = models.speaker_encoder
+    assert encoder is not None
+    same = cosine_similarity(encoder.embed(first, 16_000), encoder.embed(second, 16_000))
     assert same > 0.45
-    assert same > cosine_similarity(embed_speaker(first, 16_000, models), embed_speaker(other, 16_000, models)) + 0.2
+    assert same > cosine_similarity(encoder.embed(first, 16_000), encoder.embed(other, 16_000)) + 0.2

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ModelError
 from myna.evaluate.scorers import Scorers
-from myna.listen import pretrained as dependencies
-from myna.listen.ecapa import EcapaEncoder, EcapaNetwork
-from myna.listen.speaker_encoders import cosine_similarity, open_speaker_encoder
+from myna.listen import weights
+from myna.listen.speaker_encoders import EcapaEncoder, EcapaNetwork, cosine_similarity, open_speaker_encoder
 from tests.evaluate.tiny_scorers import save_wavlm
 
 RATE = 16_000
@@ -131,7 +130,7 @@ def test_an_ear_that_is_not_there_is_told_in_its_column(monkeypatch: pytest.Monk
     def unreachable(*_: object, **__: object) -> str:
         raise OSError("no route to the hub")
 
-    monkeypatch.setattr(dependencies, "snapshot_download", unreachable)
+    monkeypatch.setattr(weights, "snapshot_download", unreachable)
     missing = Scorers.open(None, "wavlm").missing["speaker_encoder"]
     assert "microsoft/wavlm-base-plus-sv" in missing and "no route to the hub" in missing
     assert "there is no speaker encoder" in Scorers.open(None, str(tmp_path / "nothing")).missing["speaker_encoder"]

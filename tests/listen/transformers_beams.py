@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, WhisperTimeStamp
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
-from myna.listen.asr_beam_search import SpecialTokens
+from myna.listen.torch_whisper import SpecialTokens
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from rapidfuzz.distance import Levenshtein
 
 from myna.audio.files import Samples, read_audio
 from myna.core.errors import ConfigError, ModelError
-from myna.listen import asr_faster_whisper
+from myna.listen import asr as asr_module
 from myna.listen.asr import ASR, Transcript, is_loop
 from myna.text.normalization import words
 from myna.text.wer import ErrorCount, character_errors, word_errors
@@ -179,7 +179,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """faster-whisper with one model, which lies here."""
     made, folder = ModuleType("faster_whisper"), tmp_path / "faster"
     folder.mkdir()
-    for file in asr_faster_whisper.REQUIRED_FILES:
+    for file in asr_module.REQUIRED_FILES:
         (folder / file).write_text("{}")
 
     def download_model(name: str) -> str:
@@ -189,14 +189,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     made.__dict__.update(WhisperModel=FakeModel, download_model=download_model)
     monkeypatch.setitem(sys.modules, "faster_whisper", made)
-    monkeypatch.setattr(asr_faster_whisper, "version", lambda _: "1.0")
+    monkeypatch.setattr(asr_module, "version", lambda _: "1.0")
     return folder
 
 
 def test_a_recogniser_has_no_randomness_and_no_memory(fake: Path) -> None:
     asr = ASR.open(str(fake))
     whisper = asr._backend
-    assert isinstance(whisper, asr_faster_whisper.FasterWhisper) and asr.name == "faster-whisper 1.0 faster 2"
+    assert isinstance(whisper, asr_module.FasterWhisper) and asr.name == "faster-whisper 1.0 faster 2"
     model = whisper._model
     assert model.folder == str(fake) and model.options["device"] == "cpu"
     tone = np.sin(np.arange(24_000, dtype=np.float32))

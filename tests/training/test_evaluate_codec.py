@@ -23,7 +23,7 @@ from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ConfigError, DataError
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
-from myna.listen.ecapa import EcapaNetwork
+from myna.listen.speaker_encoders import EcapaNetwork
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork
 from tests.models.test_mel_codec import SMALL, listening

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import soxr  # type: ignore[import-untyped]
 
+from myna.audio.files import Samples
 from myna.audio.signal_measures import (
-    Samples,
     bandwidth_hz,
     clipped_share,
     frame_levels_db,

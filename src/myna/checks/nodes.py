@@ -109,8 +109,8 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
     import torch
 
     from myna.core.io import bytes_hash, file_hash
-    from myna.listen.analysis import AnalysisSettings, load_models
     from myna.listen.asr import ASR
+    from myna.listen.models import AnalysisSettings, load_models
     from myna.models import open_family
 
     package = Path(__file__).parents[1]

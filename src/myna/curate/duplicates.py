@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from myna.curate.table import set_columns
-from myna.listen import analysis
+from myna.listen.fingerprints import find_duplicates
 
 MIN_COVERED_SHARE = 0.5
 """Of a clip that earlier clips must hold."""
@@ -18,7 +18,7 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
     """The table with `duplicate_of` of clips most of which was heard before: the clip that holds the most of it."""
     clips = np.flatnonzero(table["kind"].to_numpy(zero_copy_only=False) == "clip")
     found: dict[int, list[tuple[float, float, int]]] = {}
-    for match in analysis.find_duplicates(table["fingerprint"].take(clips).to_pylist()):
+    for match in find_duplicates(table["fingerprint"].take(clips).to_pylist()):
         (start, earlier), (again, later) = (match.first_start, match.first), (match.second_start, match.second)
         if earlier > later:
             again, earlier, later = start, later, earlier

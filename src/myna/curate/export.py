@@ -17,15 +17,15 @@ from myna.audio.files import write_audio
 from myna.core.errors import DataError
 from myna.core.io import safe_file_name
 from myna.core.progress import ProgressCallback, silent
-from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS
 from myna.curate.refine import segment_id
 from myna.curate.settings import HoldOutSettings
 from myna.curate.table import set_columns
 from myna.data.manifest import write_manifest
 from myna.data.split import assign_subsets
 from myna.data.utterance import Utterance
-from myna.listen import analysis
 from myna.text.normalization import base_language
+from myna.text.spoken_forms import normalise_spoken_text
 
 CLIPS_FOLDER = "clips"
 MANIFEST_FILE = "manifest.jsonl"
@@ -52,7 +52,7 @@ def add_diacritics(table: pa.Table) -> pa.Table:
     """The table with vowel signs in the normalised text of its kept Arabic clips."""
     columns = (table[name].to_pylist() for name in ("normalised_text", "language", "status"))
     spoken = [
-        analysis.normalise_spoken_text(text, language, diacritics=True)
+        normalise_spoken_text(text, language, diacritics=True)
         if text and status == "kept" and base_language(language) == "ar"
         else text
         for text, language, status in zip(*columns, strict=True)
@@ -87,7 +87,7 @@ def _write_part_clips(folder: Path, audio: str, rows: list[dict[str, Any]]) -> i
         for row in rows:
             file.seek(row["audio_start_ms"] * SAMPLES_PER_MS)
             samples = file.read((row["end_ms"] - row["start_ms"]) * SAMPLES_PER_MS, dtype="float32")
-            write_audio(folder / row["clip"], samples * np.float32(10 ** (row["gain_db"] / 20)), SAMPLE_RATE)
+            write_audio(folder / row["clip"], samples * np.float32(10 ** (row["gain_db"] / 20)), CURATION_RATE)
     return len(rows)
 
 

@@ -13,7 +13,7 @@ from myna.audio.files import AudioFileError, probe, read_audio, write_audio
 from myna.core.errors import DataError
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.models import CurationModels
-from myna.curate.recordings import SAMPLE_RATE, find_recordings
+from myna.curate.recordings import CURATION_RATE, find_recordings
 from myna.curate.runner import run_curation
 from myna.curate.settings import CurateSettings
 from myna.curate.worker import OpenModels, default_workers
@@ -59,12 +59,12 @@ def forecast(
         sampled = 0.0
         for number, (path, start, end) in enumerate(sample_pieces(lengths)):
             try:
-                samples = read_audio(path, sample_rate=SAMPLE_RATE, span=(start, end))
+                samples = read_audio(path, sample_rate=CURATION_RATE, span=(start, end))
             except AudioFileError as error:
                 notes.append(error.what)
                 continue
-            write_audio(folder / "sample" / f"{number:02}.flac", samples, SAMPLE_RATE)
-            sampled += len(samples) / SAMPLE_RATE
+            write_audio(folder / "sample" / f"{number:02}.flac", samples, CURATION_RATE)
+            sampled += len(samples) / CURATION_RATE
         if not sampled:
             raise DataError("no recording could be read", hint="; ".join(notes) or "name other files")
         began = time.monotonic()

@@ -14,9 +14,22 @@ import numpy.typing as npt
 from myna.audio.files import Samples
 from myna.core.device import pick_device
 from myna.curate.settings import ListenSettings
-from myna.listen import analysis
 from myna.listen.asr import ASR, TimedTranscript, Transcript
-from myna.listen.models import DEFAULT_FOLDER
+from myna.listen.diarization import speaker_turns
+from myna.listen.fingerprints import fingerprint
+from myna.listen.models import (
+    DEFAULT_FOLDER,
+    AnalysisModels,
+    AnalysisSettings,
+    batches,
+    capabilities,
+    load_models,
+    map_batches,
+    measure,
+)
+from myna.listen.speaker_encoders import embed_speakers
+from myna.listen.voice_activity import voice_activity
+from myna.text.spoken_forms import normalise_spoken_text
 
 NO_ASR = "none"
 FIRST_PASS_FORMAT = 5
@@ -70,7 +83,7 @@ class CurationModels:
     find_speech: FindSpeechSpans
     asr: WordRecogniser | None
     check_asr: WordRecogniser | None
-    networks: analysis.AnalysisModels
+    networks: AnalysisModels
     device: str = "cpu"
 
     @classmethod
@@ -80,8 +93,8 @@ class CurationModels:
 
         asr = None if settings.asr == NO_ASR else open_asr(settings.asr)
         check = open_asr(settings.check_asr) if settings.check_asr and settings.check_asr != settings.asr else asr
-        networks = analysis.load_models(analysis_settings(settings, threads))
-        return cls(analysis.voice_activity, asr, check, networks, str(pick_device(settings.device).type))
+        networks = load_models(analysis_settings(settings, threads))
+        return cls(voice_activity, asr, check, networks, str(pick_device(settings.device).type))
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +109,7 @@ class CurationModels:
         if self.asr is None:
             yield from (TimedTranscript() for _ in clips)
             return
-        for batch in analysis.batches(clips, self.asr.batch_size):
+        for batch in batches(clips, self.asr.batch_size):
             yield from self.asr.transcribe_words_batch(batch, sample_rate, [language] * len(batch))
 
     def check(self, clips: Iterable[tuple[Samples, str | None]], sample_rate: int) -> Iterator[str]:
@@ -110,13 +123,13 @@ class CurationModels:
             samples, languages = zip(*batch, strict=True)
             return [one.text for one in asr.transcribe_batch(samples, sample_rate, languages)]
 
-        yield from analysis.map_batches(transcribe, clips, asr.batch_size, lambda clip: len(clip[0]))
+        yield from map_batches(transcribe, clips, asr.batch_size, lambda clip: len(clip[0]))
 
     def find_speakers(self, samples: Samples, sample_rate: int) -> SpeakerActivity | None:
         """Speaker turns; None where there is no model for them."""
         if self.networks.segmentation is None or self.networks.speaker_encoder is None:
             return None
-        return analysis.speaker_turns(samples, sample_rate, self.networks)
+        return speaker_turns(samples, sample_rate, self.networks)
 
     def embed(self, samples: Samples, sample_rate: int) -> npt.NDArray[np.float32]:
         """Speaker embedding of the middle of a clip; empty without an encoder."""
@@ -127,20 +140,22 @@ class CurationModels:
         """The same of many clips."""
         if self.networks.speaker_encoder is None:
             return (np.empty(0, np.float32) for _ in clips)
-        return analysis.embed_speakers((_middle(clip, sample_rate) for clip in clips), sample_rate, self.networks)
+        return embed_speakers(
+            (_middle(clip, sample_rate) for clip in clips), sample_rate, self.networks.speaker_encoder
+        )
 
     def measure(self, samples: Samples, sample_rate: int) -> dict[str, float]:
-        return analysis.measure(samples, sample_rate, self.networks)
+        return measure(samples, sample_rate, self.networks)
 
     def music_share(self, samples: Samples, sample_rate: int) -> float:
         return self.networks.music.music_share(samples, sample_rate) if self.networks.music else math.nan
 
     def normalise_text(self, text: str, language: str) -> str:
         """As it is read aloud."""
-        return analysis.normalise_spoken_text(text, language) if text else ""
+        return normalise_spoken_text(text, language) if text else ""
 
     def fingerprint(self, samples: Samples, sample_rate: int) -> bytes:
-        return analysis.fingerprint(samples, sample_rate)
+        return fingerprint(samples, sample_rate)
 
 
 def _middle(samples: Samples, sample_rate: int) -> Samples:
@@ -150,14 +165,14 @@ def _middle(samples: Samples, sample_rate: int) -> Samples:
     return samples[first : first + size] if size else np.resize(samples, step)
 
 
-def analysis_settings(settings: ListenSettings, threads: int = 0) -> analysis.AnalysisSettings:
+def analysis_settings(settings: ListenSettings, threads: int = 0) -> AnalysisSettings:
     folder = Path(settings.models).expanduser() if settings.models else DEFAULT_FOLDER
-    return analysis.AnalysisSettings(folder=folder, device=str(pick_device(settings.device)), threads=threads)
+    return AnalysisSettings(folder=folder, device=str(pick_device(settings.device)), threads=threads)
 
 
 def missing_models(settings: ListenSettings) -> list[str]:
     """What cannot be done on this machine, why that matters, and what to type."""
-    missing = [one for one in analysis.capabilities(analysis_settings(settings)) if not one.available]
+    missing = [one for one in capabilities(analysis_settings(settings)) if not one.available]
     notes = [f"{one.name}: {one.what_is_lost} ({one.what_to_install})" for one in missing]
     if settings.asr == NO_ASR:
         notes.append("recogniser: without text no clip is kept (--asr base, or the folder of a Whisper)")

@@ -23,8 +23,8 @@ from myna.core.io import atomic_write, file_hash, fsync
 from myna.curate.settings import ListenSettings
 from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
 
-SAMPLE_RATE = 24_000
-SAMPLES_PER_MS = SAMPLE_RATE // 1000
+CURATION_RATE = 24_000
+SAMPLES_PER_MS = CURATION_RATE // 1000
 RECORDING_SUFFIXES = frozenset(
     (*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES, ".mpg", ".mpeg", ".ts", ".flv", ".mp2", ".ac3", ".w64", ".rf64")
 )
@@ -52,8 +52,8 @@ def as_samples(pcm: Pcm) -> Samples:
 
 def resample_pcm(pcm: Pcm, sample_rate: int) -> Samples:
     """16-bit PCM at 24 kHz as samples at another rate; a minute at a time, so that there is one copy of it."""
-    stream = soxr.ResampleStream(SAMPLE_RATE, sample_rate, 1, dtype="float32", quality="VHQ")
-    samples, filled, block = np.empty(len(pcm) * sample_rate // SAMPLE_RATE + 1, np.float32), 0, 60 * SAMPLE_RATE
+    stream = soxr.ResampleStream(CURATION_RATE, sample_rate, 1, dtype="float32", quality="VHQ")
+    samples, filled, block = np.empty(len(pcm) * sample_rate // CURATION_RATE + 1, np.float32), 0, 60 * CURATION_RATE
     for start in range(0, len(pcm) + 1, block):
         piece = stream.resample_chunk(as_samples(pcm[start : start + block]), last=start + block > len(pcm))
         piece = piece[: len(samples) - filled]
@@ -168,7 +168,7 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
         weights = _channel_weights(path)
         with stream_audio(path) as (info, blocks):
             missing_seconds = info.seconds
-            resampler = soxr.ResampleStream(info.sample_rate, SAMPLE_RATE, 1, dtype="float32", quality="VHQ")
+            resampler = soxr.ResampleStream(info.sample_rate, CURATION_RATE, 1, dtype="float32", quality="VHQ")
             for second in _whole_seconds(blocks, info.sample_rate):
                 missing_seconds -= len(second) / info.sample_rate
                 writer.add(resampler.resample_chunk(second @ weights), _clipped_share(second))
@@ -234,7 +234,7 @@ class _PartWriter:
 
     def __init__(self, folder: Path, file_hash: str, settings: ListenSettings, find_speech: FindSpeech) -> None:
         self._folder, self._file_hash, self._find_speech = folder, file_hash, find_speech
-        self._longest = round(settings.part_minutes * 60 * SAMPLE_RATE)
+        self._longest = round(settings.part_minutes * 60 * CURATION_RATE)
         self._pause = settings.part_pause
         self._pending: Pcm = np.empty(0, "<i2")
         """The first `_filled` samples of it are of the part that is being collected."""
@@ -271,7 +271,7 @@ class _PartWriter:
         """The middle of the longest pause near the end; without one long enough, the end."""
         from_sample = round(len(pcm) * (1 - PART_SEARCH_SHARE))
         speech = self._find_speech(as_samples(pcm[from_sample:]))
-        length = (len(pcm) - from_sample) / SAMPLE_RATE
+        length = (len(pcm) - from_sample) / CURATION_RATE
         edges = [0.0, *(time for span in speech for time in span), length]
         start, end = max(zip(edges[::2], edges[1::2], strict=True), key=lambda gap: gap[1] - gap[0])
         if end - start < self._pause:
@@ -282,7 +282,7 @@ class _PartWriter:
         start, end = self._start_ms, self._start_ms + len(pcm) // SAMPLES_PER_MS
         name = f"{PARTS_FOLDER}/{self._file_hash}-{start}.flac"
         with atomic_write(self._folder / name) as temporary:
-            soundfile.write(temporary, pcm, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+            soundfile.write(temporary, pcm, CURATION_RATE, format="FLAC", subtype="PCM_16")
             fsync(temporary)
         clipped = {str(second): share for second, share in self._clipped.items() if start <= 1000 * second < end}
         self._parts.append(PartAudio(start, end, hashlib.sha256(pcm.data).hexdigest(), name, clipped))

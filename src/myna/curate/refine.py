@@ -17,6 +17,7 @@ import pyarrow as pa
 import soundfile
 
 from myna.audio.files import Samples
+from myna.audio.mono import LISTENING_RATE
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.system_memory import release_free_memory
 from myna.curate.cutting import (
@@ -30,7 +31,7 @@ from myna.curate.cutting import (
     merge_speech,
 )
 from myna.curate.models import CurationModels, SpeakerActivity
-from myna.curate.recordings import SAMPLE_RATE, SAMPLES_PER_MS, Pcm, as_samples, resample_pcm
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, Pcm, as_samples, resample_pcm
 from myna.curate.settings import CurateSettings
 from myna.curate.text_measures import measure_text
 from myna.data.segments import SCHEMA, empty_row
@@ -44,8 +45,6 @@ MAX_EDGE_GAP_MS = 500
 """Of the silence beside a clip that its speech is compared with."""
 MIN_MEASURED_GAP_MS = 1000
 """Gaps from this length on are listened to for music."""
-WHOLE_PART_RATE = 16_000
-"""Hertz that voice activity and speaker turns are found at."""
 UNKNOWN_SPEAKER = ""
 MIN_VOICE_MS = 1000
 """Of a stretch whose voice may overrule the speaker turns."""
@@ -91,13 +90,13 @@ def refine(part: Part, pcm: Pcm, models: CurationModels, settings: CurateSetting
     length = part.end_ms - part.start_ms
     speech, speakers = _find_speech(pcm, length, models, settings)
     chunks = _transcribe(pcm, speech, models, settings.listen.language)
-    voices = list(models.embed_all((_cut(pcm, *span) for span in speech), SAMPLE_RATE))
+    voices = list(models.embed_all((_cut(pcm, *span) for span in speech), CURATION_RATE))
     stretches = _stretches(speech, chunks, voices, speakers)
     clips = cut_clips(stretches, length, settings.cut)
     sources = [_source(clip, chunks) for clip in clips]
     languages = (source[0].language or None for source in sources)
     audio = (_cut(pcm, clip.start_ms, clip.end_ms) for clip in clips)
-    checks = models.check(zip(audio, languages, strict=True), SAMPLE_RATE)
+    checks = models.check(zip(audio, languages, strict=True), CURATION_RATE)
     rows = [
         _clip_row(part, _cut(pcm, clip.start_ms, clip.end_ms), clip, source, check, models, speakers)
         for clip, source, check in zip(clips, sources, checks, strict=True)
@@ -116,11 +115,11 @@ def _find_speech(
     pcm: Pcm, length_ms: int, models: CurationModels, settings: CurateSettings
 ) -> tuple[list[SpanMs], SpeakerActivity | None]:
     """What goes over all of a part at once, at the rate of its models: nothing else needs all samples as floats."""
-    wave = resample_pcm(pcm, WHOLE_PART_RATE)
-    spans = models.find_speech(wave, WHOLE_PART_RATE)
+    wave = resample_pcm(pcm, LISTENING_RATE)
+    spans = models.find_speech(wave, LISTENING_RATE)
     found = [(round(1000 * start), round(1000 * end)) for start, end in spans]
     speech = merge_speech(found, length_ms, round(1000 * settings.cut.min_gap))
-    speakers = models.find_speakers(wave, WHOLE_PART_RATE)
+    speakers = models.find_speakers(wave, LISTENING_RATE)
     del wave
     release_free_memory()
     return speech, speakers
@@ -149,7 +148,7 @@ def _transcribe(pcm: Pcm, speech: list[SpanMs], models: CurationModels, language
         behind = speech[after][0] if after < len(speech) else len(pcm) // SAMPLES_PER_MS
         start = max(before, speech[first][0] - CHUNK_PAD_MS)
         spans.append((start, min(behind, speech[after - 1][1] + CHUNK_PAD_MS)))
-    transcripts = models.transcribe((_cut(pcm, *span) for span in spans), SAMPLE_RATE, language or None)
+    transcripts = models.transcribe((_cut(pcm, *span) for span in spans), CURATION_RATE, language or None)
     chunks = [_Chunk(*span, *one, text) for span, one, text in zip(spans, ranges, transcripts, strict=True)]
     release_free_memory()
     return chunks
@@ -231,7 +230,7 @@ def _clip_row(
 ) -> dict[str, Any]:
     language = sources[0].language
     overlap = speakers.overlap_share(clip.start_ms / 1000, clip.end_ms / 1000) if speakers is not None else math.nan
-    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | models.measure(audio, SAMPLE_RATE)
+    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | models.measure(audio, CURATION_RATE)
     release_free_memory()  # after each clip: 10 ms, and 100 MB and more that would stay fragmented
     row |= {
         "local_speaker": clip.stretches[0].speaker,
@@ -247,9 +246,9 @@ def _clip_row(
         "clipped_share": _clipped(part, clip.start_ms, clip.end_ms),
         "start_gap_ms": clip.start_gap_ms,
         "end_gap_ms": clip.end_gap_ms,
-        "fingerprint": models.fingerprint(audio, SAMPLE_RATE),
+        "fingerprint": models.fingerprint(audio, CURATION_RATE),
     }
-    return row | measure_text(clip.text, check_text, language, len(audio) / SAMPLE_RATE)
+    return row | measure_text(clip.text, check_text, language, len(audio) / CURATION_RATE)
 
 
 def _segment(part: Part, start_ms: int, end_ms: int, kind: str) -> dict[str, Any]:
@@ -280,8 +279,8 @@ def _gap_snr_db(pcm: Pcm, clip: CutClip) -> float:
     start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
     before = _cut(pcm, start - min(clip.start_gap_ms, MAX_EDGE_GAP_MS), start)
     behind = _cut(pcm, end, end + min(clip.end_gap_ms, MAX_EDGE_GAP_MS))
-    floor = max(noise_floor_db(before, SAMPLE_RATE), noise_floor_db(behind, SAMPLE_RATE))
-    return speech_level_db(_cut(pcm, start, end), SAMPLE_RATE) - floor
+    floor = max(noise_floor_db(before, CURATION_RATE), noise_floor_db(behind, CURATION_RATE))
+    return speech_level_db(_cut(pcm, start, end), CURATION_RATE) - floor
 
 
 def _compare_ends(rows: list[dict[str, Any]], pcm: Pcm, part: Part, models: CurationModels) -> None:
@@ -299,7 +298,7 @@ def _compare_ends(rows: list[dict[str, Any]], pcm: Pcm, part: Part, models: Cura
             end = row["end_ms"] - part.start_ms
             pieces.append((row, "start", (start, min(end, start + EDGE_MS)), centroid))
             pieces.append((row, "end", (max(start, end - EDGE_MS), end), centroid))
-    embeddings = models.embed_all((_cut(pcm, *span) for _, _, span, _ in pieces), SAMPLE_RATE)
+    embeddings = models.embed_all((_cut(pcm, *span) for _, _, span, _ in pieces), CURATION_RATE)
     for (row, edge, _, centroid), embedding in zip(pieces, embeddings, strict=True):
         row[f"{edge}_speaker_similarity"] = cosine(embedding, centroid)
 
@@ -320,6 +319,6 @@ def _gap_row(part: Part, pcm: Pcm, gap: SpanMs, models: CurationModels) -> dict[
     start, end = gap
     row = _segment(part, start, end, "gap")
     if end - start >= MIN_MEASURED_GAP_MS:
-        row["music_share"] = models.music_share(_cut(pcm, start, end), SAMPLE_RATE)
+        row["music_share"] = models.music_share(_cut(pcm, start, end), CURATION_RATE)
         release_free_memory()
     return row

@@ -13,8 +13,8 @@ from rapidfuzz.distance import Levenshtein
 from myna.core.errors import DataError
 from myna.curate.table import set_columns
 from myna.curate.text_measures import TEXT_MEASURES, measure_text
-from myna.listen import analysis
 from myna.text.normalization import UNSPACED, alphanumeric, base_language, normalise_text
+from myna.text.spoken_forms import normalise_spoken_text
 
 TIMING_LINE = re.compile(r"^[\d:.,\s]+-->.*$")
 MARKUP = re.compile(r"<[^>]*>|\{\\[^}]*\}")
@@ -129,5 +129,5 @@ def apply_scripts(table: pa.Table, scripts: Mapping[str, str]) -> pa.Table:
                     changed[column][row] = value
                 changed["text"][row] = text
                 changed["text_source"][row] = "script"
-                changed["normalised_text"][row] = analysis.normalise_spoken_text(text, languages[row])
+                changed["normalised_text"][row] = normalise_spoken_text(text, languages[row])
     return set_columns(table, changed)

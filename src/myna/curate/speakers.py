@@ -12,12 +12,11 @@ import pyarrow as pa
 
 from myna.audio.files import read_audio
 from myna.curate.models import CurationModels
-from myna.curate.recordings import SAMPLE_RATE
+from myna.curate.recordings import CURATION_RATE
 from myna.curate.refine import cosine
 from myna.curate.settings import LoudnessSettings, SpeakerSettings
 from myna.curate.table import set_columns
-from myna.listen import analysis
-from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds
+from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds, link_speakers
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -25,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 def enrolment_embeddings(enrolment: Sequence[str], models: CurationModels) -> dict[str, FloatArray]:
     """Embeddings of recordings given as FILE or NAME=FILE, by name."""
     named = (one.partition("=")[::2] if "=" in one else (Path(one).stem, one) for one in enrolment)
-    return {name: models.embed(read_audio(Path(path)), SAMPLE_RATE) for name, path in named}
+    return {name: models.embed(read_audio(Path(path)), CURATION_RATE) for name, path in named}
 
 
 def link_table_speakers(
@@ -49,7 +48,7 @@ def link_table_speakers(
     # What nobody's turn covers founds no speaker, and joins the nearest.
     weights = np.array([seconds[rows].sum() if named else 0.0 for named, rows in groups])
     names = list(enrolled or {})
-    [labels] = analysis.link_speakers(
+    [labels] = link_speakers(
         [(means, weights if weights.any() else np.array([seconds[rows].sum() for _, rows in groups]))],
         speakers=settings.number,
         threshold=settings.threshold if settings.threshold is not None else LINKED_SPEAKER_COSINE,

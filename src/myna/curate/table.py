@@ -103,14 +103,6 @@ def write_segments(folder: Path, table: pa.Table) -> None:
         fsync(temporary)
 
 
-def read_segments(folder: Path) -> pa.Table:
-    """The table of a curated folder."""
-    path = folder / TABLE_FILE
-    if not path.is_file():
-        raise DataError(f"{folder} is no curated folder: it has no {TABLE_FILE}", hint="myna curate SOURCE --out DIR")
-    return pq.read_table(path)
-
-
 def set_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
     """The table with these columns replaced."""
     for name, values in columns.items():

@@ -18,7 +18,7 @@ from myna.core.io import atomic_write, fsync
 from myna.core.pools import absolute_folder
 from myna.core.system_memory import memory_limit
 from myna.curate.models import CurationModels, analysis_settings
-from myna.curate.recordings import PARTS_FOLDER, SAMPLE_RATE, DecodedRecording, decode_recording
+from myna.curate.recordings import CURATION_RATE, PARTS_FOLDER, DecodedRecording, decode_recording
 from myna.curate.refine import Part, refine
 from myna.curate.settings import CurateSettings, ListenSettings
 
@@ -89,7 +89,7 @@ class CurationWorker:
     def decode(self, path: Path) -> DecodedRecording:
         listen = self._context.settings.listen
         find = self.models.find_speech
-        return decode_recording(path, self._context.folder, listen, lambda samples: find(samples, SAMPLE_RATE))
+        return decode_recording(path, self._context.folder, listen, lambda samples: find(samples, CURATION_RATE))
 
     def refine(self, part: Part) -> str:
         """Refine and commit a part; returns its id."""

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.audio.mono import as_mono_16khz
-from myna.listen.pretrained import SAMPLE_RATE
+from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 
 ACOUSTICS_REVISION = "1"
 """Changes whenever the same clip would measure otherwise: earlier measures are then computed again."""
-HOP = SAMPLE_RATE // 100
+HOP = LISTENING_RATE // 100
 """Samples between two frames: ten milliseconds."""
 BELOW_PEAK_DB, SILENCE_DB = 40.0, -60.0
 """A frame is silent this far below the loud frames, and in any case below this level."""
@@ -51,20 +50,20 @@ class AcousticMeasures:
 
 def measure_acoustics(samples: Samples, sample_rate: int) -> AcousticMeasures:
     clip = as_mono_16khz(samples, sample_rate)
-    seconds, active = len(clip) / SAMPLE_RATE, active_frames(clip)
+    seconds, active = len(clip) / LISTENING_RATE, active_frames(clip)
     if not active.any():
         return AcousticMeasures(seconds, seconds, 0.0, 0.0, 0.0, 0.0, math.nan, math.nan)
     first, last = int(np.argmax(active)), len(active) - int(np.argmax(active[::-1]))
-    speech_seconds = (last - first) * HOP / SAMPLE_RATE
+    speech_seconds = (last - first) * HOP / LISTENING_RATE
     pitch = pitch_track(clip)
     voiced = pitch[active & (pitch > 0)]
     low, median, high = np.percentile(voiced, [10, 50, 90]) if len(voiced) else (math.nan,) * 3
     return AcousticMeasures(
         seconds=seconds,
-        leading_silence=first * HOP / SAMPLE_RATE,
-        trailing_silence=max(0.0, seconds - last * HOP / SAMPLE_RATE),
+        leading_silence=first * HOP / LISTENING_RATE,
+        trailing_silence=max(0.0, seconds - last * HOP / LISTENING_RATE),
         speech_seconds=speech_seconds,
-        pause_share=_pause_frames(active[first:last]) * HOP / SAMPLE_RATE / speech_seconds,
+        pause_share=_pause_frames(active[first:last]) * HOP / LISTENING_RATE / speech_seconds,
         voiced_share=len(voiced) / int(active.sum()),
         pitch=float(median),
         pitch_range=12 * math.log2(high / low) if len(voiced) else math.nan,
@@ -84,7 +83,7 @@ def _pause_frames(active: npt.NDArray[np.bool_]) -> int:
     """Frames that lie in pauses."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (~active).astype(np.int8), [0]])))
     lengths = edges[1::2] - edges[::2]
-    return int(lengths[lengths >= MIN_PAUSE_SECONDS * SAMPLE_RATE / HOP].sum())
+    return int(lengths[lengths >= MIN_PAUSE_SECONDS * LISTENING_RATE / HOP].sum())
 
 
 def pitch_track(clip: Samples) -> Array:
@@ -92,19 +91,19 @@ def pitch_track(clip: Samples) -> Array:
 
     librosa.pyin takes 30 times as long: docs/decisions/0020-own-pitch-tracker.md.
     """
-    size, window = SAMPLE_RATE // 20, np.hanning(SAMPLE_RATE // 20)
+    size, window = LISTENING_RATE // 20, np.hanning(LISTENING_RATE // 20)
     padded = np.pad(clip.astype(np.float64), (size // 2, size))
     starts = np.arange(len(clip) // HOP) * HOP
     frames = padded[starts[:, None] + np.arange(size)]
     frames = (frames - frames.mean(axis=1, keepdims=True)) * window
-    lags = np.arange(int(SAMPLE_RATE / MAX_PITCH_HZ), int(SAMPLE_RATE / MIN_PITCH_HZ) + 1)
+    lags = np.arange(int(LISTENING_RATE / MAX_PITCH_HZ), int(LISTENING_RATE / MIN_PITCH_HZ) + 1)
     correlation = _autocorrelation(frames)[:, : lags[-1] + 2] / _autocorrelation(window[None])[0, : lags[-1] + 2]
     at_lags = correlation[:, lags]
     peaks = (at_lags >= correlation[:, lags - 1]) & (at_lags >= correlation[:, lags + 1])
     best = np.where(peaks, at_lags, 0.0).max(axis=1, initial=0.0)
     # Multiples of the period correlate nearly as well, and the pitch is the shortest of them.
     shortest = np.argmax(peaks & (at_lags >= 0.9 * best[:, None]), axis=1)
-    return np.where(best >= MIN_VOICED_CORRELATION, SAMPLE_RATE / lags[shortest], 0.0)
+    return np.where(best >= MIN_VOICED_CORRELATION, LISTENING_RATE / lags[shortest], 0.0)
 
 
 def _autocorrelation(frames: Array) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from myna.audio.files import Samples, read_audio, write_audio
+from myna.audio.mono import LISTENING_RATE
 from myna.core.errors import ConfigError
 from myna.core.io import bytes_hash, safe_file_name
 from myna.core.progress import ProgressCallback, silent
@@ -29,7 +30,6 @@ from myna.evaluate.results import (
 from myna.evaluate.scorers import SCORING_WORKERS, Scorers
 from myna.evaluate.scoring import ItemScores, SpeakerEmbeddings, score_item
 from myna.evaluate.systems import System, SystemOutput
-from myna.listen.pretrained import SAMPLE_RATE
 
 ITEMS_PER_SAVE = 32
 """Items that are spoken or scored between two writes of the results."""
@@ -207,5 +207,5 @@ def generation_key(system: System, item: EvalItem) -> str:
     return bytes_hash(repr((system.key(item), item.key, item.speaker, item.language)).encode())
 
 
-def load_audio(row: ItemScores, out: Path, sample_rate: int = SAMPLE_RATE) -> Samples:
+def load_audio(row: ItemScores, out: Path, sample_rate: int = LISTENING_RATE) -> Samples:
     return read_audio(out / row.audio, sample_rate=sample_rate) if row.audio else np.zeros(0, np.float32)

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, read_audio
+from myna.audio.mono import LISTENING_RATE
 from myna.core.progress import ProgressCallback
 from myna.data.utterance import Span, Utterance
 from myna.evaluate.acoustics import ACOUSTICS_REVISION, HOP, active_frames, copy_similarity, measure_acoustics
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
 from myna.evaluate.scorers import Scorers
 from myna.listen.asr import Transcript
-from myna.listen.pretrained import SAMPLE_RATE
 from myna.listen.speaker_encoders import SpeakerEmbedding, SpeakerEncoder, cosine_similarity, speaker_rank
 from myna.text.normalization import base_language, letters, words
 from myna.text.wer import character_errors, word_errors
@@ -124,7 +124,7 @@ class SpeakerEmbeddings:
     def of_clip(self, clip: Utterance) -> SpeakerEmbedding:
         key = recording_key(clip)
         if key not in self._embeddings:
-            self._embeddings[key] = self.encoder.embed(load_clip(clip, SAMPLE_RATE), SAMPLE_RATE)
+            self._embeddings[key] = self.encoder.embed(load_clip(clip, LISTENING_RATE), LISTENING_RATE)
         return self._embeddings[key]
 
     def embed_all(self, progress: ProgressCallback) -> None:
@@ -151,13 +151,13 @@ class SpeakerEmbeddings:
 @functools.lru_cache(maxsize=65_536)
 def _speech_seconds(audio: Path, span: Span | None) -> float:
     """From the first active frame of a recording to the last."""
-    active = active_frames(read_audio(audio, sample_rate=SAMPLE_RATE, span=(span.start, span.end) if span else None))
-    return float(np.ptp(np.flatnonzero(active)) + 1) * HOP / SAMPLE_RATE if active.any() else 0.0
+    active = active_frames(read_audio(audio, sample_rate=LISTENING_RATE, span=(span.start, span.end) if span else None))
+    return float(np.ptp(np.flatnonzero(active)) + 1) * HOP / LISTENING_RATE if active.any() else 0.0
 
 
 def score_acoustics(row: ItemScores, item: EvalItem, samples: Samples) -> None:
     """Fill in what needs no model, from audio at 16 kHz."""
-    measures = measure_acoustics(samples, SAMPLE_RATE)
+    measures = measure_acoustics(samples, LISTENING_RATE)
     for name, value in asdict(measures).items():
         setattr(row, name, None if math.isnan(value) else value)
     characters = len(letters(item.text, item.language))
@@ -170,7 +170,7 @@ def score_acoustics(row: ItemScores, item: EvalItem, samples: Samples) -> None:
     row.silent = measures.is_silent and not row.ended_early
     row.copy_similarity = None
     if len(item.references) == 1:
-        row.copy_similarity = copy_similarity(samples, load_clip(item.references[0], SAMPLE_RATE), SAMPLE_RATE)
+        row.copy_similarity = copy_similarity(samples, load_clip(item.references[0], LISTENING_RATE), LISTENING_RATE)
     row.acoustics_revision = ACOUSTICS_REVISION
 
 
@@ -189,16 +189,16 @@ def score_item(
         transcript = Transcript("", looped=False)
         # Whisper hallucinates on a click, as it does on silence.
         if (row.speech_seconds or 0.0) >= MIN_TRANSCRIBED_SECONDS:
-            transcript = scorers.asr.transcribe(samples, SAMPLE_RATE, base_language(item.language) or None)
+            transcript = scorers.asr.transcribe(samples, LISTENING_RATE, base_language(item.language) or None)
         _score_transcript(row, item, transcript)
         row.asr_model = models["asr"]
     if scorers.speaker_encoder is not None and speakers and row.speaker_encoder_model != models["speaker_encoder"]:
-        _score_speaker(row, item, scorers.speaker_encoder.embed(samples, SAMPLE_RATE), speakers)
+        _score_speaker(row, item, scorers.speaker_encoder.embed(samples, LISTENING_RATE), speakers)
         row.speaker_encoder_model = models["speaker_encoder"]
     for name, predictor in (("distillmos", scorers.distillmos), ("dnsmos", scorers.dnsmos)):
         if predictor is not None and getattr(row, f"{name}_model") != models[name]:
             # Silence is not speech of some quality: it counts as silent or ended early instead.
-            setattr(row, name, predictor.score(samples, SAMPLE_RATE) if row.speech_seconds else None)
+            setattr(row, name, predictor.score(samples, LISTENING_RATE) if row.speech_seconds else None)
             setattr(row, f"{name}_model", models[name])
 
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from myna.audio.files import Samples
-from myna.audio.mono import as_mono_16khz, is_silent
+from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
+from myna.core.compat import set_beam_reordering
 from myna.core.device import pick_device
 from myna.core.errors import ModelError
+from myna.core.optional import import_optional
 from myna.core.system_memory import is_out_of_memory
-from myna.listen.asr_faster_whisper import ASR_HINT, WEIGHTS_FILE, FasterWhisper, download_faster_whisper
-from myna.listen.asr_transformers import TransformersWhisper
-from myna.listen.asr_windows import DecodedClip
-from myna.listen.pretrained import HUB_FILES, download_snapshot
-from myna.models.files import read_json
+from myna.listen.torch_whisper import open_torch_whisper
+from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
+from myna.listen.whisper_windows import BEAMS, DecodedClip, decode_clips
+from myna.models.files import format_names, read_json
 
 TRANSFORMERS_PREFIX = "transformers:"
 """Before a name or a folder: use transformers even where faster-whisper could open it."""
@@ -190,3 +198,170 @@ def is_loop(text: str) -> bool:
                 return True
     encoded = text.strip().encode()
     return len(encoded) > MAX_COMPRESSION_RATIO * len(zlib.compress(encoded))
+
+
+INSTALL = 'pip install "myna[evaluate]"'
+WEIGHTS_FILE = "model.bin"
+GPU_BATCH_CLIPS = 32
+REQUIRED_FILES = (WEIGHTS_FILE, "tokenizer.json", "config.json")
+"""Without them faster-whisper would look for a network, or fail deep inside."""
+ASR_HINT = (
+    "name a folder that holds a Whisper of CTranslate2 (model.bin, tokenizer.json, config.json) or of transformers "
+    "(config.json, model.safetensors), or base with network"
+)
+
+
+class FasterWhisper:
+    def __init__(self, model: Any, name: str, note: str = "") -> None:
+        self._model, self.name, self.note = model, name, note
+
+    @classmethod
+    def open(cls, folder: Path, name: str, device: str, workers: int, threads: int = 0) -> FasterWhisper:
+        """The CPU cores are divided among the `workers` threads that transcribe concurrently."""
+        faster_whisper = import_optional("faster_whisper", INSTALL)
+        if missing := [file for file in REQUIRED_FILES if not (folder / file).is_file()]:
+            raise ModelError(f"{folder} has no {', '.join(missing)}", hint=ASR_HINT)
+        target = pick_device(device)
+        note = "faster-whisper runs on the CPU, for it knows no Apple GPUs" if target.type == "mps" else ""
+        on_gpu = target.type == "cuda"
+
+        def load(on_gpu: bool) -> Any:
+            return faster_whisper.WhisperModel(
+                str(folder),
+                device="cuda" if on_gpu else "cpu",
+                device_index=target.index or 0,
+                compute_type="float16" if on_gpu else "int8",
+                cpu_threads=threads or max(1, min(4, os.cpu_count() or 1) // workers),
+                num_workers=workers,
+            )
+
+        try:
+            model = load(on_gpu)
+            if on_gpu:
+                # Libraries of CUDA that are missing are only missed by the first clip.
+                list(model.transcribe(np.zeros(LISTENING_RATE, np.float32), language="en")[0])
+        except (RuntimeError, ValueError) as error:
+            if not on_gpu or device != "auto":
+                raise ModelError(
+                    f"{name} cannot be opened on {target}: {error}",
+                    hint="--device cpu; or have transformers run it, --asr transformers:NAME; or give a Whisper "
+                    "converted with ct2-transformers-converter",
+                ) from error
+            note = f"faster-whisper runs on the CPU, since it does not on {target}: {error}"
+            on_gpu, model = False, load(False)
+        size = (folder / WEIGHTS_FILE).stat().st_size
+        # Other numbers may give another transcript.
+        numbers = " float16" if on_gpu else ""
+        return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{numbers}", note)
+
+    @property
+    def batch_size(self) -> int:
+        """Clips that are best given at once. On a CPU two windows take twice the time of one."""
+        return GPU_BATCH_CLIPS if self._model.model.device == "cuda" else 1
+
+    def transcribe(self, clip: Samples, language: str | None) -> str:
+        segments, _ = self._model.transcribe(
+            clip,
+            language=language,
+            beam_size=BEAMS,
+            temperature=0.0,
+            condition_on_previous_text=False,
+            word_timestamps=False,
+        )
+        return " ".join(segment.text.strip() for segment in segments)
+
+    def decode(self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool) -> list[DecodedClip]:
+        short = not words and self._model.model.device == "cpu"
+        return decode_clips(self._model, clips, languages, word_times=words, short_windows=short)
+
+
+def download_faster_whisper(name: str) -> Path:
+    """The folder of a Whisper by faster-whisper's short name for it: base, large-v3."""
+    faster_whisper = import_optional("faster_whisper", INSTALL)
+    try:
+        return Path(faster_whisper.download_model(name))
+    except Exception as error:
+        raise ModelError(f"no ASR model {name} here, and it cannot be downloaded: {error}", hint=ASR_HINT) from error
+
+
+GENERATION_CONFIG, TOKENIZERS = "generation_config.json", ("tokenizer.json", "vocab.json")
+
+
+class TransformersWhisper:
+    """One clip at a time, in fp32 unless float16 is asked for; many clips by faster-whisper's procedure."""
+
+    note = ""
+
+    def __init__(self, model: Any, features: Any, tokenizer: Any, name: str) -> None:
+        self._model, self._features, self._tokenizer, self.name = model, features, tokenizer, name
+
+    @classmethod
+    def open(cls, folder: Path, name: str, device: str, *, float16: bool = False) -> TransformersWhisper:
+        from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
+
+        kind = read_json(folder / "config.json").get("model_type")
+        if kind != "whisper":
+            raise ModelError(f"{folder} holds a model of the kind {kind}", hint="give the folder of a Whisper")
+        # transformers would make an empty tokenizer instead, and transcribe nothing.
+        if not any((folder / file).is_file() for file in TOKENIZERS):
+            raise ModelError(f"{folder} has no {' or '.join(TOKENIZERS)}", hint="copy the Whisper's tokenizer into it")
+        if not (folder / GENERATION_CONFIG).is_file():
+            raise ModelError(
+                f"{folder} has no {GENERATION_CONFIG}, which says how languages are asked for",
+                hint="copy the one of the Whisper that it was tuned from into the folder",
+            )
+        model, features, tokenizer, weights = load_pretrained(
+            folder,
+            name,
+            (WhisperForConditionalGeneration, WhisperFeatureExtractor, WhisperTokenizer),
+            device=device,
+            hint="the folder needs config.json, generation_config.json, preprocessor_config.json, tokenizer files "
+            "and model.safetensors, as `save_pretrained` of model and processor leave them",
+        )
+        set_beam_reordering(model, _reorder_self_attention)
+        label = f"transformers {version('transformers')} {Path(name).name} {weights}"
+        if float16 and device.startswith("cuda"):
+            model, label = model.half(), f"{label} float16"
+        return cls(model, features, tokenizer, label)
+
+    @property
+    def batch_size(self) -> int:
+        """Clips that are best given at once."""
+        return GPU_BATCH_CLIPS if self._model.device.type == "cuda" else 1
+
+    @cached_property
+    def _whisper(self) -> Any:
+        return open_torch_whisper(self._model, self._tokenizer.backend_tokenizer, self._features.feature_size)
+
+    def decode(self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool) -> list[DecodedClip]:
+        return decode_clips(self._whisper, clips, languages, word_times=words)
+
+    @torch.inference_mode()
+    def transcribe(self, clip: Samples, language: str | None) -> str:
+        config = self._model.generation_config
+        options: dict[str, Any] = {}
+        if getattr(config, "is_multilingual", True):
+            languages = getattr(config, "lang_to_id", None) or {}
+            if language is not None and f"<|{language}|>" not in languages:
+                supported = format_names(sorted(token.strip("<|>") for token in languages)) or "none"
+                raise ModelError(
+                    f"this Whisper does not know the language {language}, but {supported}",
+                    hint="name the language of the sentences as Whisper does (--language en), or use another --asr",
+                )
+            options = {"language": language, "task": "transcribe"}
+        if len(clip) > self._features.n_samples:
+            # Longer than one window: the next window begins where the last full sentence of the one before ended.
+            options |= {"return_timestamps": True, "condition_on_prev_tokens": False}
+        inputs = self._features(
+            clip, sampling_rate=LISTENING_RATE, return_tensors="pt", return_attention_mask=True, truncation=False
+        ).to(self._model.device)
+        inputs["input_features"] = inputs["input_features"].to(self._model.dtype)
+        tokens = self._model.generate(**inputs, num_beams=5, do_sample=False, **options)
+        return str(self._tokenizer.decode(tokens[0], skip_special_tokens=True)).strip()
+
+
+def _reorder_self_attention(cache: Any, beams: torch.Tensor) -> Any:
+    """The cache with its beams in their new order. Cross-attention is of one clip and the same for all beams: copying
+    it at every token would take longer than everything else."""
+    cache.self_attention_cache.reorder_cache(beams)
+    return cache

@@ -1,31 +1,127 @@
-"""Speaker diarization: local speakers of 10 s windows, clustered by their embeddings; overlapped speech has two labels.
+"""Speaker segmentation of 10 s windows: pyannote's segmentation-3.0 (PyanNet: SincNet, LSTM, linear) in plain torch.
 
-Listening (`find_local_speakers`) and clustering (`label_speakers`) are apart: another threshold, number of speakers or
-enrolment needs no audio. Speakers of several parts or recordings are matched by `link_speakers`.
+Module names are those of the published checkpoint; its sinc filters are weights of a plain convolution here
+(tools/fetch_curation_models.py). Each frame has one class of the powerset of three speakers, of whom two may overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from myna.audio.files import Samples
-from myna.audio.mono import as_mono_16khz
+from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.core.optional import import_optional
-from myna.listen.measures import embed_speakers
-from myna.listen.models import INSTALL, AnalysisModels, require
-from myna.listen.segmentation import (
-    FRAME_SECONDS,
-    FRAME_STEP_SAMPLES,
-    POWERSET,
-    SAMPLE_RATE,
-    WINDOW_SECONDS,
-    frame_times,
-)
+from myna.listen.models import AnalysisModels, require
+from myna.listen.speaker_encoders import embed_speakers
+from myna.listen.weights import INSTALL, remake_hint
+from myna.models.files import load_network
+
+WINDOW_SECONDS = 10.0
+FRAME_SAMPLES, FRAME_STEP_SAMPLES = 991, 270
+"""Of the receptive field of a frame, and from one to the next."""
+FRAME_SECONDS = FRAME_STEP_SAMPLES / LISTENING_RATE
+LOCAL_SPEAKERS, MAX_SIMULTANEOUS = 3, 2
+BATCH_WINDOWS, GPU_BATCH_WINDOWS = 8, 64
+"""Of windows at once: a CPU gains nothing from more, which take 100 MB for each eight."""
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def powerset(speakers: int, max_simultaneous: int) -> FloatArray:
+    """Speakers active in each class (classes x speakers): nobody, one, two, ... in the order of `combinations`."""
+    sets = [one for size in range(max_simultaneous + 1) for one in combinations(range(speakers), size)]
+    return np.array([[speaker in one for speaker in range(speakers)] for one in sets], np.float32)
+
+
+POWERSET = powerset(LOCAL_SPEAKERS, MAX_SIMULTANEOUS)
+
+
+def frame_times(frames: int) -> npt.NDArray[np.float64]:
+    """Seconds of the centre of each frame."""
+    return (np.arange(frames) * FRAME_STEP_SAMPLES + FRAME_SAMPLES / 2) / LISTENING_RATE
+
+
+class SegmentationNetwork(nn.Module):
+    """Mono windows at 16 kHz (batch, samples) -> log probabilities of the powerset classes (batch, frames, 7)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sincnet = _SincNet()
+        self.lstm = nn.LSTM(60, 128, num_layers=4, bidirectional=True, batch_first=True)
+        self.linear = nn.ModuleList([nn.Linear(256, 128), nn.Linear(128, 128)])
+        self.classifier = nn.Linear(128, len(POWERSET))
+
+    @classmethod
+    def open(cls, file: Path, device: str = "cpu") -> SegmentationNetwork:
+        return load_network(cls(), file, device, hint=remake_hint(file))
+
+    def forward(self, waves: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.sincnet(waves[:, None]).transpose(1, 2))
+        for layer in self.linear:
+            x = F.leaky_relu(layer(x))
+        return F.log_softmax(self.classifier(x), -1)
+
+    @torch.inference_mode()
+    def segment(self, samples: Samples, step_seconds: float) -> FloatArray:
+        """Class probabilities of windows that begin every `step_seconds` (windows x frames x classes); mono, 16 kHz.
+
+        The last window is filled up with silence.
+        """
+        size, step = round(WINDOW_SECONDS * LISTENING_RATE), round(step_seconds * LISTENING_RATE)
+        count = 1 + max(0, -(-(len(samples) - size) // step))
+        device = self.classifier.weight.device
+        batch_size = BATCH_WINDOWS if device.type == "cpu" else GPU_BATCH_WINDOWS
+        parts = []
+        with one_thread():
+            for first in range(0, count, batch_size):
+                batch = np.zeros((min(batch_size, count - first), size), np.float32)
+                for row, window in enumerate(batch, first):
+                    audio = samples[row * step : row * step + size]
+                    window[: len(audio)] = audio
+                parts.append(self(torch.from_numpy(batch).to(device)).exp().cpu().numpy())
+        return np.concatenate(parts)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch: steps of an LSTM are too short to share. On two busy cores, two threads took three times as
+    long as one, and more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _SincNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wav_norm1d = nn.InstanceNorm1d(1, affine=True)
+        self.conv1d = nn.ModuleList(
+            [nn.Conv1d(1, 80, 251, stride=10, bias=False), nn.Conv1d(80, 60, 5), nn.Conv1d(60, 60, 5)]
+        )
+        self.norm1d = nn.ModuleList(nn.InstanceNorm1d(width, affine=True) for width in (80, 60, 60))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv1d[0](self.wav_norm1d(x)).abs()
+        for index, norm in enumerate(self.norm1d):
+            if index:
+                x = self.conv1d[index](x)
+            x = F.leaky_relu(norm(F.max_pool1d(x, 3)))
+        return x
+
 
 STEP_SECONDS = 5.0
 """From one window to the next."""
@@ -55,7 +151,6 @@ OVERLAP_PROBABILITY = 0.3
 MAX_BRIDGED_SECONDS, MIN_TURN_SECONDS = 0.25, 0.1
 NOBODY = -1
 
-FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -67,7 +162,7 @@ class SpeakerTurn(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSpeakers:
-    """Result of listening: everything that clustering needs. `to_arrays` and `from_arrays` keep it in a file."""
+    """Local speakers of every window of a recording: the input of clustering."""
 
     seconds: float
     step_seconds: float
@@ -83,33 +178,6 @@ class LocalSpeakers:
     """(n, size)."""
     solo_seconds: FloatArray
     """(n): speech of it alone."""
-
-    def to_arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        return {
-            "times": np.array([self.seconds, self.step_seconds]),
-            "shape": np.array(self.activity.shape),
-            "activity": np.packbits(self.activity),
-            "overlap": np.round(self.overlap * 255).astype(np.uint8),
-            "window": self.window,
-            "local": self.local,
-            "embeddings": self.embeddings,
-            "solo_seconds": self.solo_seconds,
-        }
-
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, npt.NDArray[np.generic]]) -> LocalSpeakers:
-        shape = tuple(int(size) for size in arrays["shape"])
-        bits = np.unpackbits(np.asarray(arrays["activity"], np.uint8), count=int(np.prod(shape)))
-        return cls(
-            seconds=float(arrays["times"][0]),
-            step_seconds=float(arrays["times"][1]),
-            activity=bits.reshape(shape).astype(np.bool_),
-            overlap=np.asarray(arrays["overlap"], np.float32) / np.float32(255),
-            window=np.asarray(arrays["window"], np.int64),
-            local=np.asarray(arrays["local"], np.int64),
-            embeddings=np.asarray(arrays["embeddings"], np.float32),
-            solo_seconds=np.asarray(arrays["solo_seconds"], np.float32),
-        )
 
 
 @dataclass(frozen=True)
@@ -170,23 +238,25 @@ def find_local_speakers(
     wave = as_mono_16khz(samples, sample_rate)
     probabilities = network.segment(wave, step_seconds)
     active = POWERSET[probabilities.argmax(-1)] > 0.5
-    frames = _frame_count(len(wave) / SAMPLE_RATE)
+    frames = _frame_count(len(wave) / LISTENING_RATE)
     solo = active & (active.sum(-1, keepdims=True) == 1)
     window, local, seconds = [], [], []
 
     def solo_clips() -> Iterator[Samples]:
         for index, speaker in np.argwhere(solo.any(1)):
-            clip = _solo_audio(wave, round(index * step_seconds * SAMPLE_RATE), solo[index, :, speaker])
-            if len(clip) >= MIN_EMBEDDED_SECONDS * SAMPLE_RATE:
+            clip = _solo_audio(wave, round(index * step_seconds * LISTENING_RATE), solo[index, :, speaker])
+            if len(clip) >= MIN_EMBEDDED_SECONDS * LISTENING_RATE:
                 window.append(index)
                 local.append(speaker)
                 seconds.append(solo[index, :, speaker].sum() * FRAME_SECONDS)
                 yield _fixed_length(clip)
 
-    embeddings = list(embed_speakers(solo_clips(), SAMPLE_RATE, models))
+    embeddings = list(
+        embed_speakers(solo_clips(), LISTENING_RATE, require(models.speaker_encoder, "speaker embeddings"))
+    )
     overlap = probabilities[..., POWERSET.sum(1) > 1].sum(-1)
     return LocalSpeakers(
-        seconds=len(wave) / SAMPLE_RATE,
+        seconds=len(wave) / LISTENING_RATE,
         step_seconds=step_seconds,
         activity=active,
         overlap=_over_windows(overlap[..., None], step_seconds, frames)[:, 0],
@@ -353,7 +423,7 @@ def _frame_count(seconds: float) -> int:
 def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> FloatArray:
     """Mean over the windows that hold a frame, their middles weighted most: (windows, frames, n) -> (frames, n)."""
     weight = np.hamming(values.shape[1]).astype(np.float32)[:, None]
-    starts = [round(index * step_seconds * SAMPLE_RATE / FRAME_STEP_SAMPLES) for index in range(len(values))]
+    starts = [round(index * step_seconds * LISTENING_RATE / FRAME_STEP_SAMPLES) for index in range(len(values))]
     length = max(frames, starts[-1] + values.shape[1])
     total, weights = np.zeros((length, values.shape[2]), np.float32), np.full((length, 1), 1e-9, np.float32)
     for start, window in zip(starts, values, strict=True):
@@ -371,12 +441,12 @@ def _solo_audio(wave: Samples, offset: int, solo: npt.NDArray[np.bool_]) -> Samp
         for first, after in zip(edges[::2], edges[1::2], strict=True)
     ]
     spans.sort(key=len, reverse=True)
-    return np.concatenate(spans)[: round(MAX_EMBEDDED_SECONDS * SAMPLE_RATE)]
+    return np.concatenate(spans)[: round(MAX_EMBEDDED_SECONDS * LISTENING_RATE)]
 
 
 def _fixed_length(clip: Samples) -> Samples:
     """Cut to a multiple of half a second, or repeated up to it."""
-    step = round(EMBEDDED_STEP_SECONDS * SAMPLE_RATE)
+    step = round(EMBEDDED_STEP_SECONDS * LISTENING_RATE)
     if len(clip) >= step:
         return clip[: len(clip) // step * step]
     return np.resize(clip, step)

@@ -15,12 +15,11 @@ import numpy.typing as npt
 import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples
-from myna.text.normalization import words
 
-SAMPLE_RATE = 8_000
+FINGERPRINT_RATE = 8_000
 FRAME_SAMPLES, HOP_SAMPLES = 2960, 184
 """0.37 s, 23 ms."""
-WORDS_PER_SECOND = SAMPLE_RATE / HOP_SAMPLES
+WORDS_PER_SECOND = FINGERPRINT_RATE / HOP_SAMPLES
 BANDS, BAND_RANGE_HZ = 33, (300.0, 3000.0)
 SILENCE_POWER = 1e-7
 """Mean square below which a frame has the word 0, which matches nothing."""
@@ -31,8 +30,6 @@ EDGE_WORDS = 13
 MAX_WORD_OCCURRENCES = 32
 """A word that occurs more often tells nothing, and is not looked up."""
 MIN_COMMON_WORDS = 2
-MAX_DURATION_DIFFERENCE = 0.15
-"""Of retakes, relative to the longer one."""
 
 Words = npt.NDArray[np.uint32]
 
@@ -50,7 +47,7 @@ class DuplicateMatch(NamedTuple):
 
 def fingerprint(samples: Samples, sample_rate: int) -> bytes:
     """Fingerprint of a mono clip: 32-bit words, little-endian, one each 23 ms; empty for clips below 0.4 s."""
-    wave = soxr.resample(samples, sample_rate, SAMPLE_RATE) if sample_rate != SAMPLE_RATE else samples
+    wave = soxr.resample(samples, sample_rate, FINGERPRINT_RATE) if sample_rate != FINGERPRINT_RATE else samples
     if len(wave) < FRAME_SAMPLES + HOP_SAMPLES:
         return b""
     frames = np.lib.stride_tricks.sliding_window_view(wave, FRAME_SAMPLES)[::HOP_SAMPLES]
@@ -87,33 +84,11 @@ def find_duplicates(
     return _without_covered(sorted(matches, key=lambda match: (-match.seconds, match)))
 
 
-def find_retakes(
-    texts: Sequence[str], speakers: Sequence[str], seconds: Sequence[float], language: str
-) -> list[list[int]]:
-    """Groups of clips in which one speaker says the same words in about the same time: takes, not copies."""
-    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for index, (text, speaker) in enumerate(zip(texts, speakers, strict=True)):
-        if spoken := tuple(words(text, language)):
-            groups.setdefault((speaker, spoken), []).append(index)
-    retakes: list[list[int]] = []
-    for group in groups.values():
-        ordered = sorted(group, key=lambda index: seconds[index])
-        run = [ordered[0]]
-        for index in ordered[1:]:
-            if seconds[run[0]] >= (1 - MAX_DURATION_DIFFERENCE) * seconds[index]:
-                run.append(index)
-            else:
-                retakes.append(run)
-                run = [index]
-        retakes.append(run)
-    return sorted(sorted(run) for run in retakes if len(run) > 1)
-
-
 @functools.cache
 def _bands() -> npt.NDArray[np.float64]:
     """Sums of the bins of each band (1481 x 33)."""
     edges = np.geomspace(*BAND_RANGE_HZ, BANDS + 1)
-    bins = np.fft.rfftfreq(FRAME_SAMPLES, 1 / SAMPLE_RATE)
+    bins = np.fft.rfftfreq(FRAME_SAMPLES, 1 / FINGERPRINT_RATE)
     return np.asarray((bins[:, None] >= edges[:-1]) & (bins[:, None] < edges[1:]), np.float64)
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+
+from myna.audio.files import Samples
+from myna.audio.signal_measures import bandwidth_hz, clipped_share, integrated_loudness
 from myna.core.errors import ModelError
 from myna.core.io import bytes_hash, file_hash
-from myna.listen.weights import FETCH_COMMAND
+from myna.listen.weights import FETCH_COMMAND, INSTALL
 
 if TYPE_CHECKING:
+    from myna.listen.diarization import SegmentationNetwork
+    from myna.listen.mos import DNSMOSNetwork
     from myna.listen.music import SpeechMusicNoiseNetwork
     from myna.listen.noise import DeepFilterNet
-    from myna.listen.quality import DNSMOSNetwork
-    from myna.listen.segmentation import SegmentationNetwork
     from myna.listen.speaker_encoders import SpeakerEncoder
 
 DEFAULT_FOLDER = Path(".cache/curation")
@@ -38,7 +43,6 @@ LOST = {
     "Vietnamese text": "Vietnamese numbers, dates and abbreviations stay as they are written",
     "Arabic diacritics": "vowel signs cannot be added to Arabic text",
 }
-INSTALL = 'pip install "myna[curate]"'
 PACKAGES = {
     "voice activity": ("faster_whisper", INSTALL),
     "Vietnamese text": ("sea_g2p", "pip install sea-g2p"),
@@ -47,7 +51,15 @@ PACKAGES = {
 RUNTIMES = {"noise": "onnxruntime", "voice activity": "onnxruntime", "segmentation": "scipy"}
 """Packages that a model needs besides its file."""
 
+NAN = float("nan")
+QUALITY_MEASURES = ("dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig")
+NARROW_WINDOW_SECONDS, NARROW_DROP_DB = 2.0, 60.0
+"""Window in which a band counts as narrow whatever the rest of the clip has, and the drop that ends it there: of 60 dB,
+for 2 s of vowels may have nothing above 4 kHz within 50. Of wide clips of LibriSpeech 0.8 % are then narrow (28 % with
+50 dB), of a synthetic corpus none; a telephone's last 2 s are found in nine of ten clips, and in none by their mean."""
+
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Capability(NamedTuple):
@@ -82,10 +94,10 @@ class AnalysisModels:
 
 def load_models(settings: AnalysisSettings | None = None) -> AnalysisModels:
     """All models that are there. A file that is damaged is an error, one that is missing is not."""
+    from myna.listen.diarization import SegmentationNetwork
+    from myna.listen.mos import DNSMOSNetwork
     from myna.listen.music import SpeechMusicNoiseNetwork
     from myna.listen.noise import DeepFilterNet
-    from myna.listen.quality import DNSMOSNetwork
-    from myna.listen.segmentation import SegmentationNetwork
     from myna.listen.speaker_encoders import ECAPA, open_speaker_encoder
 
     settings = settings or AnalysisSettings()
@@ -145,3 +157,47 @@ def _is_available(name: str, settings: AnalysisSettings) -> bool:
 
 def _has_runtime(name: str) -> bool:
     return name not in RUNTIMES or importlib.util.find_spec(RUNTIMES[name]) is not None
+
+
+def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[str, float]:
+    """All measures of a mono clip by name, in the order of the table; NaN where a model is missing."""
+    peak = float(np.abs(samples).max(initial=0.0))
+    scores = models.quality.score(samples, sample_rate) if models.quality else dict.fromkeys(QUALITY_MEASURES, NAN)
+    return {
+        "music_share": models.music.music_share(samples, sample_rate) if models.music else NAN,
+        "snr_db": models.noise.snr_db(samples, sample_rate) if models.noise else NAN,
+        "bandwidth_hz": narrowest_bandwidth_hz(samples, sample_rate),
+        "clipped_share": clipped_share(samples),
+        **{name: scores[name] for name in QUALITY_MEASURES},
+        "loudness_lufs": integrated_loudness(samples, sample_rate),
+        "peak_dbfs": float(20 * np.log10(peak)) if peak else NAN,
+    }
+
+
+def narrowest_bandwidth_hz(samples: Samples, sample_rate: int) -> float:
+    """Bandwidth of a clip, or of its narrowest two seconds: a mean hides that a telephone begins in the clip."""
+    size = round(NARROW_WINDOW_SECONDS * sample_rate)
+    count = max(1, -(-2 * len(samples) // size) - 1)  # half a window apart, or less
+    starts = np.linspace(0, max(0, len(samples) - size), count).astype(int)
+    windows = (bandwidth_hz(samples[start : start + size], sample_rate, NARROW_DROP_DB) for start in starts)
+    return min(bandwidth_hz(samples, sample_rate), *windows)
+
+
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Items by `size`, the last ones fewer; taken one batch after the other."""
+    source = iter(items)
+    while batch := list(itertools.islice(source, size)):
+        yield batch
+
+
+def map_batches(
+    call: Callable[[list[T]], Iterable[R]], items: Iterable[T], size: int, length: Callable[[T], int]
+) -> Iterator[R]:
+    """Results of a call that takes a batch, in the order of the items. Batches have similar lengths, for each takes as
+    long as its longest; as many items are looked at as make four."""
+    for group in batches(items, 4 * size if size > 1 else 1):
+        order = sorted(range(len(group)), key=lambda number: length(group[number]))
+        results: dict[int, R] = {}
+        for numbers in batches(order, size):
+            results |= zip(numbers, call([group[number] for number in numbers]), strict=True)
+        yield from (results[number] for number in range(len(group)))

@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from myna.audio.files import Samples
-from myna.audio.mono import as_mono_16khz
-from myna.listen.pretrained import SAMPLE_RATE
+from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.listen.weights import remake_hint
 from myna.models.files import load_network
 
@@ -64,7 +63,7 @@ class SpeechMusicNoiseNetwork(nn.Module):
     @torch.inference_mode()
     def classify(self, samples: Samples, sample_rate: int) -> FloatArray:
         """Probabilities of each patch that is loud enough (patches x 3), one every 0.1 s; none in silence."""
-        wave, size = as_mono_16khz(samples, sample_rate), round(WINDOW_SECONDS * SAMPLE_RATE)
+        wave, size = as_mono_16khz(samples, sample_rate), round(WINDOW_SECONDS * LISTENING_RATE)
         device = next(self.parameters()).device
         parts = [np.empty((0, len(CLASSES)), np.float32)]
         for first in range(0, max(1, len(wave)), size):
@@ -106,11 +105,11 @@ def _mel_filters() -> FloatArray:
     """Triangular filters of unit area over 100-8000 Hz (24 x 257); the last bin of each falling side is left out."""
     low, high = (2595 * np.log10(1 + hz / 700) for hz in MEL_RANGE_HZ)
     corners = 700 * (10 ** ((low + np.arange(MEL_BANDS + 2) * (high - low) / (MEL_BANDS + 1)) / 2595) - 1)
-    bins = np.arange(FFT // 2 + 1) * SAMPLE_RATE / FFT
+    bins = np.arange(FFT // 2 + 1) * LISTENING_RATE / FFT
     filters = np.zeros((MEL_BANDS, len(bins)), np.float32)
     for band, (left, centre, right) in enumerate(zip(corners, corners[1:], corners[2:], strict=False)):
         height = 2 / (right - left)
-        first, middle, last = (int(np.floor(hz * FFT / SAMPLE_RATE)) + 1 for hz in (left, centre, right))
+        first, middle, last = (int(np.floor(hz * FFT / LISTENING_RATE)) + 1 for hz in (left, centre, right))
         rising, falling = slice(first, middle), slice(middle, last - 1)
         filters[band, rising] = height / (centre - left) * (bins[rising] - left)
         filters[band, falling] = height / (right - centre) * (right - bins[falling])

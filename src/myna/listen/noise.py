@@ -16,10 +16,9 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples
 from myna.core.optional import import_optional
-from myna.listen.models import INSTALL
-from myna.listen.onnx import open_onnx
+from myna.listen.weights import INSTALL, open_onnx
 
-SAMPLE_RATE = 48_000
+DENOISER_RATE = 48_000
 FFT, HOP = 960, 480
 ERB_BANDS, MIN_BAND_BINS = 32, 2
 FILTERED_BINS, FILTER_FRAMES, LOOKAHEAD = 96, 5, 2
@@ -48,10 +47,10 @@ class DeepFilterNet:
 
     def snr_db(self, samples: Samples, sample_rate: int) -> float:
         """Decibels of speech over everything else, at most 60; NaN in silence."""
-        wave = soxr.resample(samples, sample_rate, SAMPLE_RATE)
+        wave = soxr.resample(samples, sample_rate, DENOISER_RATE)
         speech = noise = 0.0
-        for start in range(0, max(1, len(wave)), round(WINDOW_SECONDS * SAMPLE_RATE)):
-            noisy = wave[start : start + round(WINDOW_SECONDS * SAMPLE_RATE)]
+        for start in range(0, max(1, len(wave)), round(WINDOW_SECONDS * DENOISER_RATE)):
+            noisy = wave[start : start + round(WINDOW_SECONDS * DENOISER_RATE)]
             clean = _inverse_stft(self.enhance(_stft(noisy)))[: len(noisy)]
             speech += float((clean**2).sum())
             noise += float(((noisy - clean) ** 2).sum())
@@ -80,11 +79,11 @@ class DeepFilterNet:
 @functools.cache
 def _erb_filters() -> FloatArray:
     """Mean of the bins of each band of equal rectangular bandwidth (481 x 32), at least two bins wide."""
-    step = 9.265 * np.log1p(SAMPLE_RATE / 2 / (24.7 * 9.265)) / ERB_BANDS
+    step = 9.265 * np.log1p(DENOISER_RATE / 2 / (24.7 * 9.265)) / ERB_BANDS
     widths, previous, owed = [], 0, 0
     for band in range(1, ERB_BANDS + 1):
         hz = 24.7 * 9.265 * np.expm1(band * step / 9.265)
-        edge = round(hz / (SAMPLE_RATE / FFT))
+        edge = round(hz / (DENOISER_RATE / FFT))
         width = edge - previous - owed
         owed = max(0, MIN_BAND_BINS - width)
         widths.append(max(width, MIN_BAND_BINS))

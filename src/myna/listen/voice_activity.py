@@ -6,11 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.audio.mono import as_mono_16khz
+from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.audio.signal_measures import SpeechSpan
 from myna.core.optional import import_optional
-from myna.listen.models import INSTALL
-from myna.listen.pretrained import SAMPLE_RATE
+from myna.listen.weights import INSTALL
 
 SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35
 """Of a window at which speech begins, and below which it may end."""
@@ -62,10 +61,10 @@ def speech_spans_of(probabilities: npt.NDArray[np.float32], samples: int) -> lis
             start = position if start is None else start
         elif start is not None and probability < SILENCE_PROBABILITY:
             silent_from = position if silent_from is None else silent_from
-            if position - silent_from >= MIN_GAP_SECONDS * SAMPLE_RATE:
+            if position - silent_from >= MIN_GAP_SECONDS * LISTENING_RATE:
                 spans.append((start, silent_from))
                 start = silent_from = None
     if start is not None and start < samples:
         spans.append((start, samples))
-    pad = round(PAD_SECONDS * SAMPLE_RATE)
-    return [(max(0, start - pad) / SAMPLE_RATE, min(samples, end + pad) / SAMPLE_RATE) for start, end in spans]
+    pad = round(PAD_SECONDS * LISTENING_RATE)
+    return [(max(0, start - pad) / LISTENING_RATE, min(samples, end + pad) / LISTENING_RATE) for start, end in spans]

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from huggingface_hub import snapshot_download
+
+from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import bytes_hash, file_hash
+from myna.core.optional import import_optional
+from myna.models.files import error_summary, format_names, quiet_transformers, weight_files
+
+INSTALL = 'pip install "myna[curate]"'
 FETCH_COMMAND = "make curation-models"
 """It runs tools/fetch_curation_models.py."""
 
@@ -11,3 +22,63 @@ FETCH_COMMAND = "make curation-models"
 def remake_hint(file: Path) -> str:
     """What to type where a file of weights is damaged."""
     return f"make the folder anew: rm -r {file.parent} && {FETCH_COMMAND}"
+
+
+HUB_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "*.json", "*.txt")
+"""Downloaded of a checkpoint in transformers' layout. Never a pickle, and no second copy in another precision."""
+
+
+def download_snapshot(repository: str, *files: str) -> Path:
+    """The local folder of a hub repository, downloaded once."""
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(files)))
+    except Exception as error:
+        raise ModelError(
+            f"{repository} is no folder here, and the hub did not give it: {error_summary(error)}",
+            hint=f"check the name and the network, or fetch it elsewhere with `hf download {repository}` and give the "
+            "path of that folder",
+        ) from error
+
+
+def load_pretrained(
+    folder: Path, name: str, classes: Sequence[Any], *, hint: str, device: str = "cpu", unused: tuple[str, ...] = ()
+) -> tuple[Any, ...]:
+    """A transformers model in fp32 and its processors, of these classes, then the hash of its weights.
+
+    Weights that are missing or left over are refused, unless their names begin with one of `unused`.
+    """
+    weights = weight_files(folder)
+    model_class, *processor_classes = classes
+    try:
+        with quiet_transformers():
+            model, report = model_class.from_pretrained(
+                str(folder), local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
+        processors = [one.from_pretrained(str(folder), local_files_only=True) for one in processor_classes]
+        model = model.to(device).eval().requires_grad_(False)
+    except Exception as error:
+        raise ModelError(f"{name} cannot be opened on {device}: {error_summary(error)}", hint=hint) from error
+    keys = [str(key) for kind in ("missing", "unexpected", "mismatched") for key in report[f"{kind}_keys"]]
+    if wrong := sorted(key for key in keys if not key.startswith(unused)):
+        raise CheckpointError(
+            f"the weights of {folder} are not those of its config.json: {format_names(wrong)}",
+            hint="they would be random in these places; download the checkpoint again",
+        )
+    return model, *processors, bytes_hash("".join(map(file_hash, weights)).encode())[:12]
+
+
+def open_onnx(file: Path, threads: int = 0) -> Any:
+    """A session with this many threads; 0 lets onnxruntime choose."""
+    runtime = import_optional("onnxruntime", INSTALL)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # An arena is as large as everything that the longest clip needed, and is never given back.
+    options.enable_cpu_mem_arena = False
+    try:
+        return runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be opened: {str(error).splitlines()[0]}",
+            hint=remake_hint(file),
+        ) from error

@@ -9,9 +9,9 @@ from pathlib import Path
 from rapidfuzz import fuzz
 
 from myna.audio.files import Samples, check_not_silent, read_audio
+from myna.audio.mono import LISTENING_RATE
 from myna.core.errors import DataError
 from myna.listen.asr import ASR
-from myna.listen.pretrained import SAMPLE_RATE
 from myna.listen.speaker_encoders import (
     ECAPA,
     RESEMBLYZER,
@@ -69,7 +69,7 @@ class ConsentChecker:
 
     def transcribe(self, recording: Path, language: str) -> str:
         """The words of a recording; one without words is refused."""
-        transcript = self._asr.transcribe(_read(recording), SAMPLE_RATE, language or None)
+        transcript = self._asr.transcribe(_read(recording), LISTENING_RATE, language or None)
         if transcript.looped or not transcript.text.strip():
             raise DataError(
                 f"no words were recognised in {recording}", hint="record it again, closer to the microphone"
@@ -98,10 +98,10 @@ class ConsentChecker:
     def check_speaker(self, consent: Path, recordings: Sequence[Path]) -> SpeakerCheck:
         """Refuse recordings that are not in the voice of the consent."""
         required = required_similarity(self._encoder.name)
-        own = self._encoder.embed(_read(consent), SAMPLE_RATE)
+        own = self._encoder.embed(_read(consent), LISTENING_RATE)
         similarities = []
         for recording in recordings:
-            similarity = cosine_similarity(own, self._encoder.embed(_read(recording), SAMPLE_RATE))
+            similarity = cosine_similarity(own, self._encoder.embed(_read(recording), LISTENING_RATE))
             if not similarity >= required:
                 raise DataError(
                     f"{recording} is not in the voice of the consent: similarity {similarity:.2f}, and {required:.2f} "
@@ -139,11 +139,11 @@ def _compare(
 def _watermark_score(recording: Path) -> float | None:
     if not watermark_installed():
         return None
-    return round(watermark_score(_read(recording), SAMPLE_RATE), 4)
+    return round(watermark_score(_read(recording), LISTENING_RATE), 4)
 
 
 def _read(recording: Path) -> Samples:
     """As recorded: a reference is cleaned, a proof is not."""
-    samples = read_audio(recording, sample_rate=SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS)
+    samples = read_audio(recording, sample_rate=LISTENING_RATE, max_seconds=MAX_REFERENCE_SECONDS)
     check_not_silent(recording, samples)
     return samples

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from myna.audio.files import Samples
+from myna.audio.mono import LISTENING_RATE
 from myna.core.optional import import_optional
 from myna.listen.asr import ASR
-from myna.listen.ecapa import EcapaEncoder
-from myna.listen.pretrained import SAMPLE_RATE
-from myna.listen.speaker_encoders import ResemblyzerEncoder, cosine_similarity
+from myna.listen.speaker_encoders import EcapaEncoder, ResemblyzerEncoder, cosine_similarity
 from myna.text.wer import word_errors
 
 
@@ -28,7 +27,8 @@ def word_error_metric(whisper: str, language: str) -> RoundTripMetric:
 
     def measure(text: str, original: Samples, copy: Samples) -> dict[str, float]:
         before, after = (
-            word_errors(text, asr.transcribe(wave, SAMPLE_RATE, language).text, language) for wave in (original, copy)
+            word_errors(text, asr.transcribe(wave, LISTENING_RATE, language).text, language)
+            for wave in (original, copy)
         )
         return {"words": before.total, "errors in original": before.errors, "errors in copy": after.errors}
 
@@ -37,12 +37,12 @@ def word_error_metric(whisper: str, language: str) -> RoundTripMetric:
 
 def ecapa_similarity(checkpoint: Path) -> RoundTripMetric:
     encoder = EcapaEncoder.open(checkpoint)
-    return _speaker_similarity("ecapa", lambda wave: encoder.embed(wave, SAMPLE_RATE))
+    return _speaker_similarity("ecapa", lambda wave: encoder.embed(wave, LISTENING_RATE))
 
 
 def resemblyzer_similarity() -> RoundTripMetric:
     encoder = ResemblyzerEncoder.open()
-    return _speaker_similarity("resemblyzer", lambda wave: encoder.embed(wave, SAMPLE_RATE))
+    return _speaker_similarity("resemblyzer", lambda wave: encoder.embed(wave, LISTENING_RATE))
 
 
 def _speaker_similarity(name: str, embed: Callable[[Samples], Samples]) -> RoundTripMetric:
@@ -54,9 +54,9 @@ def _speaker_similarity(name: str, embed: Callable[[Samples], Samples]) -> Round
 
 def stoi() -> RoundTripMetric:
     pystoi = import_optional("pystoi", "pip install pystoi")
-    return lambda text, original, copy: {"stoi": float(pystoi.stoi(original, copy, SAMPLE_RATE))}  # noqa: ARG005
+    return lambda text, original, copy: {"stoi": float(pystoi.stoi(original, copy, LISTENING_RATE))}  # noqa: ARG005
 
 
 def pesq() -> RoundTripMetric:
     pesq = import_optional("pesq", "pip install pesq")
-    return lambda text, original, copy: {"pesq": float(pesq.pesq(SAMPLE_RATE, original, copy, "wb"))}  # noqa: ARG005
+    return lambda text, original, copy: {"pesq": float(pesq.pesq(LISTENING_RATE, original, copy, "wb"))}  # noqa: ARG005

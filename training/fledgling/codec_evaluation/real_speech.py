@@ -32,7 +32,7 @@ from myna.core.io import atomic_write
 from myna.data.hash_rng import string_hash
 from myna.data.importers.reading import list_recordings
 from myna.listen.asr import ASR
-from myna.listen.ecapa import EcapaEncoder
+from myna.listen.speaker_encoders import EcapaEncoder
 from myna.text.wer import ErrorCount, character_errors, word_errors
 
 CLIP_SECONDS = (1.5, 12.0)

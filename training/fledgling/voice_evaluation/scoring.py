@@ -14,11 +14,16 @@ import torch
 
 from codec_training.recordings import decode
 from myna.audio.files import read_audio
+from myna.audio.mono import LISTENING_RATE
 from myna.listen.asr import ASR
-from myna.listen.ecapa import EcapaEncoder
 from myna.listen.mos import DistillMOS
-from myna.listen.pretrained import SAMPLE_RATE
-from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding, cosine_similarity, speaker_rank
+from myna.listen.speaker_encoders import (
+    EcapaEncoder,
+    ResemblyzerEncoder,
+    SpeakerEmbedding,
+    cosine_similarity,
+    speaker_rank,
+)
 from myna.text.wer import ErrorCount, word_errors
 from voice_evaluation.plan import EvaluationPlan
 from voice_evaluation.synthesis import OnProgress, write_json
@@ -73,7 +78,7 @@ def transcribe_references(plan: EvaluationPlan, asr: ASR) -> EvaluationPlan:
             speaker,
             reference=replace(
                 speaker.reference,
-                text=asr.transcribe(decode(speaker.reference.data, SAMPLE_RATE), SAMPLE_RATE, "en").text,
+                text=asr.transcribe(decode(speaker.reference.data, LISTENING_RATE), LISTENING_RATE, "en").text,
             ),
         )
         for speaker in plan.speakers
@@ -85,7 +90,7 @@ def reference_embeddings(
     real: Path, plan: EvaluationPlan, encoder: ResemblyzerEncoder | EcapaEncoder
 ) -> list[SpeakerEmbedding]:
     files = [real / "references" / f"{speaker.name}.wav" for speaker in plan.speakers]
-    return [encoder.embed(read_audio(file, sample_rate=SAMPLE_RATE), SAMPLE_RATE) for file in files]
+    return [encoder.embed(read_audio(file, sample_rate=LISTENING_RATE), LISTENING_RATE) for file in files]
 
 
 def score_clips(
@@ -111,9 +116,9 @@ def _row(folder: Path, clip: ScoredClip, embeddings: Sequence[SpeakerEmbedding],
     if file.is_file():
         known: Row = json.loads(file.read_text(encoding="utf-8"))
         return known
-    samples = read_audio(folder / clip.system / f"{clip.id}.wav", sample_rate=SAMPLE_RATE)
-    transcript = metrics.asr.transcribe(samples, SAMPLE_RATE, "en")
-    embedding = metrics.speaker_encoder.embed(samples, SAMPLE_RATE)
+    samples = read_audio(folder / clip.system / f"{clip.id}.wav", sample_rate=LISTENING_RATE)
+    transcript = metrics.asr.transcribe(samples, LISTENING_RATE, "en")
+    embedding = metrics.speaker_encoder.embed(samples, LISTENING_RATE)
     errors = word_errors(clip.text, transcript.text)
     similarities = [cosine_similarity(embedding, other) for other in embeddings]
     row = {
@@ -126,8 +131,8 @@ def _row(folder: Path, clip: ScoredClip, embeddings: Sequence[SpeakerEmbedding],
         "similarity": similarities[clip.speaker],
         "similarity to others": float(np.mean(np.delete(similarities, clip.speaker))),
         "rank": speaker_rank(embedding, clip.speaker, embeddings),
-        "DistillMOS": metrics.mos.score(samples, SAMPLE_RATE),
-        "seconds": len(samples) / SAMPLE_RATE,
+        "DistillMOS": metrics.mos.score(samples, LISTENING_RATE),
+        "seconds": len(samples) / LISTENING_RATE,
     }
     write_json(file, row)
     return row

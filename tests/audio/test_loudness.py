@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from myna.audio.files import Samples
-from myna.listen.loudness import integrated_loudness, k_weighting
+from myna.audio.signal_measures import integrated_loudness, k_weighting
 
 
 def sine(level_db: float, seconds: float, sample_rate: int, hertz: float = 997.0) -> Samples:

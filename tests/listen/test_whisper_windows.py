@@ -21,10 +21,9 @@ from myna.audio.files import Samples, read_audio
 from myna.core.errors import ConfigError
 from myna.data.manifest import read_manifest
 from myna.demo.voice import BUNDLED
-from myna.listen import asr_transformers
-from myna.listen.asr import ASR, TimedTranscript, Transcript
-from myna.listen.asr_torch_whisper import TorchWhisperNetwork, time_warping
-from myna.listen.asr_windows import decode_clips
+from myna.listen.asr import ASR, GPU_BATCH_CLIPS, TimedTranscript, Transcript
+from myna.listen.torch_whisper import TorchWhisperNetwork, time_warping
+from myna.listen.whisper_windows import decode_clips
 from tests.evaluate.tiny_scorers import save_whisper
 from tests.listen.transformers_beams import search_by_transformers
 
@@ -150,7 +149,7 @@ def test_without_faster_whisper_words_say_what_to_install(
     with pytest.raises(ConfigError) as caught:
         fresh.transcribe_words(CLIPS[0], RATE, "en")
     assert caught.value.hint == 'pip install "myna[evaluate]"'
-    assert asr.batch_size == 1 and asr_transformers.GPU_BATCH_CLIPS > 1
+    assert asr.batch_size == 1 and GPU_BATCH_CLIPS > 1
     assert TimedTranscript().text == ""
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-from myna.listen import asr_beam_search
-from myna.listen.asr_beam_search import BeamSearch, SpecialTokens, WhisperDecoder
+from myna.listen import torch_whisper
+from myna.listen.torch_whisper import BeamSearch, SpecialTokens, WhisperDecoder
 from tests.listen.transformers_beams import search_by_transformers, to_end
 
 SPECIAL = SpecialTokens(end=40, first_time=46, vocabulary=106)
@@ -115,10 +115,10 @@ def test_nothing_is_read_from_the_device_between_checks() -> None:
     found = BeamSearch(WhisperDecoder(random_whisper(0, "meta")), SPECIAL, 4, 5, 200, FRAMES)
     options: dict[str, Any] = {"suppressed": torch.tensor(SUPPRESSED, device="meta"), "last_initial_time": 9}
     with torch.inference_mode():
-        tokens, _, _ = found(encoded, prompts, max_tokens=asr_beam_search.CHECKED_STEPS, **options)
-        assert tokens.shape == (4, asr_beam_search.CHECKED_STEPS)
+        tokens, _, _ = found(encoded, prompts, max_tokens=torch_whisper.CHECKED_STEPS, **options)
+        assert tokens.shape == (4, torch_whisper.CHECKED_STEPS)
         with pytest.raises(RuntimeError, match="meta"):
-            found(encoded, prompts, max_tokens=asr_beam_search.CHECKED_STEPS + 1, **options)
+            found(encoded, prompts, max_tokens=torch_whisper.CHECKED_STEPS + 1, **options)
 
 
 @pytest.mark.gpu
@@ -137,4 +137,4 @@ def test_graphs_give_what_single_kernels_give(monkeypatch: pytest.MonkeyPatch) -
         # Rounded otherwise, the CPU may prefer another of two hypotheses that are as good.
         _, on_cpu, _ = search(random_whisper(seed), encoded.cpu(), 90, 5, prompts.cpu())
         assert eager[1] == pytest.approx(on_cpu, abs=1e-3)
-        assert max(map(len, eager[0])) > asr_beam_search.REACH_STEP, "more than one graph"
+        assert max(map(len, eager[0])) > torch_whisper.REACH_STEP, "more than one graph"
