@@ -11,14 +11,14 @@ import pytest
 
 import myna
 from myna.audio.files import read_audio
-from tests.birds import LINES, REFERENCE, recipe, write_recordings
+from tests.tone_corpus import LINES, REFERENCE, recipe, write_recordings
 
 Calls = list[tuple[str, int, int | None]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recordings of two birds and a tiny model."""
+    """Recordings of two speakers and a tiny model."""
     folder = tmp_path_factory.mktemp("api")
     write_recordings(folder / "recordings")
     myna.make_tiny(folder / "model")

@@ -17,7 +17,7 @@ from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.models import save_tiny_model
 from myna.train.run import Run
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 
 class FakeMetrics:

@@ -37,14 +37,14 @@ from myna.models import save_tiny_model
 from myna.speak.loading import load_engine
 from myna.terminal import show_demo
 from myna.train.run import Run
-from tests.birds import SAMPLE_RATE, tone_speech
 from tests.demo.fake_scorers import SpectrumEncoder, install_scorers, remove_scorers
 from tests.report.test_markup import Reader
+from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
 SYSTEMS = (REAL, BEFORE, AFTER)
-TRANSCRIPT = "a sixth bird sits in a <tree>"
-LINES = [f"the {number} bird sings & <b>flies</b>" for number in ("first", "second", "third", "fourth", "fifth")]
-LINES += [f"a {number} bird sits in the tree" for number in ("sixth", "seventh", "eighth", "ninth", "tenth")]
+TRANSCRIPT = "a sixth speaker sits in a <tree>"
+LINES = [f"the {number} speaker sings & <b>flies</b>" for number in ("first", "second", "third", "fourth", "fifth")]
+LINES += [f"a {number} speaker sits in the tree" for number in ("sixth", "seventh", "eighth", "ninth", "tenth")]
 QUICK = (
     "model.check_pretrained=false",
     "train.steps=3",
@@ -57,7 +57,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def nest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and a bird's recordings."""
+    """A tiny model, and a speaker's recordings."""
     folder = tmp_path_factory.mktemp("nest")
     save_tiny_model(folder / "model")
     for number, text in enumerate(LINES):

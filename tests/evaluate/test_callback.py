@@ -26,7 +26,7 @@ from myna.train.checkpoint import CheckpointManager, checkpoint_folder
 from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
-from tests.train.resume_helper import contents, make_birds, metrics, recipe_for
+from tests.train.resume_helper import contents, make_workspace, metrics, recipe_for
 
 Learn = Callable[..., Run]
 FAST = {"learning_rate": 0.3, "schedule": "constant", "steps": 30, "evaluate_every": 10}
@@ -34,8 +34,8 @@ FAST = {"learning_rate": 0.3, "schedule": "constant", "steps": 30, "evaluate_eve
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_birds(tmp_path_factory.mktemp("birds"))
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,17 +45,17 @@ def no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def learn(birds: Path, tmp_path: Path) -> Learn:
+def learn(workspace: Path, tmp_path: Path) -> Learn:
     """Train six steps with an evaluation at every second, heard as `scorers` say, or by nobody."""
 
     def run_once(scorers: PlantedScorers | None, name: str = "run", **changes: dict[str, Any]) -> Run:
         speech_eval = {"asr": "planted", "limit": 3, "min_stop_rate": 0.0} if scorers is not None else {}
         changes["train"] = {"steps": 6, "evaluate_every": 2} | changes.get("train", {})
-        changes["data"] = {"evaluation": str(birds / "evaluation")} | changes.get("data", {})
+        changes["data"] = {"evaluation": str(workspace / "evaluation")} | changes.get("data", {})
         changes["speech_eval"] = speech_eval | changes.get("speech_eval", {})
         path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe_for(birds, **changes).model_dump(mode="json")))
-        with planted_scorers(scorers or PlantedScorers(birds)):
+        path.write_text(yaml.safe_dump(recipe_for(workspace, **changes).model_dump(mode="json")))
+        with planted_scorers(scorers or PlantedScorers(workspace)):
             run = train(path, out=tmp_path / name)
         assert run is not None
         return run
@@ -95,10 +95,10 @@ EVERYTHING = {
     ],
 )
 def test_a_run_that_is_heard_learns_what_an_unheard_one_learns(
-    learn: Learn, birds: Path, changes: dict[str, Any]
+    learn: Learn, workspace: Path, changes: dict[str, Any]
 ) -> None:
     changes = changes | {"train": changes.get("train", {}) | {"steps": 4, "keep_checkpoints": 9}}
-    heard, unheard = learn(PlantedScorers(birds), "heard", **changes), learn(None, "unheard", **changes)
+    heard, unheard = learn(PlantedScorers(workspace), "heard", **changes), learn(None, "unheard", **changes)
     assert set(rows(heard, "speech_eval")) == {0, 2, 4} and rows(unheard, "speech_eval") == {}
     assert learned(heard) == metrics(unheard.folder), "losses to the last digit"
     for step in (2, 4):
@@ -106,16 +106,18 @@ def test_a_run_that_is_heard_learns_what_an_unheard_one_learns(
         assert states[0].read_bytes() == states[1].read_bytes(), "weights, moments, means and random states"
 
 
-def test_the_same_lines_are_said_with_the_weights_that_are_saved(learn: Learn, birds: Path) -> None:
+def test_the_same_lines_are_said_with_the_weights_that_are_saved(learn: Learn, workspace: Path) -> None:
     """What was heard in the middle of training is what the checkpoint says afterwards, running means included."""
-    run = learn(PlantedScorers(birds), **EVERYTHING)
+    run = learn(PlantedScorers(workspace), **EVERYTHING)
     heard = {
         step: read_item_scores(run.folder / "speech_eval" / f"step-{step:06d}" / "items.parquet") for step in (0, 4, 6)
     }
     assert [row.id for row in heard[0]] == [row.id for row in heard[4]] and len(heard[0]) == 2
     assert all(row.audio_hash != before.audio_hash for row, before in zip(heard[6], heard[0], strict=True))
     checkpoint = str(checkpoint_folder(run, 4))
-    evaluation = evaluate_system(checkpoint, data=birds / "evaluation", limit=3, device="cpu", out=run.folder / "again")
+    evaluation = evaluate_system(
+        checkpoint, data=workspace / "evaluation", limit=3, device="cpu", out=run.folder / "again"
+    )
     again = {row.id: row for row in evaluation.scores.rows["step-000004"]}
     assert [again[row.id].audio_hash for row in heard[4]] == [row.audio_hash for row in heard[4]]
 
@@ -123,8 +125,8 @@ def test_the_same_lines_are_said_with_the_weights_that_are_saved(learn: Learn, b
 # What is heard decides
 
 
-def test_the_best_is_the_one_that_is_heard_best_though_its_loss_is_worse(learn: Learn, birds: Path) -> None:
-    run = learn(PlantedScorers(birds, similarity={10: 0.55, 20: 0.8, 30: 0.6}), train=FAST)
+def test_the_best_is_the_one_that_is_heard_best_though_its_loss_is_worse(learn: Learn, workspace: Path) -> None:
+    run = learn(PlantedScorers(workspace, similarity={10: 0.55, 20: 0.8, 30: 0.6}), train=FAST)
     losses = {step: row["loss"] for step, row in rows(run, "evaluation").items()}
     assert losses[20] > min(losses.values()), "the test needs a loss that would have chosen another"
     assert [row["best_step"] for row in rows(run, "speech_eval").values()] == [None, 10, 20, 20]
@@ -134,8 +136,8 @@ def test_the_best_is_the_one_that_is_heard_best_though_its_loss_is_worse(learn: 
     assert "step 20 is the best: score" in log(run)
 
 
-def test_items_that_choose_nothing_are_spoken_by_each_new_best_alone(learn: Learn, birds: Path) -> None:
-    scorers = PlantedScorers(birds, similarity={2: 0.8, 4: 0.6, 6: 0.9})
+def test_items_that_choose_nothing_are_spoken_by_each_new_best_alone(learn: Learn, workspace: Path) -> None:
+    scorers = PlantedScorers(workspace, similarity={2: 0.8, 4: 0.6, 6: 0.9})
     run = learn(scorers, speech_eval={"limit": 4})
     assert "2 items of 2 speakers choose the best checkpoint, 2 others confirm its gain" in log(run)
     heard = rows(run, "speech_eval")
@@ -157,8 +159,8 @@ def test_items_that_choose_nothing_are_spoken_by_each_new_best_alone(learn: Lear
     assert "over the base, on items that chose nothing" in (run.folder / "speech_eval" / "report.html").read_text()
 
 
-def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, birds: Path) -> None:
-    run = learn(PlantedScorers(birds, similarity={2: 0.8}))
+def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, workspace: Path) -> None:
+    run = learn(PlantedScorers(workspace, similarity={2: 0.8}))
     said = {}
     for name in ("", "best", "checkpoints/step-000002", "checkpoints/step-000006"):
         engine = load_engine(run=run.folder / name, device="cpu")
@@ -174,19 +176,19 @@ def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, birds: Pat
         load_engine(run=run.folder / "best", device="cpu")
 
 
-def test_a_run_that_is_no_better_than_its_base_says_so(learn: Learn, birds: Path) -> None:
-    run = learn(PlantedScorers(birds))
+def test_a_run_that_is_no_better_than_its_base_says_so(learn: Learn, workspace: Path) -> None:
+    run = learn(PlantedScorers(workspace))
     assert "no gain over the base model is confirmed; step" in log(run) and "likely reasons: " in log(run)
     page = (run.folder / "speech_eval" / "report.html").read_text()
     assert "No gain over the base model is confirmed" in page
-    worse = learn(PlantedScorers(birds, similarity={2: 0.3, 4: 0.2, 6: 0.1}), "worse")
+    worse = learn(PlantedScorers(workspace, similarity={2: 0.3, 4: 0.2, 6: 0.1}), "worse")
     assert "training has made it worse" in log(worse) and "it was best at first" in log(worse)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_forgets_is_not_the_best(learn: Learn, birds: Path) -> None:
-    scorers = PlantedScorers(birds, similarity={2: 0.6, 4: 0.9, 6: 0.7}, forgetting_similarity={4: 0.3})
-    run = learn(scorers, speech_eval={"forgetting_data": str(birds / "prepared")})
+def test_a_checkpoint_that_forgets_is_not_the_best(learn: Learn, workspace: Path) -> None:
+    scorers = PlantedScorers(workspace, similarity={2: 0.6, 4: 0.9, 6: 0.7}, forgetting_similarity={4: 0.3})
+    run = learn(scorers, speech_eval={"forgetting_data": str(workspace / "prepared")})
     heard = rows(run, "speech_eval")
     assert heard[4]["forgetting_change"] == pytest.approx(-0.2, abs=0.03) and heard[4]["forgetting_high"] < 0
     assert [row["best_step"] for row in heard.values()] == [None, 2, 2, 6]
@@ -195,15 +197,15 @@ def test_a_checkpoint_that_forgets_is_not_the_best(learn: Learn, birds: Path) ->
     assert f"step 4 has the score {heard[4]['score']:.3f} and cannot be the best: {violation}" in log(run)
     assert "become worse at the forgetting set" in (run.folder / "speech_eval" / "report.html").read_text()
     assert len(read_item_scores(run.folder / "speech_eval" / "step-000004" / "forgetting" / "items.parquet")) == 3
-    without_set = learn(PlantedScorers(birds, similarity=scorers.similarity), "without_set")
+    without_set = learn(PlantedScorers(workspace, similarity=scorers.similarity), "without_set")
     assert rows(without_set, "speech_eval")[6]["best_step"] == 4, "without a forgetting set it would have been"
 
 
-def test_below_a_floor_nothing_is_the_best(learn: Learn, birds: Path) -> None:
-    run = learn(PlantedScorers(birds, similarity={2: 0.6, 4: 0.9}, quality={4: 2.4}))
+def test_below_a_floor_nothing_is_the_best(learn: Learn, workspace: Path) -> None:
+    run = learn(PlantedScorers(workspace, similarity={2: 0.6, 4: 0.9}, quality={4: 2.4}))
     assert rows(run, "speech_eval")[6]["best_step"] == 2
     assert "its DistillMOS is 2.40, and 2.50 is required" in log(run)
-    none = learn(PlantedScorers(birds, similarity={2: 0.9}), "none", speech_eval={"min_mos": 3.5, "patience": 1})
+    none = learn(PlantedScorers(workspace, similarity={2: 0.9}), "none", speech_eval={"min_mos": 3.5, "patience": 1})
     assert not (none.folder / "best").exists() and max(rows(none, "speech_eval")) == 6, (
         "nobody loses patience before a first"
     )
@@ -214,8 +216,10 @@ def test_below_a_floor_nothing_is_the_best(learn: Learn, birds: Path) -> None:
 # Stopping early, and going on
 
 
-def test_it_stops_once_nothing_better_was_heard_for_long_enough(learn: Learn, birds: Path) -> None:
-    run = learn(PlantedScorers(birds, similarity={2: 0.6, 4: 0.8}), train={"steps": 40}, speech_eval={"patience": 2})
+def test_it_stops_once_nothing_better_was_heard_for_long_enough(learn: Learn, workspace: Path) -> None:
+    run = learn(
+        PlantedScorers(workspace, similarity={2: 0.6, 4: 0.8}), train={"steps": 40}, speech_eval={"patience": 2}
+    )
     assert list(rows(run, "speech_eval")) == [0, 2, 4, 6, 8]
     assert "no better evaluation since step 4: stopping early" in log(run)
     assert contents(run.adapter) == contents(checkpoint_folder(run, 4) / "adapter")
@@ -223,14 +227,14 @@ def test_it_stops_once_nothing_better_was_heard_for_long_enough(learn: Learn, bi
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_remembers_what_it_heard(
-    learn: Learn, birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Learn, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorers = {2: 0.6, 4: 0.8, 6: 0.7, 8: 0.75}
     how: dict[str, Any] = {
         "train": {"steps": 40, "save_every": 3, "keep_checkpoints": 1},
         "speech_eval": {"patience": 3},
     }
-    whole = learn(PlantedScorers(birds, similarity=scorers), "whole", **how)
+    whole = learn(PlantedScorers(workspace, similarity=scorers), "whole", **how)
     count = iter(range(1, 100))
     once = Trainer.train_step
 
@@ -241,10 +245,10 @@ def test_a_run_that_goes_on_remembers_what_it_heard(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "train_step", dies_in_step_7)
-        learn(PlantedScorers(birds, similarity=scorers), "killed", **how)
+        learn(PlantedScorers(workspace, similarity=scorers), "killed", **how)
     shutil.rmtree(tmp_path / "killed" / "best")  # as if the kill had come between the checkpoint and its copy
     shutil.rmtree(checkpoint_folder(Run.open(tmp_path / "killed"), 6))
-    with planted_scorers(PlantedScorers(birds, similarity=scorers)) as again:
+    with planted_scorers(PlantedScorers(workspace, similarity=scorers)) as again:
         killed = resume(tmp_path / "killed")
     assert killed is not None and metrics(killed.folder) == metrics(whole.folder)
     assert contents(killed.adapter) == contents(whole.adapter)
@@ -255,7 +259,7 @@ def test_a_run_that_goes_on_remembers_what_it_heard(
 
 
 def test_a_run_goes_on_with_the_ears_it_began_with(
-    learn: Learn, birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Learn, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
@@ -264,15 +268,15 @@ def test_a_run_goes_on_with_the_ears_it_began_with(
     lines.write_text("good evening\nfar away\n")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CheckpointManager, "publish", die)
-        learn(PlantedScorers(birds), speech_eval={"sentences": str(lines)})
+        learn(PlantedScorers(workspace), speech_eval={"sentences": str(lines)})
     lines.write_text("good evening\nfar, far away\n")
     with (
-        planted_scorers(PlantedScorers(birds)),
+        planted_scorers(PlantedScorers(workspace)),
         pytest.raises(TrainingError, match="has other items than would be spoken now"),
     ):
         resume(tmp_path / "run")
     lines.write_text("good evening\nfar away\n")
-    others = PlantedScorers(birds, names=("another asr", "planted encoder", "planted mos"))
+    others = PlantedScorers(workspace, names=("another asr", "planted encoder", "planted mos"))
     with (
         planted_scorers(others),
         pytest.raises(TrainingError, match="was scored by planted asr, and now another asr"),
@@ -283,7 +287,7 @@ def test_a_run_goes_on_with_the_ears_it_began_with(
     with pytest.raises(TrainingError, match=r"another speech_eval\.asr"):
         resume(tmp_path / "run", settings=["speech_eval.asr=null"])
     shutil.rmtree(tmp_path / "run" / "best")  # as if a kill had come before it
-    with planted_scorers(PlantedScorers(birds)) as same:
+    with planted_scorers(PlantedScorers(workspace)) as same:
         run = resume(tmp_path / "run", settings=["speech_eval.asr=moved/planted"])
     assert run is not None and run.is_finished and same.spoken == []
     assert contents(run.folder / "best" / "adapter") == contents(run.adapter)
@@ -292,8 +296,10 @@ def test_a_run_goes_on_with_the_ears_it_began_with(
 # Said before anything is trained
 
 
-def test_without_ears_nothing_begins(birds: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, speech_eval={"asr": "nowhere/at/all"})
+def test_without_ears_nothing_begins(workspace: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        workspace, data={"evaluation": str(workspace / "evaluation")}, speech_eval={"asr": "nowhere/at/all"}
+    )
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     with pytest.raises(ConfigError, match="asks for scorers that are not here: asr:") as refused:
@@ -301,12 +307,14 @@ def test_without_ears_nothing_begins(birds: Path, tmp_path: Path) -> None:
     assert "--set speech_eval.asr=null" in refused.value.hint and not (tmp_path / "run").exists()
 
 
-def test_only_ears_that_the_rule_needs_are_kept(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scorers = PlantedScorers(birds)
+def test_only_ears_that_the_rule_needs_are_kept(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorers = PlantedScorers(workspace)
     names = {"asr": "a", "speaker_encoder": "s", "distillmos": "d", "dnsmos": "n"}
     everyone = Scorers(asr=scorers, speaker_encoder=scorers, distillmos=scorers, dnsmos=scorers, names=names)
     asked = recipe_for(
-        birds, data={"evaluation": str(birds / "evaluation")}, speech_eval={"asr": "base", "speaker_encoder": "ecapa"}
+        workspace,
+        data={"evaluation": str(workspace / "evaluation")},
+        speech_eval={"asr": "base", "speaker_encoder": "ecapa"},
     ).speech_eval
     monkeypatch.setattr(Scorers, "open", lambda *given, **_: everyone if given == ("base", "ecapa") else None)
     kept = open_required_scorers(asked)
@@ -322,16 +330,16 @@ def test_only_ears_that_the_rule_needs_are_kept(birds: Path, monkeypatch: pytest
         open_required_scorers(asked)
 
 
-def test_a_model_that_answers_in_words_is_not_listened_to(birds: Path, tmp_path: Path, learn: Learn) -> None:
+def test_a_model_that_answers_in_words_is_not_listened_to(workspace: Path, tmp_path: Path, learn: Learn) -> None:
     save_tiny_model(tmp_path / "listener", answers=True)
     with pytest.raises(ConfigError, match="is for models that speak"):
-        learn(PlantedScorers(birds), model={"source": str(tmp_path / "listener"), "check_pretrained": False})
+        learn(PlantedScorers(workspace), model={"source": str(tmp_path / "listener"), "check_pretrained": False})
 
 
-def test_lines_of_a_file_are_said_by_the_voices_of_the_data(learn: Learn, birds: Path, tmp_path: Path) -> None:
+def test_lines_of_a_file_are_said_by_the_voices_of_the_data(learn: Learn, workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("good evening\nfar away\nover there\nnot heard\n")
     run = learn(
-        PlantedScorers(birds), speech_eval={"sentences": str(tmp_path / "lines.txt"), "language": "en", "every": 6}
+        PlantedScorers(workspace), speech_eval={"sentences": str(tmp_path / "lines.txt"), "language": "en", "every": 6}
     )
     heard = read_item_scores(run.folder / "speech_eval" / "step-000006" / "items.parquet")
     base = run.folder / "speech_eval" / "step-000000" / "confirmation" / "items.parquet"

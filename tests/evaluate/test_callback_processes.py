@@ -15,7 +15,7 @@ from myna.train.checkpoint import checkpoint_folder
 from myna.train.run import Run
 from tests.evaluate.callback_helper import SIMILARITY
 from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
-from tests.train.resume_helper import contents, make_birds, recipe_for
+from tests.train.resume_helper import contents, make_workspace, recipe_for
 from tests.train.test_distributed import free_ports, started
 
 pytestmark = pytest.mark.slow
@@ -28,9 +28,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process and two have made, as `NAME-PROCESSES`."""
-    folder = make_birds(tmp_path_factory.mktemp("birds"))
+    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     for name, adapt in RECIPES.items():
         recipe = recipe_for(
             folder,
@@ -60,12 +60,12 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_first_listens_and_all_agree_on_the_best(birds: Path, kind: str) -> None:
-    heard = [json.loads((birds / f"heard-{rank}.json").read_text())[kind] for rank in range(2)]
+def test_the_first_listens_and_all_agree_on_the_best(workspace: Path, kind: str) -> None:
+    heard = [json.loads((workspace / f"heard-{rank}.json").read_text())[kind] for rank in range(2)]
     assert heard == [8, 0], "two lines three times, and one by the base and the best, all by one process"
     told = []
     for world in (1, 2):
-        run = Run.open(birds / f"{kind}-{world}")
+        run = Run.open(workspace / f"{kind}-{world}")
         rows = [row for row in map(json.loads, run.metrics.read_text().splitlines()) if "speech_eval" in row]
         told.append([(row["step"], row["speech_eval"]["best_step"], row["speech_eval"]["score"]) for row in rows])
         assert contents(run.folder / "best" / run.result.name) == contents(checkpoint_folder(run, 2) / run.result.name)
@@ -75,6 +75,6 @@ def test_the_first_listens_and_all_agree_on_the_best(birds: Path, kind: str) -> 
         assert one[:2] == two[:2] and two[2] == pytest.approx(one[2], abs=0.02), "the lines may be a frame longer"
 
 
-def test_when_the_first_cannot_hear_all_stop(birds: Path) -> None:
-    heard = [json.loads((birds / f"heard-{rank}.json").read_text())["broken"] for rank in range(2)]
+def test_when_the_first_cannot_hear_all_stop(workspace: Path) -> None:
+    heard = [json.loads((workspace / f"heard-{rank}.json").read_text())["broken"] for rank in range(2)]
     assert heard == ["this cannot be heard"] * 2

@@ -21,7 +21,7 @@ from myna.evaluate.preferences import FORMAT, TIE
 from myna.evaluate.results import read_item_scores
 from myna.evaluate.systems import BASE, REAL, SpeechSystem
 from myna.report.local_server import local_page_server
-from tests.birds import recipe, write_recordings
+from tests.tone_corpus import recipe, write_recordings
 
 
 def myna(*words: object) -> str:
@@ -32,7 +32,7 @@ def myna(*words: object) -> str:
 
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two birds, a tiny model, two runs, of which the first is evaluated."""
+    """Two speakers, a tiny model, two runs, of which the first is evaluated."""
     folder = tmp_path_factory.mktemp("runs_folder")
     write_recordings(folder / "recordings")
     myna("model", "tiny", "-o", folder / "model")

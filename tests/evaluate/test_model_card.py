@@ -19,7 +19,7 @@ from myna.data.manifest_table import DictionaryColumn
 from myna.evaluate import model_card
 from myna.evaluate.model_card import CARD_FILE, base_license, speaker_rows, write_model_card
 from myna.provenance.origin import file_sha256
-from tests.birds import recipe, write_recordings
+from tests.tone_corpus import recipe, write_recordings
 
 
 @pytest.fixture(scope="module")

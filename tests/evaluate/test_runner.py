@@ -19,7 +19,7 @@ from myna.evaluate.results import read_item_scores, saved_references
 from myna.evaluate.runner import evaluate_system, resolve_eval_set, run_metadata
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem
 from myna.train.run import Run
-from tests.birds import LINES, recipe, write_recordings
+from tests.tone_corpus import LINES, recipe, write_recordings
 
 
 def myna(*words: object) -> str:
@@ -30,7 +30,7 @@ def myna(*words: object) -> str:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two birds, a tiny model, and a run that has hardly learned anything."""
+    """Two speakers, a tiny model, and a run that has hardly learned anything."""
     folder = tmp_path_factory.mktemp("workspace")
     write_recordings(folder / "recordings")
     myna("model", "tiny", "-o", folder / "model")

@@ -19,8 +19,8 @@ from myna.speak.loading import load_engine
 from myna.train.run import Run
 
 from .tiny_setup import (
-    OTHER_BIRDS,
     OTHER_LINES,
+    OTHER_SPEAKERS,
     RecordingCallback,
     load,
     make_recipe,
@@ -56,7 +56,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     recordings(folder / "recordings")
-    record(folder / "others", OTHER_BIRDS, OTHER_LINES)
+    record(folder / "others", OTHER_SPEAKERS, OTHER_LINES)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
         prepare(str(folder / source), folder / out, model=str(folder / "model"), device="cpu")
     return folder

@@ -25,7 +25,7 @@ from myna.core.config import dump_recipe, load_recipe, shipped_recipes
 from myna.core.io import FREE_BYTES
 from myna.evaluate.runner import resolve_eval_set
 from myna.speak.engine import Engine, SpeechRequest
-from tests.birds import SAMPLE_RATE, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
 from .tiny_setup import make_recipe
 
@@ -320,7 +320,7 @@ def test_row_46_tags_that_do_not_fit_the_references_are_named(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(myna.Voice, "open", lambda **_: pytest.fail("a model was opened"))
-        recordings = [workspace / "recordings" / bird / "who.wav" for bird in ("robin", "heron")][:count]
+        recordings = [workspace / "recordings" / speaker / "who.wav" for speaker in ("robin", "heron")][:count]
         voices = [word for path in recordings for word in ("--reference", path, "--reference-text", "who")]
         assert named in refused("speak", text, *speak[2:], "--out", "out.wav", *voices)
     with pytest.raises(myna.MynaError, match=re.escape(named)):
@@ -336,7 +336,7 @@ def test_row_46_a_reference_without_its_text_is_named(
 
 def test_row_46_tags_that_fit_are_spoken(command: Command, speak: list[object], workspace: Path) -> None:
     """With a reference for each speaker, or with none, where the model finds voices of its own."""
-    recordings = [workspace / "recordings" / bird / "who.wav" for bird in ("robin", "heron")]
+    recordings = [workspace / "recordings" / speaker / "who.wav" for speaker in ("robin", "heron")]
     voices = [word for path in recordings for word in ("--reference", path, "--reference-text", "who")]
     text = "[SPEAKER0] hi [SPEAKER1] you"
     assert command("speak", text, *speak[2:], "--out", "two.wav", *voices)[0] == 0

@@ -24,7 +24,7 @@ from myna.models.base import Batch, Family
 from myna.models.higgs_v2.family import HiggsV2
 from myna.train.loop import make_loader
 from myna.train.trainer import Trainer
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 from .conftest import TrainWith
 from .tiny_setup import LINES, VOICE, make_recipe, record, train_run
@@ -38,9 +38,9 @@ def prepared(workspace: Path, source: Path, **how: Any) -> Path:
     return out
 
 
-def speak(folder: Path, bird: str, name: str, text: str, samples: Any) -> None:
-    write_audio(folder / bird / f"{name}.wav", samples, SAMPLE_RATE)
-    (folder / bird / f"{name}.txt").write_text(text, encoding="utf-8")
+def speak(folder: Path, speaker: str, name: str, text: str, samples: Any) -> None:
+    write_audio(folder / speaker / f"{name}.wav", samples, SAMPLE_RATE)
+    (folder / speaker / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 # Row 14: a reference that is the target

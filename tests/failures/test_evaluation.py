@@ -42,7 +42,7 @@ from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
 from myna.models import save_tiny_model
 from myna.train.run import Run
-from tests import learners
+from tests import tone_learners
 from tests.evaluate import tiny_scorers
 
 from .tiny_setup import LINES, make_recipe, train_run
@@ -237,12 +237,12 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers, two speakers to train on and two others, and a run of two steps."""
     folder = tmp_path_factory.mktemp("answering")
     save_tiny_model(folder / "model", answers=True)
-    lines = learners.record(folder / "recordings").read_text(encoding="utf-8").splitlines()
+    lines = tone_learners.record(folder / "recordings").read_text(encoding="utf-8").splitlines()
     for name, speakers in (("prepared", ("s0", "s1")), ("held_out", ("s2", "s3"))):
         file = folder / "recordings" / f"{name}.jsonl"
         file.write_text("\n".join(line for line in lines if json.loads(line)["speaker"] in speakers), encoding="utf-8")
         prepare(str(file), folder / name, model=str(folder / "model"), device="cpu", format="scored_jsonl")
-    train(learners.recipe(folder), settings={"train.steps": 2}, out=folder / "run")
+    train(tone_learners.recipe(folder), settings={"train.steps": 2}, out=folder / "run")
     return folder
 
 

@@ -22,7 +22,7 @@ from myna.data.importers import FORMATS, ImportResult, import_source
 from myna.data.pairing import ReferenceSampler
 from myna.data.split import TEXTS, TRAIN
 from tests.audio.media import RATE, write_container
-from tests.birds import SAMPLE_RATE, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
 from .tiny_setup import record
 

@@ -36,7 +36,7 @@ from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, read_chec
 from myna.train.run import Run
 from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer
-from tests.birds import SAMPLE_RATE, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
 from .conftest import TrainWith
 from .tiny_setup import RecordingCallback, make_recipe, train_run
@@ -320,7 +320,7 @@ def test_row_50_a_dry_run_writes_nothing_and_so_works_in_any_folder(recipe_file:
 def test_row_48_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallowed(
     workspace: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    for number, text in enumerate(("hi [/b]", "[bold]you", ":bird: who")):
+    for number, text in enumerate(("hi [/b]", "[bold]you", ":speaker: who")):
         clip = tmp_path / "recordings" / "take[a]" / f"0{number}.wav"
         write_audio(clip, tone_speech(text, 120.0), SAMPLE_RATE)
         clip.with_suffix(".txt").write_text(text)

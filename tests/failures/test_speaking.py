@@ -23,9 +23,9 @@ from myna.speak.loading import load_engine
 from myna.speak.scheduler import BatchScheduler, Generation
 from myna.train.loop import make_loader
 from myna.train.run import Run
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
 from tests.models.higgs_v2.conftest import generate
 from tests.models.test_code_sampling import sampled_frames
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
 
 from .conftest import TrainWith
 from .test_data import speak as put
@@ -35,17 +35,17 @@ GREEDY = Sampling(temperature=0, max_seconds=1.2)
 Patch = pytest.MonkeyPatch
 
 
-def voice(engine: Engine, workspace: Path, bird: str) -> Reference:
-    return engine.reference(workspace / "recordings" / bird / f"{VOICE}.wav", VOICE)
+def voice(engine: Engine, workspace: Path, speaker: str) -> Reference:
+    return engine.reference(workspace / "recordings" / speaker / f"{VOICE}.wav", VOICE)
 
 
-def say(engine: Engine, workspace: Path, bird: str, text: str, sampling: Sampling = GREEDY) -> Speech:
-    return engine.speak([SpeechRequest(text, (voice(engine, workspace, bird),), id=text)], sampling)[0]
+def say(engine: Engine, workspace: Path, speaker: str, text: str, sampling: Sampling = GREEDY) -> Speech:
+    return engine.speak([SpeechRequest(text, (voice(engine, workspace, speaker),), id=text)], sampling)[0]
 
 
-def real(workspace: Path, bird: str, text: str) -> Any:
+def real(workspace: Path, speaker: str, text: str) -> Any:
     corpus = PreparedDataset.open(workspace / "prepared")
-    return next(corpus.codes(u) for u in corpus.utterances if (u.speaker, u.text) == (bird, text))
+    return next(corpus.codes(u) for u in corpus.utterances if (u.speaker, u.text) == (speaker, text))
 
 
 # Row 24: speech that never stops
@@ -107,9 +107,9 @@ def test_row_24_every_target_keeps_one_end_per_codebook_to_the_last_row(workspac
 def test_row_24_an_overfitted_run_stops_where_it_should_and_says_so(
     engine: Engine, workspace: Path, overfitted: Run
 ) -> None:
-    for bird in SPEAKER_PITCHES:
+    for speaker in SPEAKER_PITCHES:
         for text in LINES:
-            spoken, sound = say(engine, workspace, bird, text), real(workspace, bird, text)
+            spoken, sound = say(engine, workspace, speaker, text), real(workspace, speaker, text)
             assert spoken.stopped and len(spoken.codes) == len(sound)
             assert code_accuracy(spoken.codes, sound) >= 0.99
     cut = say(engine, workspace, "robin", "you", Sampling(temperature=0, max_seconds=0.12))
@@ -244,8 +244,8 @@ def short(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """A voice that says one word, one letter, and one letter in a single frame; overfitted."""
     folder = tmp_path_factory.mktemp("short")
     source = record(folder / "recordings", {"robin": 320.0, "heron": 110.0}, (VOICE, "a"))
-    for bird, pitch in SPEAKER_PITCHES.items():
-        put(source, bird, "i", "I", tone_speech("i", pitch)[1440 : 1440 + 960])
+    for speaker, pitch in SPEAKER_PITCHES.items():
+        put(source, speaker, "i", "I", tone_speech("i", pitch)[1440 : 1440 + 960])
     prepare(str(source), folder / "prepared", model=str(workspace / "model"), device="cpu")
     recipe = make_recipe(
         workspace,
@@ -268,7 +268,7 @@ def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple
         spoken = say(engine, workspace, utterance.speaker, utterance.text)
         other = next(u for u in corpus.utterances if u.text == utterance.text and u.speaker != utterance.speaker)
         assert spoken.stopped and code_accuracy(spoken.codes, sound) >= 0.99, utterance.id
-        assert code_accuracy(spoken.codes, corpus.codes(other)) < 0.9, "in its own voice, not the other bird's"
+        assert code_accuracy(spoken.codes, corpus.codes(other)) < 0.9, "in its own voice, not the other speaker's"
         lengths.add(len(sound))
     assert min(lengths) == 1, "a single frame is among them"
 

@@ -19,12 +19,12 @@ from myna.data.conversation import AudioClip, Conversation, Reference, speech_co
 from myna.models.base import IGNORE_INDEX, Batch, Family, RenderedSequence
 from myna.train.loop import make_loader, run_training
 from myna.train.run import Run
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 VOICE = "who"
-"""What each bird says in the recording that sets its voice."""
+"""What each speaker says in the recording that sets its voice."""
 LINES = ("hi", "you")
-OTHER_BIRDS = {"wren": 190.0, "kite": 140.0}
+OTHER_SPEAKERS = {"wren": 190.0, "kite": 140.0}
 OTHER_LINES = ("ah", "oh no")
 """For evaluation only."""
 
@@ -57,11 +57,11 @@ class RecordingCallback:
         return [row for row in self.rows if "evaluation" in row and row["step"] > 0]
 
 
-def record(folder: Path, birds: dict[str, float], lines: Sequence[str]) -> Path:
-    """One folder a bird, each clip with its text beside it."""
-    for bird, pitch in birds.items():
+def record(folder: Path, speakers: dict[str, float], lines: Sequence[str]) -> Path:
+    """One folder a speaker, each clip with its text beside it."""
+    for speaker, pitch in speakers.items():
         for text in lines:
-            clip = folder / bird / f"{text.replace(' ', '-')}.wav"
+            clip = folder / speaker / f"{text.replace(' ', '-')}.wav"
             write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text, encoding="utf-8")
     return folder

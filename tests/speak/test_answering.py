@@ -17,7 +17,7 @@ from myna.cli import app
 from myna.core.errors import MynaError
 from myna.data.pronunciation.assessment import ParsedAnswers, read_assessment
 from myna.data.pronunciation.metrics import MISPRONUNCIATION_F1, score_answers
-from tests.learners import RATE, lines, recipe, record, sound
+from tests.tone_learners import RATE, lines, recipe, record, sound
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """Trainings in processes of their own that cost no imports, to be killed at moments of a test's choosing.
 
-    python -m tests.train.resume_helper BIRDS
+    python -m tests.train.resume_helper WORKSPACE
 
 trains a step to have everything imported, then reads jobs from standard input, one JSON object a line, and forks a
 child for each. It answers with the child's process id, and with its exit code once it has ended. Torch has one thread
@@ -34,7 +34,7 @@ from myna.core.errors import MynaError
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train.loop import run_training
 from myna.train.run import Run
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 
 class Notes:
@@ -53,13 +53,13 @@ class Notes:
         self.rows.append(row)
 
 
-def make_birds(folder: Path) -> Path:
+def make_workspace(folder: Path) -> Path:
     """A model, six clips to learn and four to be judged by."""
     save_tiny(folder / "model", hidden=32)
     write_recordings(folder / "recordings")
-    for bird, pitch in SPEAKER_PITCHES.items():
+    for speaker, pitch in SPEAKER_PITCHES.items():
         for number, text in enumerate(("hello", "you")):
-            clip = folder / "others" / bird / f"{number}.wav"
+            clip = folder / "others" / speaker / f"{number}.wav"
             write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
@@ -67,12 +67,12 @@ def make_birds(folder: Path) -> Path:
     return folder
 
 
-def recipe_for(birds: Path, **changes: dict[str, Any]) -> Recipe:
+def recipe_for(workspace: Path, **changes: dict[str, Any]) -> Recipe:
     """A training of a few rows a step; `changes` are settings by group."""
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(birds / "model"), "check_pretrained": False},
+        "model": {"source": str(workspace / "model"), "check_pretrained": False},
         "data": {
-            "train": str(birds / "prepared"),
+            "train": str(workspace / "prepared"),
             "row_tokens": 360,
             "packing_window": 4,
             "reference_seconds": [0.2, 10],
@@ -100,9 +100,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 class Nursery:
     """The parent of trainings, and the only one that pays for imports."""
 
-    def __init__(self, birds: Path, log: Path) -> None:
+    def __init__(self, workspace: Path, log: Path) -> None:
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        words = [sys.executable, "-m", "tests.train.resume_helper", str(birds)]
+        words = [sys.executable, "-m", "tests.train.resume_helper", str(workspace)]
         self.log = log
         self._process = subprocess.Popen(
             words,
@@ -192,10 +192,10 @@ def _die_at(name: str, number: int) -> None:
     setattr(owner, name, deadly)
 
 
-def main(birds: str) -> None:
+def main(workspace: str) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        recipe = recipe_for(Path(birds), train={"steps": 1})
+        recipe = recipe_for(Path(workspace), train={"steps": 1})
         run_training(recipe, Run.create(Path(scratch), recipe), Notes())
     assert threading.active_count() == 1
     for line in sys.stdin:

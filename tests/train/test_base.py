@@ -30,7 +30,7 @@ from myna.train.memory_plan import LargestBatch, MemoryPlan, check_weights_fit, 
 from myna.train.precision import Precision, PrecisionName
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.train.resume_helper import Notes, contents, make_birds, metrics, recipe_for
+from tests.train.resume_helper import Notes, contents, make_workspace, metrics, recipe_for
 
 KINDS = ("fp8", "int8", "nf4")
 CPU = torch.device("cpu")
@@ -41,9 +41,9 @@ NEAR = {"fp8": 0.015, "int8": 0.002, "nf4": 0.025}
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Clips, and beside the random model one whose layers have learned: its embeddings were held, or they would."""
-    folder = make_birds(tmp_path_factory.mktemp("birds"))
+    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     held = {"mode": "full", "freeze": ["text_embedding", "audio_embedding"]}
     how = {"steps": 25, "learning_rate": 2e-2, "warmup": 5, "schedule": "constant", "evaluate_every": 25}
     with pytest.MonkeyPatch.context() as patch:
@@ -54,12 +54,16 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer_for(
-    birds: Path, base: str, precision: PrecisionName = "fp32", source: str = "learned/model", **changes: dict[str, Any]
+    workspace: Path,
+    base: str,
+    precision: PrecisionName = "fp32",
+    source: str = "learned/model",
+    **changes: dict[str, Any],
 ) -> Trainer:
     """It goes past the check of the device: fp8 is imitated here."""
-    model = {"source": str(birds / source), "quantization": base}
-    recipe, decided = recipe_for(birds, model=model, **changes), Precision(precision, "asked for")
-    accelerator = init_accelerator(recipe, decided, CPU, birds)
+    model = {"source": str(workspace / source), "quantization": base}
+    recipe, decided = recipe_for(workspace, model=model, **changes), Precision(precision, "asked for")
+    accelerator = init_accelerator(recipe, decided, CPU, workspace)
     return Trainer.from_recipe(recipe, open_family(recipe.model.source), decided, accelerator, lambda _: None)
 
 
@@ -81,8 +85,8 @@ class Curve(NamedTuple):
     """The mean of the last ten, which is a pass over the data and more."""
 
 
-def curve(birds: Path, base: str) -> Curve:
-    told = losses(trainer_for(birds, base), STEPS)
+def curve(workspace: Path, base: str) -> Curve:
+    told = losses(trainer_for(workspace, base), STEPS)
     return Curve(told[0], sum(told[-10:]) / 10)
 
 
@@ -90,22 +94,22 @@ def curve(birds: Path, base: str) -> Curve:
 
 
 @pytest.fixture(scope="module")
-def plain(birds: Path) -> Curve:
-    return curve(birds, "none")
+def plain(workspace: Path) -> Curve:
+    return curve(workspace, "none")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_that_of_the_plain_base(birds: Path, plain: Curve, kind: str) -> None:
-    got = curve(birds, kind)
+def test_the_loss_is_that_of_the_plain_base(workspace: Path, plain: Curve, kind: str) -> None:
+    got = curve(workspace, kind)
     assert got.first == pytest.approx(plain.first, rel=NEAR[kind])
     assert got.last == pytest.approx(plain.last, rel=NEAR[kind])
     # The difference is small against what was learned.
     assert plain.last < 0.9 * plain.first
 
 
-def test_the_loss_hears_the_layers(birds: Path, plain: Curve) -> None:
+def test_the_loss_hears_the_layers(workspace: Path, plain: Curve) -> None:
     """Else the test above could not fail."""
-    trainer = trainer_for(birds, "int8")
+    trainer = trainer_for(workspace, "int8")
     for layer in quantized_linears(trainer.model):
         layer.scale.zero_()
     assert losses(trainer, 1)[0] > 1.5 * plain.first
@@ -113,16 +117,16 @@ def test_the_loss_hears_the_layers(birds: Path, plain: Curve) -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bf16_too_folded_or_not(birds: Path, plain: Curve, kind: str, fast: bool) -> None:
-    trainer = trainer_for(birds, kind, "bf16", train={"fused_lora": fast})
+def test_in_bf16_too_folded_or_not(workspace: Path, plain: Curve, kind: str, fast: bool) -> None:
+    trainer = trainer_for(workspace, kind, "bf16", train={"fused_lora": fast})
     assert {layer.dtype for layer in quantized_linears(trainer.model)} == {torch.bfloat16}
     assert losses(trainer, 1)[0] == pytest.approx(plain.first, rel=2 * NEAR[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_adapter_learns_and_nothing_else(birds: Path, kind: str) -> None:
+def test_every_adapter_learns_and_nothing_else(workspace: Path, kind: str) -> None:
     # With text: what the last layer makes of it is nothing to a loss on audio.
-    trainer = trainer_for(birds, kind, source="model", loss={"text_weight": 1.0})
+    trainer = trainer_for(workspace, kind, source="model", loss={"text_weight": 1.0})
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     packed = [tensor.clone() for layer in quantized_linears(trainer.model) for tensor in layer.packed_tensors]
     losses(trainer, 2)  # in the first one A still gets no gradient, since B is zero
@@ -132,17 +136,17 @@ def test_every_adapter_learns_and_nothing_else(birds: Path, kind: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(packed, now, strict=True))
 
 
-def test_recomputed_layers_learn_the_same(birds: Path) -> None:
+def test_recomputed_layers_learn_the_same(workspace: Path) -> None:
     kept, recomputed = (
-        losses(trainer_for(birds, "nf4", train={"gradient_checkpointing": how}), 3) for how in ("none", "full")
+        losses(trainer_for(workspace, "nf4", train={"gradient_checkpointing": how}), 3) for how in ("none", "full")
     )
     assert recomputed == pytest.approx(kept, rel=1e-6)
 
 
-def test_what_is_said_counts_weights_and_not_bytes(birds: Path) -> None:
+def test_what_is_said_counts_weights_and_not_bytes(workspace: Path) -> None:
     said: dict[str, list[str]] = {}
     for base in ("none", *KINDS):
-        trainer, told = trainer_for(birds, base), list[str]()
+        trainer, told = trainer_for(workspace, base), list[str]()
         Trainer.from_recipe(trainer.recipe, trainer.family, trainer.precision, trainer.accelerator, told.append)
         said[base] = told
     assert "parameters learn" in said["none"][0]
@@ -166,8 +170,8 @@ def planned(family: Family, base: str, precision: PrecisionName = "bf16", fast: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_memory_plan_counts_what_is_there(birds: Path, kind: str) -> None:
-    trainer = trainer_for(birds, kind)
+def test_the_memory_plan_counts_what_is_there(workspace: Path, kind: str) -> None:
+    trainer = trainer_for(workspace, kind)
     frozen = [*trainer.objective.buffers(), *(p for p in trainer.model.parameters() if not p.requires_grad)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in frozen}
     assert planned(trainer.family, kind, "fp32").frozen == sum(storages.values())
@@ -199,8 +203,8 @@ def test_what_does_not_fit_is_told_of_fewer_bits() -> None:
         assert told.value.hint.startswith(hint)
 
 
-def test_processes_do_not_send_the_packed_weights_around(birds: Path) -> None:
-    objective = trainer_for(birds, "nf4").objective
+def test_processes_do_not_send_the_packed_weights_around(workspace: Path) -> None:
+    objective = trainer_for(workspace, "nf4").objective
     ignored = set(objective._ddp_params_and_buffers_to_ignore)
     assert {name for name, _ in objective.named_buffers()} == ignored
     assert sum(name.endswith(".codes") for name in ignored) == 20
@@ -225,8 +229,10 @@ def test_a_base_in_fewer_bits_that_would_be_trained_is_refused(adapt: dict[str, 
     assert parse_recipe(tree | {"model": {"source": "x"}}, where="test").model.quantization == "none"
 
 
-def test_fp8_is_refused_before_anything_is_read(birds: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(birds, model={"source": str(birds / "model"), "quantization": "fp8"}, data={"train": "nowhere"})
+def test_fp8_is_refused_before_anything_is_read(workspace: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(
+        workspace, model={"source": str(workspace / "model"), "quantization": "fp8"}, data={"train": "nowhere"}
+    )
     with pytest.raises(ConfigError, match="fp8"):
         run_training(recipe, Run.create(tmp_path / "run", recipe), Notes())
 
@@ -235,10 +241,10 @@ def test_fp8_is_refused_before_anything_is_read(birds: Path, tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def runs(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps, and the same one without what came after the third; both with the whole preflight."""
     folder = tmp_path_factory.mktemp("runs")
-    recipe = nf4_recipe(birds)
+    recipe = nf4_recipe(workspace)
     run_training(recipe, Run.create(folder / "whole", recipe), Notes())
     stopped = Run.open(Path(shutil.copytree(folder / "whole", folder / "stopped")))
     shutil.rmtree(stopped.adapter)
@@ -246,9 +252,9 @@ def runs(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def nf4_recipe(birds: Path) -> Recipe:
-    model = {"source": str(birds / "learned" / "model"), "quantization": "nf4", "check_pretrained": False}
-    return recipe_for(birds, model=model, train={"save_every": 3})
+def nf4_recipe(workspace: Path) -> Recipe:
+    model = {"source": str(workspace / "learned" / "model"), "quantization": "nf4", "check_pretrained": False}
+    return recipe_for(workspace, model=model, train={"save_every": 3})
 
 
 def test_it_goes_on_bit_by_bit(runs: Path) -> None:
@@ -264,23 +270,24 @@ def test_it_does_not_go_on_with_another_base(runs: Path) -> None:
             Run.open(runs / "whole", [f"model.quantization={base}"])
 
 
-def test_another_model_under_it_shows(birds: Path) -> None:
+def test_another_model_under_it_shows(workspace: Path) -> None:
     """Packed weights are no parameters, and yet they are what the base is known by."""
-    trainer = trainer_for(birds, "nf4")
+    trainer = trainer_for(workspace, "nf4")
     loader = make_loader(trainer.recipe, trainer.family, trainer.recipe.data.train)
     before = describe_inputs(trainer, loader, None)
-    assert describe_inputs(trainer_for(birds, "nf4"), loader, None) == before
+    assert describe_inputs(trainer_for(workspace, "nf4"), loader, None) == before
     layer = next(quantized_linears(trainer.model))
     layer.codes[3] ^= 1
     assert describe_inputs(trainer, loader, None)["base model"] != before["base model"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_model_is_known_folded_or_not(birds: Path, kind: str) -> None:
+def test_the_same_model_is_known_folded_or_not(workspace: Path, kind: str) -> None:
     """`train.fused_lora` may change under a run, and puts layers together."""
-    loader = make_loader(recipe_for(birds), open_family(str(birds / "model")), birds / "prepared")
+    loader = make_loader(recipe_for(workspace), open_family(str(workspace / "model")), workspace / "prepared")
     one, other = (
-        describe_inputs(trainer_for(birds, kind, train={"fused_lora": fast}), loader, None) for fast in (True, False)
+        describe_inputs(trainer_for(workspace, kind, train={"fused_lora": fast}), loader, None)
+        for fast in (True, False)
     )
     assert one == other
 
@@ -293,16 +300,16 @@ def test_a_checkpoint_holds_what_was_learned_and_no_base(runs: Path) -> None:
         assert not [name for name in names if "lora_" not in name and not name.startswith("rng/")], path
 
 
-def test_its_adapter_opens_on_the_plain_model(birds: Path, runs: Path) -> None:
-    family = open_family(str(birds / "learned" / "model"))
+def test_its_adapter_opens_on_the_plain_model(workspace: Path, runs: Path) -> None:
+    family = open_family(str(workspace / "learned" / "model"))
     model = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
     opened = load_adapter(model, runs / "whole" / "adapter")
     assert not list(quantized_linears(opened))
 
 
-def test_odd_sizes_train_as_well(birds: Path) -> None:
+def test_odd_sizes_train_as_well(workspace: Path) -> None:
     """24 x 24 and 12 x 24 weights end in the middle of a block."""
-    save_tiny(birds / "odd", hidden=24)
-    plain = losses(trainer_for(birds, "none", source="odd"), 2)
+    save_tiny(workspace / "odd", hidden=24)
+    plain = losses(trainer_for(workspace, "none", source="odd"), 2)
     for kind in KINDS:
-        assert losses(trainer_for(birds, kind, source="odd"), 2) == pytest.approx(plain, rel=1e-3)
+        assert losses(trainer_for(workspace, kind, source="odd"), 2) == pytest.approx(plain, rel=1e-3)

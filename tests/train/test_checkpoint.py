@@ -29,14 +29,9 @@ from myna.train.loss import stream_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.train.resume_helper import Notes, Nursery, contents, make_birds, metrics, recipe_for
+from tests.train.resume_helper import Notes, Nursery, contents, metrics, recipe_for
 
 STATE, FACTS = "state.safetensors", "state.json"
-
-
-@pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_birds(tmp_path_factory.mktemp("birds"))
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +53,12 @@ def go_on(folder: Path, settings: list[str] | None = None) -> Notes:
 
 
 @pytest.fixture(scope="module")
-def unfinished(birds: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unfinished(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that was interrupted after the fourth, with checkpoints of the second and the fourth."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "run_preflight", lambda *_, **__: None)
         how = {"save_every": 2, "evaluate_every": 6, "keep_checkpoints": 3, "ema_decay": 0.5}
-        recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how)
+        recipe = recipe_for(workspace, data={"evaluation": str(workspace / "evaluation")}, train=how)
         run = learn(tmp_path_factory.mktemp("runs") / "run", recipe)
     shutil.rmtree(run.adapter)
     shutil.rmtree(checkpoint_folder(run, 6))
@@ -82,12 +77,12 @@ def newest(run: Run) -> Path:
 # What is in one
 
 
-def test_it_holds_what_speaks_and_what_it_takes_to_go_on(copied: Run, birds: Path) -> None:
+def test_it_holds_what_speaks_and_what_it_takes_to_go_on(copied: Run, workspace: Path) -> None:
     files = {path.split("/")[-1] for path in contents(copied.folder / "checkpoints")}
     assert files == {STATE, FACTS, "adapter_config.json", "adapter_model.safetensors", "myna.json"}, "and no pickle"
     facts = json.loads((newest(copied) / FACTS).read_text())
-    family = open_family(str(birds / "model"))
-    prepared = json.loads((birds / "prepared" / "prepared.json").read_text())
+    family = open_family(str(workspace / "model"))
+    prepared = json.loads((workspace / "prepared" / "prepared.json").read_text())
     assert facts["recipe"] == copied.recipe.model_dump(mode="json")
     assert facts["inputs"]["prompt"] == family.prompt_revision
     assert facts["inputs"]["codec"] == prepared["codec_revision"]
@@ -147,11 +142,11 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["fp32", "bf16", "pure-fp16"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
-    birds: Path, tmp_path: Path, mode: str, name: Any
+    workspace: Path, tmp_path: Path, mode: str, name: Any
 ) -> None:
     """pure-fp16 has an optimizer of its own, with compensations, and a loss scale among its settings."""
     adapt: dict[str, Any] = {"dropout": 0.3} if mode == "lora" else {"mode": "full", "rank": 16, "alpha": 32}
-    recipe = recipe_for(birds, adapt=adapt, train={"ema_decay": 0.9})
+    recipe = recipe_for(workspace, adapt=adapt, train={"ema_decay": 0.9})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
     first = Pupil(recipe, run, precision)
     first.train_step(0, 3)
@@ -172,10 +167,10 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "pure-fp16"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_on_a_card_it_is_restored_to_where_it_was(birds: Path, tmp_path: Path, mode: str, name: Any) -> None:
+def test_on_a_card_it_is_restored_to_where_it_was(workspace: Path, tmp_path: Path, mode: str, name: Any) -> None:
     """The fused optimizer counts its steps on the card, fp16 has a scaler, and dropout a random state of the card's."""
     adapt: dict[str, Any] = {"dropout": 0.3} if mode == "lora" else {"mode": "full", "rank": 16, "alpha": 32}
-    recipe = recipe_for(birds, adapt=adapt, train={"ema_decay": 0.9, "device": "cuda"})
+    recipe = recipe_for(workspace, adapt=adapt, train={"ema_decay": 0.9, "device": "cuda"})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
     first = Pupil(recipe, run, precision, "cuda:0")
     first.train_step(0, 3)
@@ -191,8 +186,8 @@ def test_on_a_card_it_is_restored_to_where_it_was(birds: Path, tmp_path: Path, m
             torch.testing.assert_close(second.state()[key], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
-def test_a_run_without_a_checkpoint_begins_anew(birds: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(birds, train={"steps": 2})
+def test_a_run_without_a_checkpoint_begins_anew(workspace: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(workspace, train={"steps": 2})
     whole = learn(tmp_path / "whole", recipe)
     begun = Run.create(tmp_path / "begun", recipe)
     begun.log_metrics({"step": 1, "loss": 9.0})
@@ -216,11 +211,11 @@ def test_half_written_checkpoints_are_removed_and_strangers_are_not(copied: Run)
 # Which are kept
 
 
-def test_the_last_and_the_best_are_kept(birds: Path, tmp_path: Path) -> None:
+def test_the_last_and_the_best_are_kept(workspace: Path, tmp_path: Path) -> None:
     """Learning this fast makes the evaluation worse soon."""
     recipe = recipe_for(
-        birds,
-        data={"evaluation": str(birds / "evaluation")},
+        workspace,
+        data={"evaluation": str(workspace / "evaluation")},
         train={"steps": 12, "evaluate_every": 1, "keep_checkpoints": 2, "learning_rate": 0.05, "schedule": "constant"},
     )
     run = learn(tmp_path / "run", recipe)
@@ -237,10 +232,10 @@ def test_the_last_and_the_best_are_kept(birds: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, result[name]) for name, tensor in last.items()), "without early stopping, the last"
 
 
-def early(birds: Path) -> Recipe:
+def early(workspace: Path) -> Recipe:
     return recipe_for(
-        birds,
-        data={"evaluation": str(birds / "evaluation")},
+        workspace,
+        data={"evaluation": str(workspace / "evaluation")},
         train={
             "steps": 40,
             "evaluate_every": 1,
@@ -253,8 +248,8 @@ def early(birds: Path) -> Recipe:
     )
 
 
-def test_early_stopping_stops_and_gives_the_best(birds: Path, tmp_path: Path) -> None:
-    run = learn(tmp_path / "run", early(birds))
+def test_early_stopping_stops_and_gives_the_best(workspace: Path, tmp_path: Path) -> None:
+    run = learn(tmp_path / "run", early(workspace))
     rows = [json.loads(line) for line in metrics(run.folder)]
     losses = [row["evaluation"]["loss"] for row in rows if "evaluation" in row and row["step"] > 0]
     assert len(losses) < 40 and len(losses) == 1 + losses.index(min(losses)) + 3
@@ -264,14 +259,14 @@ def test_early_stopping_stops_and_gives_the_best(birds: Path, tmp_path: Path) ->
 
 
 def test_killed_between_the_last_checkpoint_and_the_result_nothing_more_is_learned(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = learn(tmp_path / "whole", early(birds))
+    whole = learn(tmp_path / "whole", early(workspace))
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for name, recipe in {"early": early(birds), "steps": recipe_for(birds, train={"steps": 3})}.items():
+    for name, recipe in {"early": early(workspace), "steps": recipe_for(workspace, train={"steps": 3})}.items():
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(CheckpointManager, "publish", die)
             learn(tmp_path / name, recipe)
@@ -285,19 +280,19 @@ def test_killed_between_the_last_checkpoint_and_the_result_nothing_more_is_learn
 # What is refused
 
 
-def rewrite_manifest(birds: Path) -> None:
-    path = birds / "prepared" / "manifest.jsonl"
+def rewrite_manifest(workspace: Path) -> None:
+    path = workspace / "prepared" / "manifest.jsonl"
     path.write_text(path.read_text().replace("good morning", "good evening"))
 
 
-def drop_clip(birds: Path) -> None:
-    path = birds / "evaluation" / "manifest.jsonl"
+def drop_clip(workspace: Path) -> None:
+    path = workspace / "evaluation" / "manifest.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
 
 
-def other_model(birds: Path) -> None:
-    shutil.rmtree(birds / "model")
-    save_tiny(birds / "model", hidden=32, seed=1)
+def other_model(workspace: Path) -> None:
+    shutil.rmtree(workspace / "model")
+    save_tiny(workspace / "model", hidden=32, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -309,14 +304,14 @@ def other_model(birds: Path) -> None:
     ],
 )
 def test_another_base_or_other_data_are_refused(
-    birds: Path, copied: Run, tmp_path: Path, change: Callable[[Path], None], said: str
+    workspace: Path, copied: Run, tmp_path: Path, change: Callable[[Path], None], said: str
 ) -> None:
     """What is in a folder of the same name counts."""
-    moved = Path(shutil.copytree(birds, tmp_path / "moved"))
-    text = (copied.folder / "config.yaml").read_text().replace(str(birds), str(moved))
+    moved = Path(shutil.copytree(workspace, tmp_path / "moved"))
+    text = (copied.folder / "config.yaml").read_text().replace(str(workspace), str(moved))
     (copied.folder / "config.yaml").write_text(text)
     for path in copied.folder.glob(f"checkpoints/*/{FACTS}"):
-        path.write_text(path.read_text().replace(str(birds), str(moved)))
+        path.write_text(path.read_text().replace(str(workspace), str(moved)))
     change(moved)
     before = contents(copied.folder)
     with pytest.raises(TrainingError, match=said):
@@ -327,8 +322,8 @@ def test_another_base_or_other_data_are_refused(
     }, "it stays as it was"
 
 
-def test_data_may_move(birds: Path, copied: Run, tmp_path: Path) -> None:
-    moved = Path(shutil.copytree(birds / "prepared", tmp_path / "moved"))
+def test_data_may_move(workspace: Path, copied: Run, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(workspace / "prepared", tmp_path / "moved"))
     go_on(copied.folder, [f"data.train={moved}"])
     assert Run.open(copied.folder).is_finished
 
@@ -409,11 +404,11 @@ def test_the_one_before_it_will_do(copied: Run, unfinished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_with_a_word_and_leaves_the_last_checkpoint(birds: Path, tmp_path: Path) -> None:
+def test_a_full_disk_stops_with_a_word_and_leaves_the_last_checkpoint(workspace: Path, tmp_path: Path) -> None:
     """The kernel refuses to let a file of the child grow beyond a limit, which to it is a disk that is full."""
-    recipe = recipe_for(birds, train={"steps": 8, "save_every": 2}).model_dump(mode="json")
+    recipe = recipe_for(workspace, train={"steps": 8, "save_every": 2}).model_dump(mode="json")
     whole, full = tmp_path / "whole", tmp_path / "full"
-    with Nursery(birds, tmp_path / "log") as nursery:
+    with Nursery(workspace, tmp_path / "log") as nursery:
         assert nursery.train(whole, recipe=recipe) == 0
         limit = (checkpoint_folder(Run.open(whole), 8) / STATE).stat().st_size // 2
         assert nursery.train(full, recipe=recipe, deadly=("fsync", 20)) == -signal.SIGKILL
@@ -435,9 +430,9 @@ def test_a_full_disk_stops_with_a_word_and_leaves_the_last_checkpoint(birds: Pat
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "metrics.jsonl", "log.txt"])
-def test_a_folder_that_cannot_be_written_stops_with_a_word(birds: Path, tmp_path: Path, place: str) -> None:
+def test_a_folder_that_cannot_be_written_stops_with_a_word(workspace: Path, tmp_path: Path, place: str) -> None:
     """Where a file should be is a folder, and the other way round: not even root can write there."""
-    recipe = recipe_for(birds, train={"steps": 2})
+    recipe = recipe_for(workspace, train={"steps": 2})
     run = Run.create(tmp_path / "run", recipe)
     if place == "checkpoints":
         (run.folder / place).write_text("")

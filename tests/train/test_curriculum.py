@@ -10,19 +10,14 @@ import pytest
 from myna.train import loop
 from myna.train.loop import run_training
 from myna.train.run import Run
-from tests.train.resume_helper import Notes, make_birds, recipe_for
+from tests.train.resume_helper import Notes, recipe_for
 
 CODES = [f"code{k}" for k in range(8)]
 
 
-@pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_birds(tmp_path_factory.mktemp("birds"))
-
-
-def rows(birds: Path, folder: Path, stages: list[dict[str, float]], **loss: float) -> list[dict[str, Any]]:
+def rows(workspace: Path, folder: Path, stages: list[dict[str, float]], **loss: float) -> list[dict[str, Any]]:
     how = {"steps": 12, "learning_rate": 1e-2, "schedule": "constant", "stages": stages}
-    recipe, notes = recipe_for(birds, adapt={"train_modules": ["audio_head"]}, loss=loss, train=how), Notes()
+    recipe, notes = recipe_for(workspace, adapt={"train_modules": ["audio_head"]}, loss=loss, train=how), Notes()
     run_training(recipe, Run.create(folder, recipe), notes)
     return notes.rows
 
@@ -31,10 +26,10 @@ def audio(row: dict[str, Any]) -> float:
     return float(sum(row[code] for code in CODES)) / 8
 
 
-def test_text_first_and_then_all(birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_first_and_then_all(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
     stages = [{"until": 0.5, "text_weight": 1.0, "audio_weight": 0.0}]
-    taught = rows(birds, tmp_path / "run", stages, text_weight=0.5, audio_weight=2.0)
+    taught = rows(workspace, tmp_path / "run", stages, text_weight=0.5, audio_weight=2.0)
     for row in taught[:6]:
         assert row["loss"] == pytest.approx(row["text"], abs=1e-6)
     for row in taught[6:]:
@@ -46,13 +41,13 @@ def test_text_first_and_then_all(birds: Path, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("ends", [(0.25, 8 / 12), (3, 8)], ids=["shares", "steps"])
 def test_stages_end_at_a_share_or_at_a_step_and_the_text_head_is_there_from_the_first(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[float, float]
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[float, float]
 ) -> None:
     """The recipe's own loss has no text: it is the stage that needs the head."""
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
     first, second = ends
     stages = [{"until": first, "text_weight": 1.0, "audio_weight": 0.0}, {"until": second, "text_weight": 1.0}]
-    taught = rows(birds, tmp_path / "run", stages)
+    taught = rows(workspace, tmp_path / "run", stages)
     for row in taught:
         text, sound = (1, 0) if row["step"] <= 3 else (1, 1) if row["step"] <= 8 else (0, 1)
         assert row["loss"] == pytest.approx(text * row["text"] + sound * audio(row), abs=1e-6), row["step"]

@@ -30,7 +30,7 @@ from myna.train.checkpoint import checkpoint_folder
 from myna.train.distributed import ProcessInfo, init_accelerator, launch, report_failures
 from myna.train.precision import Precision, choose_precision
 from myna.train.run import Run
-from tests.birds import SAMPLE_RATE, tone_speech, write_recordings
+from tests.tone_corpus import SAMPLE_RATE, tone_speech, write_recordings
 from tests.train.distributed_helper import asked_to_stop, bf16_loss, learn_from_text
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +38,9 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six clips to learn and one to be judged by, which leaves the second rank nothing; a LoRA and a full training."""
-    folder = tmp_path_factory.mktemp("birds")
+    folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     write_recordings(folder / "recordings")
     clip = folder / "others" / "robin" / "0.wav"
@@ -76,21 +76,21 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(birds: Path) -> Path:
+def two(workspace: Path) -> Path:
     """What one process does, and what two do, as `NAME-PROCESSES`; one process began `NAME-1-2`, two ended it."""
     for kind, stop in (("lora", 3), ("full", 2)):
-        train(birds / f"{kind}.yaml", out=birds / f"{kind}-1")
+        train(workspace / f"{kind}.yaml", out=workspace / f"{kind}-1")
         with asked_to_stop(stop):
-            train(birds / f"{kind}.yaml", out=birds / f"{kind}-1-2")
-    learn_from_text(birds)
+            train(workspace / f"{kind}.yaml", out=workspace / f"{kind}-1-2")
+    learn_from_text(workspace)
     with ExitStack() as stack:
         ports = free_ports(9)
-        ranks = [stack.enter_context(started_by_srun(rank, birds, ports)) for rank in range(2)]
+        ranks = [stack.enter_context(started_by_srun(rank, workspace, ports)) for rank in range(2)]
         said = [rank.communicate(timeout=300)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
     for kind in ("lora", "full"):
-        resume(birds / f"{kind}-2-1")
-    return birds
+        resume(workspace / f"{kind}-2-1")
+    return workspace
 
 
 @contextmanager
@@ -206,9 +206,11 @@ def test_full_training_computes_in_bf16_and_learns_in_fp32(two: Path) -> None:
         assert rank["loss"] == pytest.approx(alone, abs=0.01)
 
 
-def test_pure_fp16_is_not_shared_out(birds: Path) -> None:
+def test_pure_fp16_is_not_shared_out(workspace: Path) -> None:
     device = torch.device("cpu")
-    accelerator = init_accelerator(load_recipe(birds / "full.yaml"), choose_precision("fp32", device), device, birds)
+    accelerator = init_accelerator(
+        load_recipe(workspace / "full.yaml"), choose_precision("fp32", device), device, workspace
+    )
     with pytest.raises(ConfigError, match="does not go with full training"):
         distributed.shard_model(torch.nn.Linear(2, 2), [], Precision("pure-fp16", "asked for"), accelerator)
 
@@ -290,23 +292,25 @@ def test_a_named_card_is_taken_and_one_that_is_not_there_is_not() -> None:
 
 
 def test_local_rank_alone_is_no_reason_to_wait_for_others(
-    environment: pytest.MonkeyPatch, birds: Path, tmp_path: Path
+    environment: pytest.MonkeyPatch, workspace: Path, tmp_path: Path
 ) -> None:
     environment.setenv("LOCAL_RANK", "0")
     device = torch.device("cpu")
-    accelerator = init_accelerator(load_recipe(birds / "lora.yaml"), choose_precision("fp32", device), device, tmp_path)
+    accelerator = init_accelerator(
+        load_recipe(workspace / "lora.yaml"), choose_precision("fp32", device), device, tmp_path
+    )
     assert (accelerator.num_processes, accelerator.device) == (1, device)
     assert os.environ["LOCAL_RANK"] == "0"
 
 
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_accelerate_does_not_shard_a_second_time(
-    environment: pytest.MonkeyPatch, birds: Path, tmp_path: Path, variable: str
+    environment: pytest.MonkeyPatch, workspace: Path, tmp_path: Path, variable: str
 ) -> None:
     environment.setenv(variable, "true")
     device = torch.device("cpu")
     with pytest.raises(ConfigError, match="accelerate is configured"):
-        init_accelerator(load_recipe(birds / "lora.yaml"), choose_precision("fp32", device), device, tmp_path)
+        init_accelerator(load_recipe(workspace / "lora.yaml"), choose_precision("fp32", device), device, tmp_path)
 
 
 # Launched, and stopped
@@ -360,9 +364,11 @@ linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="look
 
 @pytest.mark.slow
 @linux
-def test_when_a_rank_dies_the_others_stop_and_it_is_named(birds: Path) -> None:
-    run = birds / "killed"
-    with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, "--set=train.steps=5000") as launcher:
+def test_when_a_rank_dies_the_others_stop_and_it_is_named(workspace: Path) -> None:
+    run = workspace / "killed"
+    with started(
+        "myna", "train", workspace / "lora.yaml", "-o", run, "--gpus", 2, "--set=train.steps=5000"
+    ) as launcher:
         first, second = ranks_of(launcher, run)
         os.kill(second, signal.SIGKILL)
         said = launcher.communicate(timeout=60)[0]
@@ -374,23 +380,23 @@ def test_when_a_rank_dies_the_others_stop_and_it_is_named(birds: Path) -> None:
 
 @pytest.mark.slow
 @linux
-def test_processes_stop_on_signal_save_and_end_well(birds: Path) -> None:
-    run, longer = birds / "stopped", ["train.steps=120", "train.evaluate_every=120"]
-    train(birds / "lora.yaml", out=birds / "straight", settings=longer)
+def test_processes_stop_on_signal_save_and_end_well(workspace: Path) -> None:
+    run, longer = workspace / "stopped", ["train.steps=120", "train.evaluate_every=120"]
+    train(workspace / "lora.yaml", out=workspace / "straight", settings=longer)
     settings = [f"--set={setting}" for setting in longer]
-    with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
+    with started("myna", "train", workspace / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
         ranks_of(launcher, run)
         launcher.terminate()
         said = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 0 and "as asked; go on with" in said, said
     resume(run)
-    same_course(birds / "straight", run)
+    same_course(workspace / "straight", run)
 
 
 @linux
-def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_well(birds: Path) -> None:
-    run = birds / "stopped early"
-    with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2) as launcher:
+def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_well(workspace: Path) -> None:
+    run = workspace / "stopped early"
+    with started("myna", "train", workspace / "lora.yaml", "-o", run, "--gpus", 2) as launcher:
         wait_for(launcher, lambda: len(children_of(launcher)) == 2)
         launcher.terminate()
         said = launcher.communicate(timeout=60)[0]
@@ -400,10 +406,10 @@ def test_processes_stopped_before_their_first_step_are_not_said_to_have_ended_we
 
 @pytest.mark.slow
 @linux
-def test_processes_that_cannot_save_when_they_are_stop_on_signal_say_why(birds: Path) -> None:
-    run = birds / "unsaved"
+def test_processes_that_cannot_save_when_they_are_stop_on_signal_say_why(workspace: Path) -> None:
+    run = workspace / "unsaved"
     settings = ["--set=train.steps=5000", "--set=train.evaluate_every=5000"]
-    with started("myna", "train", birds / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
+    with started("myna", "train", workspace / "lora.yaml", "-o", run, "--gpus", 2, *settings) as launcher:
         ranks_of(launcher, run)
         (run / "checkpoints").write_text("a file, where a folder should be")
         launcher.terminate()
@@ -414,10 +420,10 @@ def test_processes_that_cannot_save_when_they_are_stop_on_signal_say_why(birds: 
     assert "before anything new was saved" not in said and "Traceback" not in said
 
 
-def test_a_stopped_launch_is_told_by_what_it_has_saved(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = birds / "asked"
+def test_a_stopped_launch_is_told_by_what_it_has_saved(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = workspace / "asked"
     with asked_to_stop(2):
-        train(birds / "lora.yaml", out=run)
+        train(workspace / "lora.yaml", out=run)
 
     def stopped_after(step: int | None) -> Callable[..., bool]:
         def stopped(*_: object) -> bool:

@@ -19,7 +19,7 @@ from myna.train.ema import WeightEMA
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights, weighted_loss
 from myna.train.run import Run
-from tests.train.resume_helper import Notes, make_birds, metrics, recipe_for
+from tests.train.resume_helper import Notes, make_workspace, metrics, recipe_for
 
 
 def weights(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -83,11 +83,13 @@ def test_it_stands_in_and_gives_way_exactly(dtype: torch.dtype) -> None:
 
 def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
-    birds = make_birds(tmp_path / "birds")
+    workspace = make_workspace(tmp_path / "workspace")
     how = {"steps": 6, "learning_rate": 2e-2, "schedule": "constant", "evaluate_every": 6}
     runs = {}
     for name, ema in {"plain": None, "mean": 0.9}.items():
-        recipe = recipe_for(birds, data={"evaluation": str(birds / "evaluation")}, train=how | {"ema_decay": ema})
+        recipe = recipe_for(
+            workspace, data={"evaluation": str(workspace / "evaluation")}, train=how | {"ema_decay": ema}
+        )
         runs[name] = Run.create(tmp_path / name, recipe)
         run_training(recipe, runs[name], Notes())
     rows = {name: [json.loads(line) for line in metrics(run.folder)] for name, run in runs.items()}
@@ -106,12 +108,12 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
                 assert not torch.equal(tensor, state[f"weight/{full}"]), name
 
     # Opened again it has the loss that was measured.
-    family, recipe = open_family(str(birds / "model")), runs["mean"].recipe
+    family, recipe = open_family(str(workspace / "model")), runs["mean"].recipe
     base = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
     objective = family.objective(load_adapter(base, runs["mean"].adapter)).eval()
     sums = counts = torch.zeros(len(family.streams), dtype=torch.float64)
     with torch.no_grad():
-        for batch in make_loader(recipe, family, birds / "evaluation").evaluation_batches(1, Shard()):
+        for batch in make_loader(recipe, family, workspace / "evaluation").evaluation_batches(1, Shard()):
             sums, counts = sums + objective(batch).sums, counts + batch.counts
     loss = float(weighted_loss(sums, counts, stream_weights(family.streams, recipe.loss)))
     assert loss == pytest.approx(rows["mean"][-1]["evaluation"]["loss"], abs=1e-6)

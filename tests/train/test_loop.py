@@ -26,7 +26,7 @@ from myna.train import loop
 from myna.train.loop import make_loader, run_training
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 CODES = [f"code{k}" for k in range(8)]
 
@@ -50,14 +50,14 @@ class Notes:
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, six clips to learn and two to be judged by."""
-    folder = tmp_path_factory.mktemp("birds")
+    folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     write_recordings(folder / "recordings")
-    for bird, pitch in SPEAKER_PITCHES.items():
+    for speaker, pitch in SPEAKER_PITCHES.items():
         for number, text in enumerate(("hello", "you")):
-            clip = folder / "others" / bird / f"{number}.wav"
+            clip = folder / "others" / speaker / f"{number}.wav"
             write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
@@ -65,10 +65,10 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(birds: Path, **changes: dict[str, Any]) -> Recipe:
+def recipe(workspace: Path, **changes: dict[str, Any]) -> Recipe:
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(birds / "model"), "check_pretrained": False},
-        "data": {"train": str(birds / "prepared"), "row_tokens": 360, "reference_seconds": [0.2, 10]},
+        "model": {"source": str(workspace / "model"), "check_pretrained": False},
+        "data": {"train": str(workspace / "prepared"), "row_tokens": 360, "reference_seconds": [0.2, 10]},
         "adapt": {"rank": 4, "alpha": 8},
         "train": {
             "steps": 3,
@@ -88,11 +88,11 @@ Learn = Callable[..., tuple[Run, Notes]]
 
 
 @pytest.fixture
-def learn(birds: Path, tmp_path: Path) -> Learn:
+def learn(workspace: Path, tmp_path: Path) -> Learn:
     """Train with some settings changed, into a folder of its own."""
 
     def run_once(**changes: dict[str, Any]) -> tuple[Run, Notes]:
-        chosen, notes = recipe(birds, **changes), Notes()
+        chosen, notes = recipe(workspace, **changes), Notes()
         run = Run.create(tmp_path / f"run{len(list(tmp_path.iterdir()))}", chosen)
         run_training(chosen, run, notes)
         return run, notes
@@ -149,9 +149,9 @@ def test_every_step_is_told_and_written(learn: Learn) -> None:
     assert any("6 targets" in line for line in notes.said)
 
 
-def test_evaluations_come_when_due_and_at_the_end(learn: Learn, birds: Path) -> None:
+def test_evaluations_come_when_due_and_at_the_end(learn: Learn, workspace: Path) -> None:
     changes = {"evaluate_every": 2, "steps": 5}
-    run, notes = learn(data={"evaluation": str(birds / "evaluation")}, train=changes)
+    run, notes = learn(data={"evaluation": str(workspace / "evaluation")}, train=changes)
     heard = [row for row in notes.rows if "evaluation" in row]
     assert [row["step"] for row in heard] == [0, 2, 4, 5], "the untuned model's first"
     assert {"loss", *CODES, "accuracy", "stop_accuracy"} <= heard[0]["evaluation"].keys()
@@ -159,22 +159,22 @@ def test_evaluations_come_when_due_and_at_the_end(learn: Learn, birds: Path) -> 
     assert len({row["evaluation"]["loss"] for row in heard}) == 4, "the model has changed in between"
     assert any("evaluation: 4 targets" in line for line in notes.said)
 
-    _, cut = learn(data={"evaluation": str(birds / "evaluation")}, train=changes | {"micro_batch_size": 4})
+    _, cut = learn(data={"evaluation": str(workspace / "evaluation")}, train=changes | {"micro_batch_size": 4})
     for one, other in zip(heard, [row for row in cut.rows if "evaluation" in row], strict=True):
         assert other["evaluation"]["loss"] == pytest.approx(one["evaluation"]["loss"], abs=1e-5)
 
 
-def test_an_evaluation_changes_nothing_that_is_learned(learn: Learn, birds: Path) -> None:
+def test_an_evaluation_changes_nothing_that_is_learned(learn: Learn, workspace: Path) -> None:
     (_, notes), (_, quiet) = (
-        learn(data={"evaluation": str(birds / "evaluation")}, train={"evaluate_every": 1}),
+        learn(data={"evaluation": str(workspace / "evaluation")}, train={"evaluate_every": 1}),
         learn(),
     )
     assert steps(notes) == steps(quiet)
 
 
-def test_epochs_are_counted_in_rows(learn: Learn, birds: Path) -> None:
-    family = open_family(str(birds / "model"))
-    chosen = recipe(birds)
+def test_epochs_are_counted_in_rows(learn: Learn, workspace: Path) -> None:
+    family = open_family(str(workspace / "model"))
+    chosen = recipe(workspace)
     rows = make_loader(chosen, family, chosen.data.train).rows_in_first_epoch()
     _, notes = learn(train={"steps": None, "epochs": 2, "batch_size": 2})
     assert notes.plan == -(-2 * rows // 2)
@@ -184,10 +184,10 @@ def test_epochs_are_counted_in_rows(learn: Learn, birds: Path) -> None:
 # What is learned
 
 
-def code_loss(birds: Path, source: Path) -> float:
+def code_loss(workspace: Path, source: Path) -> float:
     """Mean code loss of a saved model on all that was to be learned."""
     family = open_family(str(source))
-    chosen = recipe(birds)
+    chosen = recipe(workspace)
     objective = family.objective(family.load_model(dtype=torch.float32, device="cpu", text_head=False).eval())
     loss, count = 0.0, 0.0
     with torch.no_grad():
@@ -196,28 +196,28 @@ def code_loss(birds: Path, source: Path) -> float:
     return loss / count
 
 
-def test_full_training_saves_a_model_that_opens_and_has_learned(learn: Learn, birds: Path) -> None:
+def test_full_training_saves_a_model_that_opens_and_has_learned(learn: Learn, workspace: Path) -> None:
     run, notes = learn(adapt={"mode": "full", "rank": 16, "alpha": 32}, train={"steps": 8, "learning_rate": 5e-3})
     assert not run.adapter.exists() and run.model.is_dir()
-    before, after = code_loss(birds, birds / "model"), code_loss(birds, run.model)
+    before, after = code_loss(workspace, workspace / "model"), code_loss(workspace, run.model)
     assert notes.rows[0]["loss"] == pytest.approx(before, abs=0.1)
     assert after < before - 0.5
     assert after == pytest.approx(notes.rows[-1]["loss"], abs=0.5), "what was saved is what was trained"
 
 
-def test_what_is_frozen_stays_as_it_was(learn: Learn, birds: Path) -> None:
+def test_what_is_frozen_stays_as_it_was(learn: Learn, workspace: Path) -> None:
     frozen = ["text_embedding", "audio_embedding", "attention", "text_ffn", "norms", "audio_ffn"]
     run, notes = learn(adapt={"mode": "full", "rank": 16, "alpha": 32, "freeze": frozen})
     before, after = (
         open_family(str(source)).load_model(dtype=torch.float32, device="cpu", text_head=False).state_dict()
-        for source in (birds / "model", run.model)
+        for source in (workspace / "model", run.model)
     )
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed == {"audio_lm_head.weight"}
     assert notes.rows[-1]["loss"] < notes.rows[0]["loss"]
 
 
-def test_a_text_weight_loads_and_trains_the_text_head(learn: Learn, birds: Path) -> None:
+def test_a_text_weight_loads_and_trains_the_text_head(learn: Learn, workspace: Path) -> None:
     run, notes = learn(
         loss={"text_weight": 0.5}, adapt={"train_modules": ["text_head"]}, train={"steps": 6, "learning_rate": 5e-3}
     )
@@ -225,7 +225,7 @@ def test_a_text_weight_loads_and_trains_the_text_head(learn: Learn, birds: Path)
     assert last["text"] < first["text"] - 0.5
     assert first["loss"] == pytest.approx(0.5 * first["text"] + sum(first[code] for code in CODES) / 8, abs=1e-6)
     head = [tensor for name, tensor in adapter(run).items() if "text_lm_head" in name]
-    model: Any = open_family(str(birds / "model")).load_model(dtype=torch.float32, device="cpu", text_head=True)
+    model: Any = open_family(str(workspace / "model")).load_model(dtype=torch.float32, device="cpu", text_head=True)
     assert len(head) == 1 and not torch.equal(head[0], model.text_lm_head.weight)
 
 
@@ -287,8 +287,10 @@ def test_a_lora_learns(learn: Learn) -> None:
 # What cannot be
 
 
-def test_an_utterance_too_long_for_a_row_is_refused_by_name_before_the_first_step(birds: Path, tmp_path: Path) -> None:
-    chosen, notes = recipe(birds, data={"row_tokens": 186}), Notes()
+def test_an_utterance_too_long_for_a_row_is_refused_by_name_before_the_first_step(
+    workspace: Path, tmp_path: Path
+) -> None:
+    chosen, notes = recipe(workspace, data={"row_tokens": 186}), Notes()
     run = Run.create(tmp_path / "run", chosen)
     with pytest.raises(
         DataError, match=r"(robin/robin|heron/heron)-[12] takes 187 tokens .* a row holds 186"
@@ -298,11 +300,11 @@ def test_an_utterance_too_long_for_a_row_is_refused_by_name_before_the_first_ste
     assert notes.plan is None and notes.rows == [] and not run.metrics.exists()
 
 
-def test_codes_of_another_kind_of_codec_are_refused(birds: Path, tmp_path: Path) -> None:
-    note = birds / "prepared" / "prepared.json"
+def test_codes_of_another_kind_of_codec_are_refused(workspace: Path, tmp_path: Path) -> None:
+    note = workspace / "prepared" / "prepared.json"
     before = note.read_text()
     note.write_text(before.replace('"codebook_size": 64', '"codebook_size": 1024'))
-    chosen = recipe(birds)
+    chosen = recipe(workspace)
     try:
         with pytest.raises(DataError, match="another kind of codec") as caught:
             run_training(chosen, Run.create(tmp_path / "run", chosen), Notes())
@@ -321,7 +323,7 @@ def test_a_tracker_gets_the_metrics_or_says_what_to_install(learn: Learn) -> Non
 
 
 def test_every_module_is_in_training_after_an_evaluation(
-    learn: Learn, birds: Path, monkeypatch: pytest.MonkeyPatch
+    learn: Learn, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states: list[set[bool]] = []
     clip = Trainer.clip_gradients
@@ -331,7 +333,7 @@ def test_every_module_is_in_training_after_an_evaluation(
         return clip(trainer)
 
     monkeypatch.setattr(Trainer, "clip_gradients", note)
-    learn(data={"evaluation": str(birds / "evaluation")}, train={"steps": 3, "evaluate_every": 1})
+    learn(data={"evaluation": str(workspace / "evaluation")}, train={"steps": 3, "evaluate_every": 1})
     assert states[-3:] == [{True}] * 3
 
 
@@ -357,7 +359,7 @@ def test_processes_make_the_batches_of_a_card_and_change_nothing(learn: Learn, m
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_batches_are_pinned_by_those_who_make_them_where_a_card_waits(
-    birds: Path, monkeypatch: pytest.MonkeyPatch, pin: bool
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, pin: bool
 ) -> None:
     where: set[str] = set()
 
@@ -366,7 +368,7 @@ def test_batches_are_pinned_by_those_who_make_them_where_a_card_waits(
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", note)
-    chosen = recipe(birds)
+    chosen = recipe(workspace)
     loader = make_loader(chosen, open_family(chosen.model.source), chosen.data.train, pin=pin)
     with closing(loader.steps(4, 1, Shard())) as steps:
         assert len(next(steps)) == 4

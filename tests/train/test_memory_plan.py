@@ -38,7 +38,7 @@ from myna.train.memory_plan import (
 )
 from myna.train.precision import Precision, PrecisionName
 from myna.train.trainer import configured_recomputation
-from tests.birds import write_recordings
+from tests.tone_corpus import write_recordings
 
 CPU = torch.device("cpu")
 LORA, BASE = 39_452_672, 5_377_281_024

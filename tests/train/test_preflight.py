@@ -40,7 +40,7 @@ from myna.train.preflight import loss as preflight_loss
 from myna.train.preflight.context import CheckContext
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 CPU = torch.device("cpu")
 
@@ -101,14 +101,14 @@ class Endless(HiggsV2):
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model, the same after a little full training, clips to learn and others to be judged by."""
-    folder = tmp_path_factory.mktemp("birds")
+    folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     write_recordings(folder / "recordings")
-    for bird, pitch in SPEAKER_PITCHES.items():
+    for speaker, pitch in SPEAKER_PITCHES.items():
         for text in ("hello", "you"):
-            clip = folder / "others" / bird / f"{text}.wav"
+            clip = folder / "others" / speaker / f"{text}.wav"
             write_audio(clip, tone_speech(text, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
     for source, out in (("recordings", "prepared"), ("others", "evaluation")):
@@ -117,10 +117,10 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(birds: Path, base: str = "taught", **changes: dict[str, Any]) -> Recipe:
+def recipe(workspace: Path, base: str = "taught", **changes: dict[str, Any]) -> Recipe:
     tree: dict[str, dict[str, Any]] = {
-        "model": {"source": str(birds / base), "check_pretrained": base != "model"},
-        "data": {"train": str(birds / "prepared"), "row_tokens": 600, "reference_seconds": [0.2, 10], "workers": 0},
+        "model": {"source": str(workspace / base), "check_pretrained": base != "model"},
+        "data": {"train": str(workspace / "prepared"), "row_tokens": 600, "reference_seconds": [0.2, 10], "workers": 0},
         "adapt": {"rank": 4, "alpha": 8},
         "train": {"steps": 3, "batch_size": 2, "learning_rate": 2e-3, "warmup": 0, "device": "cpu"},
     }
@@ -136,11 +136,11 @@ def trainer_for(recipe: Recipe, family: HiggsV2) -> Trainer:
     )
 
 
-def teach(birds: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
+def teach(workspace: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
     """Full training as if for a published model."""
-    chosen = recipe(birds, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
-    family = opened(kind, birds / "model")
-    trainer, loader = trainer_for(chosen, family), make_loader(chosen, family, birds / "prepared")
+    chosen = recipe(workspace, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
+    family = opened(kind, workspace / "model")
+    trainer, loader = trainer_for(chosen, family), make_loader(chosen, family, workspace / "prepared")
     weights, stream = stream_weights(family.streams, chosen.loss), loader.steps(2, 1, Shard())
     for _ in range(steps):
         trainer.train_step(next(stream), weights, 5e-3)
@@ -211,9 +211,9 @@ class Flight:
 
 
 @pytest.fixture
-def flight(birds: Path, tmp_path: Path) -> Callable[..., Flight]:
+def flight(workspace: Path, tmp_path: Path) -> Callable[..., Flight]:
     def make(base: str = "taught", kind: type[HiggsV2] = HiggsV2, **changes: dict[str, Any]) -> Flight:
-        return Flight(recipe(birds, base, **changes), tmp_path, kind)
+        return Flight(recipe(workspace, base, **changes), tmp_path, kind)
 
     return make
 
@@ -258,10 +258,12 @@ class Notes:
         self.rows.append({key: value for key, value in row.items() if key != "speed"})
 
 
-def test_a_run_is_the_same_to_the_bit_without_it(birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_the_same_to_the_bit_without_it(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With dropout, which draws from the random state."""
     chosen = recipe(
-        birds, adapt={"dropout": 0.2}, train={"batch_size": 4, "gradient_checkpointing": "full", "ema_decay": 0.5}
+        workspace, adapt={"dropout": 0.2}, train={"batch_size": 4, "gradient_checkpointing": "full", "ema_decay": 0.5}
     )
     results = []
     for name in ("with", "without"):
@@ -276,8 +278,8 @@ def test_a_run_is_the_same_to_the_bit_without_it(birds: Path, tmp_path: Path, mo
     assert all(torch.equal(tensor, plain[name]) for name, tensor in tensors.items())
 
 
-def test_a_dry_run_checks_and_trains_nothing(birds: Path, tmp_path: Path) -> None:
-    chosen, notes = recipe(birds), Notes()
+def test_a_dry_run_checks_and_trains_nothing(workspace: Path, tmp_path: Path) -> None:
+    chosen, notes = recipe(workspace), Notes()
     run = Run(tmp_path / "run", chosen)
     run_training(chosen, run, notes, dry_run=True)
     assert any("preflight passed" in line for line in notes.said)
@@ -325,8 +327,8 @@ def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> No
         preflight_loss.check_better_than_chance(losses, look)
 
 
-def test_random_weights_that_should_speak_are_refused(birds: Path, flight: Make) -> None:
-    told = flight("model", model={"source": str(birds / "model"), "check_pretrained": True}).refused()
+def test_random_weights_that_should_speak_are_refused(workspace: Path, flight: Make) -> None:
+    told = flight("model", model={"source": str(workspace / "model"), "check_pretrained": True}).refused()
     assert "no better than chance" in told and "4.19" in told and "--set model.check_pretrained=false" in told
 
 
@@ -335,9 +337,9 @@ def test_random_weights_that_are_meant_pass_and_it_is_said(flight: Make) -> None
     assert "before training: loss 4." in said and "are not checked" in said
 
 
-def test_a_copy_task_is_too_easy(birds: Path, flight: Make, tmp_path: Path) -> None:
+def test_a_copy_task_is_too_easy(workspace: Path, flight: Make, tmp_path: Path) -> None:
     """A model that was trained to copy finds its labels in place, but nothing left to learn."""
-    teach(birds, Copying, tmp_path / "copier", steps=30)
+    teach(workspace, Copying, tmp_path / "copier", steps=30)
     copier = {"source": str(tmp_path / "copier"), "check_pretrained": True}
     it = flight(kind=Copying, model=copier)
     told = it.refused()
@@ -407,31 +409,31 @@ def deaf_to_text(family: Any) -> Any:
 
 
 def test_evaluation_that_is_trained_on_is_refused_by_sound_and_by_words(
-    birds: Path, flight: Make, tmp_path: Path
+    workspace: Path, flight: Make, tmp_path: Path
 ) -> None:
-    flight(data={"evaluation": str(birds / "evaluation")}).take()
+    flight(data={"evaluation": str(workspace / "evaluation")}).take()
     seen = tmp_path / "seen"
-    for bird, pitch in SPEAKER_PITCHES.items():
+    for speaker, pitch in SPEAKER_PITCHES.items():
         sounds = {"good morning": "good morning", "What a fine day!": "what a fine dax", "fine": "fine"}
         for number, (text, sound) in enumerate(sounds.items()):
-            clip = seen / bird / f"{number}.wav"
+            clip = seen / speaker / f"{number}.wav"
             write_audio(clip, tone_speech(sound, pitch), SAMPLE_RATE)
             clip.with_suffix(".txt").write_text(text)
-    prepare(str(seen), tmp_path / "leaky", model=str(birds / "model"), device="cpu")
+    prepare(str(seen), tmp_path / "leaky", model=str(workspace / "model"), device="cpu")
     told = flight(data={"evaluation": str(tmp_path / "leaky")}).refused()
     assert "4 of 6 evaluation utterances are trained on too" in told
     assert "2 with the same audio, 2 with the same words" in told
     assert "heron/0" in told and "heron/2" not in told
 
 
-def test_a_reference_with_the_sound_of_its_target_is_refused(birds: Path, flight: Make, tmp_path: Path) -> None:
+def test_a_reference_with_the_sound_of_its_target_is_refused(workspace: Path, flight: Make, tmp_path: Path) -> None:
     """The same recording in two files that differ, as a re-export does."""
     source = tmp_path / "twins" / "robin"
     for name, subtype in (("one", "PCM_16"), ("two", "PCM_24")):
         source.mkdir(parents=True, exist_ok=True)
         soundfile.write(source / f"{name}.wav", tone_speech("good morning", 320.0), SAMPLE_RATE, subtype=subtype)
         (source / f"{name}.txt").write_text("good morning")
-    prepare(str(tmp_path / "twins"), tmp_path / "prepared", model=str(birds / "model"), device="cpu")
+    prepare(str(tmp_path / "twins"), tmp_path / "prepared", model=str(workspace / "model"), device="cpu")
     told = flight("model", data={"train": str(tmp_path / "prepared")}).refused()
     assert "2 targets have their own sound for a reference" in told and "robin/one" in told
 
@@ -450,9 +452,9 @@ def test_wrong_labels_are_refused_with_their_cause(flight: Make, kind: type[Higg
     assert cause in told
 
 
-def test_a_row_that_would_cut_an_end_is_refused(birds: Path, tmp_path: Path) -> None:
+def test_a_row_that_would_cut_an_end_is_refused(workspace: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"would lose its end-of-stream\n.*--set data\.row_tokens="):
-        Flight(recipe(birds, data={"row_tokens": 100}), tmp_path)
+        Flight(recipe(workspace, data={"row_tokens": 100}), tmp_path)
 
 
 # Trainable parameters
@@ -536,10 +538,14 @@ def test_any_other_error_is_not_taken_for_it(flight: Make, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_two_ranks_agree_and_one_that_fails_stops_both(birds: Path, tmp_path: Path) -> None:
+def test_two_ranks_agree_and_one_that_fails_stops_both(workspace: Path, tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", __name__]
     done = subprocess.run(
-        [sys.executable, *words, str(birds), str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words, str(workspace), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
@@ -560,11 +566,11 @@ class MuteOnOne(Mute):
         return HiggsV2.render(self, conversation, **how)
 
 
-def as_rank(birds: Path, out: Path) -> None:
+def as_rank(workspace: Path, out: Path) -> None:
     """What one of two processes does: DDP with a LoRA, FSDP with full training, and a failure of one alone."""
     told: dict[str, Any] = {}
     for mode in ("comprehensive", "full"):
-        it = Flight(recipe(birds, adapt={"mode": mode}), out)
+        it = Flight(recipe(workspace, adapt={"mode": mode}), out)
         before = it.state()
         it.take()
         untouched = same(before, it.state())
@@ -572,7 +578,7 @@ def as_rank(birds: Path, out: Path) -> None:
         tally, _ = it.trainer.train_step(passes, stream_weights(it.trainer.family.streams, it.recipe.loss), 1e-3)
         told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
     try:
-        Flight(recipe(birds), out, MuteOnOne).take()
+        Flight(recipe(workspace), out, MuteOnOne).take()
     except TrainingError as error:
         told["failure"] = str(error)
     (out / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(told))

@@ -19,27 +19,29 @@ from myna.train.loss import LossAccumulator, stream_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.train.resume_helper import make_birds, recipe_for
+from tests.train.resume_helper import make_workspace, recipe_for
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With four layers, of which every second is not every one."""
-    folder = make_birds(tmp_path_factory.mktemp("birds"))
+    folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     save_tiny(folder / "deep", hidden=32, layers=4)
     return folder
 
 
-def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool = False) -> tuple[dict[str, Any], int]:
+def gradients(
+    workspace: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool = False
+) -> tuple[dict[str, Any], int]:
     recipe = recipe_for(
-        birds,
-        model={"source": str(birds / "deep")},
+        workspace,
+        model={"source": str(workspace / "deep")},
         adapt=adapt,
         loss={"text_weight": 0.5},
         train={"gradient_checkpointing": checkpointing, "fused_lora": fast},
     )
     precision = Precision("fp32", "a test")
-    accelerator = init_accelerator(recipe, precision, torch.device("cpu"), birds)
+    accelerator = init_accelerator(recipe, precision, torch.device("cpu"), workspace)
     family = open_family(recipe.model.source)
     trainer = Trainer.from_recipe(recipe, family, precision, accelerator, lambda _: None)
     runs = 0
@@ -69,23 +71,23 @@ def gradients(birds: Path, checkpointing: Any, adapt: dict[str, Any], fast: bool
     ],
     ids=["lora", "dora", "full"],
 )
-def test_gradients_are_the_same(birds: Path, adapt: dict[str, Any]) -> None:
-    plain, plain_runs = gradients(birds, "none", adapt)
+def test_gradients_are_the_same(workspace: Path, adapt: dict[str, Any]) -> None:
+    plain, plain_runs = gradients(workspace, "none", adapt)
     assert plain_runs == 2 * 4, "two passes through four layers"
     assert all(gradient is not None for gradient in plain.values())
     for checkpointing, extra in (("full", 4), (2, 2)):
-        found, runs = gradients(birds, checkpointing, adapt)
+        found, runs = gradients(workspace, checkpointing, adapt)
         assert runs == 2 * (4 + extra), "the layers really are computed again"
         assert found.keys() == plain.keys()
         for name, gradient in plain.items():
             assert torch.equal(found[name], gradient), (checkpointing, name)
 
 
-def test_gradients_of_fast_layers_are_the_same(birds: Path) -> None:
+def test_gradients_of_fast_layers_are_the_same(workspace: Path) -> None:
     """Though what a whole layer leaves to the next to add, a recomputed one is given in one."""
-    plain, _ = gradients(birds, "none", {}, fast=True)
+    plain, _ = gradients(workspace, "none", {}, fast=True)
     for checkpointing, extra in (("full", 4), (2, 2)):
-        found, runs = gradients(birds, checkpointing, {}, fast=True)
+        found, runs = gradients(workspace, checkpointing, {}, fast=True)
         assert runs == 2 * (4 + extra)
         for name, gradient in plain.items():
             assert torch.equal(found[name], gradient), (checkpointing, name)
@@ -108,9 +110,9 @@ class Seen:
         self.losses.append(row.get("loss", math.nan))
 
 
-def run(birds: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool = False, **how: Any) -> Seen:
+def run(workspace: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool = False, **how: Any) -> Seen:
     recipe = recipe_for(
-        birds, model={"source": str(birds / "deep"), "check_pretrained": False}, train={"steps": 2} | how
+        workspace, model={"source": str(workspace / "deep"), "check_pretrained": False}, train={"steps": 2} | how
     )
     seen, learn = Seen(), Trainer.train_step
 
@@ -131,25 +133,25 @@ def total(said: list[str]) -> int:
 
 
 def test_a_training_recomputes_what_its_plan_has_chosen(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = run(birds, tmp_path / "free", monkeypatch)
+    free = run(workspace, tmp_path / "free", monkeypatch)
     assert any("no layer recomputed, since everything fits" in line for line in free.said)
     assert free.recomputed == [0, 0]
     whole = total(free.said)
     monkeypatch.setattr(memory_plan, "available_memory", lambda _: int(0.8 * whole / memory_plan.USABLE_MEMORY_SHARE))
-    tight = run(birds, tmp_path / "tight", monkeypatch)
+    tight = run(workspace, tmp_path / "tight", monkeypatch)
     number = tight.recomputed[0]
     assert 0 < number < 4 and tight.recomputed == [number, number]
     told = f"{number} of 4 layers recomputed, the fewest that fit"
     assert any(told in line for line in tight.said) and told in (tmp_path / "tight" / "log.txt").read_text()
     assert tight.losses == free.losses, "and learns the same"
-    dry = run(birds, tmp_path / "dry", monkeypatch, dry_run=True)
+    dry = run(workspace, tmp_path / "dry", monkeypatch, dry_run=True)
     assert any(told in line for line in dry.said) and not dry.recomputed
 
 
 def test_all_ranks_recompute_what_the_fullest_must(
-    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "gather_object", lambda ours: [*ours, 3])
-    assert run(birds, tmp_path / "run", monkeypatch).recomputed == [3, 3]
+    assert run(workspace, tmp_path / "run", monkeypatch).recomputed == [3, 3]

@@ -19,7 +19,6 @@ from tests.train.resume_helper import (
     contents,
     count_rows,
     kill,
-    make_birds,
     metrics,
     recipe_for,
     wait_for_rows,
@@ -29,13 +28,8 @@ KILLS = 20
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_birds(tmp_path_factory.mktemp("birds"))
-
-
-@pytest.fixture(scope="module")
-def nursery(birds: Path) -> Iterator[Nursery]:
-    with Nursery(birds, birds / "nursery.log") as nursery:
+def nursery(workspace: Path) -> Iterator[Nursery]:
+    with Nursery(workspace, workspace / "nursery.log") as nursery:
         yield nursery
 
 
@@ -43,11 +37,11 @@ def dump(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json")
 
 
-def everything(birds: Path, **train: Any) -> Recipe:
+def everything(workspace: Path, **train: Any) -> Recipe:
     """Accumulation, dropout, a running mean, evaluations, and rows that are packed anew in every epoch."""
     return recipe_for(
-        birds,
-        data={"evaluation": str(birds / "evaluation")},
+        workspace,
+        data={"evaluation": str(workspace / "evaluation")},
         adapt={"dropout": 0.2, "train_modules": ["audio_head"]},
         train={"batch_size": 4, "micro_batch_size": 2, "ema_decay": 0.9, "evaluate_every": 5, "save_every": 2} | train,
     )
@@ -67,8 +61,8 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_random_moments(birds: Path, nursery: Nursery, tmp_path: Path) -> None:
-    recipe, dice = everything(birds, steps=60), random.Random(20)
+def test_killed_at_twenty_random_moments(workspace: Path, nursery: Nursery, tmp_path: Path) -> None:
+    recipe, dice = everything(workspace, steps=60), random.Random(20)
     assert nursery.train(tmp_path / "whole", recipe=dump(recipe)) == 0
 
     folder = tmp_path / "killed"
@@ -89,9 +83,9 @@ FULL = {"mode": "full", "freeze": ["text_ffn"]}
 
 
 @pytest.mark.parametrize("adapt", [pytest.param({"dora": True}, marks=pytest.mark.slow), FULL], ids=["dora", "full"])
-def test_killed_within_a_save(birds: Path, nursery: Nursery, tmp_path: Path, adapt: dict[str, Any]) -> None:
+def test_killed_within_a_save(workspace: Path, nursery: Nursery, tmp_path: Path, adapt: dict[str, Any]) -> None:
     recipe = recipe_for(
-        birds,
+        workspace,
         data={"pack": False},
         adapt=adapt | ({"rank": 16, "alpha": 32} if adapt is FULL else {}),
         train={"steps": None, "epochs": 5, "save_every": 2, "keep_checkpoints": 1, "weight_decay": 0.1},
@@ -107,9 +101,9 @@ def test_killed_within_a_save(birds: Path, nursery: Nursery, tmp_path: Path, ada
     assert_equal_runs(tmp_path / "whole", folder)
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(birds: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_finished_run_says_so_and_stays_as_it_is(workspace: Path, nursery: Nursery, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert nursery.train(folder, recipe=dump(recipe_for(birds, train={"steps": 2}))) == 0
+    assert nursery.train(folder, recipe=dump(recipe_for(workspace, train={"steps": 2}))) == 0
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert nursery.train(folder) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -118,8 +112,8 @@ def test_a_finished_run_says_so_and_stays_as_it_is(birds: Path, nursery: Nursery
 # What may be set anew
 
 
-def test_how_may_change_but_not_what(birds: Path, tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "run", recipe_for(birds))
+def test_how_may_change_but_not_what(workspace: Path, tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", recipe_for(workspace))
     changed = Run.open(
         run.folder, ["data.workers=7", "train.device=cpu", "train.trackers=[]", "train.micro_batch_size=2"]
     )

@@ -17,28 +17,22 @@ from tests.train.resume_helper import (
     contents,
     count_rows,
     kill,
-    make_birds,
     metrics,
     recipe_for,
     wait_for_rows,
 )
 
 
-@pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_birds(tmp_path_factory.mktemp("birds"))
-
-
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_to_the_same_result(birds: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_result(workspace: Path, tmp_path: Path) -> None:
     recipe = recipe_for(
-        birds,
-        data={"evaluation": str(birds / "evaluation")},
+        workspace,
+        data={"evaluation": str(workspace / "evaluation")},
         adapt={"dropout": 0.1},
         train={"steps": 200, "save_every": 50, "evaluate_every": 7, "early_stopping_patience": 50},
     ).model_dump(mode="json")
     whole, stopped, dice = tmp_path / "whole", tmp_path / "stopped", random.Random(0)
-    with Nursery(birds, tmp_path / "log") as nursery:
+    with Nursery(workspace, tmp_path / "log") as nursery:
         assert nursery.train(whole, recipe=recipe) == 0
         pid = nursery.start(stopped, recipe=recipe)
         for number in (signal.SIGTERM, signal.SIGINT):

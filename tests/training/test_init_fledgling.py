@@ -35,7 +35,7 @@ from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
 from myna.terminal import TrainingDisplay
-from tests.birds import tone_speech
+from tests.tone_corpus import tone_speech
 from train_codec import LARGE, TINY
 
 RECIPES = Path(__file__).parents[2] / "training" / "fledgling"

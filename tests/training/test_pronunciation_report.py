@@ -13,7 +13,7 @@ import report
 from myna.data.importers import import_source, write_import
 from myna.data.pronunciation.assessment import read_assessment
 from myna.models.phi4.tiny import save_tiny
-from tests.learners import lines, record
+from tests.tone_learners import lines, record
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from myna import api
 from myna.models import open_family
 from myna.models.base import get_base_model
 from myna.models.phi4.tiny import save_tiny
-from tests.learners import TONES, record
+from tests.tone_learners import TONES, record
 
 STEPS = 150
 

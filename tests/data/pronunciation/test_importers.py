@@ -11,7 +11,7 @@ import pytest
 from myna.audio.files import write_audio
 from myna.data.importers import ImportResult, import_source, write_import
 from myna.data.manifest import read_manifest
-from tests.learners import RATE, lines, record, sound
+from tests.tone_learners import RATE, lines, record, sound
 
 
 def imported(source: Path, tmp_path: Path, **options: Any) -> ImportResult:

@@ -1,4 +1,4 @@
-"""Killed at any moment, a command that is given again ends as if nothing had been: `tests/kill_nine.py` tries many."""
+"""A command that is killed at any moment and given again leaves the same files: `tests/kill_commands.py` tries many."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF_WRITTEN = ".0123456789ab.tmp"
 def test_killed_at_random_moments_every_command_ends_as_undisturbed(tmp_path: Path) -> None:
     words = ["--kills", "6", "--fresh-every", "0", "--folder", tmp_path / "work", "--out", tmp_path / "kills.json"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kill_nine", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tests.kill_commands", *map(str, words)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     report = json.loads((tmp_path / "kills.json").read_text())

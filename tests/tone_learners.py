@@ -1,4 +1,4 @@
-"""Sixteen learners who whistle: what each says differs in what is heard, so that only listening tells who it is."""
+"""Scored recordings for tests of pronunciation: sixteen learners say one word; a phone is a tone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from myna.audio.files import write_audio
 
 RATE = 16_000
 TONES = {"T": 400, "K": 900, "S": 1900, "M": 3600}
-"""A phone is a tone."""
+"""Frequency in Hz of the tone that stands for a phone."""
 TEXT = "tok"
 
 
@@ -23,7 +23,7 @@ def sound(phones: str, seconds: float = 0.2) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def lines() -> list[dict[str, Any]]:
-    """Two phones each, all sixteen pairs; the scores follow from how many are as they were to be."""
+    """Return the lines of scores.jsonl: all sixteen pairs of phones, with scores by the number of right phones."""
     made = []
     for number in range(16):
         heard = [list(TONES)[number // 4], list(TONES)[number % 4]]
@@ -36,7 +36,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 def record(folder: Path) -> Path:
-    """The recordings and their scores; the JSONL file."""
+    """Write the recordings and their scores; return the JSONL file."""
     folder.mkdir(parents=True)
     for line in lines():
         write_audio(folder / line["audio"], sound(line["words"][0]["pronounced"]), RATE)
@@ -46,7 +46,7 @@ def record(folder: Path) -> Path:
 
 
 def recipe(folder: Path) -> dict[str, Any]:
-    """A LoRA on every layer, with all that a random model cannot do without trained in full beside it."""
+    """Return the settings of a LoRA on every layer, with the random embeddings, head and projection trained in full."""
     return {
         "name": "learners",
         "model": {"source": str(folder / "model"), "check_pretrained": False},

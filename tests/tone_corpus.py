@@ -1,7 +1,7 @@
-"""Synthetic speech for tests: two speakers ("birds") whose letters are tones, each in a register of its own.
+"""Synthetic speech for tests: two speakers, each with a pitch of its own; a letter is a tone.
 
-A tiny model of random weights overfits them in a minute, code for code, so they test the whole pipeline; they cannot
-test how a voice sounds.
+A tiny model with random weights overfits it in a minute, code for code. It tests the whole pipeline, but not how a
+voice sounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFERENCE = "follow me"
 
 
 def tone_speech(text: str, pitch: float) -> Samples:
-    """A letter is a tone of 60 ms with three harmonics and a soft edge; a space is silence."""
+    """Return 60 ms for each letter: a tone with three harmonics and a soft edge, or silence for a space."""
     count = int(LETTER_SECONDS * SAMPLE_RATE)
     time = np.arange(count) / SAMPLE_RATE
     edge = np.minimum(1.0, np.minimum(time, time[::-1]) / 0.008)
@@ -35,7 +35,7 @@ def tone_speech(text: str, pitch: float) -> Samples:
 
 
 def write_recordings(folder: Path) -> None:
-    """Recordings: one folder a speaker, each clip with its transcript beside it."""
+    """Write three clips of each speaker into a folder of its own, each with its transcript beside it."""
     for speaker, pitch in SPEAKER_PITCHES.items():
         for number, text in enumerate((REFERENCE, *LINES)):
             clip = folder / speaker / f"{speaker}-{number}.wav"
@@ -44,8 +44,9 @@ def write_recordings(folder: Path) -> None:
 
 
 def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
+    """Return the settings of a training that overfits the prepared corpus in `out`."""
     return {
-        "name": "birds",
+        "name": "tones",
         "model": {"source": str(out / "model"), "check_pretrained": False},
         "data": {"train": str(out / "prepared"), "row_tokens": 1024, "reference_seconds": [0.2, 10]},
         "adapt": {"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},
@@ -54,7 +55,7 @@ def recipe(out: Path, steps: int = 250) -> dict[str, Any]:
 
 
 def code_accuracy(generated: Codes, target: Codes) -> float:
-    """Share of codes that agree, over the longer of the two."""
+    """Share of equal codes, over the longer of the two sequences."""
     shared = min(len(generated), len(target))
     longer = max(len(generated), len(target))
     return float((generated[:shared] == target[:shared]).sum() / (longer * target.shape[1]))

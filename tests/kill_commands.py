@@ -1,6 +1,6 @@
 """SIGKILL at random moments of prepare, train, resume, evaluate and merge: run again, each must end as undisturbed.
 
-    python -m tests.kill_nine --kills 200 --seed 0 --out kills.json
+    python -m tests.kill_commands --kills 200 --seed 0 --out kills.json
 
 The commands are those of the command line, on a tiny model. A command is started, its process group is killed at a
 random moment of its life, or right before or after one of the operations by which it changes files, and it is given
@@ -35,7 +35,7 @@ import yaml
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from myna.audio.files import write_audio
-from tests.birds import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
+from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 SECOND_KILL_SHARE = 0.3
 """Of the commands given again that are killed once more."""
@@ -240,7 +240,7 @@ def make_workspace(folder: Path) -> None:
     record(folder / "others", HELD_OUT)
     save_tiny_model(folder / "model")
     recipe = {
-        "name": "birds",
+        "name": "tones",
         "model": {"source": str(folder / "model"), "check_pretrained": False},
         "data": {
             "train": str(folder / "undisturbed" / "prepare"),
