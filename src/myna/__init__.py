@@ -18,7 +18,6 @@ import myna.evaluate
 import myna.train  # noqa: F401
 from myna.api import (
     AnswerModel,
-    DataFolder,
     Voice,
     add_voice,
     compare,
@@ -51,12 +50,14 @@ from myna.core.progress import ProgressCallback
 if TYPE_CHECKING:
     from myna.core.config import Recipe as Recipe
     from myna.core.config import load_recipe as load_recipe
+    from myna.data.dataset import DataFolder as DataFolder
     from myna.speak.engine import Speech as Speech
     from myna.train.run import Run as Run
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "DataFolder": "myna.data.dataset",
     "Recipe": "myna.core.config",
     "Run": "myna.train.run",
     "Speech": "myna.speak.engine",

@@ -7,15 +7,13 @@ Nothing is printed. Long work reports to the `progress` callback it is given, an
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myna.core.errors import ConfigError, DataError, MynaError, SpeakError, TrainingError
+from myna.core.errors import DataError, MynaError, SpeakError
 from myna.core.io import report_disk_errors
 from myna.core.progress import ProgressCallback, silent
 
@@ -24,16 +22,12 @@ if TYPE_CHECKING:
     from myna.checks.certificate import Certificate
     from myna.checks.check import Check
     from myna.core.config import Quantization, Recipe
-    from myna.core.pools import Pool
     from myna.curate.forecast import CurationForecast
     from myna.curate.runner import CurationResult
     from myna.curate.settings import CurateSettings
     from myna.curate.xray.runner import Xray
-    from myna.data.codec import Encoder
-    from myna.data.encoding import ShardEncoder
-    from myna.data.importers.validation import TextCheck
+    from myna.data.dataset import DataFolder
     from myna.data.overlap import ComparedClip, TrainedClips
-    from myna.data.utterance import Utterance
     from myna.evaluate.comparison import Comparison
     from myna.evaluate.evaluation import Evaluation
     from myna.evaluate.takes import TakeRanker, TakeRanking
@@ -56,22 +50,6 @@ SettingOverrides = Mapping[str, Any] | Sequence[str]
 """Recipe settings on top of a recipe: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataFolder:
-    """A folder made by `prepare` or `import_dataset`. It can stand wherever a path is expected."""
-
-    folder: Path
-    utterances: int
-    rejected: int = 0
-    """Items of the source that cannot be used; `rejected.jsonl` says which, and why."""
-    encoded: int = 0
-    """Clips that were encoded by this call."""
-    notes: tuple[str, ...] = ()
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.folder)
-
-
 # Data
 
 
@@ -87,9 +65,17 @@ def import_dataset(
     progress: ProgressCallback = silent,
 ) -> DataFolder:
     """Read recordings and texts in any supported layout into one manifest, without encoding them."""
-    format = _check_import(source, Path(out), format)
-    _, report = _import(source, Path(out), format, max_bad, language, speaker, progress)
-    return report
+    from myna.data.prepare import import_folder
+
+    return import_folder(
+        os.fspath(source),
+        Path(out),
+        format=format,
+        max_bad=max_bad,
+        language=language,
+        speaker=speaker,
+        progress=progress,
+    )
 
 
 @report_disk_errors()
@@ -113,119 +99,24 @@ def prepare(
     `workers` processes of this machine encode, or those of the Ray cluster at the address `ray`, which must find the
     recordings, the model and `out` under the same paths. By default this process does. The result is the same.
     """
-    from myna.core.device import pick_device
-    from myna.data.dataset import DatasetInfo, PreparedDataset
-    from myna.data.encoding import encode_dataset
-    from myna.data.lengths import count_text_tokens
-    from myna.models import open_family
+    from myna.core.pools import absolute_folder
+    from myna.data.prepare import prepare_folder
+    from myna.models import is_model_name, open_family
 
-    folder = Path(out)
-    format = _check_import(source, folder, format)
-    pool = _encoding_pool(model, codec, device, workers, ray)
-    family = open_family(model, codec=codec)
-    encoder = family.load_encoder(device=pick_device(device if pool is None else "cpu"))
-    check_text = family.count_tokens if family.has_weights else None
-    utterances, imported = _import(source, folder, format, max_bad, language, speaker, progress, check_text)
-    notes = list(imported.notes)
-    with pool or nullcontext():
-        report = encode_dataset(utterances, encoder, folder, pool=pool, progress=progress, notify=notes.append)
-    if report.encoded:
-        notes.append(f"{report.seconds / 3600:.2f} hours of audio encoded, {report.pace:.1f} audio-hours/hour")
-    notes += [f"left out: {id} is shorter than one frame" for id in report.too_short]
-    DatasetInfo.from_codec(encoder).write(folder)
-    # Counted now, so that training does not have to wait for it.
-    dataset = PreparedDataset.open(folder)
-    if family.has_weights:
-        count_text_tokens(dataset, family)
-    return replace(imported, utterances=report.utterances, encoded=report.encoded, notes=tuple(notes))
-
-
-def _encoding_pool(
-    model: str, codec: str | None, device: str, workers: int | None, ray: str | None
-) -> Pool[ShardEncoder] | None:
-    """Workers that encode; None where this process does."""
-    from myna.core.device import pick_device
-    from myna.core.pools import absolute_folder, open_pool
-    from myna.data.encoding import ShardEncoder
-    from myna.models import is_model_name
-
-    if ray is None and (workers or 1) == 1:
-        return None
-    if ray is None and pick_device(device).type != "cpu":
-        raise ConfigError(
-            f"one process keeps a GPU busy, and {workers} were asked for",
-            hint="leave --workers out; for several GPUs: ray start --head, then --ray auto; for CPUs: --device cpu",
-        )
-    threads = 1 if ray is not None else max(1, (os.cpu_count() or 1) // (workers or 1))
-    there = (
-        model if is_model_name(model) else absolute_folder(model),
-        codec and absolute_folder(codec),
-        "cuda" if device.startswith("cuda") else device,
-    )
-    open_codec = partial(_load_encoder, *there, threads)
-    return open_pool(partial(ShardEncoder, open_codec), workers, ray, device)
-
-
-def _load_encoder(model: str, codec: str | None, device: str, threads: int) -> Encoder:
-    """Of a process that only encodes."""
-    import torch
-
-    from myna.core.device import pick_device
-    from myna.models import open_family
-
-    torch.set_num_threads(threads)
-    return open_family(model, codec=codec).load_encoder(device=pick_device(device))
-
-
-def _check_import(source: PathLike, out: Path, format: str | None) -> str:
-    """The layout of a source, once it is sure that it is there and can be imported into `out`."""
-    from myna.core.io import check_writable
-    from myna.data.corrections import check_corrections_applied
-    from myna.data.importers import check_source
-    from myna.data.importers.reading import OUTPUT_FILES
-
-    if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
-        raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
-    check_writable(out)
-    check_corrections_applied(Path(source))
-    if (out / "manifest.jsonl").exists() and not any((out / name).exists() for name in OUTPUT_FILES):
-        raise DataError(
-            f"{out / 'manifest.jsonl'} was made by something else",
-            hint="choose another folder with --out, or move that file away",
-        )
-    return check_source(os.fspath(source), format)
-
-
-def _import(
-    source: PathLike,
-    out: Path,
-    format: str,
-    max_bad: float,
-    language: str,
-    speaker: str,
-    progress: ProgressCallback,
-    check_text: TextCheck | None = None,
-) -> tuple[list[Utterance], DataFolder]:
-    from myna.data.importers import import_source, write_import
-
-    imported = import_source(
+    there = model if is_model_name(model) else absolute_folder(model)
+    return prepare_folder(
         os.fspath(source),
-        media=out / "media",
+        Path(out),
+        partial(open_family, there, codec=codec and absolute_folder(codec)),
         format=format,
+        max_bad=max_bad,
         language=language,
         speaker=speaker,
-        check_text=check_text,
+        device=device,
+        workers=workers,
+        ray=ray,
         progress=progress,
     )
-    from myna.data.corrections import corrected_utterances
-
-    notes: list[str] = []
-    folder = Path(source) if Path(source).is_dir() else Path(source).parent
-    imported.utterances = corrected_utterances(folder, imported.utterances, notes.append)
-    write_import(imported, out, max_bad=max_bad)
-    count, rejected = len(imported.utterances), len(imported.rejected)
-    note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
-    return imported.utterances, DataFolder(out, count, rejected, notes=(note, *notes))
 
 
 @report_disk_errors()
@@ -348,15 +239,9 @@ def _curate_settings(
 @report_disk_errors()
 def split(data: PathLike, *, speakers: int = 0, texts: int = 10, seed: int = 0) -> dict[str, DataFolder]:
     """Hold out speakers and texts of a prepared folder: a prepared folder for each subset, by its name."""
-    from myna.data.split import SUBSETS, split_dataset, subset_folder
+    from myna.data.split import split_folder
 
-    notes: list[str] = []
-    result = split_dataset(Path(data), speakers=speakers, texts=texts, seed=seed, notify=notes.append)
-    counts = {subset: len(result.ids(subset)) for subset in SUBSETS}
-    folders: dict[str, DataFolder] = {
-        name: DataFolder(subset_folder(Path(data), name), count) for name, count in counts.items() if count
-    }
-    return folders | {"train": replace(folders["train"], notes=tuple(notes))}
+    return split_folder(Path(data), speakers=speakers, texts=texts, seed=seed)
 
 
 def render(
@@ -364,18 +249,10 @@ def render(
 ) -> list[RenderedSequence]:
     """Training sequences of a prepared folder: token ids, delayed codes and labels, as the model sees them."""
     from myna.core.config import parse_recipe
-    from myna.models import open_family
-    from myna.train.loop import make_loader
+    from myna.train.loop import render_targets
 
     tree = {"model": {"source": model}, "data": {"train": os.fspath(data)}, "train": {"steps": 1}}
-    recipe = parse_recipe(_with_settings(tree, settings), where="--set")
-    loader = make_loader(recipe, open_family(model), Path(data))
-    targets = loader.reference_sampler.targets
-    if id is not None:
-        targets = targets.with_id(id)
-        if not targets:
-            raise DataError(f"{data} has no target {id}", hint="the ids are in its manifest.jsonl")
-    return [loader.sequence(target, epoch=0) for target in targets[:count]]
+    return render_targets(parse_recipe(_with_settings(tree, settings), where="--set"), id=id, count=count)
 
 
 # Training
@@ -405,13 +282,8 @@ def train(
     loaded = _load_recipe(recipe, {key: value for key, value in given.items() if value is not None}, settings)
     from myna.train.run import Run
 
-    folder = Path(out) if out is not None else Path("runs") / loaded.name
-    if gpus > 1:
-        with _recipe_file(loaded) as file:
-            words = ["train", file, "--out", folder, *(["--dry-run"] if dry_run else [])]
-            _launch(gpus, words, Run(folder, loaded))
-        return Run(folder, loaded)
-    return _run_training(Run(folder, loaded), progress, observer, resume=False, dry_run=dry_run)
+    run = Run(Path(out) if out is not None else Path("runs") / loaded.name, loaded)
+    return _start_training(run, observer, gpus=gpus, dry_run=dry_run, progress=progress)
 
 
 def resume(
@@ -428,45 +300,14 @@ def resume(
 
     overrides = _overrides(settings)
     opened = Run.open(_run_folder(run), overrides)
-    if gpus > 1:
-        _launch(gpus, ["train", "--resume", opened.folder, *(f"--set={setting}" for setting in overrides)], opened)
-        return opened
-    return _run_training(opened, progress, observer, resume=True, dry_run=False)
+    return _start_training(opened, observer, gpus=gpus, resume=True, settings=overrides, progress=progress)
 
 
-def _run_training(
-    run: Run,
-    progress: ProgressCallback,
-    observer: TrainingObserver | None,
-    *,
-    resume: bool,
-    dry_run: bool,
-) -> Run:
-    from myna.evaluate import callback
-    from myna.train import distributed, loop
-    from myna.train.run import Run, lock_run
+def _start_training(run: Run, observer: TrainingObserver | None, **options: Any) -> Run:
+    from myna.evaluate.callback import SpeechEvaluation
+    from myna.train.launch import start_training
 
-    recipe, process = run.recipe, distributed.ProcessInfo.from_environment()
-    with distributed.report_failures(), ExitStack() as stack:
-        evaluation = None
-        is_needed = process.is_main and not (resume and run.is_finished)
-        if recipe.evaluates_speech and is_needed:
-            evaluation = callback.SpeechEvaluation.from_recipe(recipe, run.folder, progress)
-        if is_needed and not dry_run:
-            # Rank 0 holds and makes the folder; the others never write to it.
-            stack.enter_context(lock_run(run.folder, new=not resume))
-            if not resume:
-                run = Run.create(run.folder, recipe)
-        loop.run_training(
-            recipe,
-            run,
-            observer or _ProgressObserver(progress),
-            evaluation,
-            resume=resume,
-            dry_run=dry_run,
-            describe=partial(_write_card, run),
-        )
-    return run
+    return start_training(run, observer, open_evaluation=SpeechEvaluation.from_recipe, describe=_write_card, **options)
 
 
 def _write_card(run: Run, folder: Path | None = None) -> None:
@@ -478,39 +319,6 @@ def _write_card(run: Run, folder: Path | None = None) -> None:
         write_model_card(run, {voice.name: voice.consent.id for voice in VoiceStore().list_voices()}, folder)
     except (MynaError, OSError) as error:
         run.log(f"no model card was written: {error}")
-
-
-class _ProgressObserver:
-    """Training progress for a plain callback."""
-
-    def __init__(self, progress: ProgressCallback) -> None:
-        self._progress, self._steps = progress, 0
-
-    def on_message(self, text: str) -> None:
-        """Messages are kept in the run's log.txt."""
-
-    def on_start(self, steps: int, done: int) -> None:
-        self._steps = steps
-        self._progress("training", done, steps)
-
-    def on_metrics(self, row: dict[str, Any]) -> None:
-        self._progress("training", row["step"], self._steps)
-
-
-def _launch(gpus: int, words: list[Any], run: Run) -> None:
-    """Train in several processes. Stopped during training, they save and say how to go on; before that they only end,
-    and the launcher says so."""
-    from myna.train.checkpoint import checkpoint_steps
-    from myna.train.distributed import launch
-
-    before = checkpoint_steps(run)
-    if launch(gpus, words, run.recipe.train.device) or run.is_finished or checkpoint_steps(run) != before:
-        return
-    begun = (run.folder / "config.yaml").is_file()
-    raise TrainingError(
-        "stopped as asked, before anything new was saved",
-        hint=f"myna train --resume {run.folder}" if begun else "give the same command again",
-    )
 
 
 def _load_recipe(
@@ -550,17 +358,6 @@ def _with_settings(tree: Mapping[str, Any], settings: SettingOverrides) -> dict[
     for setting in _overrides(settings):
         override(changed, setting)
     return changed
-
-
-@contextmanager
-def _recipe_file(recipe: Recipe) -> Iterator[Path]:
-    """A recipe as a temporary YAML file, for the processes of a launcher."""
-    from myna.core.config import dump_recipe
-
-    with tempfile.TemporaryDirectory(prefix="myna-") as folder:
-        file = Path(folder, "recipe.yaml")
-        file.write_text(dump_recipe(recipe), encoding="utf-8")
-        yield file
 
 
 def _run_folder(run: Run | PathLike) -> Path:

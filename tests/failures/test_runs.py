@@ -47,7 +47,8 @@ HOLD = """
 import sys, time
 from myna.core.config import load_recipe
 from myna import api
-class Waiting(api._ProgressObserver):
+from myna.train.launch import ProgressObserver
+class Waiting(ProgressObserver):
     def on_metrics(self, row):
         print("step", row["step"], flush=True)
         time.sleep(600)

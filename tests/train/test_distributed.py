@@ -26,8 +26,10 @@ from myna.core.config import load_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.models import save_tiny_model
 from myna.train import distributed
+from myna.train import launch as launch_module
 from myna.train.checkpoint import checkpoint_folder
-from myna.train.distributed import ProcessInfo, init_accelerator, launch, report_failures
+from myna.train.distributed import ProcessInfo, init_accelerator
+from myna.train.launch import LAUNCHED_VARIABLE, _first_failure, launch, report_failures
 from myna.train.precision import Precision, choose_precision
 from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, tone_speech, write_recordings
@@ -433,9 +435,9 @@ def test_a_stopped_launch_is_told_by_what_it_has_saved(workspace: Path, monkeypa
 
         return stopped
 
-    monkeypatch.setattr(distributed, "launch", stopped_after(3))
+    monkeypatch.setattr(launch_module, "launch", stopped_after(3))
     resume(run, gpus=2)
-    monkeypatch.setattr(distributed, "launch", stopped_after(None))
+    monkeypatch.setattr(launch_module, "launch", stopped_after(None))
     with pytest.raises(TrainingError, match="before anything new was saved") as failure:
         resume(run, gpus=2)
     assert failure.value.hint == f"myna train --resume {run}"
@@ -471,9 +473,9 @@ def test_the_rank_that_began_it_is_blamed(tmp_path: Path) -> None:
     lost = failure(tmp_path, 0, 1, "TrainingError: rank 0 lost touch with the others: closed\n  → it says why", 1)
     broken = failure(tmp_path, 1, 1, "DataError: a.wav: it is empty\n  → leave it out", 2)
     dead = failure(tmp_path, 2, -9)
-    blamed = distributed._first_failure(ChildFailedError("myna", {0: lost, 1: broken}))
+    blamed = _first_failure(ChildFailedError("myna", {0: lost, 1: broken}))
     assert (blamed.what, blamed.hint) == ("rank 1 stopped: a.wav: it is empty", "leave it out")
-    assert distributed._first_failure(ChildFailedError("myna", {0: lost, 2: dead})).what == "rank 2 died (exit code -9)"
+    assert _first_failure(ChildFailedError("myna", {0: lost, 2: dead})).what == "rank 2 died (exit code -9)"
 
 
 @pytest.mark.parametrize(
@@ -491,7 +493,7 @@ def test_a_rank_tells_its_launcher_why_it_stops(
     with pytest.raises(MynaError), report_failures():
         raise error
     assert json.loads((tmp_path / "e").read_text())["message"]["message"].startswith(told)
-    environment.setenv(distributed.LAUNCHED_VARIABLE, "1")
+    environment.setenv(LAUNCHED_VARIABLE, "1")
     with pytest.raises(SystemExit), report_failures():
         raise error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,6 +21,22 @@ from myna.data.manifest_table import Indices, ManifestTable, open_manifest_table
 from myna.data.utterance import Utterance
 
 DATASET_INFO_FILE = "prepared.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DataFolder:
+    """A folder made by `prepare`, `import_dataset` or `split`. It can be given wherever a path is expected."""
+
+    folder: Path
+    utterances: int
+    rejected: int = 0
+    """Items of the source that cannot be used; `rejected.jsonl` lists them with the reason."""
+    encoded: int = 0
+    """Clips that were encoded by this call."""
+    notes: tuple[str, ...] = ()
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from myna.core.errors import DataError
 from myna.core.io import atomic_write
 from myna.data.code_store import CodeStore, span_bounds, write_index
 from myna.data.codec import NotifyCallback
-from myna.data.dataset import PreparedDataset
+from myna.data.dataset import DataFolder, PreparedDataset
 from myna.data.hash_rng import string_hash
 from myna.data.manifest import write_manifest
 from myna.data.utterance import Utterance
@@ -79,6 +79,17 @@ class DatasetSplit:
 
 def subset_folder(folder: Path, subset: Subset) -> Path:
     return folder / "subsets" / subset
+
+
+def split_folder(folder: Path, *, speakers: int = 0, texts: int = 10, seed: int = 0) -> dict[str, DataFolder]:
+    """Split a prepared folder, or update its earlier split; return the prepared folder of each subset by its name."""
+    notes: list[str] = []
+    split = split_dataset(folder, speakers=speakers, texts=texts, seed=seed, notify=notes.append)
+    counts = {subset: len(split.ids(subset)) for subset in SUBSETS}
+    folders: dict[str, DataFolder] = {
+        name: DataFolder(subset_folder(folder, name), count) for name, count in counts.items() if count
+    }
+    return folders | {"train": replace(folders["train"], notes=tuple(notes))}
 
 
 def split_dataset(

@@ -1,4 +1,4 @@
-"""Distributed training: process discovery, DDP and FSDP2 setup, launching processes and reporting their failures.
+"""Distributed training: process discovery, DDP and FSDP2 setup, sharded weights.
 
 A LoRA is trained with DDP; full training shards the weights with FSDP2.
 """
@@ -6,38 +6,28 @@ A LoRA is trained with DDP; full training shards the weights with FSDP2.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
-import signal
-import sys
-import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, patch_environment
 from torch import nn
-from torch.distributed import DistError
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from myna.core.compat import reset_accelerator_state
 from myna.core.config import Recipe
 from myna.core.device import pick_device
-from myna.core.errors import ConfigError, MynaError, TrainingError
+from myna.core.errors import ConfigError, TrainingError
 from myna.train.precision import Precision
 
 if TYPE_CHECKING:
@@ -50,11 +40,6 @@ RANK_TIMEOUT = timedelta(minutes=30)
 slow disk. A dead rank shows sooner: gloo notices at once, and the launcher stops the others within half a minute
 (torchrun, accelerate, --gpus; Slurm with --kill-on-bad-exit). Only a rank that hangs, or dies on NCCL without a
 launcher, makes the others wait for so long."""
-SHUTDOWN_TIMEOUT = timedelta(minutes=10)
-"""How long processes may take after SIGTERM for their last step and its checkpoint."""
-LAUNCHED_VARIABLE = "MYNA_LAUNCHED"
-"""Set in processes started by `launch`, which reports their failures."""
-LOST_CONNECTION = "lost touch with the others"
 
 # Process discovery
 
@@ -267,114 +252,3 @@ def shutdown(trainer: Trainer) -> None:
         accelerator.free_memory()
         gc.collect()
     accelerator.end_training()
-
-
-# Launching processes
-
-
-def launch(count: int, arguments: Sequence[object], device: str) -> bool:
-    """Run `python -m myna ARGUMENTS` in several processes on this machine, and name the one that failed.
-
-    Whether they finished: False after a SIGINT or SIGTERM, however far they were.
-    """
-    _check_devices(count, device)
-    variables = {
-        LAUNCHED_VARIABLE: "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(SHUTDOWN_TIMEOUT.total_seconds())),
-    }
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    logging.disable()  # our error says more than what the launcher logs of a failure
-    try:
-        with tempfile.TemporaryDirectory(prefix="myna-") as folder, patch_environment(**variables):
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=count,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint="127.0.0.1:0",
-                local_addr="127.0.0.1",
-                max_restarts=0,
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
-            )
-            try:
-                launch_agent(config, sys.executable, ["-m", "myna", *map(str, arguments)])
-            except SignalException:
-                # The processes got the signal too. The launcher does not look whether they failed over it.
-                if failures := _recorded_failures(Path(folder)):
-                    raise ChildFailedError("myna", failures) from None
-                return False
-    except ChildFailedError as error:
-        raise _first_failure(error) from None
-    finally:
-        logging.disable(logging.NOTSET)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return True
-
-
-def _check_devices(count: int, device: str) -> None:
-    world_size = ProcessInfo.from_environment().world_size
-    if world_size > 1:
-        raise TrainingError(
-            f"this is one of {world_size} processes already",
-            hint="drop --gpus: it starts processes on a single machine",
-        )
-    if device not in ("cpu", "auto", "cuda"):
-        raise ConfigError(
-            f"`train.device: {device}` is one device, for {count} processes", hint="--set train.device=cuda"
-        )
-    gpus = torch.cuda.device_count()
-    if device != "cpu" and count > gpus:
-        hint = f"--gpus {gpus}" if gpus else "--set train.device=cpu, for processes without a GPU"
-        raise ConfigError(f"{count} GPUs were asked for, there are {gpus} here", hint=hint)
-
-
-def _first_failure(error: ChildFailedError) -> TrainingError:
-    """The failure that came first, not that of a rank which only lost its connection."""
-    rank, failure = min(
-        error.failures.items(), key=lambda item: (LOST_CONNECTION in _failure_message(item[1]), item[1].timestamp)
-    )
-    message, _, hint = _failure_message(failure).partition("\n  → ")
-    if hint:
-        return TrainingError(f"rank {rank} stopped: {message.partition(': ')[2]}", hint=hint)
-    if message:
-        return TrainingError(f"rank {rank} stopped: {message}", hint="its traceback stands above")
-    hint = "its last output stands above"
-    if failure.exitcode == -signal.SIGKILL:
-        hint = "the system kills what takes too much memory: lower train.micro_batch_size or data.row_tokens"
-    return TrainingError(f"rank {rank} died (exit code {failure.exitcode})", hint=hint)
-
-
-def _recorded_failures(folder: Path) -> dict[int, ProcessFailure]:
-    """Failures after a signal, by rank. Not all processes get the signal at once, so that one which lost its connection
-    has not failed by itself."""
-    files = sorted((int(file.parent.name), file) for file in folder.rglob("error.json"))
-    failures = {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files}
-    return {rank: failure for rank, failure in failures.items() if LOST_CONNECTION not in _failure_message(failure)}
-
-
-def _failure_message(failure: ProcessFailure) -> str:
-    message: Any = failure.message
-    return str(message["message"] if isinstance(message, dict) else "")
-
-
-@contextmanager
-def report_failures() -> Iterator[None]:
-    """Report to the launcher why this process stops. The death of another rank shows as a broken connection."""
-    try:
-        yield
-    except Exception as error:
-        process = ProcessInfo.from_environment()
-        if process.world_size == 1:
-            raise
-        lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-        message = f"rank {process.rank} {LOST_CONNECTION}: {str(error).partition(chr(10))[0]}"
-        reason = TrainingError(message, hint="the rank that went first says why") if lost else error
-        get_error_handler().record_exception(reason)
-        if isinstance(reason, MynaError) and LAUNCHED_VARIABLE in os.environ:
-            raise SystemExit(1) from error
-        if lost:
-            raise reason from error
-        raise

@@ -299,6 +299,18 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
     return loader
 
 
+def render_targets(recipe: Recipe, *, id: str | None = None, count: int = 1) -> list[RenderedSequence]:
+    """Render targets of the recipe's training data as the model sees them: the first `count`, or the one named `id`."""
+    data = recipe.data.train
+    loader = make_loader(recipe, open_family(recipe.model.source), data)
+    targets = loader.reference_sampler.targets
+    if id is not None:
+        targets = targets.with_id(id)
+        if not targets:
+            raise DataError(f"{data} has no target {id}", hint="the ids are in its manifest.jsonl")
+    return [loader.sequence(target, epoch=0) for target in targets[:count]]
+
+
 def _is_early_stop(recipe: Recipe, progress: TrainingProgress) -> bool:
     """Whether there were enough evaluations in a row that were no better."""
     patience = recipe.speech_eval.patience if recipe.evaluates_speech else recipe.train.early_stopping_patience

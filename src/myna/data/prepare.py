@@ -1,0 +1,164 @@
+"""Preparation of training data: read a source in any supported layout, then encode its clips with a model's codec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from myna.core.errors import ConfigError, DataError
+from myna.core.io import check_writable
+from myna.core.pools import Pool, open_pool
+from myna.core.progress import ProgressCallback, silent
+from myna.data.codec import Encoder
+from myna.data.corrections import check_corrections_applied, corrected_utterances
+from myna.data.dataset import DataFolder, DatasetInfo, PreparedDataset
+from myna.data.encoding import ShardEncoder, encode_dataset
+from myna.data.importers import check_source, import_source, write_import
+from myna.data.importers.reading import OUTPUT_FILES
+from myna.data.importers.validation import TextCheck
+from myna.data.lengths import LengthEstimator, count_text_tokens
+from myna.data.utterance import Utterance
+
+
+class EncodingModel(LengthEstimator, Protocol):
+    """Parts of a model family that preparation needs: its audio encoder and its token counter."""
+
+    @property
+    def has_weights(self) -> bool:
+        """False for a built-in configuration, whose tokenizer is not the released one."""
+
+    def load_encoder(self, *, device: Any = "cpu") -> Encoder: ...
+
+
+def import_folder(
+    source: Path | str,
+    out: Path,
+    *,
+    format: str | None = None,
+    max_bad: float = 0.01,
+    language: str = "",
+    speaker: str = "",
+    progress: ProgressCallback = silent,
+) -> DataFolder:
+    """Read recordings and texts in any supported layout into one manifest, without encoding them."""
+    format = _check_import(source, out, format)
+    _, folder = _import(source, out, format, max_bad, language, speaker, progress)
+    return folder
+
+
+def prepare_folder(
+    source: Path | str,
+    out: Path,
+    open_model: Callable[[], EncodingModel],
+    *,
+    format: str | None = None,
+    max_bad: float = 0.01,
+    language: str = "",
+    speaker: str = "",
+    device: str = "auto",
+    workers: int | None = None,
+    ray: str | None = None,
+    progress: ProgressCallback = silent,
+) -> DataFolder:
+    """Import a source and encode its clips with the model's encoder. Called again, it encodes only what is new.
+
+    `workers` processes of this machine encode, or actors of the Ray cluster at the address `ray`, by default this
+    process; the result is the same. Workers call `open_model` too: it must be picklable, and name folders by their
+    absolute path.
+    """
+    from myna.core.device import pick_device
+
+    format = _check_import(source, out, format)
+    pool = _open_encoding_pool(open_model, device, workers, ray)
+    model = open_model()
+    encoder = model.load_encoder(device=pick_device(device if pool is None else "cpu"))
+    check_text = model.count_tokens if model.has_weights else None
+    utterances, imported = _import(source, out, format, max_bad, language, speaker, progress, check_text)
+    notes = list(imported.notes)
+    with pool or nullcontext():
+        report = encode_dataset(utterances, encoder, out, pool=pool, progress=progress, notify=notes.append)
+    if report.encoded:
+        notes.append(f"{report.seconds / 3600:.2f} hours of audio encoded, {report.pace:.1f} audio-hours/hour")
+    notes += [f"left out: {id} is shorter than one frame" for id in report.too_short]
+    DatasetInfo.from_codec(encoder).write(out)
+    if model.has_weights:
+        # Counted now, so that training does not have to wait for it.
+        count_text_tokens(PreparedDataset.open(out), model)
+    return replace(imported, utterances=report.utterances, encoded=report.encoded, notes=tuple(notes))
+
+
+def _open_encoding_pool(
+    open_model: Callable[[], EncodingModel], device: str, workers: int | None, ray: str | None
+) -> Pool[ShardEncoder] | None:
+    """Open the workers that encode; None if this process encodes."""
+    from myna.core.device import pick_device
+
+    if ray is None and (workers or 1) == 1:
+        return None
+    if ray is None and pick_device(device).type != "cpu":
+        raise ConfigError(
+            f"one process keeps a GPU busy, and {workers} were asked for",
+            hint="leave --workers out; for several GPUs: ray start --head, then --ray auto; for CPUs: --device cpu",
+        )
+    threads = 1 if ray is not None else max(1, (os.cpu_count() or 1) // (workers or 1))
+    worker_device = "cuda" if device.startswith("cuda") else device
+    open_encoder = partial(_open_worker_encoder, open_model, worker_device, threads)
+    return open_pool(partial(ShardEncoder, open_encoder), workers, ray, device)
+
+
+def _open_worker_encoder(open_model: Callable[[], EncodingModel], device: str, threads: int) -> Encoder:
+    """Load the encoder in a worker process, which does nothing else."""
+    import torch
+
+    from myna.core.device import pick_device
+
+    torch.set_num_threads(threads)
+    return open_model().load_encoder(device=pick_device(device))
+
+
+def _check_import(source: Path | str, out: Path, format: str | None) -> str:
+    """Return the layout of a source after checking that it exists and can be imported into `out`."""
+    if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
+        raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
+    check_writable(out)
+    check_corrections_applied(Path(source))
+    if (out / "manifest.jsonl").exists() and not any((out / name).exists() for name in OUTPUT_FILES):
+        raise DataError(
+            f"{out / 'manifest.jsonl'} was made by something else",
+            hint="choose another folder with --out, or move that file away",
+        )
+    return check_source(str(source), format)
+
+
+def _import(
+    source: Path | str,
+    out: Path,
+    format: str,
+    max_bad: float,
+    language: str,
+    speaker: str,
+    progress: ProgressCallback,
+    check_text: TextCheck | None = None,
+) -> tuple[list[Utterance], DataFolder]:
+    """Read, validate and correct a source; write its manifest and its rejected records."""
+    imported = import_source(
+        str(source),
+        media=out / "media",
+        format=format,
+        language=language,
+        speaker=speaker,
+        check_text=check_text,
+        progress=progress,
+    )
+    notes: list[str] = []
+    folder = Path(source) if Path(source).is_dir() else Path(source).parent
+    imported.utterances = corrected_utterances(folder, imported.utterances, notes.append)
+    write_import(imported, out, max_bad=max_bad)
+    count, rejected = len(imported.utterances), len(imported.rejected)
+    note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
+    return imported.utterances, DataFolder(out, count, rejected, notes=(note, *notes))
