@@ -30,6 +30,7 @@ from benchmarks.figures import save_figures
 
 from myna import api
 from myna.core.config import parse_recipe
+from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.core.statistics import paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
@@ -45,8 +46,8 @@ from myna.evaluate.ranking import (
 )
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, SpeechSystem, System
+from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
-from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.train.run import Run
 
 SUBJECTS = (
@@ -122,8 +123,8 @@ def score_all_checkpoints(args: argparse.Namespace, runs: Mapping[int, Run]) -> 
     )
 
     def system_of(name: str, run: Path | None) -> System:
-        model = args.model if run is None else None
-        return SpeechSystem(name, lambda: load_engine(run=run, model=model, device=args.device), speech_eval.seed, {})
+        ref = ModelRef.find(args.model if run is None else run)
+        return SpeechSystem(name, lambda: load_engine(ref, device=args.device), speech_eval.seed, {})
 
     systems = [system_of(BASE, None)]
     for seed, run in runs.items():

@@ -55,6 +55,7 @@ from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.quantized import QuantizedLinear, quantize, quantized_linears, supports_fp8
+from myna.models.ref import ModelRef
 from myna.models.triton_support import supports_triton
 from myna.speak.scheduler import BatchScheduler
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
@@ -357,7 +358,7 @@ def fledgling(out: Path) -> None:
     from myna.speak.loading import load_engine
 
     start = time.perf_counter()
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     rows: list[dict[str, Any]] = [{"name": "load", "seconds": time.perf_counter() - start}]
     text = "The birds sing early in the morning, when the light is grey and the garden is still asleep."
     sampling = replace(engine.family.sampling, max_seconds=10.0)

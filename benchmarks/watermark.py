@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.figures import save_figures
 
 from myna.audio.files import Samples, read_audio
+from myna.models.ref import ModelRef
 from myna.provenance.watermark import MARK_NAME, MARK_THRESHOLD, StreamWatermark, watermark, watermark_score
 
 SAMPLE_RATE = 24_000
@@ -202,7 +203,7 @@ def fledgling_clips(clips: list[tuple[str, str, Samples]]) -> list[tuple[str, st
     from myna.speak.engine import SpeechRequest, encode_clip
     from myna.speak.loading import load_engine
 
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     first = {}
     for speaker, text, samples in clips:
         if speaker not in first:

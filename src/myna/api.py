@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from myna.evaluate.takes import TakeRanker, TakeRanking
     from myna.models.base import GeneratedAnswer, RenderedSequence, Sampling
     from myna.models.merge import MergeCheck
+    from myna.models.ref import ModelRef
     from myna.provenance.detection import Detection
     from myna.provenance.origin import SpeechOrigin
     from myna.provenance.voice_store import StoredVoice
@@ -380,30 +381,28 @@ class Voice:
     @classmethod
     def open(
         cls,
+        ref: ModelRef,
         *,
-        run: PathLike | None = None,
-        model: str | None = None,
         codec: str | None = None,
         device: str = "auto",
         strength: float = 1.0,
         quantization: Quantization = "none",
         exact: bool = False,
     ) -> Voice:
-        """The voice of a run or an adapter, on its base model or on another `model`; or of an untuned model."""
+        """Load the voice of a run, an adapter or a model."""
+        from myna.provenance.origin import model_origin
         from myna.speak.loading import load_engine
-        from myna.speak.tuned import speech_origin
 
         return cls(
             load_engine(
-                run=run,
-                model=model,
+                ref,
                 codec=codec,
                 device=device,
                 strength=strength,
                 quantization=quantization,
                 exact=exact,
             ),
-            speech_origin(run, model),
+            model_origin(ref),
         )
 
     @property
@@ -414,13 +413,13 @@ class Voice:
         """The voice of a run or an adapter, loaded beside the weights of this one, which must be its base model. Both
         share the model, and so do further ones; `strength` is how much of what the LoRA has learned is applied.
         `unload_adapter` frees its place."""
-        from myna.speak.tuned import speech_origin
-        from myna.train.run import Run
+        from myna.models.ref import ModelRef
+        from myna.provenance.origin import model_origin
 
-        folder = source.folder if isinstance(source, Run) else source
-        name = name or Path(folder).name
-        self.engine.load_adapter(name, folder)
-        return Voice(self.engine, speech_origin(folder, self.engine.family.source), adapter=name, strength=strength)
+        name = name or Path(source).name
+        self.engine.load_adapter(name, source)
+        origin = model_origin(ModelRef.find_trained(source, self.engine.family.source))
+        return Voice(self.engine, origin, adapter=name, strength=strength)
 
     def unload_adapter(self) -> None:
         """Forget the adapter that this voice was loaded as."""
@@ -628,7 +627,8 @@ class Voice:
     @property
     def origin(self) -> SpeechOrigin:
         """The model and the adapter, as files, the log and cards name them."""
-        from myna.provenance.origin import SpeechOrigin, display_name
+        from myna.models.ref import display_name
+        from myna.provenance.origin import SpeechOrigin
 
         return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
 
@@ -753,17 +753,13 @@ class AnswerModel:
         self.engine, self.recipe = engine, recipe
 
     @classmethod
-    def open(
-        cls, *, run: PathLike | None = None, model: str | None = None, device: str = "auto", batch_size: int = 16
-    ) -> AnswerModel:
-        """The model of a run or an adapter, on its base model or on another `model`; or an untuned one."""
+    def open(cls, ref: ModelRef, *, device: str = "auto", batch_size: int = 16) -> AnswerModel:
+        """Load a run, an adapter or a model that answers."""
         from myna.speak.loading import load_answer_engine
-        from myna.speak.tuned import find_tuned
 
-        engine = load_answer_engine(run=run, model=model, device=device)
+        engine = load_answer_engine(ref, device=device)
         engine.batch_size = batch_size
-        tuned = find_tuned(run, model) if run is not None else None
-        return cls(engine, tuned.run.recipe if tuned is not None and tuned.run is not None else None)
+        return cls(engine, ref.run.recipe if ref.run is not None else None)
 
     def answer(
         self, recording: PathLike, question: str | None = None, *, max_tokens: int = 512, constrained: bool = False
@@ -891,10 +887,8 @@ def load(
     LoRA has learned is applied; `quantization` stores the weights smaller: fp8 (recent GPUs alone) and int8 in half,
     nf4 in a quarter. With `exact`, speech is the same bits whatever else is spoken at the same time, and slower.
     """
-    run, model = _run_or_model(source, model)
     return Voice.open(
-        run=run,
-        model=model,
+        _model_ref(source, model),
         codec=codec,
         device=device,
         strength=strength,
@@ -907,19 +901,13 @@ def load_answer_model(
     source: Run | PathLike, *, model: str | None = None, device: str = "auto", batch_size: int = 16
 ) -> AnswerModel:
     """Open a model that answers in words, as `load` opens one that speaks."""
-    run, model = _run_or_model(source, model)
-    return AnswerModel.open(run=run, model=model, device=device, batch_size=batch_size)
+    return AnswerModel.open(_model_ref(source, model), device=device, batch_size=batch_size)
 
 
-def _run_or_model(source: Run | PathLike, base: str | None) -> tuple[PathLike | None, str | None]:
-    from myna.speak.tuned import find_tuned
-    from myna.train.run import Run
+def _model_ref(source: Run | PathLike, base: str | None) -> ModelRef:
+    from myna.models.ref import ModelRef
 
-    if isinstance(source, Run):
-        return source.folder, base
-    if base is not None or find_tuned(source) is not None:
-        return source, base
-    return None, os.fspath(source)
+    return ModelRef.find(source) if base is None else ModelRef.find_trained(source, base)
 
 
 # Voices and marks
@@ -996,7 +984,8 @@ def evaluate(
     """Evaluate speech: word errors, speaker similarity, quality and stopping, beside the real recordings and the
     untuned base. Writes `evaluation.json`, `items.parquet` and `report.html`; called again, does what is missing. Into
     a folder that holds anything but an evaluation it writes only with `force`."""
-    from myna.evaluate.runner import evaluate_system, split_subject
+    from myna.evaluate.runner import evaluate_system
+    from myna.models.ref import split_name
     from myna.train.run import Run
 
     evaluation = evaluate_system(
@@ -1017,8 +1006,7 @@ def evaluate(
         force=force,
         progress=progress,
     )
-    _, source = split_subject(os.fspath(subject) if isinstance(subject, str | os.PathLike) else str(subject.folder))
-    if (run := Run.find(Path(source))) is not None:
+    if (run := Run.find(Path(split_name(os.fspath(subject))[1]))) is not None:
         _write_card(run)
     return evaluation
 
@@ -1112,10 +1100,11 @@ def merge(
 
     `dtype` is the base model's own, or float32, bfloat16 or float16. `model` is as for `load`.
     """
+    from myna.models.ref import ModelRef
     from myna.speak.merging import merge_tuned
 
     return merge_tuned(
-        _run_folder(source), Path(out), base=model, layout=layout, strength=strength, dtype=dtype, device=device
+        ModelRef.find_trained(source, model), Path(out), layout=layout, strength=strength, dtype=dtype, device=device
     )
 
 

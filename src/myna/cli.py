@@ -614,8 +614,6 @@ def speak(
     best_files = [out] if best and lines is None and out is not None else []
     codes_files = _take_files(codes.with_name(codes.name.removesuffix(".npy") + ".npy"), takes) if codes else []
     _check_speech_files([*best_files, *(files if keep_takes or not best else ())], codes_files, inputs, force=force)
-    if run is None and model is None:
-        raise SpeakError("give --run or --model", hint="--run runs/NAME, or --model HUB_NAME_OR_FOLDER")
     if len(reference or ()) != len(reference_text or ()):
         raise SpeakError(
             f"{len(reference or ())} --reference but {len(reference_text or ())} --reference-text",
@@ -641,15 +639,9 @@ def speak(
 
         show_warnings(problems, _console(stderr=True))
         warnings.simplefilter("ignore", ReferenceWarning)  # they are said
-    if run is not None and not run.exists() and len(run.parts) != 2:  # OWNER/NAME may be on the hub
-        raise SpeakError(
-            f"there is no run {run}", hint="--run takes what `myna train` made, or an adapter: a folder, or OWNER/NAME"
-        )
-    for source in (model, run.as_posix() if run is not None and not run.is_dir() else None):
-        if source is not None:
-            from myna.models import find_checkpoint
+    from myna.models.ref import ModelRef
 
-            find_checkpoint(source)
+    ref = ModelRef.from_options(run, model)
     settings: dict[str, Any] = {
         "reference": reference or (),
         "reference_text": reference_text or (),
@@ -673,9 +665,7 @@ def speak(
     from myna.terminal import progress_bars, show_speech, show_spoken_lines, show_takes
 
     with _fast_start(adapter=run is not None) as threads:
-        voice = api.Voice.open(
-            run=run, model=model, codec=codec, device=device, strength=strength, quantization=quantization
-        )
+        voice = api.Voice.open(ref, codec=codec, device=device, strength=strength, quantization=quantization)
     _restore_threads(voice, threads)
     if lines is not None:
         assert out is not None
@@ -946,9 +936,10 @@ def answer(
             )
         for file in (out, api.AnswerModel.scores_file(out)):
             check_output_file(file, inputs=folder.rglob("*"), force=force)
+    from myna.models.ref import ModelRef
     from myna.speak.answering import trained_warnings
 
-    answerer = api.AnswerModel.open(run=run, model=model, device=device, batch_size=batch_size)
+    answerer = api.AnswerModel.open(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
     console = _console()
     with progress_bars() as progress:
         if folder is None or out is None:

@@ -34,6 +34,7 @@ from myna.evaluate.items import EvalItem
 from myna.evaluate.systems import REAL, SpeechSystem
 from myna.listen.speaker_encoders import cosine_similarity
 from myna.models import save_tiny_model
+from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 from myna.terminal import show_demo
 from myna.train.run import Run
@@ -213,8 +214,8 @@ def test_before_speaks_the_model_and_after_the_run(shown: tuple[Path, str], nest
     (text,) = {clip.text for clip in train if f"--reference-text {shlex.quote(clip.text)}" in page}
     reference = Utterance("reference", out / "reference.wav", text, "robin")
     engines = {
-        BEFORE: load_engine(model=str(nest / "model"), device="cpu"),
-        AFTER: load_engine(run=out / "run", device="cpu"),
+        BEFORE: load_engine(ModelRef.find_model(str(nest / "model")), device="cpu"),
+        AFTER: load_engine(ModelRef.find_trained(out / "run"), device="cpu"),
     }
     generated: dict[str, list[Any]] = {name: [] for name in engines}
     for name, engine in engines.items():

@@ -13,16 +13,18 @@ import yaml
 
 from myna.api import resume, train
 from myna.core.errors import ConfigError, TrainingError
+from myna.core.run_folder import checkpoint_folder
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.results import read_item_scores
 from myna.evaluate.runner import evaluate_system
 from myna.evaluate.scorers import Scorers
 from myna.models import save_tiny_model
 from myna.models.base import Sampling
+from myna.models.ref import ModelRef
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
 from myna.train import loop
-from myna.train.checkpoint import CheckpointManager, checkpoint_folder
+from myna.train.checkpoint import CheckpointManager
 from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
@@ -163,7 +165,7 @@ def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, workspace:
     run = learn(PlantedScorers(workspace, similarity={2: 0.8}))
     said = {}
     for name in ("", "best", "checkpoints/step-000002", "checkpoints/step-000006"):
-        engine = load_engine(run=run.folder / name, device="cpu")
+        engine = load_engine(ModelRef.find_trained(run.folder / name), device="cpu")
         # Equal noise makes like models choose alike: one frame in a hundred tells these two apart.
         speeches = engine.speak([SpeechRequest("hello", id=str(take)) for take in range(8)], Sampling(max_seconds=4.0))
         said[name] = b"".join(speech.codes.tobytes() for speech in speeches)
@@ -173,7 +175,7 @@ def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, workspace:
     facts.unlink()  # it has a second name among the checkpoints
     facts.write_text(text)
     with pytest.raises(Exception, match="was trained with another codec"):
-        load_engine(run=run.folder / "best", device="cpu")
+        load_engine(ModelRef.find_trained(run.folder / "best"), device="cpu")
 
 
 def test_a_run_that_is_no_better_than_its_base_says_so(learn: Learn, workspace: Path) -> None:

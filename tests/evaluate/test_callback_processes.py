@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from myna.api import train
-from myna.train.checkpoint import checkpoint_folder
+from myna.core.run_folder import checkpoint_folder
 from myna.train.run import Run
 from tests.evaluate.callback_helper import SIMILARITY
 from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers

@@ -18,6 +18,7 @@ from myna.evaluate.items import load_clip
 from myna.evaluate.results import read_item_scores, saved_references
 from myna.evaluate.runner import evaluate_system, resolve_eval_set, run_metadata
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem
+from myna.models.ref import ModelRef
 from myna.train.run import Run
 from tests.tone_corpus import LINES, recipe, write_recordings
 
@@ -77,7 +78,9 @@ def test_references_lie_beside_what_was_spoken_with_them(workspace: Path, printe
     """Named so that they sort beside it, and shown in the page; recordings were given none."""
     assert printed
     out = workspace / "run" / "evaluation"
-    items = resolve_eval_set(str(workspace / "run"), workspace / "prepared", None, seed=0, limit=4, language="en").items
+    items = resolve_eval_set(
+        ModelRef.find(workspace / "run"), workspace / "prepared", None, seed=0, limit=4, language="en"
+    ).items
     clips = {item.id: item.references[0] for item in items}
     for row in read_item_scores(out / "items.parquet"):
         beside = saved_references(out / row.audio) if row.audio else []

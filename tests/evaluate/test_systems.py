@@ -8,13 +8,14 @@ import pytest
 from myna.evaluate.items import EvalItem
 from myna.evaluate.systems import SpeechSystem
 from myna.models.higgs_v2.decode.decoder import HiggsDecoder
+from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 
 TEXTS = ("Seven ships sailed.", "Yes.", "No.", "Good day.", "Come in.")
 
 
 def test_items_join_the_batch_as_others_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     system = SpeechSystem("model", lambda: engine, 0, {})
     items = [EvalItem(str(number), text, language="en") for number, text in enumerate(TEXTS)]
     assert {item.max_seconds for item in items} == {6.0}
@@ -42,5 +43,5 @@ def test_items_join_the_batch_as_others_leave_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_to_say_is_nothing() -> None:
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     assert list(SpeechSystem("model", lambda: engine, 0, {}).speak([], 4)) == []

@@ -14,6 +14,7 @@ import torch
 from myna.api import prepare
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
 from myna.train.run import Run
@@ -108,4 +109,4 @@ def overfitted(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 @pytest.fixture(scope="session")
 def engine(overfitted: Run) -> Engine:
-    return load_engine(run=overfitted.folder, model=None, codec=None, device="cpu")
+    return load_engine(ModelRef.find_trained(overfitted.folder), device="cpu")

@@ -22,8 +22,8 @@ from myna.models.base import Family
 from myna.models.files import resolve_checkpoint, weight_files
 from myna.models.lora import load_adapter, make_trainable, merge_lora, save_adapter
 from myna.models.merge import probe_logits
-from myna.speak.loading import load_adapted, load_engine, open_base
-from myna.speak.tuned import require_tuned
+from myna.models.ref import ModelRef
+from myna.speak.loading import load_adapted, load_engine
 from myna.train.run import Run
 
 from .conftest import TrainWith
@@ -53,21 +53,21 @@ def logits(engine: Any) -> torch.Tensor:
 def test_row_43_another_base_under_the_same_name_is_not_spoken_with(workspace: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(workspace / "model", tmp_path / "model"))
     run, _ = train_run(make_recipe(workspace, model={"source": str(base), "check_pretrained": False}), tmp_path / "run")
-    assert load_engine(run=run.folder, device="cpu")
+    assert load_engine(ModelRef.find_trained(run.folder), device="cpu")
     file = base / "model.safetensors"
     tensors = load_file(file)
     save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     moved = Path(shutil.copytree(run.adapter, tmp_path / "adapter"))
     for source in (run.folder, run.adapter, moved, next((run.folder / "checkpoints").iterdir())):
         with pytest.raises(SpeakError, match=r"was trained on another base model than .*: the fingerprint .* was \w+,"):
-            load_engine(run=source, device="cpu")
+            load_engine(ModelRef.find_trained(source), device="cpu")
     with pytest.raises(SpeakError, match="another base model"):
         myna.merge(run, tmp_path / "merged")
-    engine = load_engine(run=moved, model=str(workspace / "model"), device="cpu")
+    engine = load_engine(ModelRef.find_trained(moved, str(workspace / "model")), device="cpu")
     assert engine.family.source == str(workspace / "model"), "the one it was trained on, by another path"
     # Rounded otherwise than in training, it is still the same.
-    tuned = require_tuned(moved, str(workspace / "model"))
-    rounded = load_adapted(tuned, open_base(tuned), torch.bfloat16, "cpu", text_head=None)
+    tuned = ModelRef.find_trained(moved, str(workspace / "model"))
+    rounded = load_adapted(tuned, tuned.open_family(), torch.bfloat16, "cpu", text_head=None)
     assert all(
         parameter.dtype == torch.bfloat16 for name, parameter in rounded.named_parameters() if "lora" not in name
     )
@@ -82,10 +82,10 @@ def test_row_43_the_base_is_known_through_quantization_and_a_text_head(
         adapt={"rank": 4, "alpha": 8, "train_modules": ["text_head", "audio_embedding"]},
         loss={"text_weight": 0.1},
     )
-    assert load_engine(run=run.folder, device="cpu")
+    assert load_engine(ModelRef.find_trained(run.folder), device="cpu")
     save_tiny_model(run.folder.with_name("other"), seed=5)
     with pytest.raises(SpeakError, match="another base model"):
-        load_engine(run=run.folder, model=str(run.folder.with_name("other")), device="cpu")
+        load_engine(ModelRef.find_trained(run.folder, str(run.folder.with_name("other"))), device="cpu")
 
 
 def test_row_43_a_fully_trained_model_keeps_its_codec(
@@ -99,7 +99,7 @@ def test_row_43_a_fully_trained_model_keeps_its_codec(
         assert myna.load(source, device="cpu").engine.codec.revision == codec.revision
     assert open_family(str(moved)).codec_source == str(workspace / "model" / "codec")
     again, _ = train_with(model={"source": str(moved), "check_pretrained": False}, train={"steps": 1})
-    assert load_engine(run=again.folder, device="cpu").codec.revision == codec.revision
+    assert load_engine(ModelRef.find_trained(again.folder), device="cpu").codec.revision == codec.revision
 
 
 # Row 47: what an index names, and which codec is the default
@@ -173,7 +173,7 @@ def test_row_51_where_the_loss_does_not_reach_the_head_it_says_so(train_with: Tr
 
 
 def test_row_52_an_adapter_is_a_voice(overfitted: Run, tmp_path: Path) -> None:
-    expected = logits(load_engine(run=overfitted.folder, device="cpu"))
+    expected = logits(load_engine(ModelRef.find_trained(overfitted.folder), device="cpu"))
     moved = Path(shutil.copytree(overfitted.adapter, tmp_path / "voice"))
     for source in (overfitted.adapter, moved, str(moved)):
         assert torch.equal(logits(myna.load(source, device="cpu").engine), expected)
@@ -238,16 +238,18 @@ def test_row_52_an_adapter_on_the_hub_is_a_voice(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(overfitted.adapter))
     voice = myna.load("somebody/marta", device="cpu")
-    assert torch.equal(logits(voice.engine), logits(load_engine(run=overfitted.folder, device="cpu")))
+    assert torch.equal(
+        logits(voice.engine), logits(load_engine(ModelRef.find_trained(overfitted.folder), device="cpu"))
+    )
 
 
 def test_row_52_an_adapter_keeps_how_it_was_trained(train_with: TrainWith, tmp_path: Path) -> None:
     run, _ = train_with(data={"reference_placement": "system", "scene": "A cave."})
     moved = Path(shutil.copytree(run.adapter, tmp_path / "moved"))
-    engine = load_engine(run=moved, device="cpu")
+    engine = load_engine(ModelRef.find_trained(moved), device="cpu")
     assert (engine.reference_placement, engine.scene) == ("system", "A cave.")
     myna.merge(moved, tmp_path / "merged")
-    engine = load_engine(model=str(tmp_path / "merged"), device="cpu")
+    engine = load_engine(ModelRef.find_model(str(tmp_path / "merged")), device="cpu")
     assert (engine.reference_placement, engine.scene) == ("system", "A cave.")
 
 
@@ -256,26 +258,26 @@ def test_row_52_what_does_not_fit_is_named(overfitted: Run, workspace: Path, tmp
     moved = Path(shutil.copytree(overfitted.adapter, tmp_path / "moved"))
     (moved / "myna.json").unlink()
     with pytest.raises(CheckpointError, match="does not fit the model"):
-        load_engine(run=moved, model=str(other), device="cpu")
+        load_engine(ModelRef.find_trained(moved, str(other)), device="cpu")
     with pytest.raises(SpeakError, match="neither a run nor an adapter"):
-        load_engine(run=workspace / "model", device="cpu")
+        load_engine(ModelRef.find_trained(workspace / "model"), device="cpu")
     with pytest.raises(ModelError, match="is a LoRA adapter, and not a model") as caught:
-        load_engine(model=str(moved), device="cpu")
+        load_engine(ModelRef.find_model(str(moved)), device="cpu")
     assert "myna merge" in caught.value.hint
     config = json.loads((moved / "adapter_config.json").read_text())
     gone = config | {"base_model_name_or_path": str(tmp_path / "gone")}
     (moved / "adapter_config.json").write_text(json.dumps(gone))
     with pytest.raises(MynaError, match=r"the base model of .* does not open: there is no model folder") as missing:
-        load_engine(run=moved, device="cpu")
+        load_engine(ModelRef.find_trained(moved), device="cpu")
     assert "--model" in missing.value.hint
 
 
 def test_row_52_an_extracted_adapter_is_a_voice(train_with: TrainWith, workspace: Path, tmp_path: Path) -> None:
     run, _ = train_with(adapt={"mode": "full"}, train={"steps": 3, "learning_rate": 1e-3})
     myna.extract_lora(str(workspace / "model"), str(run.model), tmp_path / "extracted", rank=64)
-    full = logits(load_engine(run=run.folder, device="cpu"))
+    full = logits(load_engine(ModelRef.find_trained(run.folder), device="cpu"))
     extracted = logits(myna.load(tmp_path / "extracted", device="cpu").engine)
-    base = logits(load_engine(model=str(workspace / "model"), device="cpu"))
+    base = logits(load_engine(ModelRef.find_model(str(workspace / "model")), device="cpu"))
     assert (extracted - full).abs().max() < 0.1 * (base - full).abs().max()
 
 
@@ -294,8 +296,8 @@ def test_row_52_a_merged_model_is_what_the_adapter_was(
     adapter = changed_adapter(family, tmp_path / "adapter", **settings)
     check = myna.merge(adapter, tmp_path / "merged", layout=layout)
     assert check.largest_difference < 1e-4 * check.largest_logit and check.lost_share < 1e-3
-    spoken = load_engine(run=adapter, device="cpu")
-    merged = load_engine(model=str(tmp_path / "merged"), device="cpu")
+    spoken = load_engine(ModelRef.find_trained(adapter), device="cpu")
+    merged = load_engine(ModelRef.find_model(str(tmp_path / "merged")), device="cpu")
     ours, theirs = spoken.model.state_dict(), merged.model.state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items()), "bit for bit"
     assert merged.codec.revision == spoken.codec.revision
@@ -310,10 +312,10 @@ def test_row_52_a_merged_model_is_what_the_adapter_was(
 def test_row_52_a_merged_model_has_the_strength_that_was_asked_for(family: Family, tmp_path: Path) -> None:
     adapter = changed_adapter(family, tmp_path / "adapter", train_modules=["audio_head"])
     myna.merge(adapter, tmp_path / "merged", strength=0.5)
-    spoken = load_engine(run=adapter, device="cpu", strength=0.5)
-    merged = load_engine(model=str(tmp_path / "merged"), device="cpu")
+    spoken = load_engine(ModelRef.find_trained(adapter), device="cpu", strength=0.5)
+    merged = load_engine(ModelRef.find_model(str(tmp_path / "merged")), device="cpu")
     assert torch.equal(logits(spoken), logits(merged))
-    assert not torch.equal(logits(merged), logits(load_engine(run=adapter, device="cpu")))
+    assert not torch.equal(logits(merged), logits(load_engine(ModelRef.find_trained(adapter), device="cpu")))
     dora = changed_adapter(family, tmp_path / "dora", dora=True)
     with pytest.raises(ModelError, match="a DoRA has magnitudes of its own"):
         myna.merge(dora, tmp_path / "half", strength=0.5)
@@ -331,7 +333,7 @@ def test_row_52_a_merged_model_speaks_and_is_trained_on(overfitted: Run, workspa
     model = {"source": str(out), "check_pretrained": False}
     data = {"train": str(workspace / "evaluation")}
     run, _ = train_run(make_recipe(workspace, model=model, data=data), tmp_path / "run")
-    assert load_engine(run=run.folder, device="cpu")
+    assert load_engine(ModelRef.find_trained(run.folder), device="cpu")
 
 
 def test_row_52_what_rounding_would_lose_is_refused(family: Family, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from myna.core.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
 from myna.models.base import Family, Sampling
 from myna.models.lora import adapter_state_dict, load_adapter, make_trainable, merge_lora, save_adapter
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine, SpeechRequest
 from myna.speak.loading import load_engine
 from myna.train.run import Run
@@ -189,7 +190,7 @@ def test_row_27_an_adapter_that_changes_nothing_is_refused(overfitted: Run, fami
     shutil.rmtree(idle / "adapter")
     save_adapter(make_trainable(load(family), family, overfitted.recipe.adapt), idle / "adapter")
     with pytest.raises(ModelError, match="changes nothing"):
-        load_engine(run=idle, model=None, codec=None, device="cpu")
+        load_engine(ModelRef.find_trained(idle), device="cpu")
 
 
 def test_row_27_a_loaded_adapter_differs_from_the_base_and_merges_to_itself(

@@ -18,11 +18,11 @@ from myna.api import prepare
 from myna.checks import doctor
 from myna.checks.check import Check
 from myna.core.errors import CheckpointError, ModelError, TrainingError
+from myna.core.run_folder import checkpoint_folder, checkpoint_steps
 from myna.data.dataset import PreparedDataset
 from myna.models import convert_checkpoint, open_family
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from myna.train import checkpoint
-from myna.train.checkpoint import checkpoint_folder, checkpoint_steps
 from myna.train.loop import run_training
 from myna.train.run import Run
 

@@ -24,6 +24,7 @@ from myna.cli import main
 from myna.core.config import dump_recipe, load_recipe, shipped_recipes
 from myna.core.io import FREE_BYTES
 from myna.evaluate.runner import resolve_eval_set
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine, SpeechRequest
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
@@ -487,13 +488,13 @@ def test_row_43_evaluation_speaks_in_the_scene_too(train_with: Any, scene_data: 
     (tmp_path / "list.lst").write_text(f"a|who|{reference}|one\n")
     run, _ = train_with(data={"train": str(scene_data), "scene": RECIPE_SCENE})
     subject, options = str(run.folder), dict[str, Any](seed=0, limit=None, language="")
-    targets = resolve_eval_set(subject, scene_data, None, **options)
+    targets = resolve_eval_set(ModelRef.find(subject), scene_data, None, **options)
     assert {(item.id.split("/")[1], item.scene) for item in targets.items} == {
         ("hi", DATA_SCENE),
         ("you", DATA_SCENE),
         ("who", RECIPE_SCENE),
     }
-    spoken = resolve_eval_set(subject, scene_data, sentences, **options)
+    spoken = resolve_eval_set(ModelRef.find(subject), scene_data, sentences, **options)
     assert [item.scene for item in spoken.items] == [DATA_SCENE, DATA_SCENE]
-    listed = resolve_eval_set(subject, None, tmp_path / "list.lst", **options)
+    listed = resolve_eval_set(ModelRef.find(subject), None, tmp_path / "list.lst", **options)
     assert [item.scene for item in listed.items] == [DATA_SCENE]

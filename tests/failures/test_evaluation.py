@@ -41,6 +41,7 @@ from myna.listen.asr import ASR
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
 from myna.models import save_tiny_model
+from myna.models.ref import ModelRef
 from myna.train.run import Run
 from tests import tone_learners
 from tests.evaluate import tiny_scorers
@@ -148,7 +149,9 @@ def test_row_44_evaluate_flags_items_that_were_trained_on(workspace: Path, short
 
 def test_row_44_the_words_of_a_trained_line_are_flagged_in_a_list_of_sentences(short_run: Run, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text(f"{LINES[0].upper()}!\nsomething that nobody has said\n", encoding="utf-8")
-    items = resolve_eval_set(str(short_run.folder), None, tmp_path / "lines.txt", seed=0, limit=None, language="")
+    items = resolve_eval_set(
+        ModelRef.find(short_run.folder), None, tmp_path / "lines.txt", seed=0, limit=None, language=""
+    )
     rows = {"run": [replace(_row(0, looped=False), id=item.id, text=item.text) for item in items.items]}
     systems = [Recordings("run", 16_000, metadata={"run": str(short_run.folder)})]
     assert mark_seen_items(systems, [replace(item, speaker="") for item in items.items], rows) == []

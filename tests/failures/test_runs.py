@@ -28,11 +28,11 @@ from myna.audio.files import write_audio
 from myna.cli import main
 from myna.core.config import dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
+from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.evaluate.ranking import Constraints, StepScores, best_checkpoint, score_checkpoint
 from myna.evaluate.scoring import ItemScores
 from myna.models import open_family
 from myna.train import checkpoint
-from myna.train.checkpoint import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.train.run import Run
 from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer

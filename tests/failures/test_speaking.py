@@ -18,6 +18,7 @@ from myna.data.loader import Shard
 from myna.models.base import IGNORE_INDEX, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.render import DelayPattern
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
 from myna.speak.scheduler import BatchScheduler, Generation
@@ -155,12 +156,12 @@ def test_row_25_another_prompt_spoils_what_was_learned(engine: Engine, workspace
 def test_row_25_a_run_remembers_where_its_references_stood(workspace: Path, tmp_path: Path) -> None:
     recipe = make_recipe(workspace, data={"reference_placement": "system"}, train={"steps": 1, "learning_rate": 1e-2})
     run, _ = train_run(recipe, tmp_path / "run")
-    assert load_engine(run=run.folder, model=None, codec=None, device="cpu").reference_placement == "system"
+    assert load_engine(ModelRef.find_trained(run.folder), device="cpu").reference_placement == "system"
 
 
 def test_less_of_what_was_learned_can_be_spoken_with(overfitted: Run, engine: Engine, workspace: Path) -> None:
     def opened(strength: float) -> Engine:
-        return load_engine(run=overfitted.folder, model=None, codec=None, device="cpu", strength=strength)
+        return load_engine(ModelRef.find_trained(overfitted.folder), device="cpu", strength=strength)
 
     untuned = Engine(engine.family, load(engine.family), engine.codec, engine.reference_placement)
     none, some, whole = (say(one, workspace, "robin", "you").codes.tolist() for one in map(opened, (0.0, 0.5, 1.0)))
@@ -172,9 +173,9 @@ def test_strength_is_refused_where_nothing_could_follow_it(workspace: Path, tmp_
     recipe = make_recipe(workspace, adapt={"mode": "full"}, train={"steps": 1})
     run, _ = train_run(recipe, tmp_path / "run")
     with pytest.raises(SpeakError, match="was trained in full"):
-        load_engine(run=run.folder, model=None, codec=None, device="cpu", strength=0.5)
+        load_engine(ModelRef.find_trained(run.folder), device="cpu", strength=0.5)
     with pytest.raises(SpeakError, match="scales the LoRA of a run"):
-        load_engine(run=None, model=str(workspace / "model"), codec=None, device="cpu", strength=0.5)
+        load_engine(ModelRef.find_model(str(workspace / "model")), device="cpu", strength=0.5)
 
 
 def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
@@ -258,7 +259,7 @@ def short(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple[Path, Run], workspace: Path) -> None:
     folder, run = short
-    engine = load_engine(run=run.folder, model=None, codec=None, device="cpu")
+    engine = load_engine(ModelRef.find_trained(run.folder), device="cpu")
     corpus = PreparedDataset.open(folder / "prepared")
     lengths = set()
     for utterance in corpus.utterances:

@@ -17,6 +17,7 @@ import soundfile
 
 from myna.audio.files import pcm16
 from myna.models import open_family, save_tiny_model
+from myna.models.ref import ModelRef
 from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import MARK_NAME, watermark
 from myna.speak.engine import SpeechRequest
@@ -30,8 +31,7 @@ TEXT = "two words"
 
 def merged_speech(adapter: Path | None, model: str | Path) -> bytes:
     """What a model says into which the adapter was merged."""
-    run = {"run": adapter} if adapter is not None else {"model": str(model)}
-    engine = load_engine(**run, device="cpu")
+    engine = load_engine(ModelRef.find(adapter or model), device="cpu")
     plan = engine.plan(SpeechRequest(TEXT, id=TEXT), replace(engine.family.sampling, max_seconds=1.0, seed=0))
     return pcm16(next(engine.speak_plans([plan]))[1].samples)
 
@@ -150,7 +150,7 @@ def test_speech_is_marked_unless_told_otherwise(tmp_path: Path) -> None:
         response = httpx2.post(f"{server.url}/v1/audio/speech", json=body, timeout=60)
     assert response.headers["x-watermark"] == MARK_NAME and "speech is marked" in server.output
     plain = np.frombuffer(merged_speech(None, model), "<i2")
-    engine = load_engine(model=str(model), device="cpu")
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     plan = engine.plan(SpeechRequest(TEXT, id=TEXT), replace(engine.family.sampling, max_seconds=1.0, seed=0))
     samples = next(engine.speak_plans([plan]))[1].samples
     assert response.content == pcm16(watermark(samples, engine.codec.sample_rate)) != plain.tobytes()

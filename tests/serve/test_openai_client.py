@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from myna.audio.files import pcm16, read_audio
+from myna.models.ref import ModelRef
 from myna.serve.encoders import MEDIA_TYPES, AudioFormat
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
@@ -36,7 +37,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def expected() -> bytes:
     """What the engine says by itself."""
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     plan = engine.plan(SpeechRequest(TEXT, id=TEXT), replace(engine.family.sampling, max_seconds=60.0, seed=0))
     return pcm16(next(engine.speak_plans([plan]))[1].samples)
 

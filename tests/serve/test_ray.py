@@ -21,6 +21,7 @@ import pytest
 from myna.audio.files import pcm16
 from myna.core.errors import ConfigError
 from myna.models import open_family, save_tiny_model
+from myna.models.ref import ModelRef
 from myna.provenance.speech_log import LOG_FILE
 from myna.serve.context import ServerSettings
 from myna.serve.messages import EngineSettings
@@ -86,8 +87,8 @@ class Models:
 
     def expected(self, adapter: str = "") -> bytes:
         """What one process says without any server."""
-        run = {"run": self.root / "adapters" / adapter} if adapter else {"model": str(self.root / "tiny")}
-        engine = load_engine(**run, device="cpu")
+        ref = ModelRef.find(self.root / "adapters" / adapter if adapter else self.root / "tiny")
+        engine = load_engine(ref, device="cpu")
         sampling = replace(engine.family.sampling, max_seconds=1.0, seed=0)
         plan = engine.plan(SpeechRequest("two words", id="two words"), sampling)
         return pcm16(next(engine.speak_plans([plan]))[1].samples)

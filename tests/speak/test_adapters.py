@@ -21,6 +21,7 @@ from myna.models.base import Sampling
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import load_adapter, merge_lora, save_adapter
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine, SpeechRequest
 from myna.speak.loading import load_engine
 from myna.speak.scheduler import BatchScheduler
@@ -69,7 +70,7 @@ def merged(family: HiggsV2, folder: Path, strength: float = 1.0) -> Engine:
 
 @pytest.fixture
 def engine(model: Path, adapters: dict[str, Path]) -> Engine:
-    opened = load_engine(model=str(model), device="cpu")
+    opened = load_engine(ModelRef.find_model(str(model)), device="cpu")
     for name, folder in adapters.items():
         assert opened.load_adapter(name, folder).effect > 0
     return opened
@@ -91,7 +92,7 @@ def test_adapters_in_one_batch_speak_as_their_merged_models(
     kinds = [("", 1.0), *((name, 1.0) for name in adapters), ("second", 0.5)]
     crowd = [request for kind in kinds for request in requests(*kind)]
     spoken = engine.speak(crowd, sampling)
-    plain = load_engine(model=str(model), device="cpu")
+    plain = load_engine(ModelRef.find_model(str(model)), device="cpu")
     alone = [plain, *(merged(family, adapters[name], strength) for name, strength in kinds[1:])]
     for number, other in enumerate(alone):
         expected = other.speak(requests(""), sampling)
@@ -103,7 +104,7 @@ def test_adapters_in_one_batch_speak_as_their_merged_models(
 
 def test_an_adapter_of_attention_alone_is_merged_speech_too(family: HiggsV2, model: Path, tmp_path: Path) -> None:
     folder = write(family, tmp_path / "attention", r=8, mode="attention_only")
-    engine = load_engine(model=str(model), device="cpu")
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     engine.load_adapter("a", folder)
     ours = engine.speak(requests("a"), GREEDY)
     theirs = merged(family, folder).speak(requests(""), GREEDY)
@@ -136,7 +137,7 @@ def test_an_adapter_is_loaded_and_unloaded_while_others_speak(engine: Engine, ad
 
 
 def test_slots_are_used_again(model: Path, adapters: dict[str, Path]) -> None:
-    engine = load_engine(model=str(model), device="cpu")
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     engine.max_adapters = 2
     for _ in range(3):
         engine.load_adapter("a", adapters["first"])
@@ -151,14 +152,14 @@ def test_slots_are_used_again(model: Path, adapters: dict[str, Path]) -> None:
 
 def test_an_adapter_without_effect_is_refused(family: HiggsV2, model: Path, tmp_path: Path) -> None:
     folder = write(family, tmp_path / "untrained", r=4, init=True)
-    engine = load_engine(model=str(model), device="cpu")
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     with pytest.raises(SpeakError, match="changes nothing"):
         engine.load_adapter("none", folder)
     assert engine.adapters == ()
 
 
 def test_what_can_only_be_merged_is_said(family: HiggsV2, model: Path, tmp_path: Path) -> None:
-    engine = load_engine(model=str(model), device="cpu")
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     for name, options in (("dora", {"use_dora": True}), ("head", {"modules_to_save": ["audio_lm_head"]})):
         folder = write(family, tmp_path / name, r=4, **options)
         with pytest.raises(ModelError, match=r"DoRA|in full") as error:
@@ -172,11 +173,11 @@ def test_an_adapter_of_another_model_is_refused(model: Path, adapters: dict[str,
     wider = {name: torch.cat([x, x], 1) if "lora_A" in name else x for name, x in tensors.items()}
     save_file(wider, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="does not fit"):
-        load_engine(model=str(model), device="cpu").load_adapter("other", folder)
+        load_engine(ModelRef.find_model(str(model)), device="cpu").load_adapter("other", folder)
 
 
 def test_exact_speech_is_the_same_alone_and_in_a_crowd(model: Path, adapters: dict[str, Path]) -> None:
-    engine = load_engine(model=str(model), device="cpu", exact=True)
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu", exact=True)
     engine.max_rows = 5
     engine.load_adapter("a", adapters["first"])
     crowd = [*requests("", count=5), *requests("a", 0.7, count=5)]
@@ -187,7 +188,7 @@ def test_exact_speech_is_the_same_alone_and_in_a_crowd(model: Path, adapters: di
 
 
 def test_exact_log_probabilities_are_the_same_bits(model: Path) -> None:
-    engine = load_engine(model=str(model), device="cpu", exact=True)
+    engine = load_engine(ModelRef.find_model(str(model)), device="cpu", exact=True)
     engine.max_rows = 4
     scheduler = engine._scheduler_of(1, 256)
     prompts = [engine.family.render(engine._conversation(request)) for request in requests("", count=4)]

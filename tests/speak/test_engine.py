@@ -22,6 +22,7 @@ from myna.data.conversation import AudioClip, Reference, ReferencePlacement, spe
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
 from myna.models.quantized import quantized_linears
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
 from myna.speak.loading import load_engine
 from myna.speak.validation import read_reference
@@ -240,12 +241,12 @@ def test_a_stream_that_nobody_reads_on_gives_its_row_back(engine: Engine) -> Non
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_quantized_weights_speak_from_a_model_and_from_a_run(tmp_path: Path, kind: Any) -> None:
     folder = save_tiny_model(tmp_path / "model")
-    engine = load_engine(model=str(folder), device="cpu", quantization=kind)
+    engine = load_engine(ModelRef.find_model(str(folder)), device="cpu", quantization=kind)
     assert len(list(quantized_linears(engine.model))) == 2 * 10, "every projection of both layers"
-    whole = load_engine(model=str(folder), device="cpu")
+    whole = load_engine(ModelRef.find_model(str(folder)), device="cpu")
     first, second = (one.speak([SpeechRequest("hello")], GREEDY)[0].codes[:, 0] for one in (engine, whole))
     assert len(first) == len(second) and (first == second).mean() > 0.3, "near the model that it was made of"
     with pytest.raises(SpeakError, match="fp8 weights need a GPU"):
-        load_engine(model=str(folder), device="cpu", quantization="fp8")
+        load_engine(ModelRef.find_model(str(folder)), device="cpu", quantization="fp8")
     with pytest.raises(SpeakError, match="int4 is no way to store weights"):
-        load_engine(model=str(folder), device="cpu", quantization="int4")  # type: ignore[arg-type]
+        load_engine(ModelRef.find_model(str(folder)), device="cpu", quantization="int4")  # type: ignore[arg-type]

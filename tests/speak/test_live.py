@@ -15,6 +15,7 @@ from myna.core.errors import SpeakError
 from myna.data.codec import Samples
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
+from myna.models.ref import ModelRef
 from myna.models.speech_decoder import PendingStep
 from myna.provenance.watermark import StreamWatermark, watermark
 from myna.speak import live
@@ -280,7 +281,7 @@ def test_whatever_comes_and_goes_no_row_is_lost(engine: Engine, turns: list[tupl
 
 @pytest.mark.slow
 def test_the_shipped_model_from_many_threads() -> None:
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     texts = ("Good morning.", "How are you today?", "It is a fine day.", "Yes.")
     plans = {text: engine.plan(SpeechRequest(text, id=text), engine.family.sampling) for text in texts}
     batch = LiveBatch(engine, rows=3, positions=1024, max_waiting=4)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from myna.models.base import Sampling
+from myna.models.ref import ModelRef
 from myna.models.speech_decoder import SpeechDecoder
 from myna.speak.engine import Engine, SpeechRequest, SpeechStream
 from myna.speak.loading import load_engine
@@ -84,7 +85,7 @@ def living(kind: type) -> int:
 
 
 def soak(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load_engine(run=None, model=str(model), codec=None, device=device)
+    engine = load_engine(ModelRef.find_model(str(model)), device=device)
     batches, make = list[SpeechDecoder](), engine.family.speech_decoder
 
     def count(*words: Any, **names: Any) -> SpeechDecoder:

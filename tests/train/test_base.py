@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import ConfigError, TrainingError
+from myna.core.run_folder import checkpoint_folder
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
@@ -22,7 +23,7 @@ from myna.models.higgs_v2.tiny import save_tiny, tiny_config
 from myna.models.lora import load_adapter
 from myna.models.quantized import quantized_linears
 from myna.train import loop
-from myna.train.checkpoint import checkpoint_folder, describe_inputs
+from myna.train.checkpoint import describe_inputs
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from myna.core.config import Recipe, dump_recipe
 from myna.core.errors import TrainingError
+from myna.core.run_folder import checkpoint_folder, checkpoint_steps
 from myna.data.loader import Loader, Shard
 from myna.models import open_family
 from myna.models.base import Batch, RenderedSequence
@@ -22,7 +23,7 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import load_adapter
 from myna.train import checkpoint, loop
-from myna.train.checkpoint import CheckpointManager, TrainingProgress, checkpoint_folder, checkpoint_steps
+from myna.train.checkpoint import CheckpointManager, TrainingProgress
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights

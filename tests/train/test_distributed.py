@@ -24,10 +24,10 @@ from myna.api import prepare, resume, train
 from myna.audio.files import write_audio
 from myna.core.config import load_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
+from myna.core.run_folder import checkpoint_folder
 from myna.models import save_tiny_model
 from myna.train import distributed
 from myna.train import launch as launch_module
-from myna.train.checkpoint import checkpoint_folder
 from myna.train.distributed import ProcessInfo, init_accelerator
 from myna.train.launch import LAUNCHED_VARIABLE, _first_failure, launch, report_failures
 from myna.train.precision import Precision, choose_precision

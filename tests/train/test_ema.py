@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from myna.core.run_folder import checkpoint_folder
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.lora import load_adapter
 from myna.train import loop
-from myna.train.checkpoint import checkpoint_folder
 from myna.train.ema import WeightEMA
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import stream_weights, weighted_loss

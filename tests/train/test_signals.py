@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from myna.train.checkpoint import checkpoint_steps
+from myna.core.run_folder import checkpoint_steps
 from myna.train.loop import _stop_on_signal
 from myna.train.run import Run
 from tests.train.resume_helper import (

@@ -32,6 +32,7 @@ from myna.models.base import Sampling
 from myna.models.higgs_v2.checkpoint import check_tokenizer, meta_model
 from myna.models.mel_codec.codec import MelCodec, save_mel_codec
 from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork
+from myna.models.ref import ModelRef
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
 from myna.terminal import TrainingDisplay
@@ -239,7 +240,7 @@ def test_it_ships_in_halves_and_opens_by_name(
         torch.testing.assert_close(ours[name], tensor.half().float(), rtol=0, atol=0)
         torch.testing.assert_close(theirs.state_dict()[name], ours[name], rtol=0, atol=0)
 
-    engine = load_engine(model="fledgling", device="cpu")
+    engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     voice = engine.reference(home / "natural/held_out/sound/spk025/002.wav", "follow me")
     [speech] = engine.speak([SpeechRequest("yes", (voice,))], Sampling(max_seconds=1))
     assert len(speech.samples) == 960 * len(speech.codes) <= 25 * 960

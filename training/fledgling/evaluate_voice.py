@@ -37,6 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from myna.core.errors import ConfigError, MynaError
 from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.models.base import Sampling
+from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
 from voice_evaluation.plan import EvaluationPlan, make_plan, make_real_plan, read_lines
@@ -131,7 +132,7 @@ def evaluate_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         plan = make_plan(options.source, lines, options.plan_seed, *counts)
     metrics = VoiceMetrics.open(options.asr, options.threads, options.ecapa)
     plan = transcribe_references(plan, metrics.asr)
-    engine = load_engine(run=options.run, model=options.model, codec=None, device=options.device)
+    engine = load_engine(ModelRef.from_options(options.run, options.model), codec=None, device=options.device)
     chosen = list(sweep_settings(options.sweep, sampling_of(engine, options)))
     real = score_real(options.real or options.out / "real", plan, engine, metrics, options)
     reports = []

@@ -15,10 +15,9 @@ from myna.checks.verify_subject import NotApplicableError, VerifiedModel
 from myna.core.device import pick_device
 from myna.core.errors import MynaError
 from myna.core.progress import ProgressCallback, silent
-from myna.models import open_family
 from myna.models.base import SpeakingFamily
-from myna.speak.loading import full_model_codec, load_adapted, open_base
-from myna.speak.tuned import find_tuned, require_tuned
+from myna.models.ref import ModelRef
+from myna.speak.loading import load_adapted
 from myna.train.precision import choose_precision
 
 
@@ -55,19 +54,14 @@ def load_verified(
     """Open what is to be verified, in the type in which it speaks on the device; an adapter is not yet merged."""
     target = pick_device(device)
     dtype = choose_precision("auto", target).compute_dtype
-    tuned = find_tuned(source, base) if base is None else require_tuned(source, base)
-    if tuned is not None and not tuned.is_full:
-        family = open_base(tuned, codec)
-        model = load_adapted(tuned, family, dtype, target, text_head=family.has_text_head)
+    ref = ModelRef.find(source) if base is None else ModelRef.find_trained(source, base)
+    family = ref.open_family(codec)
+    if ref.adapter is not None:
+        model = load_adapted(ref, family, dtype, target, text_head=family.has_text_head)
     else:
-        name = os.fspath(source)
-        if tuned is not None:
-            name, codec = str(tuned.weights), codec or full_model_codec(tuned)
-        family = open_family(name, codec=codec)
         model = family.load_model(dtype=dtype, device=target, text_head=family.has_weights and family.has_text_head)
     loaded = family.load_codec(device=target) if isinstance(family, SpeakingFamily) else None
-    adapter = tuned.adapter if tuned is not None and not tuned.is_full else None
-    return VerifiedModel(family, model.requires_grad_(False).eval(), adapter, loaded, target, dtype, quick)
+    return VerifiedModel(family, model.requires_grad_(False).eval(), ref.adapter, loaded, target, dtype, quick)
 
 
 def _run(name: str, check: Callable[[VerifiedModel], Finding], subject: VerifiedModel) -> VerifyCheck:

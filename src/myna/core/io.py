@@ -236,6 +236,11 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def is_file(path: Path) -> bool:
     """Like `path.is_file()`, and false for what cannot even be a name (a path of ten thousand characters)."""
     try:

@@ -39,6 +39,7 @@ from myna.evaluate.pipeline import score_systems, torch_threads
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import open_family
+from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.memory_plan import peak_memory
@@ -166,7 +167,7 @@ def run_demo(
                     hint=f"rm -r {out}, and begin again; or only train on: myna train --resume {run.folder}",
                 )
         with stage("evaluate", "the held-out texts are spoken before and after training, and scored"):
-            engine = load_engine(model=model, device=DEVICE)
+            engine = load_engine(ModelRef.find(model), device=DEVICE)
             chosen = select_reference(train)
             cleaned = clean_reference(chosen, engine.codec.sample_rate)
             write_audio(out / "reference.wav", cleaned.samples, engine.codec.sample_rate)
@@ -175,12 +176,13 @@ def run_demo(
             for fault in faults:
                 notify(fault)
             scorers = Scorers.open(asr, workers=SCORING_WORKERS)
+            tuned = ModelRef.find(run)
             scores = score_systems(
                 _eval_set(held_out, reference),
                 [
                     Recordings(REAL, engine.codec.sample_rate),
                     SpeechSystem(BEFORE, lambda: engine, seed, {}),
-                    SpeechSystem(AFTER, lambda: load_engine(run=run.folder, device=DEVICE, strength=applied), seed, {}),
+                    SpeechSystem(AFTER, lambda: load_engine(tuned, device=DEVICE, strength=applied), seed, {}),
                 ],
                 scorers,
                 out / "evaluation",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ from myna.evaluate.preferences import (
     save_listener_answers,
 )
 from myna.evaluate.results import ITEMS_FILE, ITEMS_FOLDER, ItemScoresFile, audio_path, read_item_scores
-from myna.evaluate.runner import resolve_eval_set, resolve_system, split_subject
+from myna.evaluate.runner import parse_subject, resolve_eval_set, resolve_system, subject_name
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.seen_items import mark_seen_items
 from myna.evaluate.systems import REAL, Recordings, System
 from myna.listen.speaker_encoders import RESEMBLYZER
+from myna.models.ref import ModelRef, split_name
 from myna.report.local_server import local_page_server
-from myna.train.run import Run
 
 COMPARISON_FILE, PAGE_FILE, EVALUATION_FILE = "compare.json", "compare.html", "evaluation.json"
 
@@ -95,14 +95,14 @@ def compare_systems(
             "there is nothing to compare with", hint="name two or more: myna compare runs/marta runs/marta-again"
         )
     parsed = [_parse_subject(subject) for subject in subjects]
-    names = [subject.name if isinstance(subject, EvaluatedSystem) else split_subject(subject)[0] for subject in parsed]
+    names = [subject.name if isinstance(subject, EvaluatedSystem) else subject_name(subject) for subject in parsed]
     if len({safe_file_name(name).casefold() for name in names}) < len(names):
         raise ConfigError(f"two have one name: {', '.join(names)}", hint="give them as NAME=FOLDER")
     out = out or Path("comparisons") / safe_file_name("-and-".join(names))
     if (out / EVALUATION_FILE).is_file():
         raise ConfigError(f"{out} is the folder of an evaluation", hint="choose another --out")
     inputs = [
-        *(Path(split_subject(subject)[1]) for subject in subjects),
+        *(Path(split_name(subject)[1]) for subject in subjects),
         *(p for p in (data, sentences) if p is not None),
     ]
     claim_folder(out, "comparison", known=(COMPARISON_FILE,), inputs=inputs, force=force)
@@ -117,10 +117,11 @@ def compare_systems(
         real = next((rows for one in evaluated if (rows := one.load_scores(REAL, REAL)) is not None), None)
         notes: tuple[str, ...] = ()
         if sources:
-            eval_set = resolve_eval_set(sources[0], data, sentences, seed=seed, limit=limit, language=language)
+            refs = [parse_subject(source, model) for source in sources]
+            eval_set = resolve_eval_set(refs[0][1], data, sentences, seed=seed, limit=limit, language=language)
             scorers = Scorers.open(asr, speaker_encoder, device=device)
-            generated = [resolve_system(source, seed=seed, device=device, base=model) for source in sources]
-            folders = [subject.folder for subject in evaluated] + _evaluation_folders(sources)
+            generated = [resolve_system(*ref, seed=seed, device=device) for ref in refs]
+            folders = [subject.folder for subject in evaluated] + _evaluation_folders(ref for _, ref in refs)
             scores = score_systems(
                 eval_set,
                 [Recordings(REAL, generated[0].sample_rate), *generated],
@@ -188,9 +189,9 @@ def _check_seeds(evaluated: Sequence[EvaluatedSystem], seed: int | None) -> None
         )
 
 
-def _evaluation_folders(sources: Sequence[str]) -> list[Path]:
+def _evaluation_folders(refs: Iterable[ModelRef]) -> list[Path]:
     """Evaluations that `myna evaluate` has left in the run folders among the sources."""
-    runs = [run for source in sources if (run := Run.find(Path(split_subject(source)[1]))) is not None]
+    runs = [ref.run for ref in refs if ref.run is not None]
     return [run.folder / "evaluation" for run in runs if (run.folder / "evaluation" / EVALUATION_FILE).is_file()]
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from myna.core.errors import MynaError
 from myna.core.io import save_text
+from myna.core.run_folder import RunFolder
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest_table import ManifestTable
 from myna.evaluate.metrics import METRICS
 from myna.models import SHIPPED, find_checkpoint
 from myna.models.files import read_json
-from myna.provenance.origin import display_name, weights_sha256
-from myna.train.run import Run
+from myna.models.ref import display_name, weights_sha256
 
 CARD_FILE = "README.md"
 MAX_LISTED = 12
@@ -26,7 +26,7 @@ Speakers = list[dict[str, Any]]
 """A row for every speaker of the training data."""
 
 
-def write_model_card(run: Run, consents: Mapping[str, str], folder: Path | None = None) -> Path | None:
+def write_model_card(run: RunFolder, consents: Mapping[str, str], folder: Path | None = None) -> Path | None:
     """Write the card of a finished run; None for a run that has no weights yet. `consents` are consent ids by the names
     of stored voices, `folder` is where the result is while it is being written.
 
@@ -50,7 +50,7 @@ def write_model_card(run: Run, consents: Mapping[str, str], folder: Path | None 
     return folder / CARD_FILE
 
 
-def _front_matter(run: Run, speakers: Speakers) -> str:
+def _front_matter(run: RunFolder, speakers: Speakers) -> str:
     source, license = run.recipe.model.source, base_license(run.recipe.model.source)
     languages = sorted({row["language"] for row in speakers if row["language"]})
     is_adapter = run.recipe.adapt.mode != "full"
@@ -67,7 +67,7 @@ def _front_matter(run: Run, speakers: Speakers) -> str:
     return "\n".join(lines)
 
 
-def _summary(run: Run, folder: Path) -> str:
+def _summary(run: RunFolder, folder: Path) -> str:
     recipe, kind = run.recipe, "A fully trained model"
     if recipe.adapt.mode != "full":
         kind = f"A LoRA of rank {recipe.adapt.rank} ({recipe.adapt.mode})"
@@ -78,7 +78,7 @@ def _summary(run: Run, folder: Path) -> str:
     return f"{kind} of `{base}`, made with Myna.{hash_line}"
 
 
-def _speakers(run: Run) -> Speakers:
+def _speakers(run: RunFolder) -> Speakers:
     """Speakers of the training data with language, clips and hours; none where it cannot be read any more."""
     try:
         dataset = PreparedDataset.open(run.recipe.data.train)
@@ -111,7 +111,7 @@ def speaker_rows(table: ManifestTable, frame_rate: float) -> Speakers:
     return sorted(rows, key=lambda row: -row["hours"])
 
 
-def _data(run: Run, rows: Speakers) -> str:
+def _data(run: RunFolder, rows: Speakers) -> str:
     if not rows:
         return f"Unknown: {run.recipe.data.train.name} could not be read when this card was written."
     clips, hours = sum(row["clips"] for row in rows), sum(row["hours"] for row in rows)
@@ -147,7 +147,7 @@ def _consent(rows: Speakers, consents: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _training(run: Run) -> str:
+def _training(run: RunFolder) -> str:
     recipe = run.recipe
     settings = {
         "steps": recipe.train.steps or f"{recipe.train.epochs:g} epochs",
@@ -171,7 +171,7 @@ def _training(run: Run) -> str:
     return f"| | |\n|---|---|\n{table}\n\nEvery setting is in the run's `config.yaml`."
 
 
-def _scores(run: Run) -> str:
+def _scores(run: RunFolder) -> str:
     file = run.folder / "evaluation" / "evaluation.json"
     try:
         found = read_json(file) if file.is_file() else None
@@ -218,7 +218,7 @@ def base_license(source: str) -> str:
     return named[1].strip() if named else ""
 
 
-def _license_text(run: Run) -> str:
+def _license_text(run: RunFolder) -> str:
     source = run.recipe.model.source
     known = base_license(source)
     if known:
@@ -226,7 +226,7 @@ def _license_text(run: Run) -> str:
     return f"The licence of the base `{display_name(source)}` is not known here: see where it was published."
 
 
-def _usage(run: Run, speakers: Speakers) -> str:
+def _usage(run: RunFolder, speakers: Speakers) -> str:
     name = run.result.name
     if any(row["answers"] for row in speakers):
         return (

@@ -12,6 +12,7 @@ from myna.core.config import DataSettings
 from myna.core.errors import ConfigError, SpeakError
 from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
+from myna.core.run_folder import RunFolder
 from myna.evaluate.eval_set import load_eval_set
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalSet
@@ -22,10 +23,9 @@ from myna.evaluate.scorers import Scorers
 from myna.evaluate.seen_items import mark_seen_items
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, SpeechSystem, System
 from myna.listen.speaker_encoders import RESEMBLYZER
+from myna.models.ref import ModelRef, split_name
 from myna.speak.engine import encode_clip
 from myna.speak.loading import load_engine
-from myna.speak.tuned import find_tuned
-from myna.train.run import Run
 
 EVALUATION_FILE = "evaluation.json"
 RESERVED_NAMES = (REAL, ROUND_TRIP, BASE)
@@ -57,24 +57,27 @@ def evaluate_system(
     """
     settings = {key: value for key, value in locals().items() if key not in ("force", "progress")}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    eval_set = resolve_eval_set(subject, data, sentences, seed=seed, limit=limit, language=language)
-    system = resolve_system(subject, seed=seed, device=device, strength=strength, base=model)
-    others = [resolve_system(other, seed=seed, device=device) for other in against]
-    name, source = split_subject(subject)
-    tuned = find_tuned(source, model)
-    if tuned is None and model is not None:
-        raise ConfigError(f"{source} is a model by itself, and has no base", hint="leave out --model, or use --against")
-    if tuned is None and strength != 1.0:
-        raise SpeakError(f"--strength scales the LoRA of a run, and {source} is a model by itself", hint="leave it out")
+    name, ref = parse_subject(subject, model)
+    eval_set = resolve_eval_set(ref, data, sentences, seed=seed, limit=limit, language=language)
+    system = resolve_system(name, ref, seed=seed, device=device, strength=strength)
+    others = [resolve_system(*parse_subject(other), seed=seed, device=device) for other in against]
+    if not ref.is_trained and model is not None:
+        raise ConfigError(
+            f"{ref.source} is a model by itself, and has no base", hint="leave out --model, or use --against"
+        )
+    if not ref.is_trained and strength != 1.0:
+        raise SpeakError(
+            f"--strength scales the LoRA of a run, and {ref.source} is a model by itself", hint="leave it out"
+        )
     # A run is compared with what it was tuned from, and a model with the first of the others.
     bases: list[SpeechSystem] = []
-    if tuned is not None:
-        known = tuned.metadata
-        bases = [resolve_system(tuned.base_source, seed=seed, device=device, name=BASE, codec=known.codec)]
+    if ref.is_trained:
+        base = ModelRef.find(ref.base_source)
+        bases = [resolve_system(BASE, base, seed=seed, device=device, codec=ref.metadata.codec)]
     elif others:
         bases = [replace(others.pop(0), name=BASE)]
-    out = out or (Path(source) / "evaluation" if Run.find(Path(source)) is not None else Path("evaluations") / name)
-    inputs = [Path(source), *(path for path in (data, sentences) if path is not None)]
+    out = out or (ref.run.folder / "evaluation" if ref.run is not None else Path("evaluations") / name)
+    inputs = [Path(ref.source), *(path for path in (data, sentences) if path is not None)]
     claim_folder(out, "evaluation", known=(EVALUATION_FILE, ITEMS_FOLDER), inputs=inputs, force=force)
     with lock_folder(out, "evaluating into"):
         codec = system.engine.codec
@@ -106,45 +109,42 @@ def evaluate_system(
         return evaluation
 
 
-def split_subject(subject: str) -> tuple[str, str]:
-    """Name and source of NAME=SOURCE, or of a source alone, which then is its own name."""
-    name, separator, source = subject.partition("=")
-    if not separator or Path(subject).exists():
-        name, source = Path(subject).name or subject, subject
+def subject_name(subject: str) -> str:
+    """Name of NAME=SOURCE, or of a source alone."""
+    name, source = split_name(subject)
     if name in RESERVED_NAMES:
         raise ConfigError(f"a model cannot be called {name} here", hint=f"give it another name: mine={source}")
-    return name, source
+    return name
+
+
+def parse_subject(subject: str, base: str | None = None) -> tuple[str, ModelRef]:
+    """Resolve SOURCE or NAME=SOURCE, a run or an adapter on another `base` model if one is given."""
+    return subject_name(subject), ModelRef.find(split_name(subject)[1], base)
 
 
 def resolve_system(
-    subject: str,
+    name: str,
+    ref: ModelRef,
     *,
     seed: int,
     device: str,
-    name: str | None = None,
     strength: float = 1.0,
-    base: str | None = None,
     codec: str | None = None,
 ) -> SpeechSystem:
-    """The system of a subject, an adapter or a run on another `base` model if one is named; its weights are loaded when
-    it speaks."""
-    name, source = split_subject(subject) if name is None else (name, subject)
-    tuned = find_tuned(source, base)
-    run, model = (source, base) if tuned is not None else (None, source)
-    metadata: dict[str, Any] = {"model": source}
-    if tuned is not None:
-        known = {"adapter": str(tuned.folder), "model": tuned.base_source}
-        metadata = run_metadata(tuned.run) if tuned.run is not None else known
+    """Return the system of a run, an adapter or a model; its weights are loaded when it speaks."""
+    metadata: dict[str, Any] = {"model": ref.base_source}
+    if ref.is_trained:
+        metadata = run_metadata(ref.run) if ref.run is not None else metadata | {"adapter": str(ref.folder)}
     metadata |= {"strength": strength} if strength != 1.0 else {}
     return SpeechSystem(
         name,
-        lambda: load_engine(run=run, model=model, codec=codec, device=device, strength=strength),
+        lambda: load_engine(ref, codec=codec, device=device, strength=strength),
         seed,
         metadata,
     )
 
 
-def run_metadata(run: Run) -> dict[str, Any]:
+def run_metadata(run: RunFolder) -> dict[str, Any]:
     """Run folder, model and evaluation loss: that of the best checkpoint by speech, if speech was evaluated."""
     metadata: dict[str, Any] = {"run": str(run.folder), "model": run.recipe.model.source}
     notes: list[str] = []
@@ -165,11 +165,10 @@ def run_metadata(run: Run) -> dict[str, Any]:
 
 
 def resolve_eval_set(
-    subject: str, data: Path | None, sentences: Path | None, *, seed: int, limit: int | None, language: str
+    ref: ModelRef, data: Path | None, sentences: Path | None, *, seed: int, limit: int | None, language: str
 ) -> EvalSet:
     """Items of `sentences` or of `data`; a run's own held-out data by default."""
-    tuned = find_tuned(split_subject(subject)[1])
-    run = tuned.run if tuned is not None else None
+    run = ref.run
     if data is None and run is not None:
         data = run.recipe.data.evaluation or (run.recipe.data.train if sentences is not None else None)
     if data is None and sentences is None:
@@ -178,5 +177,5 @@ def resolve_eval_set(
             hint="myna evaluate RUN --data data/HELD_OUT, or --sentences FILE with one sentence a line",
         )
     settings = run.recipe.data if run is not None else DataSettings(train=data) if data is not None else None
-    scene = tuned.metadata.scene if tuned is not None else ""
+    scene = ref.metadata.scene if ref.is_trained else ""
     return load_eval_set(data, sentences, settings, seed, limit, language, scene)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from myna.core.errors import MynaError
+from myna.core.run_folder import RunFolder
 from myna.data.overlap import ComparedClip, TrainedClips
 from myna.evaluate.items import EvalItem
 from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import System
 from myna.models.files import format_names
-from myna.train.run import Run
 
 
 def mark_seen_items(
@@ -22,7 +22,7 @@ def mark_seen_items(
     """Set `trained_on` and `chose_checkpoint` of the scores of each run; notes for people on what cannot be known."""
     notes = []
     for system in systems:
-        run = Run.find(Path(system.metadata["run"])) if "run" in system.metadata else None
+        run = RunFolder.find(Path(system.metadata["run"])) if "run" in system.metadata else None
         if run is None:
             continue
         try:
@@ -64,7 +64,7 @@ def _clip(item: EvalItem, trained: TrainedClips) -> ComparedClip:
     return ComparedClip(item.id, item.speaker, item.text, key)
 
 
-def _choosing_items(run: Run) -> set[tuple[str, str]]:
+def _choosing_items(run: RunFolder) -> set[tuple[str, str]]:
     """Ids and texts of the items by which the best checkpoint was chosen; `best/` and checkpoints are inside a run."""
     for folder in (run.folder, *run.folder.absolute().parents[:2]):
         file = folder / "speech_eval" / step_folder(0) / ITEMS_FILE

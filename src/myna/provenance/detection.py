@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from myna.audio.files import read_audio
+from myna.core.io import file_sha256
 from myna.provenance.credentials import Credentials, read_credentials
-from myna.provenance.origin import file_sha256
 from myna.provenance.packages import INSTALL_HINT, perth_checkpoint
 from myna.provenance.speech_log import read_log
 from myna.provenance.watermark import MARK_NAME, MARK_THRESHOLD, ScoredSpan, detect_spans, mean_score

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from myna.models.ref import ModelRef, display_name
 
 
 def new_id() -> str:
@@ -38,18 +39,8 @@ class SpeechOrigin:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def display_name(source: str) -> str:
-    """A hub name as it is; of a folder, the last part: where it lies is nobody else's business."""
-    path = Path(source)
-    return path.name if path.is_absolute() or path.exists() else source
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def weights_sha256(folder: Path) -> str:
-    """Of the one safetensors file of a folder, or of the hashes of several in the order of their names."""
-    hashes = [file_sha256(file) for file in sorted(folder.glob("*.safetensors"))]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""
+def model_origin(ref: ModelRef) -> SpeechOrigin:
+    """Return the origin of speech of a run, an adapter or a model, without voice and text."""
+    if not ref.is_trained:
+        return SpeechOrigin(ref.display_name)
+    return SpeechOrigin(display_name(ref.base_source), ref.display_name, ref.trained_sha256)

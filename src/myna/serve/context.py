@@ -14,7 +14,8 @@ from starlette.requests import HTTPConnection
 
 from myna.audio.files import Samples
 from myna.core.errors import DataError
-from myna.provenance.origin import SpeechOrigin, display_name, weights_sha256
+from myna.models.ref import ModelRef, display_name, weights_sha256
+from myna.provenance.origin import SpeechOrigin
 from myna.provenance.speech_log import check_log, log_speech
 from myna.provenance.voice_store import VoiceStore
 from myna.serve.adapters import AdapterCatalog
@@ -24,7 +25,6 @@ from myna.serve.messages import EngineSettings, SpeakMessage
 from myna.serve.metrics import ServerMetrics
 from myna.serve.schemas import MAX_CHARACTERS, InlineReference, SpeechSettings
 from myna.serve.uploads import UploadDecoder, recording_bytes
-from myna.speak.tuned import find_tuned
 from myna.speak.validation import read_reference
 
 DEFAULT_VOICE = "default"
@@ -226,8 +226,9 @@ class ServerContext:
     async def _weights_hash(self, source: str) -> str:
         """Of the weights of a run or an adapter; empty for an untuned model."""
         if source not in self._weights:
-            tuned = await asyncio.to_thread(find_tuned, source, self.settings.engine.model)
-            self._weights[source] = await asyncio.to_thread(weights_sha256, tuned.weights) if tuned else ""
+            ref = await asyncio.to_thread(ModelRef.find, source, self.settings.engine.model)
+            weights = ref.weights if ref.is_trained else None
+            self._weights[source] = await asyncio.to_thread(weights_sha256, weights) if weights is not None else ""
         return self._weights[source]
 
     async def log(self, origin: SpeechOrigin, audio: bytes, details: Mapping[str, Any]) -> None:

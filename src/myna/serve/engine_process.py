@@ -147,24 +147,17 @@ class EngineWorker(Protocol):
 
 def open_worker(settings: EngineSettings) -> EngineWorker:
     """The model of the settings, loaded and warm: one that speaks, or one that answers."""
-    from myna.models import open_family
     from myna.models.base import AnsweringFamily
-    from myna.speak.loading import load_answer_engine, load_engine, open_base
-    from myna.speak.tuned import find_tuned
+    from myna.models.ref import ModelRef
+    from myna.speak.loading import load_answer_engine, load_engine
 
-    tuned = find_tuned(settings.source, settings.model)
-    run, model = (settings.source, settings.model) if tuned is not None else (None, settings.source)
-    if tuned is None:
-        family = open_family(settings.source)
-    else:
-        family = open_family(str(tuned.weights)) if tuned.is_full else open_base(tuned, settings.codec)
-    if isinstance(family, AnsweringFamily):
+    ref = ModelRef.find(settings.source, settings.model)
+    if isinstance(ref.open_family(settings.codec), AnsweringFamily):
         if settings.adapters:
             raise ConfigError("a model that answers takes no adapters", hint="serve the run itself: myna serve RUN")
-        return AnswerWorker(load_answer_engine(run=run, model=model, device=settings.device))
+        return AnswerWorker(load_answer_engine(ref, device=settings.device))
     engine = load_engine(
-        run=run,
-        model=model,
+        ref,
         codec=settings.codec,
         device=settings.device,
         strength=settings.strength,

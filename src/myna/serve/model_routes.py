@@ -9,7 +9,7 @@ from fastapi import APIRouter, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse
 
 from myna.data.pronunciation.assessment import DEFAULT_QUESTION
-from myna.provenance.origin import display_name
+from myna.models.ref import display_name
 from myna.serve.api_errors import ApiError
 from myna.serve.context import ServerContext, server_context, unless_disconnected
 from myna.serve.messages import AnswerMessage, RequestEnd

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myna.core.errors import ConfigError
-from myna.provenance.origin import display_name
-from myna.speak.tuned import find_tuned
+from myna.models.ref import ModelRef, display_name
 
 NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 """NAME=SOURCE; a folder may have such a name too."""
@@ -27,8 +26,8 @@ def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters:
     NAME=SOURCE, are adapters of one base model; so is one with `keep_adapters`, as others can only be loaded beside the
     base model."""
     named = [_split_name(source) for source in sources]
-    tuned = [find_tuned(source, model) for _, source in named]
-    has_lora = [one is not None and not one.is_full for one in tuned]
+    refs = [ModelRef.find(source, model) for _, source in named]
+    has_lora = [ref.adapter is not None for ref in refs]
     if len(named) == 1 and (model is None or has_lora[0]) and not (keep_adapters and has_lora[0]):
         return ServedSources(named[0][1], {})
     first = 0 if has_lora[0] else 1
@@ -38,8 +37,7 @@ def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters:
             f"only one base model can be served, and {others} is no LoRA",
             hint="myna serve MODEL RUN ..., or myna serve RUN ... [--model BASE]; another server serves another model",
         )
-    known = tuned[0]
-    base = named[0][1] if first or known is None else known.base_source
+    base = named[0][1] if first else refs[0].base_source
     adapters = dict[str, str]()
     for name, source in named[first:]:
         if name in adapters or name == display_name(base):

@@ -27,6 +27,7 @@ from myna.data.conversation import AudioClip, Conversation, Reference, Reference
 from myna.data.utterance import SPEAKER_TAG, Span
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
 from myna.models.metadata import WeightsMetadata
+from myna.models.ref import ModelRef
 from myna.models.speech_decoder import AdapterSlots
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech
@@ -167,7 +168,8 @@ class Engine:
             raise SpeakError(
                 f"an adapter named {name} is loaded already", hint="unload it first, or choose another name"
             )
-        matrices, metadata, base_checked, files_hash = read_adapter(self, source)
+        ref = ModelRef.find_trained(source, self.family.source)
+        matrices, metadata, base_checked, files_hash = read_adapter(self, ref)
         if self._adapter_slots is None:
             rank = max(len(a) for a, _ in matrices.values())
             self._batch = None  # made anew, with adapters, by the next request; what runs in the old one goes on

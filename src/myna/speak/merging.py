@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,18 +12,17 @@ from myna.models.adapters import ADAPTER_WEIGHTS_FILE
 from myna.models.files import absolute_source
 from myna.models.merge import MergeCheck, merge_adapter
 from myna.models.metadata import USAGE_FINGERPRINTS, save_metadata
-from myna.speak.loading import load_adapted, open_base
-from myna.speak.tuned import require_tuned
+from myna.models.ref import ModelRef
+from myna.speak.loading import load_adapted
 from myna.train.precision import DTYPES
 
 MERGED_DTYPES = {"auto": None, "float32": DTYPES["fp32"], "bfloat16": DTYPES["bf16"], "float16": DTYPES["fp16"]}
 
 
 def merge_tuned(
-    source: str | os.PathLike[str],
+    ref: ModelRef,
     out: Path,
     *,
-    base: str | None = None,
     layout: str = "transformers",
     strength: float = 1.0,
     dtype: str = "auto",
@@ -39,24 +37,24 @@ def merge_tuned(
         raise ConfigError(f"there is no dtype {dtype}", hint=f"choose one of: {', '.join(MERGED_DTYPES)}")
     if strength == 0:
         raise ConfigError("a strength of 0 is the base model itself", hint="leave out --strength, or raise it")
-    tuned = require_tuned(source, base)
-    if tuned.is_full:
+    adapter = ref.require_trained().adapter
+    if adapter is None:
         raise ModelError(
-            f"{source} was trained in full: its result is a whole model already, with nothing to merge",
-            hint=f"use it as it is, --model {tuned.weights}, or: myna model convert {tuned.weights} --out {out}",
+            f"{ref.source} was trained in full: its result is a whole model already, with nothing to merge",
+            hint=f"use it as it is, --model {ref.weights}, or: myna model convert {ref.weights} --out {out}",
         )
-    family = open_base(tuned)
-    adapted = load_adapted(tuned, family, MERGED_DTYPES[dtype], pick_device(device), text_head=family.has_text_head)
+    family = ref.open_family()
+    adapted = load_adapted(ref, family, MERGED_DTYPES[dtype], pick_device(device), text_head=family.has_text_head)
     with atomic_folder(out) as written:
         check = merge_adapter(family, adapted, written, layout=layout, strength=strength)
-        known = tuned.metadata
+        known = ref.metadata
         provenance = {
             "made_by": "myna merge",
             "base": absolute_source(known.source),
             "base_revision": known.revision,
             "base_fingerprint": known.inputs.get("base model"),
-            "adapter": str(tuned.adapter.absolute()),
-            "adapter_hash": file_hash(tuned.adapter / ADAPTER_WEIGHTS_FILE),
+            "adapter": str(adapter.absolute()),
+            "adapter_hash": file_hash(adapter / ADAPTER_WEIGHTS_FILE),
             "strength": strength,
             "layout": layout,
             "check": asdict(check),

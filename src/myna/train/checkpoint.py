@@ -30,6 +30,13 @@ from torch.distributed.tensor import DTensor
 from myna.core.config import parse_recipe
 from myna.core.errors import MynaError, TrainingError
 from myna.core.io import atomic_folder, fsync
+from myna.core.run_folder import (
+    CHECKPOINT_METADATA_FILE,
+    checkpoint_folder,
+    checkpoint_steps,
+    finite_or_none,
+    read_checkpoint_metadata,
+)
 from myna.data.loader import Loader
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import absolute_source, format_names
@@ -38,10 +45,10 @@ from myna.models.metadata import WeightsMetadata, save_metadata
 from myna.models.quantized import quantized_linears
 from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
 from myna.train.divergence import DivergenceMonitor
-from myna.train.run import CONTINUED_FILE, Run, changed_settings, finite_or_none
+from myna.train.run import CONTINUED_FILE, Run, changed_settings
 from myna.train.trainer import Trainer
 
-STATE_FILE, METADATA_FILE = "state.safetensors", "state.json"
+STATE_FILE = "state.safetensors"
 OPTIMIZER_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step", "compensation")
 """Tensors that optimizers keep per parameter."""
 
@@ -59,15 +66,6 @@ class TrainingProgress:
     """By speech evaluation where the recipe has one, else by the loss."""
     best_loss: float | None = None
     evaluations_since_best: int = 0
-
-
-def checkpoint_folder(run: Run, step: int) -> Path:
-    return run.folder / "checkpoints" / f"step-{step:06d}"
-
-
-def checkpoint_steps(run: Run) -> list[int]:
-    """Steps of the checkpoints a run holds, oldest first."""
-    return sorted(int(folder.name.removeprefix("step-")) for folder in run.folder.glob("checkpoints/step-*"))
 
 
 class CheckpointManager:
@@ -136,7 +134,7 @@ class CheckpointManager:
             self._check_unchanged(folder, metadata)
             with safe_open(folder / STATE_FILE, framework="pt") as file:
                 if differing := set(metadata["tensors"]) ^ set(file.keys()):
-                    raise ValueError(f"{STATE_FILE} and {METADATA_FILE} disagree about {min(differing)}")
+                    raise ValueError(f"{STATE_FILE} and {CHECKPOINT_METADATA_FILE} disagree about {min(differing)}")
                 self._load_state(file, metadata)
             progress = TrainingProgress(**metadata["progress"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -205,7 +203,7 @@ class CheckpointManager:
         }
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
         _verify([folder / STATE_FILE], tensors)
-        (folder / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+        (folder / CHECKPOINT_METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
         read_checkpoint_metadata(folder)
 
     @torch.no_grad()
@@ -264,7 +262,7 @@ class CheckpointManager:
             for key, now in self.inputs.items()
             if before.get(key) != now
         ]
-        recipe = parse_recipe(metadata["recipe"], where=str(folder / METADATA_FILE))
+        recipe = parse_recipe(metadata["recipe"], where=str(folder / CHECKPOINT_METADATA_FILE))
         changed += changed_settings(recipe, self.trainer.recipe)
         if changed:
             raise TrainingError(
@@ -282,7 +280,7 @@ class CheckpointManager:
         checkpoint = checkpoint_folder(self.run, progress.best_step)
         with _durable_folder(best) as folder:
             shutil.copytree(checkpoint / result, folder / result, copy_function=_link)
-            _link(checkpoint / METADATA_FILE, folder / METADATA_FILE)
+            _link(checkpoint / CHECKPOINT_METADATA_FILE, folder / CHECKPOINT_METADATA_FILE)
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
@@ -313,21 +311,6 @@ class CheckpointManager:
             f"{name} could not be written to {self.run.folder}: {cause}",
             hint=f"make room there, then go on from {last}: myna train --resume {self.run.folder}",
         ) from failure
-
-
-def training_inputs(run: Run) -> dict[str, Any]:
-    """Fingerprints of a run's inputs, from its newest checkpoint; empty without one. A checkpoint, and `best/`, have
-    their own."""
-    steps = checkpoint_steps(run)
-    folder = checkpoint_folder(run, steps[-1]) if steps else run.folder
-    inputs: dict[str, Any] = read_checkpoint_metadata(folder)["inputs"] if (folder / METADATA_FILE).is_file() else {}
-    return inputs
-
-
-def read_checkpoint_metadata(folder: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's state.json."""
-    metadata: dict[str, Any] = json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))
-    return metadata
 
 
 def describe_inputs(

@@ -25,8 +25,8 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from myna.core.config import Recipe, dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.core.progress import ProgressCallback, silent
+from myna.core.run_folder import checkpoint_steps
 from myna.train.callbacks import EvaluationCallback
-from myna.train.checkpoint import checkpoint_steps
 from myna.train.distributed import ProcessInfo
 from myna.train.loop import TrainingObserver, run_training
 from myna.train.run import Run, lock_run

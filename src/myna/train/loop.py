@@ -23,20 +23,21 @@ from accelerate.utils import gather_object
 
 from myna.core.config import Recipe
 from myna.core.errors import DataError, TrainingError
+from myna.core.run_folder import checkpoint_steps, finite_or_none
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader, Shard, start_workers
 from myna.models import open_family
 from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.quantized import check_quantization
 from myna.train.callbacks import EvaluationCallback, SpeechScores, run_callback
-from myna.train.checkpoint import CheckpointManager, TrainingProgress, checkpoint_steps
+from myna.train.checkpoint import CheckpointManager, TrainingProgress
 from myna.train.distributed import ProcessInfo, check_same_weights, init_accelerator, shutdown
 from myna.train.divergence import SAFE_LEARNING_RATE
 from myna.train.loss import stage_weights, stream_weights
 from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
-from myna.train.run import Run, finite_or_none
+from myna.train.run import Run
 from myna.train.schedule import learning_rate
 from myna.train.trackers import log_samples
 from myna.train.trainer import Trainer

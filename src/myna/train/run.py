@@ -13,21 +13,21 @@ best/            the checkpoint with the best speech, itself a run to synthesize
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
 from myna.core.config import Recipe, dump_recipe, load_recipe
 from myna.core.errors import TrainingError
 from myna.core.io import is_unused, save_text
+from myna.core.run_folder import RECIPE_FILE, RunFolder, finite_or_none
 
 LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.early_stopping_patience", "speech_eval.patience")
 """Settings that say how long a run is trained. Changed on resume, they stay changed: config.yaml keeps them."""
@@ -61,69 +61,32 @@ FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt", LOCK_FILE,
 """Files of a failed start, which a new start may overwrite."""
 
 
-class Run:
-    """Folder of a training and its recipe."""
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self.folder, self.recipe = folder, recipe
+class Run(RunFolder):
+    """Folder of a training and its recipe, as the training writes it."""
 
     @classmethod
     def create(cls, folder: Path, recipe: Recipe) -> Run:
         _check_unused(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_text(folder / "config.yaml", dump_recipe(recipe))
+            save_text(folder / RECIPE_FILE, dump_recipe(recipe))
         except OSError as error:
             raise TrainingError(f"cannot write to {folder}: {error}", hint="choose another folder with --out") from None
         return cls(folder, recipe)
 
     @classmethod
-    def open(cls, folder: Path, settings: list[str] | None = None) -> Run:
-        """An existing run, or with `settings` on top that do not change what it learns."""
-        config = folder / "config.yaml"
-        if not config.is_file():
-            raise TrainingError(
-                f"{folder} is not a run: it has no config.yaml", hint="give the folder `myna train` made"
-            )
-        run = cls(folder, load_recipe(config, settings))
-        changed = changed_settings(load_recipe(config), run.recipe)
+    def open(cls, folder: Path, settings: list[str] | None = None) -> Self:
+        """Open an existing run; `settings` on top of its recipe may not change what it learns."""
+        run = super().open(folder)
+        changed_run = cls(folder, load_recipe(folder / RECIPE_FILE, settings))
+        changed = changed_settings(run.recipe, changed_run.recipe)
         if changed:
             raise TrainingError(
                 f"{folder} cannot go on with another {' and '.join(changed)}: it would learn something else",
                 hint=f"drop it, or train on in a run of its own: --set adapt.init={folder}. What may change: "
                 f"{', '.join(sorted(CHANGEABLE_ON_RESUME))}",
             )
-        return run
-
-    @classmethod
-    def find(cls, folder: Path) -> Run | None:
-        """The run of a run folder, its `best/` or one of its checkpoints; None for anything else."""
-        is_checkpoint = folder.absolute().parent.name == "checkpoints" and folder.is_dir()
-        return cls.open_for_inference(folder) if is_checkpoint or (folder / "config.yaml").is_file() else None
-
-    @classmethod
-    def open_for_inference(cls, folder: Path) -> Run:
-        """A run, or one of its checkpoints, which has weights of its own and the recipe of its run."""
-        if not (folder / "config.yaml").is_file() and folder.absolute().parent.name == "checkpoints":
-            return cls(folder, cls.open(folder.absolute().parents[1]).recipe)
-        return cls.open(folder)
-
-    @property
-    def best(self) -> Path:
-        return self.folder / "best"
-
-    @property
-    def adapter(self) -> Path:
-        return self.folder / "adapter"
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def result(self) -> Path:
-        """Folder of the trained weights, once the run is finished."""
-        return self.model if self.recipe.adapt.mode == "full" else self.adapter
+        return changed_run
 
     @property
     def is_finished(self) -> bool:
@@ -148,10 +111,6 @@ class Run:
             overrides = [f"{key}={json.dumps(value)}" for key, value in _length(self.recipe).items()]
             save_text(config, dump_recipe(load_recipe(config, overrides)))
 
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
     def log(self, text: str) -> None:
         self._append(self.folder / "log.txt", text)
 
@@ -159,39 +118,13 @@ class Run:
         """Add a line to metrics.jsonl; numbers that are not finite become null, for JSON has none."""
         self._append(self.metrics, json.dumps(finite_or_none(row), allow_nan=False))
 
-    def read_metrics(self, notify: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, whose values may be None. A last line that a kill or a power cut has torn is left
-        out, and `notify` is told; a line before it that is none is an error."""
-        lines = list(self._metric_lines())
-        torn = [number for number, (_, row) in enumerate(lines, start=1) if row is None]
-        if torn and torn[0] < len(lines):
-            raise TrainingError(
-                f"{self.metrics}:{torn[0]} is no line of metrics: {lines[torn[0] - 1][0][:40]!r}",
-                hint="take that line out of the file",
-            )
-        if torn:
-            notify(f"{self.metrics}:{torn[0]} is torn, as by a kill, and left out")
-        return [row for _, row in lines if row is not None]
-
     def truncate_metrics(self, step: int) -> None:
         """Drop metrics of later steps, and what is torn: the run resumes after `step`."""
         if not self.metrics.exists():
             return
-        kept = takewhile(lambda line: line[1] is not None and line[1]["step"] <= step, self._metric_lines())
+        kept = takewhile(lambda line: line[1] is not None and line[1]["step"] <= step, self.metric_lines())
         with _training_errors(self.folder):
             save_text(self.metrics, "".join(line for line, _ in kept))
-
-    def _metric_lines(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Lines and their rows; None for a line that is torn."""
-        if not self.metrics.is_file():
-            return
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-            try:
-                row = json.loads(line) if line.endswith("\n") else None
-            except ValueError:
-                row = None
-            # Older runs have numbers that are not finite.
-            yield line, finite_or_none(row) if isinstance(row, dict) and "step" in row else None
 
     def _append(self, path: Path, line: str) -> None:
         with _training_errors(self.folder), path.open("a", encoding="utf-8") as file:
@@ -252,15 +185,6 @@ def _check_unused(folder: Path) -> None:
         raise TrainingError(
             f"{folder} already holds a run", hint="choose another folder with --out, or move the old one away"
         )
-
-
-def finite_or_none(value: Any) -> Any:
-    """A tree of plain values with None for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: finite_or_none(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_or_none(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _length(recipe: Recipe) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from myna.core.errors import TrainingError
 from myna.models.adapters import find_adapter
 from myna.models.lora import base_model_hash, initialize_adapter
 from myna.models.metadata import USAGE_FINGERPRINTS
-from myna.speak.tuned import TunedWeights, require_tuned
+from myna.models.ref import ModelRef
 from myna.train.ema import WeightEMA
 from myna.train.precision import DTYPES
 from myna.train.trainer import Trainer
@@ -21,26 +21,25 @@ def start_from_adapter(trainer: Trainer, inputs: Mapping[str, Any], log: Callabl
     """Give the new adapter of a training the weights of `adapt.init`. `inputs` are the fingerprints of the training."""
     source = trainer.recipe.adapt.init
     assert source is not None, "the recipe names one"
-    folder = find_adapter(source)
-    tuned = require_tuned(folder)
-    known = tuned.metadata.inputs
+    ref = ModelRef.find_trained(find_adapter(source))
+    folder, known = ref.require_adapter(), ref.metadata.inputs
     for name in USAGE_FINGERPRINTS:
         if known.get(name, inputs[name]) != inputs[name]:
             raise TrainingError(
                 f"`adapt.init`: {source} was trained with another {name} ({known[name]}, now {inputs[name]})",
                 hint=f"train with the {name} it was trained with, or without adapt.init",
             )
-    _check_base(trainer, tuned, inputs)
+    _check_base(trainer, ref, inputs)
     initialize_adapter(trainer.model, folder)
     if trainer.ema is not None:
         trainer.ema = WeightEMA(trainer.trainable_parameters, trainer.ema.decay)
     log(f"training on from {folder}")
-    if "base model" not in known and tuned.metadata.source != trainer.family.source:
-        log(f"it names {tuned.metadata.source} as its base model, and no fingerprint of it to compare")
+    if "base model" not in known and ref.metadata.source != trainer.family.source:
+        log(f"it names {ref.metadata.source} as its base model, and no fingerprint of it to compare")
 
 
-def _check_base(trainer: Trainer, tuned: TunedWeights, inputs: Mapping[str, Any]) -> None:
-    metadata, recipe, accelerator = tuned.metadata, trainer.recipe, trainer.accelerator
+def _check_base(trainer: Trainer, ref: ModelRef, inputs: Mapping[str, Any]) -> None:
+    metadata, recipe, accelerator = ref.metadata, trainer.recipe, trainer.accelerator
     expected, precision = metadata.inputs.get("base model"), metadata.inputs.get("precision", "")
     if expected is None or precision not in DTYPES:
         return
@@ -55,7 +54,7 @@ def _check_base(trainer: Trainer, tuned: TunedWeights, inputs: Mapping[str, Any]
                 base_model_hash(
                     model,
                     trainer.family,
-                    tuned.adapter,
+                    ref.require_adapter(),
                     dtype=dtype,
                     quantization=metadata.quantization,
                     text_head=text_head,
