@@ -27,7 +27,6 @@ import espeak_corpus
 import mix_corpora
 import natural_corpus
 import pack_offline
-import plan_seconds
 import plan_steps
 from corpus_making import kokoro, lines, loudness, prose_sources
 from corpus_making.channel import has_clean_channel
@@ -668,25 +667,6 @@ def test_steps_are_planned_from_a_trial(tmp_path: Path) -> None:
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
     with pytest.raises(SystemExit, match="run longer"):
         plan_steps.steps_in(metrics, 100.0)
-
-
-def test_the_language_model_has_its_share_of_the_time_whatever_came_before() -> None:
-    overhead, plan = plan_seconds.OVERHEAD_SECONDS, plan_seconds.seconds_for
-    for late in (0, 60, 150):  # seconds that the corpora took longer than planned
-        elapsed = (
-            overhead["before corpora"] + plan("corpora", 1400, overhead["before corpora"]) + overhead["corpora"] + late
-        )
-        codec = plan("codec", 1400, elapsed)
-        elapsed += codec + overhead["codec"] + overhead["encode"] + overhead["trial"]
-        train = plan("train", 1400, elapsed)
-        assert train == pytest.approx(plan_seconds.LANGUAGE_MODEL_SHARE * 1400, abs=3)
-        assert elapsed + train + overhead["train"] + overhead["export"] == pytest.approx(1400, abs=3)
-        assert codec >= 300 - late
-    assert plan("train", 1400, 500) > plan("train", 1400, 600), "what nobody needed is the language model's"
-    assert plan("codec", 1400, 1300) == plan_seconds.MIN_SECONDS["codec"]
-    spared = overhead["codec"] + plan_seconds.MIN_SECONDS["codec"]
-    assert plan("corpora", 1400, 15, codec_exists=True) > plan("corpora", 1400, 15) + spared, "its time is not lost"
-    assert plan("decoder", 600, 100) == 500 - overhead["codec"], "nothing comes after it"
 
 
 def test_a_bundle_is_cut_into_parts(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_codec
-from codec_training import checkpoint, profiling
+from codec_training import checkpoint
 from codec_training.augmentation import Augmentation
 from codec_training.ctc import alphabet_of, ctc_loss, letter_ids, letters_of
 from codec_training.depthwise import compile_blocks, fastest_convs, use_shifted_convs
@@ -36,7 +35,6 @@ from codec_training.recordings import (
     DecodedClip,
     Recording,
     decode_all,
-    pack_opus,
     recordings,
     round_robin_by_speaker,
     split_held_out,
@@ -97,7 +95,7 @@ def run(folder: Path, out: Path, *more: str) -> None:
 # Reading sources
 
 
-def test_a_parquet_file_a_gathered_one_and_a_manifest_say_the_same(folder: Path, tmp_path: Path) -> None:
+def test_parquet_files_and_a_manifest_give_the_same_recordings(folder: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"id": one.id, "text": one.text, "speaker": one.speaker, "audio": {"bytes": one.data, "path": "x"}}
         for one in recordings(folder)
@@ -105,17 +103,6 @@ def test_a_parquet_file_a_gathered_one_and_a_manifest_say_the_same(folder: Path,
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "part-0.parquet")
     said = [[(one.id, one.speaker, one.text, one.data) for one in recordings(where)] for where in (tmp_path, folder)]
     assert said[0] == said[1] and list(recordings(folder / "manifest.jsonl")) == list(recordings(folder))
-    pack_opus(tmp_path, tmp_path / "all.safetensors", None)
-    packed_clips = list(recordings(tmp_path / "all.safetensors"))
-    assert [(one.id, one.speaker, one.text) for one in packed_clips] == [
-        (r["id"], r["speaker"], r["text"]) for r in rows
-    ]
-    assert sum(len(one.data) for one in packed_clips) < sum(len(row["audio"]["bytes"]) for row in rows) / 4
-    for packed, plain in zip(
-        decode_all(packed_clips, 24_000), decode_all(list(recordings(folder)), 24_000), strict=True
-    ):
-        assert len(packed.samples) == len(plain.samples)
-        assert np.corrcoef(packed.samples, plain.samples)[0, 1] > 0.9
 
 
 def test_parts_in_folders_of_their_own_are_all_read(folder: Path, tmp_path: Path) -> None:
@@ -410,24 +397,6 @@ def test_two_seconds_of_sound_are_learned(folder: Path, tmp_path: Path, capsys: 
     assert "held out" in said and f"exported: {best}" in said
 
 
-def test_a_training_goes_on_in_another_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(folder, tmp_path / "first", "--steps", "30", "--discriminator-after", "0")
-    capsys.readouterr()
-    run(folder, tmp_path / "second", "--steps", "2", "--init-from", str(tmp_path / "first"), "--learning-rate", "1e-9")
-    assert "and its discriminators, after 30 steps" in capsys.readouterr().out
-    first, second = (load_file(tmp_path / name / "portable.safetensors") for name in ("first", "second"))
-    for name, tensor in first.items():
-        if name != "quantiser.counts":  # which follow the batches
-            torch.testing.assert_close(second[name], tensor, atol=2e-3, rtol=0.05)
-    books = [load_file(tmp_path / name / "codec/model.safetensors")["quantiser.books"] for name in ("first", "second")]
-    assert float((books[0] - books[1]).abs().mean() / books[0].abs().mean()) < 0.2, "not initialised anew"
-    pairs = np.load(tmp_path / "second/round_trips.npz")
-    assert {name.rpartition("-")[2] for name in pairs} == {"original", "copy"}
-    (tmp_path / "first/portable.safetensors").unlink()
-    with pytest.raises(SystemExit, match=r"no portable\.safetensors"):
-        run(folder, tmp_path / "third", "--steps", "1", "--init-from", str(tmp_path / "first"))
-
-
 def kept(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "state.safetensors")
 
@@ -497,110 +466,8 @@ def test_what_does_not_fit_is_refused(dataset: DeviceDataset, tmp_path: Path) ->
         checkpoint.resume(tmp_path, wider)
 
 
-def test_an_earlier_codec_is_where_a_new_training_begins(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "first", "--steps", "40", "--discriminator-after", "1")
-    run(
-        folder,
-        tmp_path / "more",
-        "--steps",
-        "1",
-        "--log-every",
-        "0",
-        "--init-from",
-        str(tmp_path / "first" / "codec"),
-    )
-    run(folder, tmp_path / "anew", "--steps", "1", "--log-every", "0")
-
-    def first_distance(out: Path) -> float:
-        return float(json.loads((out / "progress.json").read_text())["history"][0]["mel"])
-
-    assert first_distance(tmp_path / "more") < 0.85 * first_distance(tmp_path / "anew")
-
-
-def test_a_codec_of_other_sizes_is_refused(dataset: DeviceDataset, tmp_path: Path) -> None:
-    checkpoint.save_checkpoint(tmp_path, trainer(dataset), checkpoint.Progress("ab"))
-    wider = MelCodecNetwork(replace(train_codec.TINY, decoder_width=56))
-    with pytest.raises(CheckpointError, match="other sizes"):
-        checkpoint.load_initial_weights(tmp_path / "codec", wider)
-
-
-# Decoder-only training
-
-
-DECODER_ONLY = ("--decoder-only", "--loss-frames", "8")
-
-
-@pytest.fixture(scope="module")
-def codec(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose codes are known to somebody."""
-    out = tmp_path_factory.mktemp("first")
-    run(folder, out, "--steps", "30", "--discriminator-after", "1")
-    return out / "codec"
-
-
-def weights(codec: Path) -> dict[str, torch.Tensor]:
-    return load_file(codec / "model.safetensors")
-
-
-@pytest.mark.slow
-def test_a_decoder_learns_alone_and_codes_stay_what_they_were(
-    folder: Path, codec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = (*DECODER_ONLY, "--init-from", str(codec), "--total", "40", "--log-every", "0")
-    run(folder, tmp_path, "--steps", "24", *asked)
-    run(folder, tmp_path, "--steps", "16", *asked)
-    assert "resumes after 24 steps" in capsys.readouterr().out
-    before, after = weights(codec), weights(tmp_path / "codec")
-    same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
-    decoder = {name for name in before if name.startswith("decoder.")}
-    assert same == before.keys() - decoder and decoder, "bit by bit, and every tensor of the decoder has changed"
-
-    clip = voice(1.2, 150)[None, : 30 * 960]
-    assert np.array_equal(MelCodec.open(codec).encode(clip), MelCodec.open(tmp_path / "codec").encode(clip))
-    history = json.loads((tmp_path / "progress.json").read_text())["history"]
-    steps = [row for row in history if "grad_norm" in row]
-    assert all(row["adversarial"] > 0 for row in steps), "critics are there from the first step on"
-    assert np.mean([row["mel"] for row in steps[-8:]]) < 0.95 * np.mean([row["mel"] for row in steps[:4]])
-    assert not {"ctc", "commitment", "residual"} & steps[0].keys()
-    moments = {name for name in kept(tmp_path) if name.startswith("moment.codec.")}
-    assert len(moments) == 3 * len(decoder), "nothing else has moments"
-    assert {name.removeprefix("ema.") for name in kept(tmp_path) if name.startswith("ema.")} == {
-        name.removeprefix("decoder.") for name in decoder
-    }
-
-
-def alone(dataset: DeviceDataset, **more: Any) -> CodecTrainer:
-    made = trainer(dataset, StepConfig(2, ctc_weight=0.0, loss_frames=5, decoder_only=True, **more))
-    made.rate.fill_(1e-3)
-    return made
-
-
-def test_a_decoder_that_learns_alone_hears_the_codes_that_ship(
-    dataset: DeviceDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learning, batch = alone(dataset), dataset.draw(2)
-    network = learning.model.network
-    true, latent, loss, reported = learning._encode_frozen(batch)
-    codes = network.encode(batch.waves)
-    for clip, at in enumerate(batch.window_start.tolist()):
-        due = network.quantiser.decode(codes[clip, at : at + dataset.window])
-        torch.testing.assert_close(latent[clip], due, rtol=0, atol=0)
-        assert torch.equal(true[clip], batch.waves[clip, at * 960 : (at + dataset.window) * 960])
-    assert loss is None and not reported and not latent.is_inference() and not true.is_inference()
-
-    def never(*_: Any) -> Any:
-        raise AssertionError("only encoder and codebooks learn from this")
-
-    for name in ("_ctc", "_codebook_depths", "latent"):
-        monkeypatch.setattr(learning, name, never)
-    monkeypatch.setattr(learning.model.quantiser, "forward", never)
-    learning.step(True)
-    with pytest.raises(AssertionError, match="no longer mean"):
-        learning.init_codebooks(1)
-
-
 def test_what_is_compared_lies_anywhere_in_what_was_decoded(dataset: DeviceDataset) -> None:
-    learning = alone(dataset)
+    learning = trainer(dataset, StepConfig(2, loss_frames=5))
     frames = torch.arange(dataset.window).repeat_interleave(dataset.hop).float().repeat(400, 1)
     made = frames.clone().requires_grad_()
     true, cut = learning._crop_for_loss(frames, made)
@@ -612,39 +479,9 @@ def test_what_is_compared_lies_anywhere_in_what_was_decoded(dataset: DeviceDatas
     assert slope.sum() == cut.numel()
 
 
-def test_a_decoder_only_step_does_not_synchronise_with_the_host(dataset: DeviceDataset) -> None:
-    observed = alone(dataset, ema_decay=0.9)
-    observed.optimizers = {}
-    with SyncDetector() as detector:
-        observed._step(StepKind(adversarial=True, ctc=False))
-    assert detector.found == []
-
-
-@pytest.mark.parametrize(
-    ("more", "complaint"),
-    [
-        (("--decoder-only", "--loss-frames", "8"), "add --init-from"),
-        (("--decoder-only", "--loss-frames", "8", "--init-from", "x", "--ctc-weight", "1"), "leave out --ctc-weight"),
-        (("--loss-frames", "13"), "at most --window"),
-    ],
-)
-def test_options_that_do_not_fit_decoder_only_are_refused(
-    folder: Path, tmp_path: Path, more: tuple[str, ...], complaint: str
-) -> None:
-    with pytest.raises(SystemExit, match=complaint):
-        run(folder, tmp_path, "--steps", "1", *more)
-
-
-def test_decoder_only_cannot_change_on_resume(folder: Path, codec: Path, tmp_path: Path) -> None:
-    alone_with, whole = (*DECODER_ONLY, "--init-from", str(codec)), ()
-    for first, then, complaint in ((alone_with, whole, "with --decoder-only"), (whole, alone_with, "without")):
-        out = tmp_path / complaint.split()[0]
-        run(folder, out, "--steps", "1", "--total", "2", *first)
-        with pytest.raises(SystemExit, match=f"was begun {complaint}"):
-            run(folder, out, "--steps", "1", "--total", "2", *then)
-    other = (*DECODER_ONLY, "--init-from", str(tmp_path / "without" / "codec"))
-    with pytest.raises(SystemExit, match="the checkpoint is not of"):
-        run(folder, tmp_path / "with", "--steps", "1", "--total", "2", *other)
+def test_the_losses_cannot_use_more_frames_than_are_decoded(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="at most --window"):
+        run(folder, tmp_path, "--steps", "1", "--loss-frames", "13")
 
 
 def test_one_forward_pass_gives_the_gradients_of_both_losses(dataset: DeviceDataset) -> None:
@@ -774,31 +611,10 @@ def test_the_rate_rises_and_falls() -> None:
     assert train_codec.learning_rate_at(1.0, 500, 1.0) == pytest.approx(0.02)
 
 
-def test_a_profile_names_the_parts_of_a_step(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiling, "STEPS", 1)
-    run(folder, tmp_path, "--profile")
-    said = capsys.readouterr().out
-    assert "discriminators forward" in said and "with discriminators:" in said
-    assert not (tmp_path / "codec").exists()
-
-
 @pytest.mark.parametrize("budget", [(), ("--steps", "1", "--seconds", "1")])
 def test_the_length_must_be_given_once(folder: Path, tmp_path: Path, budget: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match="length of the training once"):
         run(folder, tmp_path, *budget)
-
-
-@pytest.mark.gpu
-def test_a_decoder_only_step_is_captured_too(folder: Path, codec: Path, tmp_path: Path) -> None:
-    asked = (*DECODER_ONLY, "--init-from", str(codec), "--device", "cuda", "--log-every", "0")
-    run(folder, tmp_path, "--steps", "60", *asked)
-    before, after = weights(codec), weights(tmp_path / "codec")
-    changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed == {"decoder"}
-    mels = [row["mel"] for row in json.loads((tmp_path / "progress.json").read_text())["history"] if "grad_norm" in row]
-    assert np.mean(mels[-8:]) < 0.95 * np.mean(mels[:4])
 
 
 @pytest.mark.gpu

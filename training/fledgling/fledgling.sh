@@ -1,33 +1,29 @@
 #!/usr/bin/env bash
-# Trains fledgling on one machine with a GPU, stage by stage: bash training/fledgling/fledgling.sh STAGE...
+# Train fledgling on one machine with a GPU, stage by stage: bash training/fledgling/fledgling.sh STAGE...
 #
-#   all      everything below in $BUDGET seconds: what is late shortens what comes after it
-#   voices   instead: a codec for real voices in $BUDGET seconds; natural and eSpeak speech without channels, then the
-#            codec with augmentation on the GPU, on those and on the real speech of the bundle
-#   language instead: a language model on the codes of a codec that is trained already, in $BUDGET seconds: natural and
-#            eSpeak speech, then a training on these and on real speech that begins with the weights of the bundle
-#   both     instead: voices in $VOICES_BUDGET seconds, and language in what is left of $BUDGET, on the codes of that codec:
-#            it begins with the weights of the shipped model
-#   decoder  instead: decoder-only training of $CODEC, or of the shipped codec, in $BUDGET seconds, with the same codes;
-#            corpora, then the decoder, and no language model
+#   voices   a codec in $BUDGET seconds: natural and eSpeak speech without channels, then the codec, augmented on the GPU,
+#            on that speech and on the real speech of the bundle
+#   language a language model in $BUDGET seconds on the codes of a trained codec: natural, eSpeak and real speech, then a
+#            training that begins with the checkpoint of the bundle
+#   both     voices in $VOICES_BUDGET seconds, then language in the rest of $BUDGET on the codes of that codec; the
+#            language model begins with the weights of the shipped model
 #
-#   check    is everything there that the other stages import?
-#   corpora  natural speech, synthesized and augmented, and corpora of eSpeak voices
-#                                                                        ($NATURAL_SECONDS and 20 s)
-#   codec    train the codec                                             ($CODEC_SECONDS and 35 s)
-#   collect  copy what there is of the codec to $OUT, at any time
-#   encode   the initial checkpoint, and the codes of all clips          (50 s)
-#   trial    sixty steps, to see how many fit into the time
-#   train    the language model                                          ($TRAIN_SECONDS)
+# Stages of these three, which can also be run one by one:
+#   check    import everything that the other stages import
+#   corpora  natural speech, synthesized and augmented, and eSpeak speech  ($NATURAL_SECONDS and 20 s)
+#   codec    train the codec                                               ($CODEC_SECONDS and 35 s)
+#   collect  copy what exists of the codec to $OUT, at any time
+#   encode   the initial checkpoint, and the codes of all clips
+#   trial    sixty steps, from which the number of steps is planned
+#   train    the language model                                            ($TRAIN_SECONDS)
 #   export   fp16 weights in small files, copied to $OUT
 #
-# An interrupted stage continues when it is run again. The results of each training are copied to $OUT as soon as they are
-# there. README.md has the rest.
+# An interrupted stage continues when it is run again. Results are copied to $OUT as soon as they exist. See README.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
-BUDGET=${BUDGET:-1400}                   # seconds of `all`
+BUDGET=${BUDGET:-1400}                   # seconds of `voices`, `language` or `both`
 HOURS=${HOURS:-40}                       # of espeak for the language model
 SPEAKERS=${SPEAKERS:-1200}
 CODEC_HOURS=${CODEC_HOURS:-8}            # of espeak for the codec, of more speakers an hour
@@ -41,13 +37,13 @@ NATURAL_WEIGHT=${NATURAL_WEIGHT:-0.45}   # of each source in a batch of the code
 ESPEAK_WEIGHT=${ESPEAK_WEIGHT:-0.1}
 REAL_WEIGHTS=${REAL_WEIGHTS:-en-real=0.28 festvox-ru=0.07 asterisk-fr=0.05 gcin-zh=0.03} # by its folders in the bundle
 REAL_WEIGHT=${REAL_WEIGHT:-0.02}         # of real speech that is not named there
-INIT_FROM=${INIT_FROM:-}               # a fledgling to train further, with its codec; else random weights
-CODEC=${CODEC:-${INIT_FROM:+$INIT_FROM/codec}} # an existing codec: none is trained
+INIT_FROM=""                             # set by `language`: a checkpoint to begin with, whose codec is kept
+CODEC=""                                 # set by `language`: an existing codec, so that none is trained
 INIT_OPTIONS=${INIT_OPTIONS:-}
 NATURAL_HOURS=${NATURAL_HOURS:-200}      # of natural speech to synthesize here, if Kokoro is in the bundle
 NATURAL_SPEAKERS=${NATURAL_SPEAKERS:-6000}
 NATURAL_SEED=${NATURAL_SEED:-2}          # another seed than that of speech from elsewhere, so that speaker names differ
-NATURAL_SECONDS=${NATURAL_SECONDS:-}     # of synthesis: 165, or 60 for `decoder`
+NATURAL_SECONDS=${NATURAL_SECONDS:-}     # of synthesis: 165 by default
 NATURAL_DEVICE=${NATURAL_DEVICE:-cuda}
 NATURAL_OPTIONS=${NATURAL_OPTIONS:-}     # --exactly: in fp32, without our own kernels
 CHANNELS=${CHANNELS-yes}                 # channel simulation for two speakers in three; CHANNELS= for none
@@ -67,8 +63,7 @@ SET=${SET:-}                             # more settings for the language model:
 HERE=training/fledgling
 CLEAN=()
 [ -n "$CHANNELS" ] || CLEAN=(--clean)
-CONTINUED=() # a lower learning rate for trained weights
-[ -z "$INIT_FROM" ] || CONTINUED=(--set model.check_pretrained=true --set train.learning_rate=1e-3)
+CONTINUED=() # set by `language`: the learning rate of known weights with unknown codes
 export PYTHONPATH=src:$DATA/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 say() { echo "[$(date +%T)] $*"; }
@@ -272,17 +267,6 @@ wait_for_parts() { # they may still be on their way while natural speech is made
   done
 }
 
-decoder() { # two stages, with a clock and a folder of their own
-  local init=${CODEC:-src/myna/models/fledgling/codec} CODEC="" HOURS=0 RUNS=$RUNS/decoder
-  local NATURAL_SECONDS=${NATURAL_SECONDS:-60}
-  local CODEC_OPTIONS="--decoder-only --init-from $init $CODEC_OPTIONS"
-  mkdir -p "$RUNS"
-  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
-  stage corpora
-  planned CODEC_SECONDS decoder
-  stage codec
-}
-
 encode() {
   # Another codec needs another initial checkpoint.
   diff -rq "$RUNS/codec/codec" "$DATA/init/codec" >/dev/null 2>&1 || init_model
@@ -345,30 +329,20 @@ export_model() {
   fi
 }
 
-all() {
-  [ -e "$RUNS/began" ] || date +%s >"$RUNS/began"
-  check
-  planned NATURAL_SECONDS corpora
-  stage corpora
-  [ -n "$CODEC" ] || planned CODEC_SECONDS codec
-  stage codec
-  stage encode
-  stage trial
-  planned TRAIN_SECONDS train
-  stage train
-  stage export_model
-}
-
-planned() { # NAME STAGE: seconds of a stage, planned once, since the learning rate decays over them
-  local plan=$RUNS/plan.$2 elapsed
+planned() { # NAME STAGE: seconds of a training, planned once, since the learning rate decays over them
+  local plan=$RUNS/plan.$2 elapsed overhead least seconds
   elapsed=$(($(date +%s) - $(cat "$RUNS/began")))
-  [ -e "$plan" ] || $PYTHON $HERE/plan_seconds.py "$2" --budget "$BUDGET" --elapsed "$elapsed" \
-    ${CODEC:+--codec-exists} >"$plan"
+  case $2 in # files are read, kernels chosen, the codec evaluated or the model exported
+    voices) overhead=90 least=60 ;;
+    train) overhead=50 least=30 ;;
+  esac
+  seconds=$((BUDGET - elapsed - overhead))
+  [ -e "$plan" ] || echo $((seconds > least ? seconds : least)) >"$plan"
   printf -v "$1" %s "$(cat "$plan")"
   say "$elapsed of $BUDGET s are over; ${!1} s for $2"
 }
 
-stage() { # once, however often `all` is run
+stage() { # once, however often a command is run
   [ -e "$RUNS/done.$1" ] && return 0
   say "$1"
   "$1"
@@ -380,7 +354,7 @@ unpack
 for stage in "$@"; do
   case $stage in
     export) say export; export_model ;; # `export` is a word of the shell
-    all | voices | language | both | decoder | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
+    voices | language | both | check | corpora | codec | collect | encode | trial | train) say "$stage"; "$stage" ;;
     *) echo "there is no stage $stage; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -3,15 +3,8 @@
     python training/fledgling/train_codec.py --source CORPUS/natural=0.5 --source CORPUS/real=0.4 \\
         --source CORPUS/espeak=0.1 --augment --out runs/codec --seconds 780
 
-    python training/fledgling/train_codec.py --source CORPUS/natural=0.7 --source CORPUS/espeak=0.3 \\
-        --out runs/decoder --seconds 400 --decoder-only --init-from src/myna/models/fledgling/codec
-
-The second command improves the decoder of a codec whose codes a language model has learned: the codes do not change.
-With `--init-from RUN`, the folder of an earlier training, discriminators and codebook statistics go on as well.
-
-A source is a folder with manifest.jsonl, a folder of parquet files, or a file written by --pack. The same command run
-again resumes where the last one stopped, up to --total. A tenth of the speakers is held out, by their names
-(corpus_making/held_out.py).
+A source is a folder with manifest.jsonl, or a folder of parquet files. The same command run again resumes where the
+last one stopped, up to --total. A tenth of the speakers is held out, by their names (corpus_making/held_out.py).
 """
 
 from __future__ import annotations
@@ -30,10 +23,6 @@ from codec_training import recordings
 from codec_training.augmentation import Augmentation
 from codec_training.checkpoint import (
     Progress,
-    check_same_codes,
-    codec_folder,
-    load_initial_weights,
-    load_training_modules,
     read_progress,
     resume,
     save_checkpoint,
@@ -42,12 +31,10 @@ from codec_training.ctc import alphabet_of
 from codec_training.depthwise import compile_blocks, fastest_convs, use_shifted_convs
 from codec_training.device_dataset import DeviceDataset
 from codec_training.evaluation import HeldOutWindows, perplexity, score_codec, write_round_trips
-from codec_training.profiling import profile
 from codec_training.recordings import DecodedClip, clip_summary, decode_all, hours, pcm_to_float
 from codec_training.speech_features import WhisperEncoder
 from codec_training.trainer import CodecTrainer, CodecTrainingModel, StepConfig
 from myna.core.errors import ConfigError, MynaError, TrainingError
-from myna.models.mel_codec.codec import read_mel_codec_config
 from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecConfig, MelCodecNetwork
 
 TINY = MelCodecConfig(
@@ -77,7 +64,7 @@ LARGE = MelCodecConfig(
     decoder_fine=7,
 )
 """15.3 million weights, two files of 16 MB: for real voices. A core takes 1.7 times as long to decode."""
-SIZES = {"tiny": TINY, "small": MelCodecConfig(), "large": LARGE}
+SIZES = {"tiny": TINY, "large": LARGE}
 WARM_UP_STEPS = 200
 """Steps of learning rate warm-up, at the start and after resuming without the optimizers' moments."""
 CODEBOOK_INIT_STEPS, CODEBOOK_INIT_EVERY = (20, 60, 200, 500), 1000
@@ -89,45 +76,12 @@ of the mel distance. After 150 steps on a CPU, hidden states of another recognis
 on Spanish and Italian with a weight of 6, and 4 and 9 % with 16, which made the mel distance 3 % worse."""
 MIN_RATE_SHARE = 0.02
 """Final learning rate as a share of the highest."""
-DECODER_ONLY = {
-    # Discriminators see every clip, since they improve voices most, and from the first step on: 225 steps by the mel
-    # distance alone made voices worse. Hence smaller batches, and more steps.
-    "batch_size": 32,
-    "discriminator_after": 0.0,
-    # The decoder's receptive field is 14 frames to either side, of which windows of 26 showed it few. Twice as many are
-    # decoded, which costs little without a backward pass of the encoder; discriminators see as many as before.
-    "window": 52,
-    "loss_frames": 26,
-    # The encoder's receptive field is 10 frames to either side. Longer contexts are needed for whole clips in CTC only.
-    "context": 80,
-    # As in the last training that started from a trained codec.
-    "learning_rate": 3e-4,
-    # These losses are of encoder and codebooks, and codebook dropout would spend decoder weights on codes that no model
-    # generates. Noise stays (--noise): real recordings have it, and the decoder would forget how its codes sound.
-    "ctc_weight": 0.0,
-    "commitment_weight": 0.0,
-    "residual_weight": 0.0,
-    "codebook_dropout": 0.0,
-}
-"""Defaults under `--decoder-only`."""
-CODE_OPTIONS = ("ctc_weight", "commitment_weight", "residual_weight", "codebook_dropout")
-"""Options that only matter to encoder and codebooks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    if options.decoder_only:
-        options = parser(**DECODER_ONLY).parse_args(arguments)
     try:
-        if options.pack:
-            if len(options.source) > 1:
-                raise ConfigError(
-                    "a packed file has one source, so that each keeps its weight", hint="pack them one by one"
-                )
-            count = recordings.pack_opus(options.source[0].path, options.pack, options.limit)
-            print(f"{count} clips in {options.pack}, {options.pack.stat().st_size / 1e6:.1f} MB")
-        else:
-            train(options)
+        train(options)
     except MynaError as error:
         sys.exit(f"{error}")
 
@@ -145,28 +99,13 @@ def source(text: str) -> Source:
     return Source(Path(path), float(weight)) if path else Source(Path(text), 1.0)
 
 
-def parser(**defaults: float) -> argparse.ArgumentParser:
-    """Options of the command, with other defaults where some are args."""
+def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add(
         "--source", type=source, action="append", required=True, metavar="PATH[=WEIGHT]", help="corpus; may be repeated"
     )
-    add("--pack", type=Path, metavar="FILE", help="write the source to one .safetensors file as Opus, and stop")
     add("--out", type=Path, default=Path("runs/codec"), help="folder for the codec and its checkpoint")
-    add(
-        "--init-from",
-        type=Path,
-        metavar="FOLDER",
-        help="start from the weights of this trained codec, and with its sizes; the folder of a training also has "
-        "discriminators and codebook statistics, which go on then",
-    )
-    add(
-        "--decoder-only",
-        action="store_true",
-        help="freeze encoder and codebooks of --init-from, and so its codes; defaults become "
-        + ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in DECODER_ONLY.items()),
-    )
     add("--seconds", type=float, help="train so long in this command, not counting reading of the sources")
     add("--steps", type=int, help="or so many steps")
     add("--total", type=float, help="seconds (or steps) of all commands together, over which the learning rate decays")
@@ -199,7 +138,6 @@ def parser(**defaults: float) -> argparse.ArgumentParser:
     )
     add("--ctc-weight", type=float, default=1.0, help="of the CTC loss on the first codebook; 0: none")
     add("--commitment-weight", type=float, default=0.25, help="of the distance of latents from each codebook's entries")
-    add("--residual-weight", type=float, default=0.0, help="of their distance from all codebooks' entries together")
     add("--speech-encoder", type=Path, metavar="FILE", help="recogniser in whose hidden states speech is compared")
     add("--speech-weight", type=float, default=SPEECH_WEIGHT, help="of that distance, where a recogniser is given")
     add("--codebook-dropout", type=float, default=0.1, help="share of clips that use fewer codebooks")
@@ -210,15 +148,12 @@ def parser(**defaults: float) -> argparse.ArgumentParser:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--fp32", action="store_true", help="no bf16 on CUDA")
     add("--no-graph", action="store_true", help="no CUDA graphs")
-    add("--compile-discriminators", action="store_true", help="torch.compile them too: a minute, then faster steps")
-    add("--profile", action="store_true", help="print where the time of a step goes, and stop")
-    add("--size", choices=SIZES, default="large", help="of the network; that of --init-from where one is given")
+    add("--size", choices=SIZES, default="large", help="size of the network")
     add("--tiny", action="store_const", const="tiny", dest="size", help="the same as --size tiny")
     add("--limit", type=int, help="read only so many clips of each source")
     add("--log-every", type=float, default=10.0, help="seconds between two lines of progress")
     add("--checkpoint-every", type=float, default=150.0, help="seconds between two checkpoints")
     add("--seed", type=int, default=0)
-    made.set_defaults(**defaults)
     return made
 
 
@@ -231,18 +166,10 @@ def train(options: argparse.Namespace) -> None:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
 
-    initial = codec_folder(options.init_from) if options.init_from else None
-    config = read_mel_codec_config(initial) if initial else SIZES[options.size]
+    config = SIZES[options.size]
     train_clips, held_out = read_sources(options, config.sample_rate)
     before = read_progress(options.out)
-    continued = read_progress(options.init_from) if options.init_from else None
-    if before:
-        alphabet = before.alphabet
-    elif continued and not options.decoder_only:
-        alphabet = continued.alphabet
-    else:
-        alphabet = "" if options.decoder_only else alphabet_of(clip.text for clips in train_clips for clip in clips)
-    progress = before or Progress(alphabet, decoder_only=options.decoder_only)
+    progress = before or Progress(alphabet_of(clip.text for clips in train_clips for clip in clips))
     torch.manual_seed(options.seed + progress.steps)
     dataset = DeviceDataset(
         train_clips,
@@ -257,8 +184,6 @@ def train(options: argparse.Namespace) -> None:
     )
     ctc_width = 32 if config == TINY else 256
     network = MelCodecNetwork(config)
-    if initial and before is None:
-        load_initial_weights(initial, network)
     speech_encoder = WhisperEncoder.open(options.speech_encoder) if options.speech_encoder else None
     model = CodecTrainingModel(
         network, len(progress.alphabet), options.discriminator_width, ctc_width, speech_encoder
@@ -272,43 +197,27 @@ def train(options: argparse.Namespace) -> None:
         options.batch_size,
         options.ctc_weight,
         options.ctc_every,
-        discriminator_clips=options.discriminator_clips
-        or (options.batch_size if options.decoder_only else -(-options.batch_size // 2)),
+        discriminator_clips=options.discriminator_clips or -(-options.batch_size // 2),
         codebook_dropout=options.codebook_dropout,
         adversarial_weight=options.adversarial_weight,
         feature_matching_weight=options.feature_matching_weight,
         commitment_weight=options.commitment_weight,
-        residual_weight=options.residual_weight,
         speech_weight=options.speech_weight,
         ema_decay=options.ema_decay,
         loss_frames=options.loss_frames,
-        decoder_only=options.decoder_only,
         bf16=device.type == "cuda" and not options.fp32,
     )
     trainer = CodecTrainer(model, dataset, step_config)
     trainer.use_cuda_graph = trainer.use_cuda_graph and not options.no_graph
     _choose_depthwise(trainer, options.depthwise)
-    if options.compile_discriminators:
-        for module in model.discriminators.all:
-            module.compile(dynamic=False)
     warm = 0
     if before is None:
-        codes_go_on = bool(continued) and load_training_modules(options.init_from, trainer)
-        if continued:
-            print(f"starts from {options.init_from} and its discriminators, after {continued.steps} steps")
-        if not options.decoder_only and not codes_go_on:
-            trainer.init_codebooks()
+        trainer.init_codebooks()
     else:
         resumed = resume(options.out, trainer)
-        codes_go_on = bool(continued)
-        if initial and options.decoder_only:
-            check_same_codes(initial, network)
         warm = progress.steps if resumed.with_moments else 0
         print(f"resumes after {progress.steps} steps and {progress.seconds:.0f} s with {resumed.description}")
-    if options.profile:
-        profile(trainer)
-        return
-    _train_loop(trainer, progress, budget, options, held_out, warm, inits_codebooks=not codes_go_on)
+    _train_loop(trainer, progress, budget, options, held_out, warm)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -317,36 +226,19 @@ def _check(options: argparse.Namespace) -> None:
             f"the losses cannot use {options.loss_frames} frames of {options.window} of {options.context}",
             hint="let --loss-frames be at most --window, and that at most --context",
         )
-    if not options.decoder_only:
-        return
-    if options.init_from is None:
-        raise ConfigError(
-            "--decoder-only freezes the codes of a codec, and none is given",
-            hint="add --init-from src/myna/models/fledgling/codec",
-        )
-    for name in CODE_OPTIONS:
-        if getattr(options, name):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option} trains encoder and codebooks, which --decoder-only freezes",
-                hint=f"leave out {option}, or --decoder-only",
-            )
 
 
 def _choose_depthwise(trainer: CodecTrainer, choice: str | None) -> None:
-    """Choose the implementation of depthwise convolutions: as given, or on CUDA the fastest one. A frozen encoder keeps
-    the library's, which its codes were made with."""
+    """Choose the implementation of depthwise convolutions: as given, or on CUDA the fastest one."""
     network, dataset = trainer.model.network, trainer.dataset
-    decoder_only = trainer.step_config.decoder_only
-    blocks = network.decoder.fine if decoder_only else network.encoder.fine
     if choice is None and trainer.device.type == "cuda":
-        first = next(block for block in blocks if isinstance(block, ConvNeXtBlock))
-        positions = (dataset.window if decoder_only else dataset.context) * network.config.subframes
+        first = next(block for block in network.encoder.fine if isinstance(block, ConvNeXtBlock))
+        positions = dataset.context * network.config.subframes
         choice, timings = fastest_convs(first, trainer.step_config.clips, positions, trainer._autocast)
         print(f"a block forward and backward: {timings}", flush=True)
     change = {"shifts": use_shifted_convs, "compiled": compile_blocks}.get(choice or "library")
     if change:
-        change(network.decoder if decoder_only else trainer.model)
+        change(trainer.model)
 
 
 def _augmentation(options: argparse.Namespace, config: MelCodecConfig, device: torch.device) -> Augmentation:
@@ -396,8 +288,6 @@ class TrainingBudget:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> TrainingBudget:
-        if options.profile:
-            return cls(0, 1, in_steps=True)
         if (options.seconds is None) == (options.steps is None):
             raise ConfigError("give the length of the training once", hint="add --seconds 500, or --steps 10000")
         here = options.steps if options.seconds is None else options.seconds
@@ -420,19 +310,16 @@ def _train_loop(
     options: argparse.Namespace,
     held_out: dict[str, list[DecodedClip]],
     warm: int,
-    *,
-    inits_codebooks: bool,
 ) -> None:
     """Train to the end of the budget; `warm` is the number of steps in the optimizers' moments."""
     at_first, since_log = budget.done(progress), 0
-    inits_codebooks = inits_codebooks and not trainer.step_config.decoder_only
     windows = HeldOutWindows(held_out, trainer.model.network.config, trainer.device)
     before, began = progress.seconds, time.perf_counter()
     logged_at, saved_at = began, began
     while budget.done(progress) - at_first < budget.here and budget.done(progress) < budget.total:
         share = budget.done(progress) / budget.total
         due = progress.steps in CODEBOOK_INIT_STEPS or (progress.steps and not progress.steps % CODEBOOK_INIT_EVERY)
-        if inits_codebooks and share < 0.5 and due:
+        if share < 0.5 and due:
             trainer.init_codebooks()
         trainer.rate.fill_(learning_rate_at(share, warm, options.learning_rate))
         trainer.step(share >= options.discriminator_after)
@@ -472,9 +359,8 @@ def _log(trainer: CodecTrainer, progress: Progress, steps: int, seconds: float, 
     row["held_out_mel"] = distances
     line = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
     line += "  held out " + " ".join(f"{name} {value:.4f}" for name, value in distances.items())
-    if not trainer.step_config.decoder_only:
-        row["perplexity"] = perplexity(trainer.model.quantiser.counts)
-        line += "  perplexity " + " ".join(f"{value:.0f}" for value in perplexity(trainer.model.quantiser.counts))
+    row["perplexity"] = perplexity(trainer.model.quantiser.counts)
+    line += "  perplexity " + " ".join(f"{value:.0f}" for value in perplexity(trainer.model.quantiser.counts))
     progress.history.append(row)
     print(f"{progress.steps:>7} {progress.seconds:6.0f} s {steps / seconds:6.1f}/s  {line}", flush=True)
 

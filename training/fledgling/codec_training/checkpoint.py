@@ -22,7 +22,6 @@ from codec_training.trainer import CodecTrainer
 from myna.core.errors import CheckpointError
 from myna.core.io import atomic_write
 from myna.models.mel_codec.codec import read_mel_codec_tensors, save_mel_codec
-from myna.models.mel_codec.network import MelCodecNetwork
 
 STATE, PORTABLE, PROGRESS = "state.safetensors", "portable.safetensors", "progress.json"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -34,7 +33,6 @@ class Progress:
     steps: int = 0
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
-    decoder_only: bool = False
 
 
 def read_progress(out: Path) -> Progress | None:
@@ -68,7 +66,6 @@ class Resumed(NamedTuple):
 
 def resume(out: Path, trainer: CodecTrainer) -> Resumed:
     """Load the checkpoint of `out`, with moments where they are there."""
-    _check_same_mode(out, trainer)
     if (out / STATE).is_file():
         tensors = load_file(out / STATE)
         _load_weights(
@@ -90,67 +87,6 @@ def resume(out: Path, trainer: CodecTrainer) -> Resumed:
     _load_weights(trainer, tensors)
     trainer.ema.reset()
     return Resumed(f"weights alone, from {out / 'codec'} and {out / PORTABLE}", with_moments=False)
-
-
-def codec_folder(folder: Path) -> Path:
-    """The codec of a training's folder, or the folder itself."""
-    return folder / "codec" if (folder / "codec").is_dir() else folder
-
-
-def load_initial_weights(codec: Path, network: MelCodecNetwork) -> None:
-    """Load the weights of an earlier codec."""
-    weights = read_mel_codec_tensors(codec)
-    try:
-        network.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{codec} is a codec of other sizes: {error}", hint="name one that was trained with the same sizes"
-        ) from None
-
-
-def load_training_modules(folder: Path, trainer: CodecTrainer) -> bool:
-    """Load discriminators, and where encoder and codebooks are trained also the CTC head and the codebooks' statistics,
-    of an earlier training whose codec is loaded already; whether the codebooks go on."""
-    if not (folder / PORTABLE).is_file():
-        raise CheckpointError(
-            f"{folder} has no {PORTABLE}", hint="copy it too, or name the codec's folder alone to start without it"
-        )
-    model, tensors = trainer.model, {name: tensor.float() for name, tensor in load_file(folder / PORTABLE).items()}
-    parts = ["discriminators"] if trainer.step_config.decoder_only else ["discriminators", "ctc_head"]
-    try:
-        for part in parts:
-            own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-            model.get_submodule(part).load_state_dict(own)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{folder} does not fit this training: {error}",
-            hint="use its --discriminator-width and sources, or name the codec's folder alone",
-        ) from None
-    model.quantiser.counts.copy_(tensors["quantiser.counts"])
-    model.quantiser.sums.copy_(model.network.quantiser.books * model.quantiser.counts[..., None])
-    trainer.ema.reset()
-    return True
-
-
-def check_same_codes(codec: Path, network: MelCodecNetwork) -> None:
-    """Refuse to resume decoder training with another encoder or other codebooks than it was begun with."""
-    kept = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("decoder.")}
-    given = read_mel_codec_tensors(codec)
-    if changed := [name for name, tensor in kept.items() if not torch.equal(tensor.cpu(), given[name].float())]:
-        raise CheckpointError(
-            f"the checkpoint is not of {codec}: {changed[0]} differs",
-            hint="resume with the codec that it was begun with, or name another --out",
-        )
-
-
-def _check_same_mode(out: Path, trainer: CodecTrainer) -> None:
-    progress, now = read_progress(out), trainer.step_config.decoder_only
-    if progress is not None and progress.decoder_only != now:
-        began = "without --decoder-only: its codes are its own" if now else "with --decoder-only: its codes must stay"
-        raise CheckpointError(
-            f"{out} was begun {began}",
-            hint=f"name another --out, or resume {'without' if now else 'with'} --decoder-only",
-        )
 
 
 def _load_weights(trainer: CodecTrainer, tensors: dict[str, torch.Tensor]) -> None:

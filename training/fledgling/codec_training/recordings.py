@@ -1,4 +1,4 @@
-"""Recordings from a manifest, parquet files or a packed file, decoded once into memory.
+"""Recordings from a manifest or parquet files, decoded once into memory.
 
 A tenth of the speakers is held out, by a hash of their names (`corpus_making/held_out.py`), and never trained on.
 """
@@ -6,13 +6,12 @@ A tenth of the speakers is held out, by a hash of their names (`corpus_making/he
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,10 @@ import numpy.typing as npt
 import soundfile
 import soxr  # type: ignore[import-untyped]
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from codec_training.lossy import lossy_round_trip
 from corpus_making.held_out import is_held_out
 from myna.core.errors import DataError
-from myna.core.io import sniff_suffix
 from myna.data.manifest import read_manifest
 
 PCM = npt.NDArray[np.int16]
@@ -56,11 +52,9 @@ class Recording:
 
 
 def recordings(source: Path) -> Iterator[Recording]:
-    """A folder with manifest.jsonl (or the manifest itself), a folder of folders with one each, a parquet file or a
-    folder of them, or a packed file."""
-    if source.suffix == ".safetensors":
-        yield from _packed(source)
-    elif source.suffix == ".parquet":
+    """A folder with manifest.jsonl (or the manifest itself), a folder of folders with one each, a parquet file, or
+    a folder of them."""
+    if source.suffix == ".parquet":
         yield from _parquet(source)
     elif source.is_dir() and (parts := sorted(source.glob("*.parquet"))):
         for part in parts:
@@ -85,42 +79,11 @@ def _parquet(path: Path) -> Iterator[Recording]:
     except ImportError:
         raise DataError(
             f"{path} cannot be read without pyarrow",
-            hint="pip install pyarrow, or pack it on a machine that has it with --pack FILE.safetensors",
+            hint="pip install pyarrow",
         ) from None
     for batch in parquet.ParquetFile(path).iter_batches(64, columns=["id", "speaker", "text", "audio"]):
         for row in batch.to_pylist():
             yield Recording(row["id"], row["speaker"], row["text"], row["audio"]["bytes"])
-
-
-def pack_opus(source: Path, out: Path, limit: int | None) -> int:
-    """The clips that training reads of a source, as Opus in recording file that is small and needs no pyarrow."""
-    train, held_out = split_held_out(source, limit)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(_as_opus, train + held_out))
-    clips = [{"id": recording.id, "speaker": recording.speaker, "text": recording.text} for recording in found]
-    ends = torch.tensor([len(recording.data) for recording in found], dtype=torch.int64).cumsum(0)
-    data = torch.frombuffer(bytearray(b"".join(recording.data for recording in found)), dtype=torch.uint8)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"data": data, "ends": ends}, out, metadata={"clips": json.dumps(clips, ensure_ascii=False)})
-    return len(found)
-
-
-def _as_opus(recording: Recording) -> Recording:
-    data = recording.data
-    if sniff_suffix(data) == ".opus":
-        return replace(recording, audio=data)
-    samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
-    packed = io.BytesIO()
-    soundfile.write(packed, samples, rate, format="OGG", subtype="OPUS")
-    return replace(recording, audio=packed.getvalue())
-
-
-def _packed(path: Path) -> Iterator[Recording]:
-    with safe_open(path, "pt") as file:
-        clips: list[dict[str, str]] = json.loads(file.metadata()["clips"])
-        data, ends = file.get_tensor("data").numpy(), file.get_tensor("ends").tolist()
-    for clip, start, end in zip(clips, [0, *ends[:-1]], ends, strict=True):
-        yield Recording(clip["id"], clip["speaker"], clip["text"], data[start:end].tobytes())
 
 
 def decode(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ host, so that on CUDA the whole step is captured once and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,18 +21,16 @@ from codec_training.ema import WeightEMA
 from codec_training.mel_loss import MelDistance
 from codec_training.quantizer import EMAQuantizer
 from codec_training.speech_features import SpeechFeatureDistance, WhisperEncoder
-from myna.models.codec_checks import full_precision
 from myna.models.mel_codec.network import MelCodecNetwork
 
 MEL_WEIGHT = 45.0
 """Weight of the mel distance in the loss, as in HiFi-GAN."""
 MAX_GRAD_NORM = 100.0
-CODE_LOSSES = ("commitment", "residual", "ctc")
-"""Losses of encoder and codebooks."""
 LOSS_NAMES = (
     "mel",
     "speech",
-    *CODE_LOSSES,
+    "commitment",
+    "ctc",
     "adversarial",
     "feature_matching",
     "discriminator",
@@ -58,16 +56,12 @@ class StepConfig:
     feature_matching_weight: float = 1.0
     commitment_weight: float = 0.25
     """Weight of the distance between latents and the entries of each codebook."""
-    residual_weight: float = 0.0
-    """Weight of the distance between latents and the sum of all codebooks' entries."""
     speech_weight: float = 0.0
     """Weight of the distance in a recogniser's hidden states; 0: none is computed."""
     ema_decay: float = 0.0
     """Decay of the moving average of the codec's weights; 0: none is kept."""
     loss_frames: int | None = None
     """Frames of the decoded window that enter the losses; all by default."""
-    decoder_only: bool = False
-    """Whether encoder and codebooks are frozen, bit by bit, because a language model has learned their codes."""
     bf16: bool = False
 
 
@@ -106,8 +100,8 @@ class EncodedWindow(NamedTuple):
     """(clips, window * hop)."""
     latent: torch.Tensor
     """(clips, window, latent)."""
-    loss: torch.Tensor | None
-    """Of encoder and codebooks; None where they are frozen."""
+    loss: torch.Tensor
+    """Loss of encoder and codebooks."""
     metrics: dict[str, torch.Tensor]
 
 
@@ -126,11 +120,7 @@ class CodecTrainer:
         self.rate = torch.zeros((), device=self.device)
         on_cuda = self.device.type == "cuda"
         network = model.network
-        if step_config.decoder_only:
-            network.encoder.requires_grad_(False)
-            self.codec_parameters = list(network.decoder.parameters())
-        else:
-            self.codec_parameters = [*network.parameters(), *model.ctc_head.parameters()]
+        self.codec_parameters = [*network.parameters(), *model.ctc_head.parameters()]
         self.discriminator_parameters = list(model.discriminators.parameters())
 
         def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
@@ -142,14 +132,9 @@ class CodecTrainer:
             "codec": optimizer(self.codec_parameters),
             "discriminators": optimizer(self.discriminator_parameters),
         }
-        self.loss_names = tuple(
-            name
-            for name in LOSS_NAMES
-            if not (step_config.decoder_only and name in CODE_LOSSES) and (name != "speech" or model.speech_distance)
-        )
+        self.loss_names = tuple(name for name in LOSS_NAMES if name != "speech" or model.speech_distance)
         self.loss_sums = torch.zeros(len(self.loss_names), device=self.device)
-        self.ema = WeightEMA(network.decoder if step_config.decoder_only else network, step_config.ema_decay)
-        self.lap: Callable[[str], None] = lambda _: None
+        self.ema = WeightEMA(network, step_config.ema_decay)
         self.use_cuda_graph = on_cuda
         self._steps = 0
         self._graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
@@ -157,7 +142,6 @@ class CodecTrainer:
     @torch.no_grad()
     def init_codebooks(self, batches: int = 16) -> None:
         """Initialise the codebooks by k-means on latents of some batches."""
-        assert not self.step_config.decoder_only, "codes would no longer mean what they meant"
         latents = []
         with torch.compiler.set_stance("force_eager"):
             for _ in range(batches):
@@ -209,23 +193,17 @@ class CodecTrainer:
     def _step(self, kind: StepKind) -> None:
         model, step_config = self.model, self.step_config
         batch = self.dataset.draw(step_config.clips)
-        self.lap("draw")
-        target, latent, loss, metrics = (
-            self._encode_frozen(batch) if step_config.decoder_only else self._encode_trainable(batch, kind)
-        )
+        target, latent, loss, metrics = self._encode(batch, kind)
         with self._autocast():
             decoded = model.network.decoder(latent)
-        self.lap("decode")
         target, decoded = self._crop_for_loss(target, decoded)
         mel = model.mel_distance(target, decoded)
-        self.lap("mel distance")
         metrics |= {"mel": mel}
-        loss = MEL_WEIGHT * mel if loss is None else MEL_WEIGHT * mel + loss
+        loss = MEL_WEIGHT * mel + loss
         if model.speech_distance is not None:
             with self._autocast():
                 metrics["speech"] = model.speech_distance(target, decoded)
             loss = loss + step_config.speech_weight * metrics["speech"]
-            self.lap("speech distance")
         if kind.adversarial:
             # The first clips are as good as any: all are drawn at random.
             some = decoded[: step_config.discriminator_clips]
@@ -234,45 +212,24 @@ class CodecTrainer:
             torch.autograd.backward([loss, some], [None, gradient])
         else:
             loss.backward()
-        self.lap("backward")
         metrics["grad_norm"] = nn.utils.clip_grad_norm_(self.codec_parameters, MAX_GRAD_NORM)
         for name, optimizer in self.optimizers.items():
             if name == "codec" or kind.adversarial:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         self.ema.update()
-        self.lap("optimizer")
         zero = self.loss_sums.new_zeros(())
         self.loss_sums += torch.stack([metrics.get(name, zero).detach().float() for name in self.loss_names])
 
-    def _encode_trainable(self, batch: AudioBatch, kind: StepKind) -> EncodedWindow:
+    def _encode(self, batch: AudioBatch, kind: StepKind) -> EncodedWindow:
         """Encode with the encoder and codebooks that are being trained."""
         step_config = self.step_config
         latent = self.latent(batch.waves)
-        self.lap("encode")
         quantized = self.model.quantiser(latent, batch.mask, self._codebook_depths())
-        self.lap("quantize")
         ctc = self._ctc(quantized.first, batch) if kind.ctc else latent.new_zeros(())
-        self.lap("ctc")
         loss = step_config.ctc_weight * ctc + step_config.commitment_weight * quantized.commitment
-        loss = loss + step_config.residual_weight * quantized.residual
-        metrics = {"commitment": quantized.commitment, "residual": quantized.residual, "ctc": ctc}
+        metrics = {"commitment": quantized.commitment, "ctc": ctc}
         return EncodedWindow(*self._window(batch, quantized.latent), loss, metrics)
-
-    def _encode_frozen(self, batch: AudioBatch) -> EncodedWindow:
-        """Encode with a frozen encoder and codebooks: the very codes that a language model learns, in fp32.
-
-        No gradient is needed here. Only the decoded window is quantized, always with all codebooks: no language model
-        leaves some of them out.
-        """
-        with full_precision(self.device):
-            latent = self.model.network.encoder(self.model.network.log_mel(batch.waves))
-            self.lap("encode")
-            target, latent = self._window(batch, latent)
-            latent = self.model.quantiser.quantize(latent)
-        self.lap("quantize")
-        # Copied, since what was made under `exactly` is an inference tensor and may take no part in a backward pass.
-        return EncodedWindow(target.clone(), latent.clone(), None, {})
 
     def _discriminate(
         self, target: torch.Tensor, decoded: torch.Tensor
@@ -281,18 +238,15 @@ class CodecTrainer:
         detached = decoded.detach().requires_grad_()
         with self._autocast():
             losses = self.model.discriminators(target, detached)
-        self.lap("discriminators forward")
         gradients = torch.autograd.grad(losses.discriminator, self.discriminator_parameters, retain_graph=True)
         for parameter, gradient in zip(self.discriminator_parameters, gradients, strict=True):
             parameter.grad = gradient
         norm = nn.utils.clip_grad_norm_(self.discriminator_parameters, MAX_GRAD_NORM)
-        self.lap("discriminators backward")
         config = self.step_config
         generator_loss = (
             config.adversarial_weight * losses.adversarial + config.feature_matching_weight * losses.feature_matching
         )
         (gradient,) = torch.autograd.grad(generator_loss, detached)
-        self.lap("generator gradient")
         return gradient, {**losses._asdict(), "discriminator_grad_norm": norm}
 
     def _ctc(self, first: torch.Tensor, batch: AudioBatch) -> torch.Tensor:
