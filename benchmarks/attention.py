@@ -33,7 +33,7 @@ from benchmarks.synthetic import (
     TURN_TOKENS,
 )
 
-from myna.data.packing import first_fit_decreasing
+from myna.data.loader import first_fit_decreasing
 from myna.models.attention import packed_causal_attention
 from myna.models.higgs_v2.packing import PackedAttention
 from myna.models.higgs_v2.render import FRAME_RATE

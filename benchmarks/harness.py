@@ -35,7 +35,7 @@ from benchmarks.synthetic import (
 from benchmarks.variants import Variant
 
 from myna.core.config import Recipe, load_recipe, override, parse_recipe
-from myna.data.packing import first_fit_decreasing
+from myna.data.loader import first_fit_decreasing
 from myna.models.base import RenderedSequence
 from myna.models.lora import make_trainable
 from myna.train.distributed import init_accelerator

@@ -48,8 +48,7 @@ from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import DataError
 from myna.data.code_store import FORMAT, INDEX_FILE
 from myna.data.dataset import DatasetInfo
-from myna.data.loader import PREFETCH_STEPS, Shard, start_workers
-from myna.data.packing import first_fit_decreasing
+from myna.data.loader import PREFETCH_STEPS, Shard, first_fit_decreasing, start_workers
 from myna.data.workers import WorkerPool
 from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.family import HiggsV2

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from myna.data.packing import first_fit_decreasing
+from myna.data.loader import first_fit_decreasing
 from myna.models.base import IGNORE_INDEX, RenderedSequence
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.checkpoint import meta_model

@@ -778,7 +778,7 @@ class AnswerModel:
         progress: ProgressCallback = silent,
     ) -> list[GeneratedAnswer]:
         """The same for many recordings, answered in batches."""
-        from myna.data.pronunciation.assessment import DEFAULT_QUESTION
+        from myna.data.pronunciation import DEFAULT_QUESTION
 
         text = question if question is not None else DEFAULT_QUESTION
         self._constrain(constrained)
@@ -803,7 +803,7 @@ class AnswerModel:
         from myna.core.io import check_output_file, save_text
         from myna.data.dataset import PreparedDataset
         from myna.data.overlap import ComparedClip
-        from myna.data.pronunciation.metrics import assessment_table
+        from myna.data.pronunciation import assessment_table
         from myna.speak.answering import DatasetAnswers
 
         for file in (Path(out), self.scores_file(out)):
@@ -865,7 +865,7 @@ class AnswerModel:
         return {clip.id: "" for clip in compared} | trained.find(compared), ()
 
     def _constrain(self, constrained: bool) -> None:
-        from myna.data.pronunciation.grammar import answer_grammar
+        from myna.data.pronunciation import answer_grammar
 
         self.engine.grammar = answer_grammar() if constrained else None
 

@@ -14,8 +14,7 @@ from myna.core.io import file_hash
 from myna.data.code_store import codes_key
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance, write_manifest
 from tests.data.kill_helper import FakeCodec
 
 

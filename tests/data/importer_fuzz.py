@@ -38,9 +38,8 @@ from myna.audio.files import read_audio
 from myna.core.errors import MynaError
 from myna.data.code_store import span_bounds
 from myna.data.importers import FORMATS, import_source, write_import
-from myna.data.importers.reading import AUDIO_SUFFIXES
-from myna.data.manifest import read_manifest
-from myna.data.utterance import TASKS
+from myna.data.importers.records import AUDIO_SUFFIXES
+from myna.data.manifest import TASKS, read_manifest
 
 MAX_SECONDS = 10.0
 MAX_BYTES = 2 * 10**9

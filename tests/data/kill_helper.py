@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
 from myna.data.encoding import encode_dataset
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 
 SHARD_SECONDS = 0.5
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from myna.core.io import file_hash
 from myna.data.importers import ImportResult, import_source
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance, write_manifest
 from myna.text.normalization import normalise_text
 
 Write = Callable[[Path, list[Utterance]], Path]

@@ -30,7 +30,7 @@ from myna.audio.files import read_audio
 from myna.core.errors import AudioError, DataError
 from myna.data.code_store import CodeStore, codes_key
 from myna.data.encoding import PlannedClip, encode_dataset, group_into_shards
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 from tests.data.corpora import utterance_key
 from tests.data.kill_helper import SHARD_SECONDS, FakeCodec, corpus
 

@@ -31,7 +31,7 @@ from myna.data.corrections import (
     correct_utterances,
     load_corrections,
 )
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 from tests.data.segment_rows import segment, segments_table
 

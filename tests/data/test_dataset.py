@@ -17,9 +17,8 @@ from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.dataset import DATASET_INFO_FILE, DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
-from myna.data.manifest import write_manifest
+from myna.data.manifest import Span, Utterance, write_manifest
 from myna.data.manifest_table import TABLE_FILE
-from myna.data.utterance import Span, Utterance
 from tests.data.corpora import prepared, said, utterance_key
 from tests.data.kill_helper import FakeCodec
 

@@ -10,7 +10,7 @@ import pytest
 
 from myna.core.io import bytes_hash
 from myna.data.importers import ImportResult, import_source
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 from tests.data.sources import write_json, write_lines
 
 SYSTEM = "Generate audio following instruction.\n\n<|scene_desc_start|>\nA quiet room.\n<|scene_desc_end|>"

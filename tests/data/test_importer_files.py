@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from myna.data.importers import import_source
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 from tests.data.sources import write_json
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from myna.core.errors import DataError
 from myna.core.io import file_hash
-from myna.data.importers import hf, import_source
-from myna.data.utterance import Utterance
+from myna.data.importers import import_source, tables
+from myna.data.manifest import Utterance
 from tests.data import sources
 
 
@@ -38,7 +38,7 @@ def check(source: str | Path, media: Path, clips: list[Path]) -> None:
 def test_parquet_in_parts(
     tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "BATCH", 3)
+    monkeypatch.setattr(tables, "RECORDS_PER_BATCH", 3)
     (tmp_path / "data").mkdir()
     pq.write_table(pa.Table.from_pylist(rows[:5]), tmp_path / "data" / "train-0.parquet")
     pq.write_table(pa.Table.from_pylist(rows[5:]), tmp_path / "data" / "train-1.parquet")
@@ -50,7 +50,7 @@ def test_parquet_in_parts(
 def test_arrow(
     tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "BATCH", 3)
+    monkeypatch.setattr(tables, "RECORDS_PER_BATCH", 3)
     table = pa.Table.from_pylist(rows)
     new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
     with new(str(tmp_path / "data.arrow"), table.schema) as writer:

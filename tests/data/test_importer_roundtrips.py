@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.data.importers import FORMATS, ImportResult
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 from myna.text.normalization import normalise_text
 from tests.data import sources
 from tests.data.sources import Write, expected, found, imported

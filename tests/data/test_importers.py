@@ -15,9 +15,8 @@ import soundfile
 from myna.audio.files import AudioInfo, check_audio
 from myna.core.errors import DataError
 from myna.data.importers import FORMATS, ImportResult, detect_format, import_source, write_import
-from myna.data.importers.base import RejectionReason
-from myna.data.manifest import read_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.importers.records import RejectionReason
+from myna.data.manifest import Span, Utterance, read_manifest
 from tests.data import sources
 from tests.data.sources import write_json, write_lines
 
@@ -259,7 +258,7 @@ def test_a_format_we_do_not_have_and_a_source_that_is_gone(tmp_path: Path) -> No
 
 
 def test_descriptions_are_one_line() -> None:
-    assert all(importer.DESCRIPTION and "\n" not in importer.DESCRIPTION for importer in FORMATS.values())
+    assert all(importer.description and "\n" not in importer.description for importer in FORMATS.values())
 
 
 def test_our_own_manifest_is_not_a_conversation(tmp_path: Path, clips: list[Path]) -> None:

@@ -11,8 +11,7 @@ from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.lengths import count_text_tokens
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from tests.data.corpora import prepared, said
 from tests.data.test_loader import Characters, load
 

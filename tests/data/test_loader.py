@@ -19,9 +19,8 @@ from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.lengths import LengthEstimator
-from myna.data.loader import Loader, Shard
-from myna.data.packing import first_fit_decreasing
-from myna.data.utterance import Utterance
+from myna.data.loader import Loader, Shard, first_fit_decreasing
+from myna.data.manifest import Utterance
 from tests.data.corpora import prepared, said
 
 ROW = 1000

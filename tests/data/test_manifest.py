@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.core.errors import DataError
-from myna.data.manifest import iterate_manifest, read_manifest, write_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance, iterate_manifest, read_manifest, write_manifest
 from tests.data import sources
 
 anything = st.recursive(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myna.data.packing import first_fit_decreasing
+from myna.data.loader import first_fit_decreasing
 
 
 def by_definition(lengths: list[int], budget: int) -> list[list[int]]:

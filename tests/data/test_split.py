@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from myna.core.errors import DataError
 from myna.data.dataset import PreparedDataset
+from myna.data.manifest import Span, Utterance
 from myna.data.split import (
     SPEAKERS,
     SUBSETS,
@@ -24,7 +25,6 @@ from myna.data.split import (
     split_dataset,
     subset_members,
 )
-from myna.data.utterance import Span, Utterance
 from myna.text.normalization import alphanumeric
 from tests.data.corpora import prepared, said
 

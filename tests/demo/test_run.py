@@ -26,8 +26,7 @@ from myna.audio.files import read_audio, write_audio
 from myna.cli import app
 from myna.core.errors import ConfigError, DataError, ModelError, MynaError
 from myna.data.dataset import PreparedDataset
-from myna.data.manifest import read_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, read_manifest
 from myna.demo.report import AFTER, BEFORE, DemoResult
 from myna.demo.run import STRENGTHS, demo_recipe, run_demo
 from myna.evaluate.items import EvalItem

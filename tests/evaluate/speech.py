@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples, write_audio
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.scorers import Scorers
 from myna.evaluate.systems import SystemOutput

@@ -23,9 +23,15 @@ from myna.cli import app
 from myna.core.config import SpeechEvalSettings, absolute_scorer
 from myna.core.errors import OutputError, TrainingError
 from myna.core.statistics import Estimate, RatioPart, paired_difference
-from myna.data.pronunciation.assessment import SCORES, Assessment, read_assessment
-from myna.data.pronunciation.metrics import MISPRONUNCIATION_F1, AssessmentTable, assessment_table
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
+from myna.data.pronunciation import (
+    MISPRONUNCIATION_F1,
+    SCORES,
+    Assessment,
+    AssessmentTable,
+    assessment_table,
+    read_assessment,
+)
 from myna.evaluate import runner, scorers
 from myna.evaluate.eval_set import split_items
 from myna.evaluate.evaluation import count_looped, estimate_metrics

@@ -19,7 +19,7 @@ from myna.core.config import DataSettings
 from myna.core.errors import MynaError
 from myna.data.dataset import PreparedDataset
 from myna.data.importers import FORMATS, ImportResult, import_source
-from myna.data.pairing import ReferenceSampler
+from myna.data.references import ReferenceSampler
 from myna.data.split import TEXTS, TRAIN
 from tests.audio.media import RATE, write_container
 from tests.tone_corpus import SAMPLE_RATE, tone_speech

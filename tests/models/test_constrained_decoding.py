@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from myna.core.errors import ModelError
-from myna.data.pronunciation.assessment import ParsedAnswers, read_answer
-from myna.data.pronunciation.grammar import answer_grammar
+from myna.data.pronunciation import ParsedAnswers, answer_grammar, read_answer
 from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
 from myna.models.phi4.tiny import SPECIAL_TOKENS, tiny_tokenizer
 

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from myna.audio.files import write_audio
 from myna.cli import app
 from myna.core.errors import MynaError
-from myna.data.pronunciation.assessment import ParsedAnswers, read_assessment
-from myna.data.pronunciation.metrics import MISPRONUNCIATION_F1, score_answers
+from myna.data.pronunciation import MISPRONUNCIATION_F1, ParsedAnswers, read_assessment, score_answers
 from tests.tone_learners import RATE, lines, recipe, record, sound
 
 pytestmark = pytest.mark.slow

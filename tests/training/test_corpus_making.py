@@ -42,8 +42,7 @@ from corpus_making.written_forms import GIVEN_NAMES, spoken_form, with_dotted_ti
 from myna.core.errors import DataError
 from myna.data.hash_rng import string_hash
 from myna.data.importers import import_source
-from myna.data.manifest import read_manifest, write_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance, read_manifest, write_manifest
 from myna.text.normalization import normalise_text
 
 RATE = 24_000

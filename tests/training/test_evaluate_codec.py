@@ -21,8 +21,7 @@ from codec_evaluation import metrics, real_speech
 from corpus_making.held_out import is_held_out
 from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ConfigError, DataError
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from myna.listen.speaker_encoders import EcapaNetwork
 from myna.models.mel_codec.codec import save_mel_codec
 from myna.models.mel_codec.network import MelCodecNetwork

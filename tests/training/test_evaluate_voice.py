@@ -18,8 +18,7 @@ from corpus_making.held_out import is_held_out, is_held_out_line
 from init_fledgling import Size, make
 from myna.audio.files import Samples
 from myna.core.errors import ConfigError, DataError
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from myna.listen.asr import ASR, Transcript
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding

@@ -14,8 +14,7 @@ from rapidfuzz.distance import Levenshtein
 
 from myna.core.errors import ModelError
 from myna.data.importers import import_source
-from myna.data.pronunciation.assessment import read_assessment
-from myna.data.pronunciation.metrics import mispronounced
+from myna.data.pronunciation import mispronounced, read_assessment
 from myna.models import open_family
 from simulated_learners.learner import Learner, SpokenWord, mispronounce, score_record
 from simulated_learners.phones import ARPABET_TO_ESPEAK, CONFUSIONS, Phone, format_espeak, parse_espeak

@@ -11,7 +11,7 @@ import pytest
 
 import report
 from myna.data.importers import import_source, write_import
-from myna.data.pronunciation.assessment import read_assessment
+from myna.data.pronunciation import read_assessment
 from myna.models.phi4.tiny import save_tiny
 from tests.tone_learners import lines, record
 

@@ -42,8 +42,7 @@ from codec_training.recordings import (
 from codec_training.trainer import MAX_GRAD_NORM, CodecTrainer, CodecTrainingModel, StepConfig, StepKind
 from corpus_making.held_out import is_held_out
 from myna.core.errors import CheckpointError, DataError, TrainingError
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance, write_manifest
 from myna.models.mel_codec.codec import MelCodec
 from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecNetwork, ResidualVectorQuantizer, mel_filters
 

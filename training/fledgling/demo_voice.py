@@ -28,8 +28,7 @@ from corpus_making.kokoro import (
 )
 from myna.core.errors import DataError, MynaError
 from myna.core.io import atomic_write
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 
 SPEED_FACTORS = (0.95, 1.05)
 TARGET_RMS = 0.08

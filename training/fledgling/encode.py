@@ -35,8 +35,7 @@ from myna.data.codec import Encoder
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
 from myna.data.lengths import count_text_tokens
-from myna.data.manifest import iterate_manifest, missing_manifest_error, read_manifest, write_manifest
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance, iterate_manifest, missing_manifest_error, read_manifest, write_manifest
 from myna.models import open_family
 from myna.models.base import Family
 from myna.models.codec_checks import check_clips, full_precision

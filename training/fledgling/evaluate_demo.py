@@ -24,8 +24,7 @@ from codec_training.recordings import decode, recordings
 from myna.audio.files import write_audio
 from myna.core.io import atomic_write
 from myna.data.hash_rng import string_hash
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from myna.listen.asr import ASR
 
 SAMPLE_RATE = 24_000

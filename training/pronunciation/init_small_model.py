@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from myna.core.errors import ModelError, MynaError
-from myna.data.pronunciation.assessment import DEFAULT_QUESTION, read_assessment
+from myna.data.pronunciation import DEFAULT_QUESTION, read_assessment
 from myna.models.phi4.tiny import SPECIAL_TOKENS, save_tiny
 
 HIDDEN, LAYERS, BLOCKS, CHANNELS = 384, 6, 6, 32

@@ -30,7 +30,7 @@ from benchmarks.figures import save_figures
 from myna.core.errors import DataError, MynaError
 from myna.core.io import atomic_write
 from myna.data.manifest import read_manifest
-from myna.data.pronunciation.metrics import (
+from myna.data.pronunciation import (
     MISPRONUNCIATION_F1,
     PER,
     canonical_answers,

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from myna.core.errors import DataError, MynaError
 from myna.data.dataset import PreparedDataset
-from myna.data.pronunciation.assessment import read_answer
+from myna.data.pronunciation import read_answer
 from myna.models import open_family
 from myna.models.base import get_base_model
 from myna.models.phi4.audio_encoder import encode_audio

@@ -21,9 +21,8 @@ from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS
 from myna.curate.refine import segment_id
 from myna.curate.settings import HoldOutSettings
 from myna.curate.table import set_columns
-from myna.data.manifest import write_manifest
+from myna.data.manifest import Utterance, write_manifest
 from myna.data.split import assign_subsets
-from myna.data.utterance import Utterance
 from myna.text.normalization import base_language
 from myna.text.spoken_forms import normalise_spoken_text
 

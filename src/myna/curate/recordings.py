@@ -21,7 +21,7 @@ from myna.audio.signal_measures import clipped_share
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, file_hash, fsync
 from myna.curate.settings import ListenSettings
-from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
+from myna.data.importers.records import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
 
 CURATION_RATE = 24_000
 SAMPLES_PER_MS = CURATION_RATE // 1000

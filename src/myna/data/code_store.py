@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, bytes_hash, file_hash, fsync
 from myna.data.codec import Codes
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 
 FORMAT = "1"
 INDEX_FILE = "index.arrow"

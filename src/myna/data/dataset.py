@@ -17,8 +17,8 @@ from myna.core.io import atomic_write
 from myna.data.code_store import CodeStore, prepare_command
 from myna.data.codec import Codes, Encoder
 from myna.data.hash_rng import IdHashes, string_hash
+from myna.data.manifest import Utterance
 from myna.data.manifest_table import Indices, ManifestTable, open_manifest_table
-from myna.data.utterance import Utterance
 
 DATASET_INFO_FILE = "prepared.json"
 

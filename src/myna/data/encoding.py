@@ -39,7 +39,7 @@ from myna.data.code_store import (
     write_index_file,
 )
 from myna.data.codec import Codes, Encoder, NotifyCallback, Samples
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 
 READER_THREADS = min(8, os.cpu_count() or 1)
 GPU_SHARDS = 8

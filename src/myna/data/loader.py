@@ -11,29 +11,116 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count, islice
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.core.io import bytes_hash
-from myna.data.batch_builder import BatchBuilder, BatchT, PlannedSequence, SequenceT
-from myna.data.conversation import Conversation
+from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.hash_rng import permutation
 from myna.data.lengths import LengthEstimator, SequenceLengths
+from myna.data.manifest import Utterance
 from myna.data.manifest_table import Indices
-from myna.data.packing import first_fit_decreasing
-from myna.data.pairing import ReferenceLists, ReferenceSampler
-from myna.data.utterance import Utterance
+from myna.data.references import ReferenceLists, ReferenceSampler
 from myna.data.workers import WorkerPool
+
+
+def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit-decreasing bin packing: rows of indices into `lengths`, each row at most `budget` long."""
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    if longest_first and lengths[longest_first[0]] > budget:
+        raise ValueError(f"a sequence of {lengths[longest_first[0]]} does not fit a row of {budget}")
+    # A segment tree: leaves are rows, a node holds the largest free space below it, so the first row with enough space
+    # is found on the way down. Empty rows count as free. No two rows can be half empty, so these leaves are enough.
+    leaves = 1
+    while leaves < 2 * sum(lengths) // budget + 1:
+        leaves *= 2
+    free = [budget] * (2 * leaves)
+    rows: list[list[int]] = []
+    for index in longest_first:
+        length, node = lengths[index], 1
+        while node < leaves:
+            node *= 2
+            if free[node] < length:
+                node += 1
+        if node - leaves == len(rows):
+            rows.append([])
+        rows[node - leaves].append(index)
+        free[node] -= length
+        while node > 1:
+            left, right = free[node], free[node ^ 1]
+            largest = left if left > right else right
+            node //= 2
+            if free[node] == largest:
+                break
+            free[node] = largest
+    return rows
+
+
+SequenceT = TypeVar("SequenceT", bound=Sized)
+BatchT = TypeVar("BatchT")
+
+
+class PlannedSequence(NamedTuple):
+    """A sequence to be rendered: its utterances as indices into the manifest table."""
+
+    target: int
+    references: tuple[int, ...]
+    length: int | None
+    """In tokens; None where nothing is packed."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchBuilder(Generic[SequenceT, BatchT]):
+    """Renders planned sequences and collates them, with the family's `render` and `collate`."""
+
+    dataset: PreparedDataset
+    settings: DataSettings
+    render: Callable[[Conversation], SequenceT]
+    collate: Callable[[list[SequenceT]], BatchT]
+
+    def __call__(self, planned: Sequence[PlannedSequence]) -> BatchT:
+        return self.collate([self._sequence(sequence) for sequence in planned])
+
+    def _sequence(self, planned: PlannedSequence) -> SequenceT:
+        sequence = self.render(self.conversation(planned.target, planned.references))
+        if planned.length not in (None, len(sequence)):
+            id = self.dataset.table.id[planned.target]
+            raise DataError(
+                f"{id} was counted as {planned.length} tokens and takes {len(sequence)}",
+                hint=f"rm {self.dataset.store.codes_folder}/tokens-*.arrow, and begin again: they are counted anew",
+            )
+        return sequence
+
+    def conversation(self, target: int, references: Sequence[int]) -> Conversation:
+        """The training conversation of a target and its references, all given by index."""
+        table = self.dataset.table
+
+        def clip(index: int, *, is_target: bool = False) -> AudioClip:
+            codes, reference_only = self.dataset.codes_at(index), not table.is_target[index]
+            return AudioClip(table.id[index].as_py(), codes, is_target, bool(reference_only))
+
+        id: str = table.id[target].as_py()
+        if answer := table.answer[target].as_py():
+            return answer_conversation(table.question.value_at(target), clip(target), id=id, answer=answer)
+        return speech_conversation(
+            table.text[target].as_py(),
+            id=id,
+            references=tuple(Reference(table.text[index].as_py(), clip(index)) for index in references),
+            target=clip(target, is_target=True),
+            scene=table.scene.value_at(target) or self.settings.scene,
+            reference_placement=self.settings.reference_placement,
+        )
+
 
 PREFETCH_STEPS = 2
 """Steps that are built ahead, if those are enough to keep all workers busy."""

@@ -27,8 +27,7 @@ from myna.core.io import file_hash
 from myna.data import code_store
 from myna.data.code_store import CodeStore, prepare_command, read_cached_arrow, write_arrow
 from myna.data.hash_rng import IdHashes, string_hash
-from myna.data.manifest import iterate_manifest, missing_manifest_error
-from myna.data.utterance import SPEAKER_TAG, Span, Utterance
+from myna.data.manifest import SPEAKER_TAG, Span, Utterance, iterate_manifest, missing_manifest_error
 
 FORMAT = "4"
 MANIFEST_FILE, TABLE_FILE = "manifest.jsonl", "utterances.arrow"

@@ -13,8 +13,8 @@ from myna.core.config import Recipe
 from myna.core.io import file_hash
 from myna.data.code_store import codes_key
 from myna.data.dataset import PreparedDataset, Utterances
-from myna.data.pairing import ReferenceSampler
-from myna.data.utterance import Span
+from myna.data.manifest import Span
+from myna.data.references import ReferenceSampler
 from myna.text.normalization import normalise_text
 
 OverlapKind = Literal["audio", "words"]

@@ -19,10 +19,10 @@ from myna.data.corrections import check_corrections_applied, corrected_utterance
 from myna.data.dataset import DataFolder, DatasetInfo, PreparedDataset
 from myna.data.encoding import ShardEncoder, encode_dataset
 from myna.data.importers import check_source, import_source, write_import
-from myna.data.importers.reading import OUTPUT_FILES
+from myna.data.importers.records import OUTPUT_FILES
 from myna.data.importers.validation import TextCheck
 from myna.data.lengths import LengthEstimator, count_text_tokens
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 
 
 class EncodingModel(LengthEstimator, Protocol):

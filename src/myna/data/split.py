@@ -29,8 +29,7 @@ from myna.data.code_store import CodeStore, span_bounds, write_index
 from myna.data.codec import NotifyCallback
 from myna.data.dataset import DataFolder, PreparedDataset
 from myna.data.hash_rng import string_hash
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from myna.text.normalization import alphanumeric
 
 Subset = Literal["train", "held_out_texts", "held_out_speakers"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 from myna.evaluate.evaluation import MetricEstimates, count_looped, estimate_differences, estimate_metrics
 from myna.evaluate.items import clip_seconds
 from myna.evaluate.metrics import METRICS_BY_KEY

@@ -29,9 +29,8 @@ from myna.core.config import override, parse_recipe
 from myna.core.errors import MynaError
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
-from myna.data.manifest import read_manifest, write_manifest
+from myna.data.manifest import Utterance, read_manifest, write_manifest
 from myna.data.split import TEXTS, TRAIN, subset_folder
-from myna.data.utterance import Utterance
 from myna.demo.report import AFTER, BEFORE, DemoResult, demo_page
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
 from myna.evaluate.items import EvalItem, EvalSet

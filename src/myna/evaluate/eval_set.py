@@ -14,8 +14,8 @@ from myna.core.errors import DataError
 from myna.core.io import is_file
 from myna.data.dataset import PreparedDataset
 from myna.data.hash_rng import string_hash
-from myna.data.pairing import ReferenceSampler
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
+from myna.data.references import ReferenceSampler
 from myna.evaluate.items import EvalItem, EvalSet, clip_seconds
 from myna.evaluate.scoring import ItemScores
 from myna.text.normalization import normalise_text

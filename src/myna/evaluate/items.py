@@ -10,7 +10,7 @@ from typing import Literal
 
 from myna.audio.files import Samples, probe, read_audio
 from myna.core.io import bytes_hash, file_hash
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 from myna.text.normalization import UNSPACED, base_language
 
 LengthClass = Literal["word", "sentence", "long"]

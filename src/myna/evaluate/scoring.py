@@ -14,7 +14,7 @@ import numpy as np
 from myna.audio.files import Samples, read_audio
 from myna.audio.mono import LISTENING_RATE
 from myna.core.progress import ProgressCallback
-from myna.data.utterance import Span, Utterance
+from myna.data.manifest import Span, Utterance
 from myna.evaluate.acoustics import ACOUSTICS_REVISION, HOP, active_frames, copy_similarity, measure_acoustics
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
 from myna.evaluate.scorers import Scorers

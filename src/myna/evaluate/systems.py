@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from myna.audio.files import Samples
 from myna.data.conversation import AudioClip, Reference
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance
 from myna.evaluate.items import EvalItem, load_clip, recording_key
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION

@@ -13,7 +13,7 @@ from myna.audio.mono import as_mono_16khz
 from myna.core.errors import ConfigError
 from myna.core.io import bytes_hash
 from myna.core.progress import ProgressCallback, silent
-from myna.data.utterance import SPEAKER_TAG, Utterance
+from myna.data.manifest import SPEAKER_TAG, Utterance
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import torch_threads
 from myna.evaluate.scorers import SCORING_WORKERS, Scorers

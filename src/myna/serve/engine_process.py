@@ -374,7 +374,7 @@ class AnswerWorker:
 
     def step(self) -> list[RequestEvent]:
         """Answer those that wait and ask for the same kind of answer as the first."""
-        from myna.data.pronunciation.grammar import answer_grammar
+        from myna.data.pronunciation import answer_grammar
 
         first, engine = self._waiting[0], self._engine
         kind = first.max_tokens, first.constrained

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse
 
-from myna.data.pronunciation.assessment import DEFAULT_QUESTION
+from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
 from myna.serve.api_errors import ApiError
 from myna.serve.context import ServerContext, server_context, unless_disconnected

@@ -14,7 +14,7 @@ from myna.core.errors import SpeakError
 from myna.data.codec import Codes, Encoder
 from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.pronunciation.metrics import AssessmentTable
+from myna.data.pronunciation import AssessmentTable
 from myna.models.base import Family, GeneratedAnswer, require_answering
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip

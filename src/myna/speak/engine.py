@@ -24,7 +24,7 @@ from myna.core.errors import ReferenceWarning, SpeakError
 from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
-from myna.data.utterance import SPEAKER_TAG, Span
+from myna.data.manifest import SPEAKER_TAG, Span
 from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
 from myna.models.metadata import WeightsMetadata
 from myna.models.ref import ModelRef

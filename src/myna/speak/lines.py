@@ -9,12 +9,18 @@ from typing import Any
 
 from myna.core.errors import OutputError, SpeakError
 from myna.core.io import claim_folder, is_file, safe_file_name
-from myna.data.importers import chatml
-from myna.data.importers.base import ImportContext, RecordError, SourceRecord
-from myna.data.importers.conversations import ImportedClip, open_text, transcribed_clips
-from myna.data.importers.fields import require_field, require_type
-from myna.data.importers.reading import find_file, json_records, nonblank_lines
-from myna.data.utterance import Span
+from myna.data.importers.conversations import ImportedClip, open_text, parse_conversation, transcribed_clips
+from myna.data.importers.records import (
+    ImportContext,
+    RecordError,
+    SourceRecord,
+    find_file,
+    json_records,
+    nonblank_lines,
+    require_field,
+    require_type,
+)
+from myna.data.manifest import Span
 from myna.speak.validation import check_speech_text
 from myna.text.normalization import normalise_text
 
@@ -168,7 +174,7 @@ def _listed(value: Any, name: str) -> list[str]:
 def _from_chatml(record: SourceRecord, context: ImportContext) -> SpeechLine:
     """The open words of the user; or those of the last clip, where the sample holds its answer."""
     assert record.line is not None
-    sample = chatml.parse_conversation(record, context)
+    sample = parse_conversation(record, context)
     clips = [(clip, text) for clip, text, _ in transcribed_clips(sample)]
     text = open_text(sample)
     if not text and clips and sample.turns[-1].role == "assistant":

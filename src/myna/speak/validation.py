@@ -9,7 +9,7 @@ from pathlib import Path
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
 from myna.core.errors import SpeakError
-from myna.data.utterance import SPEAKER_TAG, Span
+from myna.data.manifest import SPEAKER_TAG, Span
 from myna.text.normalization import normalise_text
 
 MAX_REFERENCE_SECONDS = 60.0

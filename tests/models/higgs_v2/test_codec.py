@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from myna.core.errors import CheckpointError, ModelError
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from myna.models.higgs_v2 import codec as codec_module
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, sinc_resample
 from myna.models.higgs_v2.tiny import save_tiny_codec

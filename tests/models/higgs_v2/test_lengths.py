@@ -22,8 +22,7 @@ from myna.data.conversation import AudioClip, Conversation, Reference, Turn, spe
 from myna.data.dataset import DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
 from myna.data.loader import Loader, Shard
-from myna.data.manifest import write_manifest
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 from myna.models import open_family
 from myna.models.base import RenderedSequence
 from myna.models.higgs_v2.family import HiggsV2

@@ -10,8 +10,7 @@ import torch
 
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
-from myna.data.pronunciation.assessment import ParsedAnswers, read_answer
-from myna.data.pronunciation.grammar import answer_grammar
+from myna.data.pronunciation import ParsedAnswers, answer_grammar, read_answer
 from myna.models.phi4.checkpoint import eos_ids
 from myna.models.phi4.family import Phi4
 from tests.models.phi4.test_forward import heard_by_stock

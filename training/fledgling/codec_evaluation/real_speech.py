@@ -30,7 +30,7 @@ from myna.audio.signal_measures import speech_level_db
 from myna.core.errors import DataError
 from myna.core.io import atomic_write
 from myna.data.hash_rng import string_hash
-from myna.data.importers.reading import list_recordings
+from myna.data.importers.records import list_recordings
 from myna.listen.asr import ASR
 from myna.listen.speaker_encoders import EcapaEncoder
 from myna.text.wer import ErrorCount, character_errors, word_errors

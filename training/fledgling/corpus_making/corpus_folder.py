@@ -26,8 +26,7 @@ from corpus_making.held_out import is_held_out
 from corpus_making.loudness import Samples
 from myna.core.errors import DataError
 from myna.core.io import atomic_write
-from myna.data.manifest import missing_manifest_error
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, missing_manifest_error
 from myna.text.normalization import normalise_text
 
 SAMPLE_RATE = 24_000

@@ -22,10 +22,9 @@ from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.curate.text_measures import measure_text
 from myna.data.corrections import Correction, correct_utterances, load_corrections
 from myna.data.hash_rng import string_hash
-from myna.data.manifest import iterate_manifest
+from myna.data.manifest import Utterance, iterate_manifest
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row
 from myna.data.split import DatasetSplit
-from myna.data.utterance import Utterance
 
 LARGE_COLUMNS = ("embedding", "fingerprint")
 MEASURED_CLIPS = 2000

@@ -15,13 +15,21 @@ from pathlib import Path
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, disk_error
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers import chatml, folder, hf, ljspeech, metadata_json, ms_swift, myna, table
-from myna.data.importers.base import ImportContext, Importer, RejectedRecord, RejectionReason
-from myna.data.importers.reading import AUDIO_SUFFIXES, OTHER_AUDIO_SUFFIXES
+from myna.data.importers.conversations import CHATML, MS_SWIFT
+from myna.data.importers.folders import FOLDER, LJSPEECH, MYNA_MANIFEST
+from myna.data.importers.metadata_json import METADATA_JSON
+from myna.data.importers.records import (
+    AUDIO_SUFFIXES,
+    OTHER_AUDIO_SUFFIXES,
+    ImportContext,
+    Importer,
+    RejectedRecord,
+    RejectionReason,
+)
+from myna.data.importers.scored import SCORED_JSONL, SPEECHOCEAN
+from myna.data.importers.tables import HUGGING_FACE, TABLE
 from myna.data.importers.validation import TextCheck, validate_utterances
-from myna.data.manifest import write_manifest
-from myna.data.pronunciation import scored_jsonl, speechocean
-from myna.data.utterance import Utterance
+from myna.data.manifest import Utterance, write_manifest
 
 __all__ = [
     "FORMATS",
@@ -35,16 +43,16 @@ __all__ = [
 ]
 
 FORMATS: dict[str, Importer] = {
-    "myna": myna,
-    "folder": folder,
-    "ljspeech": ljspeech,
-    "table": table,
-    "metadata_json": metadata_json,
-    "chatml": chatml,
-    "ms_swift": ms_swift,
-    "hf": hf,
-    "scored_jsonl": scored_jsonl,
-    "speechocean": speechocean,
+    "myna": MYNA_MANIFEST,
+    "folder": FOLDER,
+    "ljspeech": LJSPEECH,
+    "table": TABLE,
+    "metadata_json": METADATA_JSON,
+    "chatml": CHATML,
+    "ms_swift": MS_SWIFT,
+    "hf": HUGGING_FACE,
+    "scored_jsonl": SCORED_JSONL,
+    "speechocean": SPEECHOCEAN,
 }
 RECORDING_SUFFIXES = frozenset((*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES))
 MAX_NAMED_REJECTIONS = 5
@@ -140,7 +148,7 @@ def _is_raw(path: Path) -> bool:
 
 
 def _list_formats() -> str:
-    return "\n".join(f"  {name:14}{importer.DESCRIPTION}" for name, importer in FORMATS.items())
+    return "\n".join(f"  {name:14}{importer.description}" for name, importer in FORMATS.items())
 
 
 def _wrong_format(source: str, format: str, reason: str) -> DataError:

@@ -1,16 +1,31 @@
-"""Utterances of imported conversations: targets, their transcripts and their references."""
+"""Importers for conversations whose turns hold texts and clips: Boson ChatML and ms-swift."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.fields import require_field, require_type
-from myna.data.importers.reading import json_records
-from myna.data.utterance import Span, Utterance
+from myna.data.importers.records import (
+    ImportContext,
+    Importer,
+    ImportItem,
+    RecordError,
+    SourceRecord,
+    build_utterances,
+    collect_extras,
+    find_file,
+    json_records,
+    parse_span,
+    read_head,
+    require_field,
+    require_type,
+)
+from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 
 T = TypeVar("T")
@@ -115,3 +130,145 @@ def open_text(sample: ImportedConversation) -> str:
 
 def _join(texts: Sequence[str]) -> str:
     return normalise_text(" ".join(texts))
+
+
+# Boson ChatML
+
+
+CHATML_FIELDS = ("id", "messages", "start_index", "speaker", "language", "misc")
+SCENE = re.compile(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", re.DOTALL)
+
+
+def _matches_chatml(source: Path) -> bool:
+    head = read_head(source, ".json", ".jsonl")
+    return '"messages"' in head and '"audios"' not in head
+
+
+def _read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    return read_conversations(source, context, lambda record: parse_conversation(record, context))
+
+
+def parse_conversation(record: SourceRecord, context: ImportContext) -> ImportedConversation:
+    """One sample; its id goes into the record too."""
+    sample = record.data
+    misc = require_type(sample.get("misc") or {}, dict, "misc")
+    record.id = str(misc.get("sample_id") or sample.get("id") or f"{record.source.stem}-{record.line}")
+    messages = read_messages(sample, object)
+    turns = [
+        ImportedTurn(role, list(_chatml_parts(content, context, record.source.parent))) for role, content in messages
+    ]
+    extras = collect_extras({key: value for key, value in sample.items() if key not in CHATML_FIELDS})
+    extras |= collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
+    return ImportedConversation(
+        id=record.id,
+        turns=turns,
+        speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
+        language=str(sample.get("language") or context.language),
+        start=require_type(sample.get("start_index") or 0, int, "start_index"),
+        reference_text=str(misc.get("ref_transcript") or ""),
+        target_text=str(misc.get("target_transcript") or ""),
+        extras=extras | _system_extras(turns),
+    )
+
+
+def _chatml_parts(content: Any, context: ImportContext, folder: Path) -> Iterator[str | ImportedClip]:
+    match content:
+        case str(text) | {"type": "text", "text": str(text)}:
+            yield text
+        case {"type": "audio"}:
+            yield _chatml_clip(content, context, folder)
+        case list():
+            for part in content:
+                yield from _chatml_parts(part, context, folder)
+        case _:
+            raise RecordError("malformed", "`content` is neither text nor audio nor a list of them")
+
+
+def _chatml_clip(content: Mapping[str, Any], context: ImportContext, folder: Path) -> ImportedClip:
+    span = parse_span(content.get("offset"), duration=content.get("duration"))
+    url, raw = content.get("audio_url"), content.get("raw_audio")
+    if url and url != "placeholder":
+        path = require_type(url, str, "audio_url").removeprefix("file://")
+        return ImportedClip(find_file(path, folder, Path()), span)
+    if not raw:
+        raise RecordError("placeholder without clip", "neither `audio_url` nor `raw_audio`")
+    try:
+        data = base64.b64decode(require_type(raw, str, "raw_audio"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RecordError("unreadable audio", f"`raw_audio` is not base64: {error}") from None
+    return ImportedClip(context.save_embedded_audio(data), span)
+
+
+def _system_extras(turns: list[ImportedTurn]) -> dict[str, str]:
+    """The scene, and the rest of the system message."""
+    parts = (part for turn in turns if turn.role == "system" for part in turn.parts)
+    text = "".join(part for part in parts if isinstance(part, str))
+    scene = SCENE.search(text)
+    extras = {"system": SCENE.sub("", text).strip(), "scene": scene[1].strip() if scene else ""}
+    return {key: value for key, value in extras.items() if value}
+
+
+CHATML = Importer(
+    "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}",
+    _matches_chatml,
+    _read_chatml,
+)
+
+
+# ms-swift
+
+
+MS_SWIFT_FIELDS = ("id", "messages", "audios", "speaker", "speaker_id", "language")
+PLACEHOLDER = "<audio>"
+
+
+def _matches_ms_swift(source: Path) -> bool:
+    head = read_head(source, ".json", ".jsonl")
+    return '"messages"' in head and '"audios"' in head
+
+
+def _read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def parse(record: SourceRecord) -> ImportedConversation:
+        sample = record.data
+        record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
+        messages = list(read_messages(sample, str))
+        names = [require_type(name, str, "audios") for name in require_type(sample.get("audios") or [], list, "audios")]
+        clips = [ImportedClip(find_file(name, source.parent, Path())) for name in names]
+        system = " ".join(text for role, text in messages if role == "system").strip()
+        return ImportedConversation(
+            id=record.id,
+            turns=_place_clips(messages, clips),
+            speaker=str(sample.get("speaker") or sample.get("speaker_id") or context.speaker),
+            language=str(sample.get("language") or context.language),
+            extras=collect_extras({k: v for k, v in sample.items() if k not in MS_SWIFT_FIELDS} | {"system": system}),
+        )
+
+    return read_conversations(source, context, parse)
+
+
+def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
+    """Turns with each clip at its placeholder. A lone clip without one is spoken in the assistant's only turn."""
+    placeholders = sum(text.count(PLACEHOLDER) for _, text in messages)
+    answers = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
+    is_transcript = len(clips) == len(answers) == 1 and PLACEHOLDER not in messages[answers[0]][1]
+    if placeholders != len(clips) and not (is_transcript and placeholders == 0):
+        raise RecordError("placeholder without clip", f"{placeholders} {PLACEHOLDER} for {len(clips)} clips")
+    if is_transcript:
+        return [ImportedTurn("assistant", [messages[answers[0]][1], *clips])]
+    remaining = iter(clips)
+    return [ImportedTurn(role, list(_swift_parts(text, remaining))) for role, text in messages]
+
+
+def _swift_parts(text: str, clips: Iterator[ImportedClip]) -> Iterator[str | ImportedClip]:
+    first, *others = text.split(PLACEHOLDER)
+    yield first
+    for other in others:
+        yield next(clips)
+        yield other
+
+
+MS_SWIFT = Importer(
+    "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}",
+    _matches_ms_swift,
+    _read_ms_swift,
+)

@@ -9,13 +9,25 @@ from typing import Any
 
 from myna.audio.files import probe
 from myna.core.errors import AudioError
-from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.fields import collect_extras, require_field, require_type
-from myna.data.importers.reading import find_file, index_file, json_samples, parse_json, read_head, read_transcript
-from myna.data.utterance import SPEAKER_TAG, TASKS, Utterance
+from myna.data.importers.records import (
+    ImportContext,
+    Importer,
+    ImportItem,
+    RecordError,
+    SourceRecord,
+    build_utterances,
+    collect_extras,
+    find_file,
+    index_file,
+    json_samples,
+    parse_json,
+    read_head,
+    read_transcript,
+    require_field,
+    require_type,
+)
+from myna.data.manifest import SPEAKER_TAG, TASKS, Utterance
 from myna.text.normalization import normalise_text
-
-DESCRIPTION = "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}"
 
 REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
 MAPPED_FIELDS = ("id", "audio_file", "transcript_file", "speaker_id", "language", "task_type", *REFERENCE_FIELDS)
@@ -24,12 +36,12 @@ MAX_DURATION_ERROR_SECONDS = 1.0
 """By which `duration` may differ from the recording's length: sources round."""
 
 
-def matches(source: Path) -> bool:
+def _matches(source: Path) -> bool:
     file = index_file(source, "metadata.json")
     return file.name == "metadata.json" and bool(re.search(r'"(dataset_info|samples)"\s*:', read_head(file)))
 
 
-def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def _read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     index = index_file(source, "metadata.json")
     folders = (index.parent, Path())
 
@@ -118,3 +130,10 @@ def _check_duration(duration: Any, audio: Path) -> None:
         return
     if not abs(duration - seconds) <= MAX_DURATION_ERROR_SECONDS:  # so written that NaN fails too
         raise RecordError("wrong duration", f"`duration` is {duration} s, and {audio} has {seconds:.2f} s")
+
+
+METADATA_JSON = Importer(
+    "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}",
+    _matches,
+    _read,
+)

@@ -16,8 +16,8 @@ from myna.audio.files import AudioFileError, AudioInfo, check_audio
 from myna.core.errors import DataError
 from myna.core.io import file_hash
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers.base import ImportedUtterance, ImportItem, RecordError, RejectedRecord
-from myna.data.utterance import Span, Utterance
+from myna.data.importers.records import ImportedUtterance, ImportItem, RecordError, RejectedRecord
+from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 
 SPAN_TOLERANCE_SECONDS = 0.05

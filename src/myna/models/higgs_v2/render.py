@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
-from myna.data.utterance import SPEAKER_TAG
+from myna.data.manifest import SPEAKER_TAG
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
 from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
 

@@ -1,7 +1,4 @@
-"""Importer of SpeechOcean762: Kaldi's `wav.scp`, `text` and `utt2spk` of one part, and the `scores.json` of both.
-
-speechocean762/train/{wav.scp,text,utt2spk}  test/...  resource/scores.json  WAVE/SPEAKER0001/000010011.WAV
-"""
+"""Importers for recordings with pronunciation scores: JSONL, and the parts of SpeechOcean762."""
 
 from __future__ import annotations
 
@@ -10,25 +7,74 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.base import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.fields import require_field, require_type
-from myna.data.importers.reading import find_file, nonblank_lines, parse_json
-from myna.data.pronunciation.assessment import SCORES
-from myna.data.pronunciation.metrics import PUBLISHED_CORPUS
-from myna.data.pronunciation.scored_jsonl import add_assessment
-from myna.data.utterance import Utterance
+from myna.data.importers.records import (
+    ImportContext,
+    Importer,
+    ImportItem,
+    RecordError,
+    SourceRecord,
+    build_utterances,
+    find_file,
+    json_records,
+    nonblank_lines,
+    parse_json,
+    require_field,
+    require_type,
+)
+from myna.data.importers.tables import utterance_from_row
+from myna.data.manifest import Utterance
+from myna.data.pronunciation import DEFAULT_QUESTION, PUBLISHED_CORPUS, SCORES, read_assessment
 
-DESCRIPTION = "a part of SpeechOcean762, train or test: wav.scp, text and utt2spk, with resource/scores.json beside it"
+# JSONL with scores
+
+
+def _matches_scored(source: Path) -> bool:
+    if source.suffix != ".jsonl" or not source.is_file():
+        return False
+    with source.open("rb") as file:
+        first = parse_json(file.readline())
+    return isinstance(first, dict) and {"audio", "text", "scores"} <= first.keys()
+
+
+def _read_scored(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def build(record: SourceRecord) -> Iterator[Utterance]:
+        scores = {key: record.data.pop(key) for key in ("scores", "words") if key in record.data}
+        yield add_assessment(utterance_from_row(record, context, (source.parent, Path())), scores)
+
+    return build_utterances(json_records(source), build)
+
+
+def add_assessment(utterance: Utterance, scores: dict[str, Any]) -> Utterance:
+    """Add question, answer and assessment to an utterance's extras."""
+    try:
+        assessment = read_assessment({"text": utterance.text, **scores})
+    except ValueError as error:
+        raise RecordError("bad score", str(error)) from None
+    utterance.extras.setdefault("question", DEFAULT_QUESTION)
+    utterance.extras["answer"] = assessment.answer.to_json()
+    utterance.extras["assessment"] = assessment.model_dump(mode="json", exclude_none=True)
+    return utterance
+
+
+SCORED_JSONL = Importer(
+    "a JSONL file with audio, text, scores (accuracy, fluency, prosodic, total, 0 to 10) and words",
+    _matches_scored,
+    _read_scored,
+)
+
+
+# SpeechOcean762
+
 
 SCORES_FILE = "scores.json"
 DELETED_PHONE, UNKNOWN_PHONE = "<DEL>", "<UNK>"
 
 
-def matches(source: Path) -> bool:
+def _matches_speechocean(source: Path) -> bool:
     return (source / "wav.scp").is_file() and _scores_file(source).is_file()
 
 
-def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     path = _scores_file(source)
     scores = parse_json(path.read_bytes())
     line_numbers = _line_numbers(path)
@@ -37,7 +83,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def build(record: SourceRecord) -> Iterator[Utterance]:
         record.id, name = record.data
         if name.endswith("|"):
-            raise RecordError("malformed", "wav.scp names a command; only files are read")
+            raise RecordError("malformed", "wav.scp names a command; only files are read_speechocean")
         if record.id not in texts:
             raise RecordError("empty text", f"{source / 'text'} has no line for it")
         if not isinstance(scores, dict) or record.id not in scores:
@@ -49,7 +95,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         extras = {"corpus": PUBLISHED_CORPUS}
         utterance = Utterance(record.id, audio, texts[record.id], speaker, context.language or "en", None, extras)
         sentence = require_type(scores[record.id], dict, record.id)
-        words = [_word(require_type(word, dict, "words")) for word in require_field(sentence, "words", list)]
+        words = [_assessed_word(require_type(word, dict, "words")) for word in require_field(sentence, "words", list)]
         # `completeness` is left out, as in the literature: nearly all are 10.
         given = {name: sentence[name] for name in SCORES if name in sentence}
         yield add_assessment(utterance, {"scores": given, "words": words})
@@ -60,7 +106,7 @@ def read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     return build_utterances(records, build)
 
 
-def _word(stored: dict[str, Any]) -> dict[str, Any]:
+def _assessed_word(stored: dict[str, Any]) -> dict[str, Any]:
     phones = stored.get("phones", [])
     phones = phones.split() if isinstance(phones, str) else list(require_type(phones, list, "phones"))
     pronounced: list[list[str]] = [[phone] for phone in phones]
@@ -97,3 +143,10 @@ def _line_numbers(path: Path) -> dict[str, int]:
     return {
         key.decode(errors="replace"): number for number, line in nonblank_lines(path) for key in begins.findall(line)
     }
+
+
+SPEECHOCEAN = Importer(
+    "a part of SpeechOcean762, train or test: wav.scp, text and utt2spk, with resource/scores.json beside it",
+    _matches_speechocean,
+    _read_speechocean,
+)

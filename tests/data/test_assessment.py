@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.data.pronunciation.assessment import (
+from myna.data.pronunciation import (
     SCORES,
     AnswerFormatError,
     AssessmentAnswer,

@@ -13,8 +13,8 @@ from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.data.dataset import PreparedDataset, Utterances
 from myna.data.hash_rng import randint, random_bits
+from myna.data.manifest import Utterance
 from myna.data.manifest_table import Indices, ManifestTable
-from myna.data.utterance import Utterance
 
 MAX_DRAWS = 8
 """Random draws for a target before the valid references of its speaker are listed one by one."""

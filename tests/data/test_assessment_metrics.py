@@ -11,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance.Levenshtein import distance
 
-from myna.data.pronunciation.assessment import SCORES, Assessment, read_assessment
-from myna.data.pronunciation.metrics import (
+from myna.data.manifest import Utterance
+from myna.data.pronunciation import (
     MISPRONUNCIATION_F1,
     PER,
     PUBLISHED_FIGURES,
+    SCORES,
     WER,
+    Assessment,
     assessment_table,
     canonical_answers,
     mispronounced,
     pearson_correlation,
+    read_assessment,
     score_answers,
 )
-from myna.data.utterance import Utterance
 
 
 def learner(number: int, pronounced: str = "T OW K", text: str = "tok tok") -> Assessment:

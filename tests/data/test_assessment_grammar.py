@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from myna.data.pronunciation.assessment import SCORES, AnswerFormatError, AssessmentAnswer, read_answer
-from myna.data.pronunciation.grammar import KEYS, MAX_BLANKS, answer_grammar
-from myna.data.pronunciation.metrics import MIDDLE_SCORE
+from myna.data.pronunciation import (
+    KEYS,
+    MAX_BLANKS,
+    MIDDLE_SCORE,
+    SCORES,
+    AnswerFormatError,
+    AssessmentAnswer,
+    answer_grammar,
+    read_answer,
+)
 from myna.models.constrained_decoding import _closing_bytes
 
 MATCHER = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(answer_grammar()))

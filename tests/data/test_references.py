@@ -12,10 +12,10 @@ import pytest
 
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
-from myna.data import pairing as pairing_module
+from myna.data import references as references_module
+from myna.data.manifest import Span, Utterance
 from myna.data.manifest_table import Indices, ManifestTable
-from myna.data.pairing import Mask, ReferenceSampler
-from myna.data.utterance import Span, Utterance
+from myna.data.references import Mask, ReferenceSampler
 from tests.data.corpora import prepared, said
 
 
@@ -265,14 +265,14 @@ def test_one_speaker_with_many_clips_is_not_compared_pair_by_pair(
         said(tmp_path, f"{n}", recording=f"{n % 8}", seconds=30, span=Span(n / 100, n / 100 + 1)) for n in range(2000)
     ]
     corpus = prepared(tmp_path, clips)
-    compared, share_audio = 0, pairing_module._share_audio
+    compared, share_audio = 0, references_module._share_audio
 
     def count(table: ManifestTable, ones: Indices, others: Indices) -> Mask:
         nonlocal compared
         compared += len(others)
         return share_audio(table, ones, others)
 
-    monkeypatch.setattr(pairing_module, "_share_audio", count)
+    monkeypatch.setattr(references_module, "_share_audio", count)
     pairing = ReferenceSampler(corpus, DataSettings(train=tmp_path), seed=0)
     assert (pairing.sample(pairing.targets.indices, 1).counts == 1).all()
     assert (pairing.longest_references(np.arange(2000)).counts == 1).all()

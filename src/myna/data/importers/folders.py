@@ -1,0 +1,146 @@
+"""Importers for folders of recordings: Myna's own manifest, a text file beside each recording, and LJSpeech."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from myna.core.io import is_file
+from myna.data.importers.records import (
+    AUDIO_SUFFIXES,
+    OTHER_AUDIO_SUFFIXES,
+    ImportContext,
+    Importer,
+    ImportItem,
+    RecordError,
+    SourceRecord,
+    build_utterances,
+    index_file,
+    json_records,
+    list_files,
+    list_recordings,
+    nonblank_lines,
+    read_head,
+    read_transcript,
+)
+from myna.data.importers.scored import SCORED_JSONL
+from myna.data.importers.tables import TABLE
+from myna.data.manifest import SpanError, Utterance, parse_manifest_line
+
+# Myna's manifest
+
+
+def _matches_manifest(source: Path) -> bool:
+    file = index_file(source, "manifest.jsonl")
+    first = read_head(file, ".jsonl").partition("\n")[0]
+    is_manifest = all(f'"{key}"' in first for key in ("id", "audio", "text"))
+    return is_manifest and '"messages"' not in first and not SCORED_JSONL.matches(file)
+
+
+def _read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        record.id = str(record.data["id"]) if "id" in record.data else None
+        defaults = {"speaker": context.speaker, "language": context.language}
+        try:
+            yield parse_manifest_line(defaults | record.data, record.source.parent)
+        except SpanError as error:
+            raise RecordError("bad span", str(error)) from None
+        except ValueError as error:
+            raise RecordError("malformed", str(error)) from None
+
+    return build_utterances(json_records(index_file(source, "manifest.jsonl")), make)
+
+
+MYNA_MANIFEST = Importer(
+    "Myna's own manifest.jsonl",
+    _matches_manifest,
+    _read_manifest,
+)
+
+
+# Text files beside recordings
+
+
+TEXT_SUFFIXES = (".txt", ".lab")
+INDEX_FILES = ("manifest.jsonl", "metadata.json", "metadata.csv")
+"""With one of these the folder is another layout."""
+DOCUMENT_NAMES = ("readme", "license", "licence", "copying", "notice", "changelog")
+"""Text files that are no transcripts."""
+
+
+def _matches_folder(source: Path) -> bool:
+    if not source.is_dir() or any((source / index).exists() for index in INDEX_FILES):
+        return False
+    return any(_transcript_file(audio) for audio in list_recordings(source))
+
+
+def _read_folder(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        audio: Path = record.data
+        record.id = audio.relative_to(source).with_suffix("").as_posix()
+        text = _transcript_file(audio)
+        if text is None:
+            raise RecordError("missing file", "no .txt or .lab beside it")
+        is_in_subfolder = audio.parent != source
+        speaker = audio.parent.name if is_in_subfolder else context.speaker or source.resolve().name
+        yield Utterance(record.id, audio, read_transcript(text), speaker, context.language)
+
+    recordings = list_recordings(source)
+    names = {audio.with_suffix("") for audio in recordings}
+    no_recording = RecordError("missing file", "no recording beside it")
+    records = [SourceRecord(audio, None, audio) for audio in recordings] + [
+        SourceRecord(text, None, no_recording)
+        for text in list_files(source, *TEXT_SUFFIXES)
+        if text.with_suffix("") not in names and text.stem.lower() not in DOCUMENT_NAMES
+    ]
+    return build_utterances(records, make)
+
+
+def _transcript_file(audio: Path) -> Path | None:
+    return next((text for suffix in TEXT_SUFFIXES if (text := audio.with_suffix(suffix)).is_file()), None)
+
+
+FOLDER = Importer(
+    "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers",
+    _matches_folder,
+    _read_folder,
+)
+
+
+# LJSpeech
+
+
+def _matches_ljspeech(source: Path) -> bool:
+    file = index_file(source, "metadata.csv")
+    has_bars = file.name == "metadata.csv" and "|" in read_head(file).partition("\n")[0]
+    return has_bars and (file.parent / "wavs").is_dir() and not TABLE.matches(file)
+
+
+def _read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    index = index_file(source, "metadata.csv")
+    speaker = context.speaker or index.parent.resolve().name
+
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        try:
+            name, text, *normalised = record.data.decode("utf-8").split("|")
+        except UnicodeDecodeError as error:
+            raise RecordError("not UTF-8", str(error)) from None
+        except ValueError:
+            raise RecordError("malformed", "no `|` in the line") from None
+        record.id = name
+        if len(normalised) > 1:
+            raise RecordError("malformed", f"{2 + len(normalised)} columns, not 2 or 3")
+        transcript = "".join(normalised).strip() or text
+        extras = {"original_text": text} if transcript != text else {}
+        candidates = [index.parent / "wavs" / f"{name}{suffix}" for suffix in (*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES)]
+        audio = next((path for path in candidates if is_file(path)), candidates[0])
+        yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
+
+    return build_utterances((SourceRecord(index, number, line) for number, line in nonblank_lines(index)), make)
+
+
+LJSPEECH = Importer(
+    "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/",
+    _matches_ljspeech,
+    _read_ljspeech,
+)

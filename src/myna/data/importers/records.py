@@ -1,0 +1,316 @@
+"""Records of a source: items with file and line, their fields and files, and the interface of an importer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from myna.audio.files import AudioDefect
+from myna.core.io import atomic_write, bytes_hash, is_file, sniff_suffix
+from myna.data.manifest import TASKS, Span, Utterance
+from myna.text.normalization import normalise_text
+
+RecordDefect = Literal[
+    "malformed",
+    "not UTF-8",
+    "empty text",
+    "control token",
+    "implausible pace",
+    "wrong duration",
+    "duplicate id",
+    "placeholder without clip",
+    "bad score",
+]
+ReferenceDefect = Literal["missing reference", "reference equals target"]
+RejectionReason = Literal[AudioDefect, RecordDefect, ReferenceDefect]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRecord:
+    """An item that cannot be used. `line` counts lines, samples or rows of `source` from 1."""
+
+    source: str
+    line: int | None
+    id: str | None
+    reason: RejectionReason
+    detail: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        line = {"source": self.source, "line": self.line, "id": self.id, "reason": self.reason}
+        return line | ({"detail": self.detail} if self.detail else {})
+
+    def __str__(self) -> str:
+        line = "" if self.line is None else f":{self.line}"
+        id = f" ({self.id})" if self.id else ""
+        return f"{self.source}{line}{id} {self.reason}{self.detail and ': ' + self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedUtterance:
+    """An utterance and the source line it comes from."""
+
+    utterance: Utterance
+    source: str
+    line: int | None
+
+    def rejected(self, error: RecordError) -> RejectedRecord:
+        return RejectedRecord(self.source, self.line, self.utterance.id, error.reason, error.detail)
+
+
+ImportItem = ImportedUtterance | RejectedRecord
+
+
+class RecordError(Exception):
+    """One record cannot be used. Raised and caught within the importers; `line` is for a file that is one record."""
+
+    def __init__(self, reason: RejectionReason, detail: str = "", line: int | None = None) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail, self.line = reason, detail, line
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """A raw item of a source with its file and line; `id` is filled in as soon as the format knows it."""
+
+    source: Path
+    line: int | None
+    data: Any
+    """A `RecordError` where the item cannot be read."""
+    id: str | None = None
+
+    def rejected(self, error: RecordError) -> RejectedRecord:
+        return RejectedRecord(str(self.source), self.line or error.line, self.id, error.reason, error.detail)
+
+
+@dataclass(slots=True)
+class ImportContext:
+    """Settings of an import, and the references its records share."""
+
+    media: Path
+    """Folder for audio embedded in the source."""
+    language: str = ""
+    speaker: str = ""
+    _reference_ids: dict[tuple[Path, Span | None, str], str] = field(default_factory=dict)
+
+    def save_embedded_audio(self, data: bytes) -> Path:
+        """Write embedded audio once, under its hash."""
+        path = self.media / f"{bytes_hash(data)}{sniff_suffix(data)}"
+        if not path.exists():
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(data)
+        return path
+
+    def register_reference(
+        self, id: str, audio: Path, text: str, speaker: str, language: str, span: Span | None = None
+    ) -> tuple[str, list[Utterance]]:
+        """The id under which targets name this reference, and its utterance where it is new."""
+        key = (audio, span, normalise_text(text))
+        if key in self._reference_ids:
+            return self._reference_ids[key], []
+        self._reference_ids[key] = id
+        return id, [Utterance(id, audio, text, speaker, language, span, {"reference_only": True})]
+
+
+class Importer(NamedTuple):
+    """One layout of source data, as a line of `FORMATS`."""
+
+    description: str
+    """A line for the list of formats in error messages."""
+    matches: Callable[[Path], bool]
+    """Whether a source looks like this layout, by its names and first bytes."""
+    read: Callable[[Path, ImportContext], Iterator[ImportItem]]
+
+
+def build_utterances(
+    records: Iterable[SourceRecord], make: Callable[[SourceRecord], Iterable[Utterance]]
+) -> Iterator[ImportItem]:
+    """The utterances of each record; a `RecordError` rejects that record alone."""
+    for record in records:
+        try:
+            if isinstance(record.data, RecordError):
+                raise record.data
+            for utterance in make(record):
+                yield ImportedUtterance(utterance, str(record.source), record.line)
+        except RecordError as error:
+            yield record.rejected(error)
+        except RecursionError:
+            yield record.rejected(RecordError("malformed", "its fields are nested too deeply"))
+
+
+# Fields of a record
+
+
+T = TypeVar("T")
+
+
+def require_type(value: Any, kind: type[T], name: str) -> T:
+    if not isinstance(value, kind):
+        raise RecordError("malformed", f"`{name}` is {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def require_field(data: Mapping[str, Any], key: str, kind: type[T]) -> T:
+    if data.get(key) is None:
+        raise RecordError("malformed", f"there is no `{key}`")
+    return require_type(data[key], kind, key)
+
+
+def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None:
+    """A span from start, end or duration in seconds; None where the source gives none of them."""
+    if start is None and end is None and duration is None:
+        return None
+    try:
+        first = float(start or 0)
+        last = None if end is None else float(end)
+        if last is None and duration is not None:
+            last = first + float(duration)
+        return Span(first, last)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError("bad span", str(error)) from None
+
+
+def collect_extras(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields without a place of their own, as JSON values. Names reserved by Myna get a prefix unless they fit."""
+    extras = {}
+    for key, value in data.items():
+        value = _to_json_value(value)
+        is_reserved = key in ("references", "reference_only") or (key == "task" and value not in TASKS)
+        if value not in (None, ""):
+            extras[f"source_{key}" if is_reserved else key] = value
+    return extras
+
+
+def _to_json_value(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case list() | tuple():
+            return [_to_json_value(item) for item in value]
+        case dict():
+            return {str(key): _to_json_value(item) for key, item in value.items()}
+        case bytes():
+            return f"{len(value)} bytes"
+        case _:
+            return str(value)
+
+
+# Files of a source
+
+
+AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
+OTHER_AUDIO_SUFFIXES = (
+    *(".m4a", ".m4b", ".aac", ".mp4", ".mov", ".m4v", ".mkv", ".mka", ".webm", ".avi", ".3gp", ".3g2", ".amr", ".wma"),
+    *(".aiff", ".aif", ".caf", ".au", ".oga", ".wv", ".ape"),
+)
+"""Of files that may be the film, or the original, of a recording beside them; the likeliest first."""
+OUTPUT_FILES = ("rejected.jsonl", "prepared.json")
+"""One of these is in every folder that `myna import` and `myna prepare` have written to."""
+
+
+def json_records(path: Path) -> Iterator[SourceRecord]:
+    """The objects of a JSONL file by line, or of a JSON file as its list of samples or its only one."""
+    tree = None if path.suffix == ".jsonl" else parse_json(path.read_bytes())
+    if tree is None or (isinstance(tree, RecordError) and tree.detail.startswith("Extra data")):
+        lines = ((number, parse_json(line)) for number, line in nonblank_lines(path))
+        yield from _objects(path, lines, problem="`line` is {}, not dict")
+    else:
+        yield from json_samples(path, tree if isinstance(tree, list | RecordError) else [tree])
+
+
+def json_samples(path: Path, samples: list[Any] | RecordError) -> Iterator[SourceRecord]:
+    """The list of samples that a JSON file holds, or the error with which it was read."""
+    return _objects(path, [(None, samples)] if isinstance(samples, RecordError) else enumerate(samples, start=1))
+
+
+def _objects(
+    path: Path, samples: Iterable[tuple[int | None, Any]], problem: str = "{}, not an object"
+) -> Iterator[SourceRecord]:
+    for number, sample in samples:
+        if not isinstance(sample, dict | RecordError):
+            sample = RecordError("malformed", problem.format(type(sample).__name__))
+        yield SourceRecord(path, number, sample)
+
+
+def parse_json(content: bytes) -> Any:
+    """A JSON tree, or a `RecordError` that says why it is none."""
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return RecordError("not UTF-8", str(error))
+    except json.JSONDecodeError as error:
+        return RecordError("malformed", str(error), error.lineno)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of nested lists
+        return RecordError("malformed", str(error))
+
+
+def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers, without line ends or byte order mark."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")
+            if line.strip():
+                yield number, line
+
+
+def read_transcript(path: Path) -> str:
+    if not is_file(path):  # a device or a pipe may have no end
+        raise RecordError("missing file", str(path))
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecordError("not UTF-8", f"{path}: {error}") from None
+    except (OSError, ValueError):
+        raise RecordError("missing file", str(path)) from None
+
+
+def read_head(path: Path, *suffixes: str) -> str:
+    """The first 64 KiB of a file, to detect its format; empty if it is none, or has none of the suffixes."""
+    if (suffixes and path.suffix not in suffixes) or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(1 << 16).decode("utf-8", errors="replace")
+
+
+def index_file(source: Path, name: str) -> Path:
+    """The file that lists the items of a source: the source itself, or the file of this name in its folder."""
+    return source / name if source.is_dir() else source
+
+
+def list_files(folder: Path, *suffixes: str) -> list[Path]:
+    """Files below a folder with one of the suffixes, sorted, without hidden ones (and the `._` files of macOS) and
+    without what is in a folder that an import has written."""
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent)
+        is_output = here != folder and any(name in OUTPUT_FILES for name in names)
+        folders[:] = [] if is_output else [name for name in folders if not name.startswith(".")]
+        if not is_output:
+            files += [here / name for name in names if Path(name).suffix.lower() in suffixes and name[0] != "."]
+    return sorted(path for path in files if is_file(path))
+
+
+def list_recordings(folder: Path) -> list[Path]:
+    """Recordings below a folder. One with another suffix than `AUDIO_SUFFIXES` counts if no other has its name."""
+    recordings = list_files(folder, *AUDIO_SUFFIXES)
+    others: dict[Path, Path] = {}
+    for path in sorted(list_files(folder, *OTHER_AUDIO_SUFFIXES), key=_suffix_order):
+        others.setdefault(path.with_suffix(""), path)
+    names = {path.with_suffix("") for path in recordings}
+    return sorted(recordings + [path for name, path in others.items() if name not in names])
+
+
+def _suffix_order(path: Path) -> int:
+    return OTHER_AUDIO_SUFFIXES.index(path.suffix.lower())
+
+
+def find_file(name: str, *folders: Path) -> Path:
+    """The path of a file that a source names: in the first folder that has it, else in the first."""
+    candidates = [folder / name for folder in folders]
+    return next((path for path in candidates if is_file(path)), candidates[0])

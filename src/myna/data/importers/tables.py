@@ -1,0 +1,268 @@
+"""Importers for records with named columns: CSV and TSV files, and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from myna.core.errors import DataError
+from myna.data.importers.records import (
+    ImportContext,
+    Importer,
+    ImportItem,
+    RecordError,
+    SourceRecord,
+    build_utterances,
+    collect_extras,
+    find_file,
+    list_files,
+    parse_span,
+    read_head,
+)
+from myna.data.manifest import Utterance
+
+COLUMNS = {
+    "audio": ("audio", "audio_file", "audio_path", "path", "file", "file_name", "filename", "wav"),
+    "text": ("text", "transcript", "transcription", "sentence"),
+    "speaker": ("speaker", "speaker_id", "client_id"),
+    "language": ("language", "lang", "locale"),
+    "id": ("id",),
+    "start": ("start", "offset"),
+    "end": ("end",),
+    "duration": ("duration",),
+}
+"""Column names of each field, the likeliest first."""
+
+
+def map_columns(columns: Iterable[str]) -> dict[str, str]:
+    """The column that holds each field."""
+    present = {column.strip().lower(): column for column in columns}
+    return {field: present[name] for field, names in COLUMNS.items() for name in names[::-1] if name in present}
+
+
+def utterance_from_row(record: SourceRecord, context: ImportContext, folders: Iterable[Path]) -> Utterance:
+    """A record with columns as an utterance; columns without a field become extras."""
+    row: Mapping[str, Any] = record.data
+    columns = {field: column for field, column in map_columns(row).items() if row[column] not in (None, "")}
+    embedded = [column for column, item in row.items() if isinstance(item, dict) and "bytes" in item]
+    if embedded and columns.get("audio") not in embedded:
+        columns["audio"] = embedded[0]
+    if "start" not in columns or "end" in columns:  # then the duration is only information
+        columns.pop("duration", None)
+    value = {field: row[column] for field, column in columns.items()}
+    record.id = str(value["id"]) if "id" in value else None
+    span = parse_span(value.get("start"), value.get("end"), value.get("duration"))
+    audio, name = _row_audio(value.get("audio"), context, folders)
+    record.id = record.id or name + (f"@{span.start:g}" if span else "")
+    defaults = {"text": "", "speaker": context.speaker, "language": context.language}
+    text, speaker, language = (str(value.get(field, default)) for field, default in defaults.items())
+    extras = collect_extras({key: item for key, item in row.items() if key not in columns.values()})
+    return Utterance(record.id, audio, text, speaker, language, span, extras)
+
+
+def _row_audio(value: Any, context: ImportContext, folders: Iterable[Path]) -> tuple[Path, str]:
+    """The file, and an id for the clip if it has no other."""
+    match value:
+        case {"bytes": bytes(data), **rest}:
+            path = context.save_embedded_audio(data)
+            return path, _clip_name(str(rest.get("path") or path))
+        case bytes(data):
+            path = context.save_embedded_audio(data)
+            return path, path.stem
+        case {"path": str(name)} | str(name):
+            return find_file(name, *folders), _clip_name(name)
+        case _:
+            raise RecordError("missing file", "the row names no audio")
+
+
+def _clip_name(audio: str) -> str:
+    path = Path(audio)
+    return path.stem if path.is_absolute() else (path.parent / path.stem).as_posix()
+
+
+# CSV and TSV
+
+
+TABLE_SUFFIXES = (".csv", ".tsv")
+CLIPS = "clips"
+"""Where Common Voice keeps the audio its tables name."""
+
+
+def _matches_table(source: Path) -> bool:
+    file = _table(source)
+    return file is not None and {"audio", "text"} <= map_columns(_header(file)[1]).keys()
+
+
+def _read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    file = _table(source) or source
+    folders = (file.parent, file.parent / CLIPS, Path())
+    return build_utterances(_rows(file), lambda record: [utterance_from_row(record, context, folders)])
+
+
+def _table(source: Path) -> Path | None:
+    """The file itself, or the only table in a folder."""
+    tables = [source] if source.is_file() else sorted(source.glob("[!.]*")) if source.is_dir() else []
+    tables = [path for path in tables if path.suffix.lower() in TABLE_SUFFIXES]
+    return tables[0] if len(tables) == 1 else None
+
+
+def _header(file: Path) -> tuple[str, list[str]]:
+    """The delimiter under which the first line has most known columns, and the columns."""
+    first = read_head(file).removeprefix("\ufeff").splitlines()[:1]
+    splits = [(delimiter, next(_parse(iter(first), delimiter), list[str]())) for delimiter in ",\t;|"]
+    return max(splits, key=lambda split: (len(map_columns(split[1])), len(split[1])))
+
+
+def _rows(file: Path) -> Iterator[SourceRecord]:
+    delimiter, header = _header(file)
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
+        reader = _parse(lines, delimiter)
+        try:
+            next(reader, None)
+        except csv.Error as error:
+            yield SourceRecord(file, 1, RecordError("malformed", str(error)))
+            return
+        while True:
+            record = SourceRecord(file, reader.line_num + 1, None)
+            try:
+                cells = next(reader)
+                if not any(cells):
+                    continue
+                record.data = _row(header, cells, unquote=reader.dialect.quoting == csv.QUOTE_NONE)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                record.data = RecordError("malformed", str(error))
+            yield record
+
+
+def _parse(lines: Iterator[str], delimiter: str) -> Any:
+    """With tabs and bars, which no text holds, quotes are literal."""
+    return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL)
+
+
+def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str] | RecordError:
+    if any("\udc80" <= letter <= "\udcff" for cell in cells for letter in cell):
+        return RecordError("not UTF-8")
+    if len(cells) != len(header):
+        return RecordError("malformed", f"{len(cells)} cells under {len(header)} columns")
+    return dict(zip(header, [_unquoted(cell) for cell in cells] if unquote else cells, strict=True))
+
+
+def _unquoted(cell: str) -> str:
+    """A cell without the quotes that a spreadsheet puts around the whole of it."""
+    inner = cell[1:-1]
+    if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner.replace('""', ""):
+        return inner.replace('""', '"')
+    return cell
+
+
+TABLE = Importer(
+    "a CSV or TSV file whose header names at least an audio and a text column",
+    _matches_table,
+    _read_table,
+)
+
+
+# Hugging Face
+
+
+HF_SUFFIXES = (".parquet", ".arrow")
+HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
+FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", *HF_SUFFIXES)
+RECORDS_PER_BATCH = 64
+"""Records in memory at a time."""
+
+
+def _matches_hub(source: Path) -> bool:
+    if source.exists():
+        return bool(_hf_files(source))
+    return HUB.fullmatch(source.as_posix()) is not None and source.suffix not in FILE_SUFFIXES
+
+
+def _read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        yield utterance_from_row(record, context, (record.source.parent, Path()))
+
+    records = (
+        (record for file in _hf_files(source) for record in _local_records(file))
+        if source.exists()
+        else _hub_records(source)
+    )
+    return build_utterances(records, make)
+
+
+def _hf_files(source: Path) -> list[Path]:
+    files = list_files(source, *HF_SUFFIXES) if source.is_dir() else [source]
+    return [file for file in files if file.suffix in HF_SUFFIXES and not file.name.startswith("cache-")]
+
+
+def _local_records(file: Path) -> Iterator[SourceRecord]:
+    number = 0
+    try:
+        for batch in _local_batches(file):
+            for position in range(batch.num_rows):
+                number += 1
+                try:
+                    yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
+                except UnicodeDecodeError as error:
+                    yield SourceRecord(file, number, RecordError("not UTF-8", str(error)))
+                except (ValueError, OverflowError) as error:  # a date that Python has no number for
+                    yield SourceRecord(file, number, RecordError("malformed", str(error)))
+    except (pa.ArrowException, OSError) as error:
+        yield SourceRecord(file, number + 1, RecordError("malformed", str(error)))
+
+
+def _local_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    if file.suffix == ".parquet":
+        yield from pq.ParquetFile(file).iter_batches(RECORDS_PER_BATCH)
+        return
+    with pa.memory_map(str(file)) as mapped:
+        try:
+            reader = pa.ipc.open_file(mapped)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        except pa.ArrowInvalid:  # an Arrow stream, the format of `datasets`
+            mapped.seek(0)
+            batches = pa.ipc.open_stream(mapped)
+        for batch in batches:
+            batch.validate(full=True)  # offsets in a damaged file may point anywhere
+            for start in range(0, batch.num_rows, RECORDS_PER_BATCH):
+                yield batch.slice(start, RECORDS_PER_BATCH)
+
+
+def _hub_records(source: Path) -> Iterator[SourceRecord]:
+    """Records of a dataset on the hub, audio undecoded."""
+    import datasets  # slow to import, and only needed here
+
+    name = HUB.fullmatch(source.as_posix())
+    try:
+        if name is None:
+            raise ValueError("it is not named like one")
+        loaded = datasets.load_dataset(name["name"], name["config"], split=name["split"])
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{source} is neither a file here nor a dataset that loads from the hub: {error}",
+            hint="check the name, OWNER/NAME[/CONFIG][:SPLIT], and your connection",
+        ) from None
+    splits = loaded.values() if isinstance(loaded, dict) else [loaded]
+    number = 0
+    for split in splits:
+        for column, feature in split.features.items():
+            if isinstance(feature, datasets.Audio):
+                split = split.cast_column(column, datasets.Audio(decode=False))
+        for row in split:
+            number += 1
+            yield SourceRecord(source, number, row)
+
+
+HUGGING_FACE = Importer(
+    "Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub",
+    _matches_hub,
+    _read_hub,
+)
