@@ -35,7 +35,7 @@ from benchmarks.synthetic import (
 
 from myna.data.loader import first_fit_decreasing
 from myna.models.attention import packed_causal_attention
-from myna.models.higgs_v2.packing import PackedAttention
+from myna.models.higgs_v2.forward import PackedAttention
 from myna.models.higgs_v2.render import FRAME_RATE
 
 QUERIES, KEYS, SIZE = 24, 8, 128

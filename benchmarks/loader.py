@@ -50,8 +50,7 @@ from myna.data.code_store import FORMAT, INDEX_FILE
 from myna.data.dataset import DatasetInfo
 from myna.data.loader import PREFETCH_STEPS, Shard, first_fit_decreasing, start_workers
 from myna.data.workers import WorkerPool
-from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.higgs_v2.family import HiggsV2
+from myna.models.higgs_v2.family import HiggsV2, builtin_config
 from myna.models.higgs_v2.tiny import SPECIAL_TOKENS
 from myna.train.loop import make_loader
 from myna.train.memory_plan import largest_batch
@@ -97,7 +96,7 @@ def synthetic_family() -> HiggsV2:
         vocab_size=1_600, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(sentences(np.random.default_rng(1), np.full(3_000, MEAN_SECONDS)), trainer)
-    family = HiggsV2("synthetic", builtin_config("higgs-v2"), None)
+    family = HiggsV2("synthetic", builtin_config(), None)
     family.__dict__["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
     return family
 

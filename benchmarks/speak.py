@@ -47,16 +47,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.figures import save_figures
 from benchmarks.synthetic import random_codec
 
+from myna.core.device import supports_triton
 from myna.models.base import RenderedSequence, Sampling
 from myna.models.higgs_v2 import tiny
-from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.codec import HiggsCodec
-from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder
+from myna.models.higgs_v2.decode import HiggsDecoder
+from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots
+from myna.models.higgs_v2.family import builtin_config
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.quantized import QuantizedLinear, quantize, quantized_linears, supports_fp8
 from myna.models.ref import ModelRef
-from myna.models.triton_support import supports_triton
 from myna.speak.scheduler import BatchScheduler
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
 
@@ -80,7 +80,7 @@ class Bench:
         self.frames = 20 if small else FRAMES
         start = time.perf_counter()
         torch.manual_seed(0)
-        config = tiny.tiny_config(codebook_size=1024) if small else builtin_config("higgs-v2")
+        config = tiny.tiny_config(codebook_size=1024) if small else builtin_config()
         config._attn_implementation = "sdpa"
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -72,18 +72,17 @@ def timed(owner, name, phase):
 before = time.perf_counter()
 import myna; mark("import myna")
 import myna.cli; mark("import the command line")
-myna.cli._owns_process = True
-with myna.cli._fast_start(adapter=False):
+with myna.cli._fast_start():
     mark("import torch and transformers")
     import myna.speak.loading
     from myna.models.higgs_v2.family import HiggsV2; mark("import the model's code")
-    import myna.models.mel_codec.codec, myna.terminal; mark("import the rest")
+    import myna.models.mel_codec, myna.terminal; mark("import the rest")
     from myna.speak.engine import Engine, Speech
     timed(HiggsV2, "load_model", "load the model")
     timed(HiggsV2, "load_codec", "load the codec")
     timed(Engine, "reference", "encode the reference")
     timed(HiggsV2, "generate", "generate codes")
-    timed(myna.models.mel_codec.codec.MelCodec, "decode", "decode to samples")
+    timed(myna.models.mel_codec.MelCodec, "decode", "decode to samples")
     timed(Speech, "save", "write the file")
     sys.argv[1:] = arguments
     try:
@@ -178,8 +177,7 @@ def page(facts: dict[str, Any]) -> str:
             *imports,
             f"| {len(packages) - IMPORT_ROWS} others | {rest:.2f} |",
             "",
-            "A process that only speaks imports transformers without scipy, `torch._dynamo` and `torch.distributed`",
-            "(`myna/_compat.py`), and pauses the garbage collector until everything is imported.",
+            "The garbage collector is paused until everything is imported.",
             "",
         ]
     )

@@ -34,11 +34,10 @@ from benchmarks.encode import make_codec
 from benchmarks.synthetic import RandomHiggs
 
 from myna.data.codec import Codes, PendingSamples, Samples
-from myna.models.base import RenderedSequence, Sampling
+from myna.models.base import RenderedSequence, Sampling, StepResult
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.codec import HiggsCodec
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder
-from myna.models.speech_decoder import StepResult
+from myna.models.higgs_v2.decode import HiggsDecoder
 from myna.provenance.perth import PerthNet
 from myna.serve import engine_client
 from myna.serve.context import ServerSettings

@@ -1071,7 +1071,7 @@ def model_stats(
     """Count the parameters of a model and those a LoRA would train, from shapes alone."""
     from myna.core.config import AdaptSettings, parse_settings
     from myna.models import open_family
-    from myna.models.stats import count_model
+    from myna.models.lora import count_model
 
     tree = {"mode": lora, "rank": rank, "targets": tuple(targets), "train_modules": tuple(train_modules)}
     return count_model(open_family(model), parse_settings(AdaptSettings, tree, where="--lora"))
@@ -1141,7 +1141,7 @@ def extract_lora(
     base: str, tuned: str, out: PathLike, *, rank: int = 16, lora: str = "comprehensive"
 ) -> dict[str, Any]:
     """Turn a fully trained model into a LoRA of its base by truncated SVD; the report names the relative error."""
-    from myna.models.extract import extract_adapter
+    from myna.models.merge import extract_adapter
 
     return dict(extract_adapter(base, tuned, Path(out), rank, mode=lora))
 

@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -98,14 +98,9 @@ MAX_SECONDS_HELP = (
 )
 SINGLE_THREAD_PARAMETERS = 50_000_000
 
-_owns_process = False
-"""Whether the command was typed, and its process ends with it."""
-
 
 def main() -> None:
     """Run a command. Errors a person can act on are shown without a traceback."""
-    global _owns_process
-    _owns_process = True
     try:
         app()
     except MynaError as error:
@@ -128,19 +123,16 @@ def _exit_with(error: MynaError) -> NoReturn:
 
 
 @contextmanager
-def _fast_start(*, adapter: bool) -> Iterator[int]:
-    """Imports of a process that only speaks, with the garbage collector paused: nothing imported is garbage. PEFT, for
-    an adapter, counts on all that transformers imports. Loads with one thread, and yields how many there were."""
+def _fast_start() -> Iterator[int]:
+    """Pause the garbage collector while modules are imported, which are no garbage, and load with one thread. Yields
+    the number of threads before."""
     gc.disable()
     try:
         import torch
 
-        from myna.core.compat import trimmed_imports
-
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        with trimmed_imports() if _owns_process and not adapter else nullcontext():
-            yield threads
+        yield threads
     finally:
         gc.freeze()
         gc.enable()
@@ -664,7 +656,7 @@ def speak(
     from myna import api
     from myna.terminal import progress_bars, show_speech, show_spoken_lines, show_takes
 
-    with _fast_start(adapter=run is not None) as threads:
+    with _fast_start() as threads:
         voice = api.Voice.open(ref, codec=codec, device=device, strength=strength, quantization=quantization)
     _restore_threads(voice, threads)
     if lines is not None:

@@ -34,7 +34,8 @@ from myna.checks import environment, hardware
 from myna.checks.check import Check, Probe
 from myna.checks.doctor import run_checks
 from myna.cli import app
-from myna.models import convert_checkpoint, save_tiny_model, triton_support
+from myna.core import device
+from myna.models import convert_checkpoint, save_tiny_model
 from myna.models.higgs_v2.tiny import save_tiny_codec
 
 Patch = pytest.MonkeyPatch
@@ -192,11 +193,11 @@ def cuda(monkeypatch: Patch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: cards[0][1:])
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * 80 * 2**30), 80 * 2**30))
         monkeypatch.setattr(torch.cuda, "get_arch_list", kernels.split)
-        monkeypatch.setattr(triton_support, "find_spec", lambda _: triton or None)
-        triton_support.why_no_triton.cache_clear()
+        monkeypatch.setattr(device, "find_spec", lambda _: triton or None)
+        device.why_no_triton.cache_clear()
 
     yield pretend
-    triton_support.why_no_triton.cache_clear()
+    device.why_no_triton.cache_clear()
 
 
 def test_a_cuda_build_without_a_driver_is_a_warning(cuda: Callable[..., None], monkeypatch: Patch) -> None:

@@ -26,13 +26,12 @@ from myna.core.config import AdaptSettings
 from myna.core.errors import MynaError
 from myna.models import open_family, save_tiny_model
 from myna.models.code_sampling import log_probabilities, sample_frame
+from myna.models.higgs_v2 import decode, fused
 from myna.models.higgs_v2.codec import HiggsCodec
-from myna.models.higgs_v2.decode import decoder as decode
-from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
+from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots
 from myna.models.higgs_v2.family import HiggsV2
-from myna.models.higgs_v2.forward import HiggsObjective
-from myna.models.higgs_v2.fused import ops
-from myna.models.higgs_v2.packing import PackedAttention
+from myna.models.higgs_v2.forward import HiggsObjective, PackedAttention
+from myna.models.higgs_v2.fused import linear
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import make_trainable, save_adapter
 from myna.models.phi4 import family as phi4_family
@@ -311,23 +310,23 @@ def leave_out_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_fused_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    swiglu = ops.swiglu
+    swiglu = linear.swiglu
 
     def wrong(hidden: torch.Tensor, activated: Any) -> None:
         swiglu(hidden, activated)
         activated.x.mul_(1.05)
 
-    monkeypatch.setattr(ops, "swiglu", wrong)
+    monkeypatch.setattr(fused, "swiglu", wrong)
 
 
 def wrong_fused_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = ops.swiglu_backward
+    backward = linear.swiglu_backward
 
     def wrong(d_activated: torch.Tensor, hidden: torch.Tensor, d_hidden: Any) -> None:
         backward(d_activated, hidden, d_hidden)
         d_hidden.x.mul_(1.05)
 
-    monkeypatch.setattr(ops, "swiglu_backward", wrong)
+    monkeypatch.setattr(fused, "swiglu_backward", wrong)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +466,7 @@ def test_an_exception_fails_its_check_and_the_others_are_run(speaking: Path, mon
     def broken(*_: Any) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(ops, "swiglu", broken)
+    monkeypatch.setattr(fused, "swiglu", broken)
     certificate = verify(speaking)
     assert failures(certificate) == ["fused = plain"] and len(certificate.checks) == len(ALL_CHECKS)
     assert "RuntimeError: no kernel image is available" in certificate.verdict
@@ -508,7 +507,7 @@ def test_the_command_writes_a_page_and_exits_with_the_verdict(
     page = (tmp_path / "out" / "verify.html").read_text(encoding="utf-8")
     assert "<h1>Verified</h1>" in page and "forward = transformers" in page
     assert not re.search(r"(?:src|href)=.?https?:", page)
-    monkeypatch.setattr(ops, "swiglu", lambda *_: None)
+    monkeypatch.setattr(fused, "swiglu", lambda *_: None)
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and "fused = plain failed" in " ".join(result.output.split())
     assert not json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))["passed"]

@@ -32,7 +32,7 @@ from myna.curate.xray.voices import mean_cosine, second_voice
 from myna.data.corrections import ClipDrop, append_correction
 from myna.data.manifest import read_manifest
 from myna.data.segments import DROP_REASONS
-from myna.models.byte_tokenizer import byte_tokenizer
+from myna.models.files import byte_tokenizer
 from tests.curate.curated_folder import ARABIC, HOSTILE, RECORDINGS, write_curated_folder
 from tests.data.segment_rows import segment, segments_table
 from tests.report.test_markup import Reader

@@ -21,7 +21,7 @@ from myna.data.pronunciation import (
     answer_grammar,
     read_answer,
 )
-from myna.models.constrained_decoding import _closing_bytes
+from myna.models.phi4.generate import _closing_bytes
 
 MATCHER = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(answer_grammar()))
 PLAIN = {"accuracy": 8, "fluency": 9, "prosodic": 9, "total": 8, "text": "we call", "phones": "W IY"}

@@ -7,7 +7,7 @@ import pytest
 
 from myna.evaluate.items import EvalItem
 from myna.evaluate.systems import SpeechSystem
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder
+from myna.models.higgs_v2.decode import HiggsDecoder
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 

@@ -16,7 +16,7 @@ from myna.core.errors import DataError, ModelError, TrainingError
 from myna.models import convert_checkpoint, open_family
 from myna.models.attention import packed_causal_attention
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
-from myna.models.higgs_v2 import forward, packing
+from myna.models.higgs_v2 import forward
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import HiggsObjective
@@ -324,7 +324,7 @@ def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     within = packed_causal_attention
-    monkeypatch.setattr(packing, "packed_causal_attention", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
+    monkeypatch.setattr(forward, "packed_causal_attention", lambda q, k, v, lengths: within(q, k, v, (sum(lengths),)))
     with pytest.raises(TrainingError, match="packed sequences see one another"):
         train_with()
 

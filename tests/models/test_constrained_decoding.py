@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from myna.core.errors import ModelError
 from myna.data.pronunciation import ParsedAnswers, answer_grammar, read_answer
-from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
+from myna.models.phi4.generate import ConstrainedDecoder, TokenGrammar
 from myna.models.phi4.tiny import SPECIAL_TOKENS, tiny_tokenizer
 
 LINES = [

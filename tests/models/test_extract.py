@@ -14,12 +14,12 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, OutputError
-from myna.models import extract as extract_module
+from myna.models import merge as merge_module
 from myna.models import open_family
-from myna.models.extract import extract_adapter, fit_lora
-from myna.models.higgs_v2.lora_targets import MODULES
+from myna.models.higgs_v2.family import MODULES
 from myna.models.higgs_v2.tiny import save_tiny, tiny_config
 from myna.models.lora import load_adapter, merge_lora
+from myna.models.merge import extract_adapter, fit_lora
 
 CONFIG = tiny_config()
 
@@ -96,10 +96,10 @@ def test_the_error_falls_with_the_rank_as_far_as_the_singular_values_say() -> No
 def test_few_singular_values_of_a_large_weight_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     decaying = torch.randn(400, 300) @ torch.diag(torch.logspace(0, -2, 300)) @ torch.randn(300, 300)
-    exact = extract_module._low_rank_factors(decaying, 8)
-    monkeypatch.setattr(extract_module, "MAX_EXACT_SVD_SIZE", 0)
+    exact = merge_module._low_rank_factors(decaying, 8)
+    monkeypatch.setattr(merge_module, "MAX_EXACT_SVD_SIZE", 0)
     state = torch.get_rng_state()
-    quick, again = extract_module._low_rank_factors(decaying, 8), extract_module._low_rank_factors(decaying, 8)
+    quick, again = merge_module._low_rank_factors(decaying, 8), merge_module._low_rank_factors(decaying, 8)
     assert torch.equal(torch.get_rng_state(), state), "the dice of the caller stay where they are"
     assert all(torch.equal(one, other) for one, other in zip(quick, again, strict=True))
     sizes = [float((decaying - left @ right).norm()) for left, right in (exact, quick)]

@@ -17,7 +17,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.models import lora
-from myna.models.higgs_v2.lora_targets import MODULES
+from myna.models.higgs_v2.family import MODULES
 from myna.models.higgs_v2.tiny import tiny_config
 from myna.models.lora import count_parameters, load_adapter, make_trainable, merge_lora, save_adapter
 

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from myna.core.errors import CheckpointError, ModelError
-from myna.models import codecs
-from myna.models.codecs import open_codec
+from myna.models import mel_codec as codec_module
+from myna.models import open_codec
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny, save_tiny_codec
-from myna.models.mel_codec import codec as codec_module
-from myna.models.mel_codec.codec import MelCodec, save_mel_codec
-from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork, inverse_stft, mel_filters
+from myna.models.mel_codec import MelCodec, MelCodecConfig, MelCodecNetwork, inverse_stft, mel_filters, save_mel_codec
 from tests.models.codec_contract import CodecContract, Tensors, edit, noise, tone
 
 SMALL = MelCodecConfig(
@@ -328,7 +326,7 @@ def test_what_is_neither_is_told(tmp_path: Path) -> None:
         open_codec(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json"):
-        codecs.open_codec(tmp_path)
+        open_codec(tmp_path)
 
 
 def test_a_model_speaks_through_the_codec_beside_it(folder: Path, tmp_path: Path) -> None:

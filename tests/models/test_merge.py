@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from myna.core.config import AdaptSettings, Quantization
 from myna.core.errors import CheckpointError, ModelError
 from myna.models import open_family, save_tiny_model
-from myna.models.adapters import adapter_base, find_adapter
 from myna.models.base import Family
+from myna.models.files import adapter_base, find_adapter
 from myna.models.lora import (
     base_model_hash,
     frozen_linear_names,

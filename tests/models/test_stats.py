@@ -16,9 +16,8 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.core.config import AdaptSettings
 from myna.core.errors import ConfigError
-from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.higgs_v2.lora_targets import MODULES
-from myna.models.stats import count_model
+from myna.models.higgs_v2.family import MODULES, builtin_config
+from myna.models.lora import count_model
 
 TOTAL = 5_771_283_456
 ALL_THREE = ("text_head", "audio_head", "audio_embedding")
@@ -35,9 +34,7 @@ class TrueSize:
 
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
         with torch.device(device):
-            model: nn.Module = HiggsAudioV2ForConditionalGeneration(
-                builtin_config(self.source), use_text_head=text_head
-            )
+            model: nn.Module = HiggsAudioV2ForConditionalGeneration(builtin_config(), use_text_head=text_head)
         return model.to(dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from myna.audio.files import pcm16
 from myna.data.conversation import AudioClip, Reference
 from myna.models import open_family, save_tiny_model
 from myna.models.base import require_speaking
-from myna.models.codec_checks import full_precision
+from myna.models.codecs import full_precision
 from myna.serve import engine_process
 from myna.serve.engine_process import SpeechWorker
 from myna.serve.messages import AudioPiece, CancelMessage, EngineInfo, EngineSettings, RequestEnd, SpeakMessage
@@ -172,24 +173,46 @@ def test_what_cannot_be_encoded_fails_alone(
     assert ends(finish(worker, {"bug"}))["bug"].failure is None, "it is tried again"
 
 
-def test_precision_is_full_until_the_last_thread_is_done() -> None:
-    """A decoder that ends must not give an encoder in another thread TF32."""
-    inside, may_leave, seen = Event(), Event(), list[bool]()
-    device, before = torch.device("cpu"), torch.backends.cudnn.allow_tf32
+def test_precision_is_full_in_each_of_two_threads() -> None:
+    """A decoder that ends must not change the precision of an encoder in another thread."""
+    started, seen, device = Event(), list[tuple[str, bool]](), torch.device("cpu")
+
+    def settings() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    def encoder() -> None:
+        started.set()
+        with full_precision(device):
+            seen.append(settings())
+            time.sleep(0.1)
+            seen.append(settings())
+
+    thread = Thread(target=encoder)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        before = settings()
+        with full_precision(device):
+            thread.start()
+            assert started.wait(SLOW_SECONDS)
+            seen.append(settings())
+        thread.join()
+        assert settings() == before == ("medium", True) and seen == [("highest", False)] * 3
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_on_a_cpu_codecs_of_two_threads_need_not_wait() -> None:
+    inside, device = Event(), torch.device("cpu")
 
     def encoder() -> None:
         with full_precision(device):
             inside.set()
-            may_leave.wait(SLOW_SECONDS)
-            seen.append(torch.backends.cudnn.allow_tf32)
 
-    thread = Thread(target=encoder)
     with full_precision(device):
+        thread = Thread(target=encoder)
         thread.start()
         assert inside.wait(SLOW_SECONDS)
-    may_leave.set()
     thread.join()
-    assert before and seen == [False] and torch.backends.cudnn.allow_tf32 == before
 
 
 def test_the_engine_process_collects_no_garbage_of_its_imports(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from myna.core.errors import SpeakError
 from myna.data.codec import Samples
 from myna.models import open_family, save_tiny_model
-from myna.models.base import Sampling, require_speaking
+from myna.models.base import PendingStep, Sampling, require_speaking
 from myna.models.ref import ModelRef
-from myna.models.speech_decoder import PendingStep
 from myna.provenance.watermark import StreamWatermark, watermark
 from myna.speak import live
 from myna.speak.engine import Engine, Speech, SpeechRequest

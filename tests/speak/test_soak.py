@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from myna.models.base import Sampling
+from myna.models.base import Sampling, SpeechDecoder
 from myna.models.ref import ModelRef
-from myna.models.speech_decoder import SpeechDecoder
 from myna.speak.engine import Engine, SpeechRequest, SpeechStream
 from myna.speak.loading import load_engine
 from myna.speak.scheduler import BatchScheduler, Generation

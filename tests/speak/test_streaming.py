@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import myna
 from myna.audio.files import read_audio
 from myna.data.codec import Codec, Codes, PendingSamples, Samples
-from myna.models import SHIPPED
-from myna.models.codec_windows import FIRST_WINDOW, MAX_WINDOW, plan_windows, probe_window_independence
-from myna.models.codecs import open_codec
+from myna.models import SHIPPED, open_codec
+from myna.models.codecs import FIRST_WINDOW, MAX_WINDOW, plan_windows, probe_window_independence
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from myna.speak.engine import encode_clip
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up

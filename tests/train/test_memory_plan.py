@@ -18,8 +18,7 @@ from myna.data.loader import Shard
 from myna.models import open_family, save_tiny_model
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
 from myna.models.higgs_v2.tiny import save_tiny as save_deep
-from myna.models.lora import make_trainable
-from myna.models.stats import count_model
+from myna.models.lora import count_model, make_trainable
 from myna.train import memory_plan
 from myna.train.activation_memory import _LiveBytes
 from myna.train.loop import make_loader

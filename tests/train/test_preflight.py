@@ -26,7 +26,7 @@ from myna.data.conversation import Conversation
 from myna.data.loader import Shard
 from myna.models import attention, save_tiny_model
 from myna.models.base import IGNORE_INDEX, RenderedSequence, get_base_model
-from myna.models.higgs_v2 import forward, packing
+from myna.models.higgs_v2 import forward
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
 from myna.train import loop
@@ -370,14 +370,14 @@ def everything(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple
 
 
 def test_a_model_that_sees_its_own_future_is_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "packed_causal_attention", everything)
+    monkeypatch.setattr(forward, "packed_causal_attention", everything)
     assert "sees its own future" in flight("model").refused()
 
 
 def test_packed_sequences_that_see_one_another_are_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an all-ones mask: causal, but over the whole row."""
     apart = attention.packed_causal_attention
-    monkeypatch.setattr(packing, "packed_causal_attention", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
+    monkeypatch.setattr(forward, "packed_causal_attention", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
     told = flight("model").refused()
     assert "packed sequences see one another" in told and "--set data.pack=false" in told
 

@@ -23,8 +23,7 @@ from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ConfigError, DataError
 from myna.data.manifest import Utterance, write_manifest
 from myna.listen.speaker_encoders import EcapaNetwork
-from myna.models.mel_codec.codec import save_mel_codec
-from myna.models.mel_codec.network import MelCodecNetwork
+from myna.models.mel_codec import MelCodecNetwork, save_mel_codec
 from tests.models.test_mel_codec import SMALL, listening
 
 STRANGERS = [name for name in (f"bert{n}" for n in range(99)) if is_held_out(name)][:2]

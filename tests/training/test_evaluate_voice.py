@@ -23,8 +23,7 @@ from myna.listen.asr import ASR, Transcript
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
 from myna.models.base import Sampling
-from myna.models.mel_codec.codec import save_mel_codec
-from myna.models.mel_codec.network import MelCodecNetwork
+from myna.models.mel_codec import MelCodecNetwork, save_mel_codec
 from train_codec import TINY
 from voice_evaluation.plan import MIN_SCORED_WORDS, make_plan, read_lines
 from voice_evaluation.scoring import VoiceMetrics, mean_scores

@@ -30,8 +30,7 @@ from myna.data.manifest import read_manifest
 from myna.models import open_family
 from myna.models.base import Sampling
 from myna.models.higgs_v2.checkpoint import check_tokenizer, meta_model
-from myna.models.mel_codec.codec import MelCodec, save_mel_codec
-from myna.models.mel_codec.network import MelCodecConfig, MelCodecNetwork
+from myna.models.mel_codec import MelCodec, MelCodecConfig, MelCodecNetwork, save_mel_codec
 from myna.models.ref import ModelRef
 from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine

@@ -12,7 +12,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder as Trans
 
 from codec_training.speech_features import SpeechFeatureDistance, WhisperEncoder
 from export_speech_encoder import encoder_weights
-from myna.models.mel_codec.network import mel_filters
+from myna.models.mel_codec import mel_filters
 
 SECONDS = 2
 

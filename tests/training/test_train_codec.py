@@ -43,8 +43,7 @@ from codec_training.trainer import MAX_GRAD_NORM, CodecTrainer, CodecTrainingMod
 from corpus_making.held_out import is_held_out
 from myna.core.errors import CheckpointError, DataError, TrainingError
 from myna.data.manifest import Span, Utterance, write_manifest
-from myna.models.mel_codec.codec import MelCodec
-from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecNetwork, ResidualVectorQuantizer, mel_filters
+from myna.models.mel_codec import ConvNeXtBlock, MelCodec, MelCodecNetwork, ResidualVectorQuantizer, mel_filters
 
 CPU = torch.device("cpu")
 KNOWN = [name for name in (f"anna{n}" for n in range(30)) if not is_held_out(name)][:3]

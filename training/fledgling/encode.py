@@ -38,8 +38,8 @@ from myna.data.lengths import count_text_tokens
 from myna.data.manifest import Span, Utterance, iterate_manifest, missing_manifest_error, read_manifest, write_manifest
 from myna.models import open_family
 from myna.models.base import Family
-from myna.models.codec_checks import check_clips, full_precision
-from myna.models.mel_codec.codec import MelCodec
+from myna.models.codecs import check_clips, full_precision
+from myna.models.mel_codec import MelCodec
 
 SHARD_SECONDS, BATCH_SECONDS = 3600.0, 400.0
 """Of speech in a shard, and in a batch."""

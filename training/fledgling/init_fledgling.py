@@ -18,7 +18,7 @@ from tokenizers import normalizers
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, PreTrainedTokenizerFast
 
 from myna.core.errors import ModelError, MynaError
-from myna.models.codecs import open_codec
+from myna.models import open_codec
 from myna.models.higgs_v2.checkpoint import check_tokenizer, save_checkpoint
 from myna.models.higgs_v2.tiny import tiny_config, tiny_tokenizer
 

@@ -35,7 +35,7 @@ from codec_training.recordings import DecodedClip, clip_summary, decode_all, hou
 from codec_training.speech_features import WhisperEncoder
 from codec_training.trainer import CodecTrainer, CodecTrainingModel, StepConfig
 from myna.core.errors import ConfigError, MynaError, TrainingError
-from myna.models.mel_codec.network import ConvNeXtBlock, MelCodecConfig, MelCodecNetwork
+from myna.models.mel_codec import ConvNeXtBlock, MelCodecConfig, MelCodecNetwork
 
 TINY = MelCodecConfig(
     codebook_size=64,

@@ -33,8 +33,8 @@ from myna.data.dataset import PreparedDataset
 from myna.data.pronunciation import read_answer
 from myna.models import open_family
 from myna.models.base import get_base_model
-from myna.models.phi4.audio_encoder import encode_audio
 from myna.models.phi4.codec import CODES_PER_UNIT, valid_frames
+from myna.models.phi4.forward import encode_audio
 
 OUTPUTS_PER_POSITION = 3
 """Outputs of the head for each position: 80 ms of fast speech hold more than one phone."""

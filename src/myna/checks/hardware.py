@@ -50,7 +50,7 @@ def check_torch() -> Iterator[Check]:
 def check_gpu() -> Iterator[Check]:
     import torch
 
-    from myna.models.triton_support import why_no_triton
+    from myna.core.device import why_no_triton
 
     if not torch.cuda.is_available():
         here = "Apple MPS" if torch.backends.mps.is_available() else "none: the CPU will do for tiny models and tests"

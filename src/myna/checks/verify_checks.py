@@ -35,6 +35,7 @@ from myna.models.base import (
     IGNORE_INDEX,
     AnsweringFamily,
     Batch,
+    LoraMatrices,
     RenderedSequence,
     SpeakingFamily,
     StreamLosses,
@@ -42,7 +43,6 @@ from myna.models.base import (
 )
 from myna.models.lora import load_adapter, make_trainable, merge_lora, read_lora_matrices
 from myna.models.merge import LOGIT_TOLERANCES, compare_merged, probe_logits
-from myna.models.speech_decoder import LoraMatrices
 from myna.speak.engine import Engine, SpeechRequest
 from myna.speak.streaming import StreamDecoder
 

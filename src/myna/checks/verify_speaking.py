@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from myna.checks.verify_subject import VerifiedModel
 from myna.data.codec import Codec, Codes, Samples
-from myna.models.base import AnsweringFamily, RenderedSequence, Sampling
-from myna.models.speech_decoder import AdapterSlots, LoraMatrices
+from myna.models.base import AdapterSlots, AnsweringFamily, LoraMatrices, RenderedSequence, Sampling
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, Generation, request_sampling
 from myna.speak.streaming import CodeStream, decode_streams
 

@@ -6,11 +6,7 @@ collected here, since it overrides a method: `models/quantized.py` extends `nn.M
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +27,6 @@ __all__ = [
     "set_beam_reordering",
     "storage_id",
     "tree_leaves",
-    "trimmed_imports",
 ]
 # `TorchDispatchMode` and `tree_leaves` have no public name yet: the memory plan counts live tensors with them.
 
@@ -106,60 +101,3 @@ def set_beam_reordering(model: Any, reorder: Callable[[Any, torch.Tensor], Any])
 def conv_output_length(model: Any, samples: int) -> int:
     """Frames that the convolutions of a transformers wav2vec2-like model make of so many samples."""
     return int(model._get_feat_extract_output_lengths(samples))
-
-
-class _StandIn(ModuleType):
-    """A private module of torch whose import is put off: decorators that mark functions for the compiler leave them as
-    they are, and anything else imports the module after all."""
-
-    decorators = ("allow_in_graph", "assume_constant_result", "disable")
-    callables = ("TransformGetItemToIndex",)
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in self.decorators and sys.modules.get(self.__name__) is self:
-            return lambda function=None, *_, **__: (lambda inner: inner) if function is None else function
-        if name in self.callables:
-            return lambda *arguments, **options: getattr(self.imported(), name)(*arguments, **options)
-        return getattr(self.imported(), name)
-
-    def imported(self) -> ModuleType:
-        for module in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
-            del sys.modules[module]
-        return import_module(self.__name__)
-
-
-@contextmanager
-def trimmed_imports() -> Iterator[None]:
-    """Imports of transformers' model classes without scipy, `torch._dynamo` and `torch.distributed.tensor`: half of the
-    time they take, and not used to speak. Without it, `myna speak` takes a second and a half longer.
-
-    For a process that only speaks, with an untuned model: in it, transformers goes on as if torch had no distributed
-    package, and PEFT does not work. Does nothing where the model classes are imported already.
-    """
-    if "transformers.modeling_utils" in sys.modules:
-        yield
-        return
-    import transformers.utils
-    from transformers.utils import import_utils
-
-    for check in ("is_torch_distributed_available", "is_scipy_available"):
-        setattr(transformers.utils, check, lambda: False)
-        setattr(import_utils, check, lambda: False)
-    if "transformers.models" not in sys.modules:
-        # Its `__init__` reads 1,600 files for names of classes, which `import transformers` has read before.
-        package = sys.modules["transformers.models"] = ModuleType("transformers.models")
-        package.__path__ = [f"{folder}/models" for folder in transformers.__path__]
-    if "torch._dynamo" not in sys.modules:
-        names = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
-        sys.modules.update({name: _StandIn(name) for name in names})
-    try:
-        yield
-    finally:
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
-            del sys.modules[name]

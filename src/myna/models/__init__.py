@@ -1,34 +1,54 @@
-"""Registry of model families: no module outside this package names one."""
+"""Registry of model families and codecs. No module outside this package names one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from myna.core.errors import ModelError
 from myna.core.io import atomic_folder
 
 if TYPE_CHECKING:
-    from myna.models.base import Family
-    from myna.models.higgs_v2.family import HiggsV2
-    from myna.models.phi4.family import Phi4
+    import torch
 
+    from myna.data.codec import Codec
+    from myna.models.base import Family
+
+
+class RegisteredFamily(NamedTuple):
+    """Module and class of a family. The module is imported when a checkpoint of the family is opened."""
+
+    module: str
+    class_name: str
+    model_types: tuple[str, ...]
+    """Values of `model_type` in config.json."""
+    builtin_names: tuple[str, ...]
+    """Names of built-in configurations, which have no weights."""
+
+    def load(self) -> Any:
+        """Import the class."""
+        return getattr(import_module(self.module), self.class_name)
+
+
+HIGGS_V2 = RegisteredFamily("myna.models.higgs_v2.family", "HiggsV2", ("higgs_audio_v2", "higgs_audio"), ("higgs-v2",))
+PHI4 = RegisteredFamily("myna.models.phi4.family", "Phi4", ("phi4_multimodal",), ("phi-4-multimodal",))
+FAMILIES = (HIGGS_V2, PHI4)
+CODECS = {"myna_mel_codec": ("myna.models.mel_codec", "MelCodec")}
+"""Codecs by the `model_type` in their config.json; any other type is read by the Higgs codec."""
+DEFAULT_CODEC = ("myna.models.higgs_v2.codec", "HiggsCodec")
 SHIPPED = {"fledgling": Path(__file__).parent / "fledgling"}
 """Checkpoint folders of the models that come with the package, by the names that users type."""
 
 
 def is_model_name(source: str) -> bool:
-    """Whether a source names a model that ships, or a built-in configuration; a folder of that name is never meant."""
-    from myna.models.higgs_v2.builtin import BUILTIN_NAMES as HIGGS_V2_NAMES
-    from myna.models.phi4.builtin import BUILTIN_NAMES as PHI4_NAMES
-
-    return source in (*SHIPPED, *HIGGS_V2_NAMES, *PHI4_NAMES)
+    """Return whether a source is the name of a shipped model or a built-in configuration, never of a folder."""
+    return source in SHIPPED or any(source in family.builtin_names for family in FAMILIES)
 
 
 def find_checkpoint(source: str, revision: str | None = None) -> Path | None:
-    """Folder of a checkpoint that is shipped, on disk, or on the hub, downloaded if need be; None for a built-in
+    """Return the folder of a shipped model, a local checkpoint, or a download from the hub; None for a built-in
     configuration. Imports neither torch nor transformers, so that a wrong name is reported at once."""
     from myna.models.files import resolve_checkpoint
 
@@ -49,48 +69,49 @@ def find_checkpoint(source: str, revision: str | None = None) -> Path | None:
 
 
 def open_family(source: str, *, revision: str | None = None, codec: str | None = None) -> Family:
-    """Open a checkpoint without its weights: a hub name, a folder, a model that ships with Myna, or a built-in
-    configuration."""
+    """Open a checkpoint without its weights: a hub name, a folder, a shipped model, or a built-in configuration."""
     folder = find_checkpoint(source, revision)
+    family: Family
     if folder is None:
-        from myna.models.higgs_v2.builtin import BUILTIN_NAMES
-
-        higgs_v2, phi4 = _families()
-        return (higgs_v2 if source in BUILTIN_NAMES else phi4).builtin(source)
+        [registered] = [one for one in FAMILIES if source in one.builtin_names]
+        family = registered.load().builtin(source)
+        return family
     model_type = _model_type(folder)
-    for family in _families():
-        if model_type in family.model_types:
-            return family.open(source, folder, codec)
+    for registered in FAMILIES:
+        if model_type in registered.model_types:
+            family = registered.load().open(source, folder, codec)
+            return family
     raise ModelError(
         f"{source} is a model of type {model_type!r}, which Myna does not know",
-        hint=f"known types: {', '.join(name for family in _families() for name in family.model_types)}",
+        hint=f"known types: {', '.join(name for one in FAMILIES for name in one.model_types)}",
     )
 
 
-def _families() -> Iterator[type[HiggsV2 | Phi4]]:
-    """The family classes, each imported when its turn comes."""
-    from myna.models.higgs_v2.family import HiggsV2
+def open_codec(source: str | Path, *, revision: str | None = None, device: torch.device | str = "cpu") -> Codec:
+    """Open the codec in a folder, or by its hub name."""
+    from myna.models.files import resolve_checkpoint
 
-    yield HiggsV2
-    from myna.models.phi4.family import Phi4
+    folder = resolve_checkpoint(str(source), revision)
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = None  # the codec's class reports what is wrong
+    name = settings.get("model_type") if isinstance(settings, dict) else None
+    module, class_name = CODECS.get(str(name), DEFAULT_CODEC)
+    codec: Codec = getattr(import_module(module), class_name).open(folder, device=device)
+    return codec
 
-    yield Phi4
 
-
-def convert_checkpoint(source: Path, out: Path, layout: Any) -> None:
+def convert_checkpoint(source: Path, out: Path, layout: str) -> None:
     """Rewrite a checkpoint or an adapter in another layout of its family."""
-    from myna.models.higgs_v2 import checkpoint
-
-    checkpoint.convert_layout(source, out, layout)
+    import_module("myna.models.higgs_v2.checkpoint").convert_layout(source, out, layout)
 
 
 def save_tiny_model(out: Path, *, seed: int = 0, answers: bool = False) -> Path:
-    """A tiny random checkpoint of the real classes, of a speaking or of an answering family."""
-    from myna.models.higgs_v2 import tiny as higgs_v2
-    from myna.models.phi4 import tiny as phi4
-
+    """Write a tiny random checkpoint of the real classes, of a speaking or of an answering family."""
+    package = "phi4" if answers else "higgs_v2"
     with atomic_folder(out) as folder:
-        (phi4 if answers else higgs_v2).save_tiny(folder, seed=seed)
+        import_module(f"myna.models.{package}.tiny").save_tiny(folder, seed=seed)
     return out
 
 
@@ -99,7 +120,7 @@ def _model_type(folder: Path) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
     except FileNotFoundError:
-        from myna.models.adapters import is_adapter
+        from myna.models.files import is_adapter
 
         if is_adapter(folder):
             hint = f"open it with --run {folder}, or make a model of it: myna merge {folder} --out DIR"

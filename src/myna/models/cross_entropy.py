@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from myna.core.device import supports_triton
 from myna.models.base import IGNORE_INDEX
-from myna.models.triton_support import supports_triton
 
 CHUNK_LOGITS = 2**24
 """Logits that are converted to fp32 at a time where there is no kernel."""

@@ -6,13 +6,16 @@ Weights are read from safetensors alone.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from myna.core.errors import CheckpointError, ModelError
 
@@ -259,3 +262,73 @@ def format_names(names: Collection[object], limit: int = 10) -> str:
     """A comma-separated list, cut after `limit` names."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(str(name) for name in list(names)[:limit]) + rest
+
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder is one that PEFT has saved."""
+    return (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def find_adapter(source: str | os.PathLike[str]) -> Path:
+    """The PEFT folder of an adapter: that folder itself, the `adapter/` of a run or of one of its checkpoints, or a
+    download from the hub."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        folder = resolve_checkpoint(Path(source).as_posix(), None)
+    if is_adapter(folder):
+        return folder
+    if is_adapter(folder / "adapter"):
+        return folder / "adapter"
+    if (folder / "model").is_dir():
+        raise ModelError(
+            f"{source} was trained in full, and has no LoRA",
+            hint=f"it is a whole model: give {folder / 'model'} as the model",
+        )
+    if (folder / "config.yaml").is_file():
+        raise ModelError(
+            f"{source} is a run that is not finished: it has no adapter/ yet",
+            hint=f"finish it: myna train --resume {folder}, or give one of its checkpoints: {folder}/checkpoints/...",
+        )
+    raise ModelError(
+        f"{source} is no adapter: it has no {ADAPTER_CONFIG_FILE}",
+        hint="give a run, or a folder with adapter_config.json and adapter_model.safetensors",
+    )
+
+
+def require_adapter_files(folder: Path) -> None:
+    """Refuse a folder that lacks a file of an adapter, or has its weights as a pickle."""
+    for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
+        if not (folder / file).is_file():
+            pickled = file == ADAPTER_WEIGHTS_FILE and (folder / "adapter_model.bin").is_file()
+            raise CheckpointError(
+                f"{folder} holds no {file}" + (", only a pickle, which could run anything" if pickled else ""),
+                hint="save it again as safetensors" if pickled else "pass the folder of a saved adapter",
+            )
+
+
+def adapter_base(folder: Path) -> tuple[str, str | None]:
+    """The base model that an adapter names: a hub name or a folder, and its revision."""
+    settings = read_json(folder / ADAPTER_CONFIG_FILE)
+    source, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(source, str) or not source:
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG_FILE} does not name its base model (base_model_name_or_path)",
+            hint="name the model it was trained on: --model HUB_NAME_OR_FOLDER",
+        )
+    return source, revision if isinstance(revision, str) and revision else None
+
+
+def byte_tokenizer(special_tokens: Sequence[str], *, begin: str, end: str, pad: str) -> PreTrainedTokenizerFast:
+    """256 bytes and the special tokens behind them: any text round-trips."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(special_tokens))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=begin, eos_token=end, pad_token=pad, clean_up_tokenization_spaces=False
+    )

@@ -23,18 +23,19 @@ from torch import nn
 from myna.core.config import AdaptSettings, Quantization
 from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.core.io import atomic_write
-from myna.models.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, require_adapter_files
-from myna.models.base import LoraTargets
+from myna.models.base import LoraMatrices, LoraTargets
 from myna.models.files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
     absolute_source,
     format_names,
     open_safetensors,
+    require_adapter_files,
     shapes_of,
     state_dict_problems,
     write_json,
 )
 from myna.models.quantized import QUANTIZED_LINEARS, quantized_linears
-from myna.models.speech_decoder import LoraMatrices
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter; it is not written to the file."""
@@ -400,3 +401,27 @@ def _has_effect(layer: Any) -> bool:
     norm = torch.linalg.vector_norm(weight.float(), dim=1)
     magnitude = layer.lora_magnitude_vector[_ADAPTER].weight.float()
     return not torch.allclose(magnitude, norm, rtol=2 * torch.finfo(weight.dtype).eps)
+
+
+def count_model(family: SupportsBaseModel, settings: AdaptSettings) -> dict[str, Any]:
+    """Total, trainable and LoRA parameters, with shares from 0 to 1, and their modules. The text head always counts."""
+    model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
+    if settings.mode == "full":
+        adapted = selected = 0
+        parts = [part for part in family.module_names(model) if part not in settings.freeze]
+        trained = resolve_module_names(family, model, parts, "adapt.freeze")
+    else:
+        targets = family.lora_targets(model, settings.mode, settings.targets)
+        adapted, selected = len(targets.adapted), len(targets.selected)
+        trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
+    total, trainable, lora = count_parameters(make_trainable(model, family, settings))
+    return {
+        "total": total,
+        "trainable": trainable,
+        "trainable_share": trainable / total,
+        "lora": lora,
+        "lora_share": lora / total,
+        "lora_modules": adapted,
+        "selected_modules": selected,
+        "trained_modules": trained,
+    }

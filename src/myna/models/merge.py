@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from myna.core.errors import CheckpointError, ModelError
+from myna.core.config import AdaptSettings
+from myna.core.errors import CheckpointError, ConfigError, ModelError
+from myna.core.io import atomic_folder, check_new_folder
+from myna.models import open_family
 from myna.models.base import Family, get_base_model
-from myna.models.files import open_safetensors, resolve_checkpoint, stored_tensors
-from myna.models.lora import merge_lora, scale_adapter
+from myna.models.files import absolute_source, open_safetensors, resolve_checkpoint, shapes_of, stored_tensors
+from myna.models.lora import SupportsLora, make_trainable, merge_lora, resolve_module_names, save_adapter, scale_adapter
+from myna.models.metadata import USAGE_FINGERPRINTS, WeightsMetadata, read_metadata, save_metadata
 
 LOGIT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far the logits of a merged model may be from those of the adapter, as a share of the largest, by the type of the
@@ -130,3 +138,159 @@ def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
+
+
+MAX_EXACT_SVD_SIZE = 1024
+"""Up to this many rows or columns the SVD is exact; beyond, it is randomized."""
+SVD_OVERSAMPLING, SVD_ITERATIONS = 32, 6
+"""Additional singular vectors, and power iterations, of the randomized SVD."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractionReport:
+    """Errors of an extraction, as shares of the training's change from 0 to 1."""
+
+    rank: int
+    error: float
+    """Over every weight that changed."""
+    modules: dict[str, float]
+    """The error of each module with a LoRA."""
+    copied: tuple[str, ...]
+    """Modules that were copied in full."""
+    left: dict[str, float]
+    """Parameters that changed and were dropped, with their change relative to their size."""
+
+
+def extract_adapter(
+    base_source: str,
+    tuned_source: str,
+    out: Path,
+    rank: int,
+    *,
+    mode: str = "comprehensive",
+    targets: Sequence[str] = (),
+    alpha: float | None = None,
+    train_modules: Sequence[str] | None = None,
+    text_head: bool = False,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Write the adapter that turns one checkpoint into the other, as nearly as its rank allows, and return its errors.
+
+    `train_modules` None copies every part that changed and gets no LoRA. `text_head` includes the text head, which a
+    model trained on audio alone does not save. Both models are loaded in fp32.
+    """
+    check_new_folder(out)
+    family, tuned_family = open_family(base_source), open_family(tuned_source)
+    base, tuned = (
+        opened.load_model(dtype=torch.float32, device=device, text_head=text_head) for opened in (family, tuned_family)
+    )
+    chosen = {"mode": mode, "targets": tuple(targets), "rank": rank, "alpha": alpha or float(rank)}
+    settings = AdaptSettings.model_validate(chosen)
+    if train_modules is None:
+        train_modules = _changed_parts(base, tuned, family, settings)
+    model, report = fit_lora(base, tuned, family, settings.model_copy(update={"train_modules": (*train_modules,)}))
+    known = (read_metadata(tuned_family.folder) if tuned_family.folder is not None else None) or WeightsMetadata()
+    inputs = {name: value for name, value in known.inputs.items() if name in USAGE_FINGERPRINTS}
+    changed = {"source": absolute_source(base_source), "revision": None, "text_head": text_head, "inputs": inputs}
+    with atomic_folder(out) as written:
+        save_adapter(model, written)
+        save_metadata(written, known.model_copy(update=changed))
+    return asdict(report)
+
+
+@torch.no_grad()
+def fit_lora(
+    base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings
+) -> tuple[nn.Module, ExtractionReport]:
+    """The base with a LoRA that approximates the tuned model."""
+    if settings.mode == "full" or settings.dora:
+        setting = "adapt.mode: full" if settings.mode == "full" else "adapt.dora"
+        raise ConfigError(f"`{setting}` is no plain LoRA, which is what can be extracted", hint="drop it")
+    before, after = _matching_parameters(base, tuned)
+    trained = resolve_module_names(family, base, settings.train_modules, "adapt.train_modules")
+    model = make_trainable(base, family, settings)
+
+    def change(name: str) -> torch.Tensor:
+        return after[name].float() - before[name].float()
+
+    errors: dict[str, float] = {}
+    covered, lost, total = set(), 0.0, 0.0
+    for full_name, layer in model.named_modules():
+        name = full_name.removeprefix("base_model.model.")
+        if isinstance(layer, LoraLayer):
+            delta = change(f"{name}.weight")
+            missing = _fit(layer, delta)
+            size = _squared_norm(delta)
+            errors[name] = math.sqrt(missing / size) if size else 0.0
+            lost, total = lost + missing, total + size
+            covered.add(f"{name}.weight")
+        elif isinstance(layer, ModulesToSaveWrapper):
+            own = tuned.get_submodule(name)
+            for inner, parameter in layer.modules_to_save["default"].named_parameters():
+                parameter.copy_(own.get_parameter(inner))
+                covered.add(f"{name}.{inner}")
+                total += _squared_norm(change(f"{name}.{inner}"))
+
+    left = {}
+    for name in before.keys() - covered:
+        if size := _squared_norm(change(name)):
+            left[name] = math.sqrt(size / max(_squared_norm(before[name].float()), 1e-30))
+            lost, total = lost + size, total + size
+    error = math.sqrt(lost / total) if total else 0.0
+    return model, ExtractionReport(settings.rank, error, errors, tuple(trained), dict(sorted(left.items())))
+
+
+def _fit(layer: Any, delta: torch.Tensor) -> float:
+    """Set a layer's LoRA to the nearest update of its rank; returns the squared error."""
+    lora_a, lora_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    left, right = _low_rank_factors(delta, len(lora_a))
+    lora_a.zero_()
+    lora_b.zero_()
+    lora_a[: len(right)].copy_(right)
+    lora_b[:, : left.shape[1]].copy_(left / layer.scaling["default"])
+    return _squared_norm(delta - layer.scaling["default"] * (lora_b.float() @ lora_a.float()))
+
+
+def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, rank) and (rank, columns) of equal norm, whose product is the nearest of that rank."""
+    smaller = min(delta.shape)
+    if smaller <= MAX_EXACT_SVD_SIZE or smaller <= 4 * (rank + SVD_OVERSAMPLING):
+        left, values, right = torch.linalg.svd(delta, full_matrices=False)
+    else:
+        devices = [delta.device] if delta.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            left, values, right = torch.svd_lowrank(delta, q=rank + SVD_OVERSAMPLING, niter=SVD_ITERATIONS)
+        right = right.mT
+    roots = values[:rank].sqrt()
+    return left[:, :rank] * roots, roots[:, None] * right[:rank]
+
+
+def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
+    """Short names of the parts that changed and get no LoRA."""
+    before, after = _matching_parameters(base, tuned)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    adapted = family.lora_targets(base, settings.mode, settings.targets).adapted
+
+    def inside(names: Sequence[str], modules: Sequence[str]) -> bool:
+        return any(name == module or name.startswith(f"{module}.") for name in names for module in modules)
+
+    parts = family.module_names(base).items()
+    return [short for short, modules in parts if inside(changed, modules) and not inside(adapted, modules)]
+
+
+def _matching_parameters(base: nn.Module, tuned: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Parameters of both models by name, of equal names and shapes."""
+    parameters = [dict(model.named_parameters()) for model in (base, tuned)]
+    before, after = map(shapes_of, parameters)
+    if odd := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+        was, now = before.get(odd[0], "missing"), after.get(odd[0], "missing")
+        raise CheckpointError(
+            f"the two models are not of one shape: {odd[0]} is {was} and {now}, and {len(odd) - 1} more differ",
+            hint="name the model that the tuned one was trained from",
+        )
+    return parameters
+
+
+def _squared_norm(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())

@@ -25,10 +25,9 @@ from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
 from myna.data.manifest import SPEAKER_TAG, Span
-from myna.models.base import Family, RenderedSequence, Sampling, require_speaking
+from myna.models.base import AdapterSlots, Family, RenderedSequence, Sampling, require_speaking
 from myna.models.metadata import WeightsMetadata
 from myna.models.ref import ModelRef
-from myna.models.speech_decoder import AdapterSlots
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason

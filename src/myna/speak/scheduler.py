@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from myna.core.errors import SpeakError
 from myna.data.codec import Codes
-from myna.models.base import RenderedSequence, Sampling
-from myna.models.speech_decoder import PendingStep, SpeechDecoder
+from myna.models.base import PendingStep, RenderedSequence, Sampling, SpeechDecoder
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """The model found its end, the frame cap ended it, or the caller did."""

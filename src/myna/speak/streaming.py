@@ -8,8 +8,15 @@ import numpy as np
 
 from myna.audio.files import join_samples
 from myna.data.codec import Codec, Codes, PendingSamples, Samples
-from myna.models.codec_checks import check_codes
-from myna.models.codec_windows import FIRST_WINDOW, MAX_WINDOW, Window, clip_first_window, crop_window, plan_windows
+from myna.models.codecs import (
+    FIRST_WINDOW,
+    MAX_WINDOW,
+    Window,
+    check_codes,
+    clip_first_window,
+    crop_window,
+    plan_windows,
+)
 
 
 class CodeStream:

@@ -11,10 +11,9 @@ import torch
 
 from myna.core.errors import AudioError
 from myna.data.codec import Samples
-from myna.models.higgs_v2 import batched_codec, tiny
+from myna.models.higgs_v2 import batched_encoder, tiny
 from myna.models.higgs_v2 import codec as codec_module
-from myna.models.higgs_v2.batched_codec import BatchedCodec, synthetic_voices
-from myna.models.higgs_v2.batched_encoder import BatchedEncoder
+from myna.models.higgs_v2.batched_encoder import BatchedCodec, BatchedEncoder, synthetic_voices
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
 
 FRAMES = (7, 25, 7, 1, 40, 13, 25)
@@ -34,8 +33,8 @@ def codec(folder: Path) -> HiggsCodec:
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A codec that takes its device for a card with kernels; the fast encoder itself does not, and works in torch."""
     monkeypatch.setattr(codec_module, "supports_triton", lambda _weight: True)
-    monkeypatch.setattr(batched_codec, "PROBE_SECONDS", (3.0, 2.0, 1.0))
-    monkeypatch.setattr(batched_codec, "PROBE_BATCH_SECONDS", 6.0)
+    monkeypatch.setattr(batched_encoder, "PROBE_SECONDS", (3.0, 2.0, 1.0))
+    monkeypatch.setattr(batched_encoder, "PROBE_BATCH_SECONDS", 6.0)
 
 
 def clips(*frames: int) -> list[Samples]:

@@ -11,8 +11,7 @@ import torch
 
 from myna.models.higgs_v2 import codec as codec_module
 from myna.models.higgs_v2 import tiny
-from myna.models.higgs_v2.batched_decoder import FRAME_BUCKETS, BatchedDecoder, WindowDecoder
-from myna.models.higgs_v2.codec import HiggsCodec
+from myna.models.higgs_v2.codec import FRAME_BUCKETS, BatchedDecoder, HiggsCodec, WindowDecoder
 from myna.speak.streaming import CodeStream, decode_streams
 
 FRAMES = (24, 1, 11, 84, 3, 60, FRAME_BUCKETS[-1] + 5)
@@ -53,6 +52,25 @@ def test_windows_come_back_in_their_order(codec: HiggsCodec, monkeypatch: pytest
     together = codec.decode_windows(given)()
     for one, other in zip(alone, together, strict=True):
         assert one.shape == other.shape and np.abs(one - other).max() < 1e-3
+
+
+def test_tables_are_computed_in_full_precision(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that allows TF32 elsewhere must not change what the codec computes."""
+    build, seen = BatchedDecoder.__init__, list[str]()
+
+    def watch(self: BatchedDecoder, model: Any) -> None:
+        seen.append(torch.get_float32_matmul_precision())
+        build(self, model)
+
+    monkeypatch.setattr(BatchedDecoder, "__init__", watch)
+    monkeypatch.setattr(codec_module, "supports_triton", lambda _weight: True)
+    monkeypatch.setattr(codec, "_window_decoder", None)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        codec.decode_windows(windows(5))
+        assert seen == ["highest"] and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_where_fp16_overflows_a_window_is_decoded_in_fp32(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:

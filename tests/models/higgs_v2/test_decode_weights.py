@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.models.higgs_v2 import tiny
-from myna.models.higgs_v2.decode.decoder import MAX_SLAB_ROWS, _product
+from myna.models.higgs_v2.decode import MAX_SLAB_ROWS, _product
 from myna.models.higgs_v2.decode.weights import Weight, join_head, join_weights
 
 

@@ -8,13 +8,12 @@ from torch import nn
 from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.core.errors import ModelError
-from myna.models.higgs_v2.builtin import builtin_config
-from myna.models.higgs_v2.lora_targets import MODULES
+from myna.models.higgs_v2.family import MODULES, builtin_config
 from myna.models.higgs_v2.tiny import tiny_config
 
 
 def on_meta(*, true_size: bool = False, text_head: bool = True) -> nn.Module:
-    config = builtin_config("higgs-v2") if true_size else tiny_config()
+    config = builtin_config() if true_size else tiny_config()
     with torch.device("meta"):
         model: nn.Module = HiggsAudioV2ForConditionalGeneration(config, use_text_head=text_head)
     return model
@@ -97,8 +96,3 @@ def test_short_names() -> None:
     assert parts["attention"] == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     assert len(parts["norms"]) == 2 * 4 + 1
     assert MODULES.module_names(on_meta(text_head=False))["text_head"] == ()
-
-
-def test_an_unknown_builtin_is_refused() -> None:
-    with pytest.raises(ModelError, match="higgs-v2"):
-        builtin_config("higgs-v9")

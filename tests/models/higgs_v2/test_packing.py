@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from myna.models.attention import packed_causal_attention
-from myna.models.higgs_v2 import packing
-from myna.models.higgs_v2.packing import PackedAttention, attention_tile_table
+from myna.models.higgs_v2 import forward
+from myna.models.higgs_v2.forward import PackedAttention, attention_tile_table
 
 LENGTHS = (50, 1, 39, 64, 300, 128, 17)
 """Whole tiles, parts of tiles, and one position alone."""
@@ -46,12 +46,12 @@ def tiled_attention_error(device: str, dtype: torch.dtype, size: int) -> float:
     expected = [exact.detach(), *torch.autograd.grad(exact, (q, k, v), d.float())]
 
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
-    tiles = packing._kernels().AttentionTileTables.from_cu_seqlens(cu_seqlens, sum(LENGTHS))
+    tiles = forward._kernels().AttentionTileTables.from_cu_seqlens(cu_seqlens, sum(LENGTHS))
     unused = torch.empty(0, device=device)
     attention = PackedAttention(unused, unused, unused, unused, cu_seqlens, LENGTHS, 1024, tiles)
     # Parts of one tensor, as the layers have them.
     q, k, v = (x.requires_grad_() for x in torch.split(given.to(device), [6, 2, 2], dim=1))
-    apply: Any = packing._TiledAttention.apply
+    apply: Any = forward._TiledAttention.apply
     found = attention.attend_tiled(q, k, v) if device == "cuda" else apply(q, k, v, tiles)
     gradients = torch.autograd.grad(found, (q, k, v), d.to(device))
     assert all(part.is_contiguous() for part in gradients), "or they are copied before they are turned back"
@@ -63,14 +63,14 @@ def tiled_attention_error(device: str, dtype: torch.dtype, size: int) -> float:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("size", [64, 128])
 def test_tiles_see_the_same_on_a_card(size: int) -> None:
-    if torch.cuda.get_device_capability()[0] != packing.TILED_CAPABILITY_MAJOR:
+    if torch.cuda.get_device_capability()[0] != forward.TILED_CAPABILITY_MAJOR:
         pytest.skip("the tiles are made for another card")
     assert tiled_attention_error("cuda", torch.bfloat16, size) < 1e-2
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton and TRITON_INTERPRET=1")
 def test_tiles_see_the_same_interpreted() -> None:
-    """The very kernels without a card, slowly: `TRITON_INTERPRET=1 pytest tests/models/higgs_v2/test_packing.py`."""
+    """The very kernels without a card, slowly: `TRITON_INTERPRET=1 pytest tests/models/higgs_v2/test_forward.py`."""
     assert tiled_attention_error("cpu", torch.float32, 32) < 1e-5
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from codec_training.backgrounds import background_bank
-from myna.models.mel_codec.network import SPECTRUM_OVERLAP, inverse_stft
+from myna.models.mel_codec import SPECTRUM_OVERLAP, inverse_stft
 
 SPEEDS = tuple(round(0.75 * (1.4 / 0.75) ** (step / 40), 4) for step in range(41))
 """Playback speeds, which move pitch and formants together: from a large man to a child, or an actor of one."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from codec_training.trainer import CodecTrainer
 from myna.core.errors import CheckpointError
 from myna.core.io import atomic_write
-from myna.models.mel_codec.codec import read_mel_codec_tensors, save_mel_codec
+from myna.models.mel_codec import read_mel_codec_tensors, save_mel_codec
 
 STATE, PORTABLE, PROGRESS = "state.safetensors", "portable.safetensors", "progress.json"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")

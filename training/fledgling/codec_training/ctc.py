@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from myna.models.mel_codec.network import ConvNeXtBlock
+from myna.models.mel_codec import ConvNeXtBlock
 
 BLANK = 0
 MIN_LETTER_SHARE = 1e-4

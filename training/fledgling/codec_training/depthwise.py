@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.models.mel_codec.network import ConvNeXtBlock
+from myna.models.mel_codec import ConvNeXtBlock
 
 WARM_UP_RUNS, TIMED_RUNS = 3, 10
 MIN_COMPILED_GAIN = 0.75

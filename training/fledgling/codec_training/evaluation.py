@@ -12,8 +12,7 @@ import torch
 from codec_training.recordings import DecodedClip, pcm_to_float
 from codec_training.trainer import CodecTrainingModel
 from myna.core.io import atomic_write
-from myna.models.mel_codec.codec import MelCodec
-from myna.models.mel_codec.network import MelCodecConfig
+from myna.models.mel_codec import MelCodec, MelCodecConfig
 
 WINDOW_SECONDS = 3
 """Of the middle of each held-out clip that is scored with every line of progress."""

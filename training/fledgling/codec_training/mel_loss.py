@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from myna.models.mel_codec.network import MIN_MEL_MAGNITUDE, MelSpectrogram
+from myna.models.mel_codec import MIN_MEL_MAGNITUDE, MelSpectrogram
 
 SCALES = ((64, 5), (128, 10), (256, 20), (512, 40), (1024, 80), (2048, 160))
 """Samples of a window, and mel bins."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.models.mel_codec.network import ResidualVectorQuantizer
+from myna.models.mel_codec import ResidualVectorQuantizer
 
 EMA_DECAY = 0.99
 """Decay of the codebook statistics."""

@@ -21,7 +21,7 @@ from codec_training.ema import WeightEMA
 from codec_training.mel_loss import MelDistance
 from codec_training.quantizer import EMAQuantizer
 from codec_training.speech_features import SpeechFeatureDistance, WhisperEncoder
-from myna.models.mel_codec.network import MelCodecNetwork
+from myna.models.mel_codec import MelCodecNetwork
 
 MEL_WEIGHT = 45.0
 """Weight of the mel distance in the loss, as in HiFi-GAN."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corpus_making.kokoro_network import Generator, Lengths, SnakeBlock, snake
-from myna.models.triton_support import supports_triton
+from myna.core.device import supports_triton
 
 WIDE, DEEP = 128, 64
 """Weights are filled up with zeros to multiples of so many outputs and channels, so that no block reads past them."""

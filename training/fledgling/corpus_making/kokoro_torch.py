@@ -14,9 +14,9 @@ from corpus_making import kokoro_weights
 from corpus_making.kokoro import SAMPLE_RATE, Kokoro, Samples, Style, move_formants
 from corpus_making.kokoro_fast import FastGenerator
 from corpus_making.kokoro_network import EncodedText, KokoroNetwork, Lengths
+from myna.core.device import supports_triton
 from myna.core.errors import DataError
-from myna.models.mel_codec.network import SPECTRUM_OVERLAP
-from myna.models.triton_support import supports_triton
+from myna.models.mel_codec import SPECTRUM_OVERLAP
 
 MAX_BATCH_PHONEMES = 12_000
 """Of lines that are read together, padding included."""

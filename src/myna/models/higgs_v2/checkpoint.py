@@ -31,9 +31,8 @@ from myna.core.compat import model_from_config
 from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import atomic_folder
 from myna.models import files
-from myna.models.adapters import is_adapter
 from myna.models.base import Sampling
-from myna.models.files import load_tokenizer
+from myna.models.files import is_adapter, load_tokenizer
 from myna.models.metadata import METADATA_FILE
 
 Layout = Literal["transformers", "original"]

@@ -13,36 +13,72 @@ import numpy as np
 import torch
 from torch import nn
 
+from myna.core.device import supports_triton, why_no_triton
 from myna.core.errors import ModelError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
+from myna.models import open_codec
 from myna.models.base import (
+    AdapterSlots,
     RenderedSequence,
     Sampling,
     SpeakingFamily,
+    SpeechDecoder,
     TransformersForward,
     TransformersGeneration,
     get_base_model,
 )
-from myna.models.codecs import open_codec
-from myna.models.hf_family import HFFamily
+from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.higgs_v2 import checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
-from myna.models.higgs_v2.builtin import builtin_config
 from myna.models.higgs_v2.codec import RELEASED_CODEC
-from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder, prompt_tensors, run_prompt
+from myna.models.higgs_v2.decode import HiggsDecoder, prompt_tensors, run_prompt
+from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots
 from myna.models.higgs_v2.forward import HiggsObjective
-from myna.models.higgs_v2.lora_targets import MODULES
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, HiggsRenderer
 from myna.models.metadata import read_metadata
-from myna.models.speech_decoder import AdapterSlots, SpeechDecoder
-from myna.models.triton_support import supports_triton, why_no_triton
+
+
+def builtin_config() -> Any:
+    """Return the configuration of the released model, for parameter counts and memory plans without a download.
+
+    transformers' defaults fit except for the two numbers below.
+    """
+    from transformers import HiggsAudioV2Config
+
+    return HiggsAudioV2Config(
+        codebook_size=1026,  # 1024 codes and the two ends of a stream; the default leaves out the ends
+        bos_token_id=128000,  # the tokenizer's; the default is 1
+    )
+
+
+_LAYERS = r"model\.layers\.\d+\."
+_AUDIO_FFN = r"audio_mlp\.(gate|up|down)_proj"
+
+MODULES = ModulePatterns(
+    modes={
+        "comprehensive": (
+            rf"{_LAYERS}(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|{_AUDIO_FFN})",
+            ("text_lm_head", "audio_lm_head"),
+        ),
+        "audio_focused": (rf"{_LAYERS}(self_attn\.[qv]_proj|{_AUDIO_FFN})", ("audio_lm_head",)),
+        "attention_only": (rf"{_LAYERS}self_attn\.[qkvo]_proj", ()),
+    },
+    parts={
+        "text_embedding": r"model\.embed_tokens",
+        "audio_embedding": r"model\.embed_audio_tokens\.embed_audio_tokens",
+        "attention": _LAYERS + r"self_attn",
+        "text_ffn": _LAYERS + r"mlp",
+        "audio_ffn": _LAYERS + r"audio_mlp",
+        "norms": _LAYERS + r"\w*layernorm|model\.norm",
+        "text_head": "text_lm_head",
+        "audio_head": "audio_lm_head",
+    },
+)
 
 
 class HiggsV2(HFFamily, SpeakingFamily):
     name = "higgs_v2"
-    model_types = ("higgs_audio_v2", "higgs_audio")
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
     builtin_config = staticmethod(builtin_config)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, PreTrainedTokenizerFast
 
-from myna.models.byte_tokenizer import byte_tokenizer
-from myna.models.files import quiet_transformers
+from myna.models.files import byte_tokenizer, quiet_transformers
 from myna.models.higgs_v2.codec import codec_classes
 
 SPECIAL_TOKENS = (

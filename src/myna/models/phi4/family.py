@@ -1,4 +1,4 @@
-"""Phi-4-multimodal as a model family; the parts are in the modules beside it."""
+"""The Phi-4-multimodal family: joins the modules of this package to the `Family` interface."""
 
 from __future__ import annotations
 
@@ -24,17 +24,50 @@ from myna.models.base import (
     TransformersGeneration,
     get_base_model,
 )
-from myna.models.constrained_decoding import ConstrainedDecoder, TokenGrammar
 from myna.models.files import resolve_checkpoint
-from myna.models.hf_family import HFFamily
+from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.phi4 import checkpoint
 from myna.models.phi4.batch import Phi4Batch, collate
-from myna.models.phi4.builtin import builtin_config
 from myna.models.phi4.codec import MAX_CODE, MelFeatureEncoder
 from myna.models.phi4.forward import Phi4Objective
-from myna.models.phi4.generate import generate
-from myna.models.phi4.lora_targets import MODULES
+from myna.models.phi4.generate import ConstrainedDecoder, TokenGrammar, generate
 from myna.models.phi4.render import Phi4Renderer
+
+
+def builtin_config() -> Any:
+    """Return the configuration of the released model, for parameter counts and memory plans without a download.
+
+    It has no rotary scaling of long sequences, which no count depends on.
+    """
+    from transformers import Phi4MultimodalConfig
+
+    return Phi4MultimodalConfig(
+        num_attention_heads=24,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    )
+
+
+_LAYERS = r"model\.layers\.\d+\."
+_AUDIO = r"model\.embed_tokens_extend\.audio_embed\."
+
+MODULES = ModulePatterns(
+    modes={
+        "comprehensive": (_LAYERS + r"(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)", ("lm_head",)),
+        "audio_focused": (_AUDIO + r"(encoder\.encoders\.\d+\..*|(up|down)_proj_for_speech)", ()),
+        "attention_only": (_LAYERS + r"self_attn\.(qkv|o)_proj", ()),
+    },
+    parts={
+        "text_embedding": r"model\.embed_tokens",
+        "audio_encoder": _AUDIO + "encoder",
+        "audio_projection": _AUDIO + r"(up|down)_proj_for_speech",
+        "attention": _LAYERS + r"self_attn",
+        "text_ffn": _LAYERS + r"mlp",
+        "norms": _LAYERS + r"\w*layernorm|model\.norm",
+        "text_head": "lm_head",
+    },
+)
+
 
 FRAME_RATE = 100.0
 """Spectra a second."""
@@ -42,7 +75,6 @@ FRAME_RATE = 100.0
 
 class Phi4(HFFamily, AnsweringFamily):
     name = "phi4"
-    model_types = ("phi4_multimodal",)
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
     builtin_config = staticmethod(builtin_config)

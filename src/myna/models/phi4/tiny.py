@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from myna.models.byte_tokenizer import byte_tokenizer
+from myna.models.files import byte_tokenizer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|image|>", "<|audio|>", "<|assistant|>", "<|end|>", "<|user|>", "<|system|>")
 

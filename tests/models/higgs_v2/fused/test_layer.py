@@ -15,10 +15,17 @@ from myna.core.config import AdaptSettings, Quantization
 from myna.models.base import get_base_model
 from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.forward import PackedLayer
-from myna.models.higgs_v2.fused import ops
-from myna.models.higgs_v2.fused.layer import FusedLoraLayer
-from myna.models.higgs_v2.fused.linear import Fp8LinearGroup, make_linear_group
-from myna.models.higgs_v2.fused.ops import FP8_PARTS, ModalityNorms, PackedInput, WeightCopies, WeightCopy
+from myna.models.higgs_v2.fused import FusedLoraLayer
+from myna.models.higgs_v2.fused import linear as ops
+from myna.models.higgs_v2.fused.linear import (
+    FP8_PARTS,
+    Fp8LinearGroup,
+    ModalityNorms,
+    PackedInput,
+    WeightCopies,
+    WeightCopy,
+    make_linear_group,
+)
 from myna.models.lora import cast_trainable, load_adapter, make_trainable, save_adapter
 from myna.models.quantized import quantize
 from tests.models.higgs_v2.conftest import cloning

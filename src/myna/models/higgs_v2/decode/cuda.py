@@ -13,22 +13,19 @@ import torch.nn.functional as F
 import triton
 
 from myna.core.compat import scaled_mm
-from myna.models.base import IGNORE_INDEX, RenderedSequence
+from myna.models.base import IGNORE_INDEX, RenderedSequence, StepResult
 from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
-from myna.models.higgs_v2.decode import kernels
-from myna.models.higgs_v2.decode.adapters import HiggsAdapterSlots
-from myna.models.higgs_v2.decode.decoder import HiggsDecoder, audio_positions, run_layers
+from myna.models.higgs_v2.decode import HiggsDecoder, audio_positions, kernels, run_layers
 from myna.models.higgs_v2.decode.weights import (
+    HiggsAdapterSlots,
     Weight,
     WeightFormat,
     join_text_weights,
     pack_weights,
     packed_format,
 )
-from myna.models.higgs_v2.forward import embed_inputs
-from myna.models.higgs_v2.packing import apply_rotary
+from myna.models.higgs_v2.forward import apply_rotary, embed_inputs
 from myna.models.higgs_v2.render import DelayPattern
-from myna.models.speech_decoder import StepResult
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Batch sizes that graphs are captured for; a batch between two of them runs as the larger."""

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from myna.models.higgs_v2.packing import attention_tile_table
+from myna.models.higgs_v2.forward import attention_tile_table
 
 
 class AttentionTile(NamedTuple):

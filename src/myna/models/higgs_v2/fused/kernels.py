@@ -1,4 +1,4 @@
-"""Triton kernels of the operations in `ops.py`; each element is read and written once.
+"""Triton kernels of the operations in `linear.py`; each element is read and written once.
 
 Imported only where there is a CUDA device and Triton. One program handles one row, so any row count runs without
 recompilation.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from myna.models.higgs_v2.fused.ops import FP8_MAX, FP8_PARTS, MIN_ROW_ABSMAX, ModalityNorms, PackedInput
+from myna.models.higgs_v2.fused.linear import FP8_MAX, FP8_PARTS, MIN_ROW_ABSMAX, ModalityNorms, PackedInput
 
 SWIGLU_BLOCK_SIZE = 2048
 COPY_BLOCK_SIZE = 1024

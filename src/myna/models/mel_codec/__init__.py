@@ -1,1 +1,0 @@
-"""A small codec of our own: mel encoder, residual vector quantiser, inverse-STFT decoder."""
