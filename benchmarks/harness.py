@@ -378,7 +378,7 @@ class MynaStepper:
         accelerator = init_accelerator(recipe, precision, device, folder)
         self.trainer = Trainer.from_recipe(recipe, family, precision, accelerator, lambda _: None, recomputed)
         randomize_adapter(self.trainer.trainable_parameters)
-        self.weights = stream_weights(family.streams, recipe.loss)
+        self.weights = stream_weights(family.loss_terms, recipe.loss)
         self.learning_rate = LEARNING_RATE
 
     def train_step(self, step: Any) -> Any:
@@ -386,7 +386,7 @@ class MynaStepper:
 
     def loss_and_norm(self, result: Any) -> tuple[float, float]:
         tally, norm = result
-        return float(tally.metrics(self.trainer.family.streams, self.weights)["loss"]), float(norm)
+        return float(tally.metrics(self.trainer.family.loss_terms, self.weights)["loss"]), float(norm)
 
 
 class StepTimer:

@@ -86,7 +86,7 @@ def make_trainer(recipe: Recipe, family: Family, precision: Precision, device: t
 
 def gradients_are_finite(student: Trainer, step: Step, weights: torch.Tensor) -> bool:
     """Whether a backward pass reaches every trained weight with a finite gradient, before any unscaling."""
-    tally = LossAccumulator.zeros(len(student.family.streams))
+    tally = LossAccumulator.zeros(len(student.family.loss_terms))
     tally.counts = torch.stack([batch.counts for batch in step]).sum(0)
     student.backward(step, weights, tally)
     gradients = [parameter.grad for parameter in student.trainable_parameters.values()]
@@ -98,13 +98,13 @@ def gradients_are_finite(student: Trainer, step: Step, weights: torch.Tensor) ->
 def learn(student: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
     """One training from its first to its last step, and what it cost."""
     settings, device = student.recipe.train, student.accelerator.device
-    weights = stream_weights(student.family.streams, student.recipe.loss)
+    weights = stream_weights(student.family.loss_terms, student.recipe.loss)
     losses, norms, seconds = [], [], []
     for number, step in enumerate(steps, start=1):
         began = time.perf_counter()
         tally, norm = student.train_step(step, weights, learning_rate(settings, number, len(steps)))
         seconds.append(time.perf_counter() - began)
-        losses.append(tally.metrics(student.family.streams, weights)["loss"])
+        losses.append(tally.metrics(student.family.loss_terms, weights)["loss"])
         norms.append(norm)
     return {
         "precision": student.precision.name,

@@ -177,7 +177,7 @@ def measure(name: str, family: RandomPhi4, device: torch.device, memory: int, ti
 def run_steps(trainer: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
     """Run warm-up and timed steps, and one more backward pass to check every gradient."""
     device, settings = trainer.accelerator.device, trainer.recipe.train
-    weights = stream_weights(trainer.family.streams, trainer.recipe.loss)
+    weights = stream_weights(trainer.family.loss_terms, trainer.recipe.loss)
     losses, norms, seconds = [], [], []
     for step in steps:
         synchronize(device)
@@ -185,7 +185,7 @@ def run_steps(trainer: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
         tally, norm = trainer.train_step(step, weights, settings.learning_rate)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-        losses.append(tally.metrics(trainer.family.streams, weights)["loss"])
+        losses.append(tally.metrics(trainer.family.loss_terms, weights)["loss"])
         norms.append(norm)
     measured, cuda = seconds[WARM_UP_STEPS:], device.type == "cuda"
     tokens = sum(batch.tokens for step in steps[WARM_UP_STEPS:] for batch in step)
@@ -208,7 +208,7 @@ def run_steps(trainer: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
 
 def count_gradients(trainer: Trainer, step: list[Batch], weights: torch.Tensor) -> dict[str, int]:
     """Number of adapters with a finite gradient, and with a nonzero one."""
-    tally = LossAccumulator.zeros(len(trainer.family.streams))
+    tally = LossAccumulator.zeros(len(trainer.family.loss_terms))
     tally.counts = torch.stack([batch.counts for batch in step]).sum(0)
     trainer.backward(step, weights, tally)
     grads = [parameter.grad for parameter in trainer.trainable_parameters.values()]

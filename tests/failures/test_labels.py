@@ -203,7 +203,7 @@ def test_row_06_only_codes_and_one_end_per_codebook_are_learned(family: Family) 
 
 def test_row_07_chance_is_known_for_every_stream() -> None:
     family = open_family("higgs-v2")
-    assert family.chance[0] == pytest.approx(11.76, abs=0.01) and family.streams[0] == "text"
+    assert family.chance[0] == pytest.approx(11.76, abs=0.01) and family.loss_terms[0] == "text"
     assert family.chance[1:] == pytest.approx([6.93] * 8, abs=0.01)
 
 

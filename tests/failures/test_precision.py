@@ -78,10 +78,10 @@ def first_steps(student: Trainer, count: int = 3) -> list[float]:
     """Losses of the first optimizer steps."""
     recipe = student.recipe
     loader = make_loader(recipe, student.family, recipe.data.train)
-    weights = stream_weights(student.family.streams, recipe.loss)
+    weights = stream_weights(student.family.loss_terms, recipe.loss)
     stream = loader.steps(recipe.train.batch_size, recipe.train.micro_batch_size, Shard())
     tallies = [student.train_step(next(stream), weights, recipe.train.learning_rate)[0] for _ in range(count)]
-    return [tally.metrics(student.family.streams, weights)["loss"] for tally in tallies]
+    return [tally.metrics(student.family.loss_terms, weights)["loss"] for tally in tallies]
 
 
 # Row 10: fp16 gradients

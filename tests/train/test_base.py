@@ -71,11 +71,11 @@ def trainer_for(
 def losses(trainer: Trainer, steps: int) -> list[float]:
     recipe = trainer.recipe
     loader = make_loader(recipe, trainer.family, recipe.data.train)
-    weights, told = stream_weights(trainer.family.streams, recipe.loss), []
+    weights, told = stream_weights(trainer.family.loss_terms, recipe.loss), []
     stream = loader.steps(recipe.train.batch_size, 1, Shard())
     for _ in range(steps):
         tally, _ = trainer.train_step(next(stream), weights, RATE)
-        told.append(float(tally.metrics(trainer.family.streams, weights)["loss"]))
+        told.append(float(tally.metrics(trainer.family.loss_terms, weights)["loss"]))
     stream.close()
     return told
 

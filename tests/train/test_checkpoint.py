@@ -106,7 +106,9 @@ class Pupil:
     def train_step(self, start: int, steps: int) -> None:
         stream = self.loader.steps(2, 1, Shard(), start=start)
         for _ in range(steps):
-            self.trainer.train_step(next(stream), stream_weights(self.family.streams, self.trainer.recipe.loss), 1e-3)
+            self.trainer.train_step(
+                next(stream), stream_weights(self.family.loss_terms, self.trainer.recipe.loss), 1e-3
+            )
         stream.close()
 
     def state(self) -> dict[str, Any]:

@@ -111,9 +111,9 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
     family, recipe = open_family(str(workspace / "model")), runs["mean"].recipe
     base = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
     objective = family.objective(load_adapter(base, runs["mean"].adapter)).eval()
-    sums = counts = torch.zeros(len(family.streams), dtype=torch.float64)
+    sums = counts = torch.zeros(len(family.loss_terms), dtype=torch.float64)
     with torch.no_grad():
         for batch in make_loader(recipe, family, workspace / "evaluation").evaluation_batches(1, Shard()):
             sums, counts = sums + objective(batch).sums, counts + batch.counts
-    loss = float(weighted_loss(sums, counts, stream_weights(family.streams, recipe.loss)))
+    loss = float(weighted_loss(sums, counts, stream_weights(family.loss_terms, recipe.loss)))
     assert loss == pytest.approx(rows["mean"][-1]["evaluation"]["loss"], abs=1e-6)

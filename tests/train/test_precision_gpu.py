@@ -14,7 +14,7 @@ from torch import nn
 
 from myna.core.config import TrainSettings
 from myna.models import open_family
-from myna.models.base import StreamLosses
+from myna.models.base import LossSums
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train.loss import stream_weights
 from myna.train.optimizer import make_optimizer
@@ -46,7 +46,7 @@ def make(source: Path, tmp_path: Path) -> Make:
 
 
 def weights_of(trainer: Trainer) -> torch.Tensor:
-    return stream_weights(trainer.family.streams, trainer.recipe.loss)
+    return stream_weights(trainer.family.loss_terms, trainer.recipe.loss)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +69,7 @@ def test_losses_come_out_of_accelerate_as_fp32_sums(name: PrecisionName, make: M
     [[batch, _]] = draw_steps(trainer.family, 1)
     with trainer.accelerator.autocast():
         result = trainer.objective(batch.to(CUDA))
-    assert isinstance(result, StreamLosses)
+    assert isinstance(result, LossSums)
     assert (result.sums.dtype, result.correct.dtype, result.stops.dtype) == (torch.float32, *[torch.int64] * 2)
 
 

@@ -141,7 +141,7 @@ def teach(workspace: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
     chosen = recipe(workspace, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
     family = opened(kind, workspace / "model")
     trainer, loader = trainer_for(chosen, family), make_loader(chosen, family, workspace / "prepared")
-    weights, stream = stream_weights(family.streams, chosen.loss), loader.steps(2, 1, Shard())
+    weights, stream = stream_weights(family.loss_terms, chosen.loss), loader.steps(2, 1, Shard())
     for _ in range(steps):
         trainer.train_step(next(stream), weights, 5e-3)
     family.save_model(trainer.model, out)
@@ -234,7 +234,7 @@ def test_a_sound_training_passes_and_is_shown(flight: Make, tmp_path: Path) -> N
 
 def test_it_leaves_no_trace(flight: Make) -> None:
     it = flight(adapt={"dropout": 0.2}, train={"ema_decay": 0.9})
-    weights = stream_weights(it.trainer.family.streams, it.recipe.loss)
+    weights = stream_weights(it.trainer.family.loss_terms, it.recipe.loss)
     it.trainer.train_step(next(it.loader.steps(2, 1, Shard())), weights, 1e-3)  # moments, and a random state in use
     before = it.state()
     it.take()
@@ -575,7 +575,7 @@ def as_rank(workspace: Path, out: Path) -> None:
         it.take()
         untouched = same(before, it.state())
         passes = next(it.loader.steps(2, 1, Shard(torch.distributed.get_rank(), 2)))
-        tally, _ = it.trainer.train_step(passes, stream_weights(it.trainer.family.streams, it.recipe.loss), 1e-3)
+        tally, _ = it.trainer.train_step(passes, stream_weights(it.trainer.family.loss_terms, it.recipe.loss), 1e-3)
         told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
     try:
         Flight(recipe(workspace), out, MuteOnOne).take()

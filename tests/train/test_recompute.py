@@ -53,11 +53,11 @@ def gradients(
     for layer in family.layers(accelerator.unwrap_model(trainer.objective)):
         layer.register_forward_pre_hook(count)
     stream = make_loader(recipe, family, recipe.data.train).steps(2, 1, Shard())
-    passes, tally = next(stream), LossAccumulator.zeros(len(family.streams))
+    passes, tally = next(stream), LossAccumulator.zeros(len(family.loss_terms))
     stream.close()
     tally.counts = torch.stack([batch.counts for batch in passes]).sum(0)
     torch.manual_seed(5)
-    trainer.backward(passes, stream_weights(family.streams, recipe.loss), tally)
+    trainer.backward(passes, stream_weights(family.loss_terms, recipe.loss), tally)
     found: dict[str, Any] = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
     return found | {"losses": tally.sums}, runs
 

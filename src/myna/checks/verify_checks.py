@@ -36,9 +36,9 @@ from myna.models.base import (
     AnsweringFamily,
     Batch,
     LoraMatrices,
+    LossSums,
     RenderedSequence,
     SpeakingFamily,
-    StreamLosses,
     get_base_model,
 )
 from myna.models.lora import load_adapter, make_trainable, merge_lora, read_lora_matrices
@@ -128,7 +128,7 @@ def check_forward(subject: VerifiedModel) -> Finding:
             return Finding(False, f"{len(ours):,} logits where transformers has {len(theirs.logits):,}, or not finite")
         largest = max(largest, float(theirs.logits.abs().max()))
         worst_logit = max(worst_logit, float((ours - theirs.logits).abs().max()))
-        for stream, our, their in zip(family.streams, sums.tolist(), theirs.sums.tolist(), strict=True):
+        for stream, our, their in zip(family.loss_terms, sums.tolist(), theirs.sums.tolist(), strict=True):
             worst = max(worst, (_relative(our, their), f"{stream} of {sequence.id!r}", our, their))
     tolerance, loss_tolerance = LOGIT_TOLERANCES[subject.dtype], LOSS_TOLERANCES[subject.dtype]
     share = worst_logit / largest
@@ -151,7 +151,7 @@ def check_packed(subject: VerifiedModel) -> Finding:
 
     packed = sums(subject.sequences)
     single = [sum(parts) for parts in zip(*(sums([one]) for one in subject.sequences), strict=True)]
-    return _compare_losses(family.streams, packed, single, "packed", "one by one", LOSS_TOLERANCES[subject.dtype])
+    return _compare_losses(family.loss_terms, packed, single, "packed", "one by one", LOSS_TOLERANCES[subject.dtype])
 
 
 def check_generate(subject: VerifiedModel) -> Finding:
@@ -238,7 +238,7 @@ def check_replay(subject: VerifiedModel) -> Finding:
     """log-probabilities of sampled codes as reported, and of their replay through the training forward"""
     family, _ = subject.speaking
     objective = family.objective(subject.model).eval()
-    streams = [place for place, stream in enumerate(family.streams) if stream.startswith("code")]
+    streams = [place for place, stream in enumerate(family.loss_terms) if stream.startswith("code")]
     caps = [subject.frames] * len(subject.prompts)
     spoken = speak_together(subject, subject.prompts, caps, len(caps))
     worst, codes = (0.0, "", 0.0, 0.0), 0
@@ -253,7 +253,7 @@ def check_replay(subject: VerifiedModel) -> Finding:
         apart = np.abs(replayed.numpy() - reported)
         book = int(np.where(np.isfinite(apart), apart, np.inf).argmax())
         found = float(apart[book]) if np.isfinite(apart[book]) else float("inf")
-        where = f"{family.streams[streams[book]]} of {TEXTS[number]!r}"
+        where = f"{family.loss_terms[streams[book]]} of {TEXTS[number]!r}"
         worst = max(worst, (found, where, float(reported[book]), float(replayed[book])))
         codes += one.log_probs.size
     if not codes:
@@ -336,7 +336,7 @@ def check_fused(subject: VerifiedModel) -> Finding:
     fused, fused_gradients = train_pass(subject, objective, batch)
     tolerance = gradient_tolerance(subject.dtype, layers)
     losses = _compare_losses(
-        family.streams, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[subject.dtype]
+        family.loss_terms, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[subject.dtype]
     )
     if not losses.passed:
         return losses
@@ -421,7 +421,7 @@ def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
 def train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss sums, and the gradients of what is trained."""
     with subject.autocast():
-        losses: StreamLosses = objective.train()(batch.to(subject.device))
+        losses: LossSums = objective.train()(batch.to(subject.device))
     torch.autograd.backward(losses.sums.sum())
     gradients = {}
     for name, parameter in objective.model.named_parameters():

@@ -76,7 +76,7 @@ class Batch:
     lengths: tuple[int, ...]
     """Of the sequences, in positions."""
     counts: torch.Tensor
-    """(streams,): supervised targets in this batch, as float64; they stay on the CPU."""
+    """(loss terms,): supervised targets in this batch, as float64; they stay on the CPU."""
     target_seconds: float
 
     @property
@@ -107,13 +107,13 @@ def _from_arrays(batch_type: Callable[..., Batch], *values: Any) -> Batch:
     return batch_type(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
 
 
-class StreamLosses(NamedTuple):
+class LossSums(NamedTuple):
     """Summed losses of one batch, to be divided once by the counts over all ranks and micro-batches."""
 
     sums: torch.Tensor
-    """(streams,): cross-entropy summed over targets, differentiable."""
+    """(loss terms,): cross-entropy summed over targets, differentiable."""
     correct: torch.Tensor
-    """(streams,): targets the model ranks first, for accuracy."""
+    """(loss terms,): targets the model ranks first, for accuracy."""
     stops: torch.Tensor
     """(2,): ends of stream that the model ranks first, and ends of stream in all."""
 
@@ -155,7 +155,7 @@ class TransformersForward(NamedTuple):
     """Losses and logits of transformers' own forward pass on one sequence."""
 
     sums: torch.Tensor
-    """(streams,): cross-entropy summed over targets, in float64 on the CPU."""
+    """(loss terms,): cross-entropy summed over targets, in float64 on the CPU."""
     logits: torch.Tensor
     """All logits of supervised positions, in fp32 on the CPU: head after head as the objective computes them."""
 
@@ -184,8 +184,8 @@ class Family(ABC):
 
     @property
     @abstractmethod
-    def streams(self) -> tuple[str, ...]:
-        """Names of the supervised streams, for example `text, code0 ... code7`."""
+    def loss_terms(self) -> tuple[str, ...]:
+        """Names of the terms of the loss, for example `text, code0 ... code7`."""
 
     @property
     @abstractmethod
@@ -274,7 +274,7 @@ class Family(ABC):
         fused_lora: bool = False,
         compiled: bool = False,
     ) -> nn.Module:
-        """A module that maps a `Batch` to `StreamLosses`, with the weights as its `model`; what DDP and FSDP wrap.
+        """A module that maps a `Batch` to `LossSums`, with the weights as its `model`; what DDP and FSDP wrap.
 
         The activations of the first `recompute` layers are recomputed in the backward pass; the module keeps the number
         under that name and may be given another. `fused_lora` may rearrange frozen weights, and other layers may be

@@ -170,7 +170,7 @@ def run_training(
         evaluate_every = settings.evaluate_every or max(1, steps // 10)
         save_every = settings.save_every or evaluate_every
         speech_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
-        final_weights = stream_weights(family.streams, recipe.loss)
+        final_weights = stream_weights(family.loss_terms, recipe.loss)
         log(
             f"{steps} optimizer steps of {settings.batch_size} rows; an epoch is {rows_in_epoch} rows, "
             f"{rows_in_epoch / settings.batch_size:.1f} steps"
@@ -221,7 +221,7 @@ def run_training(
                     break
                 start = time.perf_counter()
                 batches = next(stream)
-                weights = stage_weights(family.streams, recipe, step, steps)
+                weights = stage_weights(family.loss_terms, recipe, step, steps)
                 rate = learning_rate(settings, step, steps)
                 try:
                     step_losses, norm = trainer.train_step(batches, weights, rate)
@@ -230,7 +230,7 @@ def run_training(
                 trainer.divergence.update(step, step_losses, norm, family.chance, weights)
                 progress = replace(progress, step=step)
                 row: dict[str, Any] = {"step": step, "epoch": step * settings.batch_size / rows_in_epoch}
-                row |= step_losses.metrics(family.streams, weights) | {"gradient_norm": norm, "learning_rate": rate}
+                row |= step_losses.metrics(family.loss_terms, weights) | {"gradient_norm": norm, "learning_rate": rate}
                 logger.metrics(row | {"speed": _speed(batches, time.perf_counter() - start, accelerator)})
                 if not math.isfinite(norm):
                     log(

@@ -9,7 +9,7 @@ import torch
 
 from myna.core.config import LossSettings, Recipe
 from myna.core.errors import ConfigError
-from myna.models.base import StreamLosses
+from myna.models.base import LossSums
 
 
 def stage_weights(streams: Sequence[str], recipe: Recipe, step: int, steps: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ class LossAccumulator:
     def __init__(self, sums: torch.Tensor, correct: torch.Tensor, stops: torch.Tensor, counts: torch.Tensor) -> None:
         self.counts = counts
         self._totals = (sums, correct, stops)
-        self._pending: list[StreamLosses] = []
+        self._pending: list[LossSums] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled between ranks without anything on a device.
@@ -86,9 +86,9 @@ class LossAccumulator:
     def stops(self) -> torch.Tensor:
         return self._fetch()[2]
 
-    def add(self, result: StreamLosses) -> None:
+    def add(self, result: LossSums) -> None:
         """Add the result of one micro-batch; `counts` are added apart, since they are known before it."""
-        self._pending.append(StreamLosses(*(part.detach() for part in result)))
+        self._pending.append(LossSums(*(part.detach() for part in result)))
 
     def _fetch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The totals, with all pending results in one transfer. Counts of a micro-batch are small enough for fp32;

@@ -153,7 +153,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # Targets are counted first, over all micro-batches and ranks, so that each of them weighs the same.
-        losses = LossAccumulator.zeros(len(self.family.streams))
+        losses = LossAccumulator.zeros(len(self.family.loss_terms))
         losses.counts = self.reduce(torch.stack([batch.counts for batch in batches]).sum(0))
         self.backward(batches, weights, losses)
         norm_tensor = self.clip_gradients()
@@ -193,7 +193,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
         """Evaluation losses over the batches of all ranks."""
         self.objective.eval()
-        losses = LossAccumulator.zeros(len(self.family.streams))
+        losses = LossAccumulator.zeros(len(self.family.loss_terms))
         with self.ema_weights(), self.accelerator.autocast():
             # The unwrapped objective: DDP would require equally many batches of every rank.
             objective = self.accelerator.unwrap_model(self.objective)
@@ -207,7 +207,7 @@ class Trainer:
                 # After a forward without a backward, the root's weights stay gathered and would miss the next step.
                 objective.reshard()
         losses.counts = self.reduce(losses.counts)
-        return losses.reduced(self.reduce).metrics(self.family.streams, weights)
+        return losses.reduced(self.reduce).metrics(self.family.loss_terms, weights)
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """The averaged weights in place of the last ones, where the recipe has an EMA."""

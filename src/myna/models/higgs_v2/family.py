@@ -102,7 +102,7 @@ class HiggsV2(HFFamily, SpeakingFamily):
         return DelayPattern(config.num_codebooks, config.audio_stream_bos_id, config.audio_stream_eos_id)
 
     @property
-    def streams(self) -> tuple[str, ...]:
+    def loss_terms(self) -> tuple[str, ...]:
         return ("text", *(f"code{k}" for k in range(self.config.num_codebooks)))
 
     @property

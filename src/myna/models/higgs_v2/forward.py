@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from myna.core.device import supports_triton
 from myna.models.attention import packed_causal_attention
-from myna.models.base import StreamLosses, get_base_model
+from myna.models.base import LossSums, get_base_model
 from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
 
@@ -267,7 +267,7 @@ class HiggsObjective(nn.Module):
                 stream, update = layer(*arguments)
         return stream if update is None else stream + update
 
-    def forward(self, batch: HiggsBatch) -> StreamLosses:
+    def forward(self, batch: HiggsBatch) -> LossSums:
         core = get_base_model(self.model)
         config = core.config
         stream = self.hidden(batch, output=OutputRows(batch.output_positions, batch.num_text_outputs))
@@ -283,9 +283,9 @@ class HiggsObjective(nn.Module):
             text_logits = core.text_lm_head(core.model.norm(stream[batch.text_output_index]))
             text_sum, text_hits = self._losses(text_logits.unsqueeze(1), batch.text_targets.unsqueeze(1))
         sums, correct = torch.cat([text_sum, sums]), torch.cat([text_hits.sum(0), hits.sum(0)])
-        return StreamLosses(sums, correct, stops)
+        return LossSums(sums, correct, stops)
 
     def _losses(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(targets, streams, classes) -> summed losses (streams,), and hits (targets, streams)."""
+        """(targets, loss terms, classes) -> summed losses (loss terms,), and hits (targets, loss terms)."""
         losses, hits = cross_entropy(logits.flatten(0, 1), targets.flatten(), self.label_smoothing)
         return losses.view(targets.shape).sum(0), hits.view(targets.shape)

@@ -97,7 +97,7 @@ class Phi4(HFFamily, AnsweringFamily):
         )
 
     @property
-    def streams(self) -> tuple[str, ...]:
+    def loss_terms(self) -> tuple[str, ...]:
         return ("text",)
 
     @property

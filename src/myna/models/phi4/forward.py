@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from myna.models.attention import padded_causal_attention
-from myna.models.base import StreamLosses, get_base_model
+from myna.models.base import LossSums, get_base_model
 from myna.models.cross_entropy import cross_entropy
 from myna.models.phi4.batch import Phi4Batch
 from myna.models.phi4.checkpoint import eos_ids
@@ -162,13 +162,13 @@ class Phi4Objective(nn.Module):
                 stream = layer(*arguments)
         return stream
 
-    def forward(self, batch: Phi4Batch) -> StreamLosses:
+    def forward(self, batch: Phi4Batch) -> LossSums:
         core = get_base_model(self.model)
         stream = self.hidden(batch)[batch.text_from]
         logits = core.lm_head(core.model.norm(stream).to(compute_dtype(core)))
         losses, hits = cross_entropy(logits, batch.text_targets, self.label_smoothing)
         is_eos = torch.stack([batch.text_targets == id for id in self.eos_ids]).any(0)
-        return StreamLosses(
+        return LossSums(
             sums=losses.sum().unsqueeze(0),
             correct=hits.sum().unsqueeze(0),
             stops=torch.stack([(hits & is_eos).sum(), is_eos.sum()]),

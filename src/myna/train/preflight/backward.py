@@ -66,7 +66,7 @@ def run_two_steps(trainer: Trainer, batch: Batch) -> None:
     objective = accelerator.unwrap_model(trainer.objective).train()
     parameters = list(trainer.trainable_parameters.values())
     optimizer = make_optimizer(parameters, settings, trainer.precision)
-    weights = stream_weights(trainer.family.streams, trainer.recipe.loss)
+    weights = stream_weights(trainer.family.loss_terms, trainer.recipe.loss)
     accumulates = settings.batch_size > settings.micro_batch_size * accelerator.num_processes
     scale = INITIAL_LOSS_SCALE if trainer.precision.may_overflow else 1.0
 

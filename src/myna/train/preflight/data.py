@@ -122,7 +122,7 @@ def check_no_leakage(context: CheckContext) -> None:
         sums = []
         for version in (sequences, corrupted):
             masked = [_mask_labels(sequence, partial(keep, number)) for number, sequence in enumerate(version)]
-            losses = LossAccumulator.zeros(len(family.streams))
+            losses = LossAccumulator.zeros(len(family.loss_terms))
             context.forward(family.collate(masked), losses)
             sums.append(losses.sums)
         return not torch.allclose(sums[0], sums[1], rtol=ROUNDING_TOLERANCE, atol=0.0)

@@ -83,12 +83,12 @@ def measure_initial_loss(context: CheckContext) -> InitialLoss:
     family = context.trainer.family
     by_offset = {}
     for offset in LABEL_OFFSETS if context.recipe.model.check_pretrained else (1,):
-        losses = by_offset[offset] = LossAccumulator.zeros(len(family.streams))
+        losses = by_offset[offset] = LossAccumulator.zeros(len(family.loss_terms))
         for sequences in _batches(context.samples, context.recipe):
             batch = family.collate(sequences, offset=offset)
             losses.counts += batch.counts
             context.forward(batch, losses)
-    return InitialLoss(family.streams, family.chance, by_offset, len(context.samples))
+    return InitialLoss(family.loss_terms, family.chance, by_offset, len(context.samples))
 
 
 def check_loss_finite(loss: InitialLoss, context: CheckContext) -> None:
