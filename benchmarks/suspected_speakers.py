@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from myna.curate.xray.voices import MIN_CLIPS, SAME_VOICE_RATIO, mean_cosine, second_voice
+from myna.curate.xray.measures import MIN_CLIPS, SAME_VOICE_RATIO, mean_cosine, second_voice
 from myna.listen.models import load_models, require
 
 

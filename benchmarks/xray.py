@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from myna.audio.files import write_audio
 from myna.curate.decision import decide
 from myna.curate.settings import CurateSettings, load_curate_settings
-from myna.curate.xray.runner import run_xray
+from myna.curate.xray import run_xray
 from myna.curate.xray.source import open_xray_source
 from myna.data.segments import MEASURES, SCHEMA, TABLE_FILE
 

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from myna.checks.certificate import Certificate
     from myna.checks.check import Check
     from myna.core.config import Quantization, Recipe
-    from myna.curate.forecast import CurationForecast
-    from myna.curate.runner import CurationResult
+    from myna.curate.curation import CurationForecast, CurationResult
     from myna.curate.settings import CurateSettings
-    from myna.curate.xray.runner import Xray
+    from myna.curate.xray import Xray
     from myna.data.dataset import DataFolder
     from myna.data.overlap import ComparedClip, TrainedClips
     from myna.evaluate.comparison import Comparison
@@ -144,7 +143,7 @@ def curate(
     sources (`[]`) it decides again with other thresholds, and listens to nothing. `workers` processes of this machine
     do the work, or those of the Ray cluster at the address `ray`.
     """
-    from myna.curate.runner import run_curation
+    from myna.curate.curation import run_curation
 
     folder = Path(out)
     return run_curation(
@@ -173,7 +172,7 @@ def forecast_curation(
     progress: ProgressCallback = silent,
 ) -> CurationForecast:
     """What `curate` would keep, and how long it would take, from ten minutes of the sources. Nothing is written."""
-    from myna.curate.forecast import forecast
+    from myna.curate.curation import forecast
 
     chosen = _curate_settings(None, asr, language, speakers, enrol, settings_file, settings)
     return forecast(_paths(sources), chosen, workers=workers, progress=progress)
@@ -185,7 +184,7 @@ def xray(folder: PathLike, *, model: str | None = None, progress: ProgressCallba
 
     With `model`, its texts are compared with that model's tokenizer.
     """
-    from myna.curate.xray.runner import run_xray
+    from myna.curate.xray import run_xray
 
     return run_xray(Path(folder), model=model, progress=progress)
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from myna.checks.certificate import Certificate
     from myna.checks.check import Check
     from myna.checks.nodes import NodeReport
-    from myna.curate.forecast import CurationForecast
-    from myna.curate.runner import CurationResult
-    from myna.curate.xray.runner import Xray
+    from myna.curate.curation import CurationForecast, CurationResult
+    from myna.curate.xray import Xray
     from myna.demo.report import DemoResult
     from myna.evaluate.comparison import Comparison
     from myna.evaluate.evaluation import Evaluation

@@ -10,7 +10,7 @@ import pytest
 
 from myna.curate.decision import decide
 from myna.curate.settings import load_curate_settings
-from myna.curate.xray.runner import Xray, run_xray
+from myna.curate.xray import Xray, run_xray
 from myna.curate.xray.source import open_xray_source
 from tests.browser.conftest import COLOR_SCHEMES, WIDTHS, check_accessible, check_plays
 from tests.curate.curated_folder import HOSTILE, write_curated_folder

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.curate.decision import decide
+from myna.curate.second_pass import write_segments
 from myna.curate.settings import CurateSettings
-from myna.curate.table import write_segments
 from myna.data.manifest import read_manifest
 from tests.data.segment_rows import segment, segments_table
 

@@ -16,10 +16,10 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.signal_measures import speech_spans
+from myna.curate.first_pass import OpenModels
 from myna.curate.models import CurationModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import ListenSettings
-from myna.curate.worker import OpenModels
 from myna.data.manifest import read_manifest
 from myna.listen.asr import TimedTranscript, TimedWord, Transcript
 from myna.listen.models import AnalysisModels

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from myna.curate.runner import run_curation
+from myna.curate.curation import run_curation
 from tests.curate.scripted import scripted_models, write_recording
 from tests.curate.test_engine import Truth, contents, settings
 from tests.ray_nodes import Nodes, ray_nodes

@@ -13,10 +13,10 @@ import pytest
 
 from myna.core.errors import DataError
 from myna.core.pools.process_pool import MAX_ATTEMPTS
+from myna.curate.curation import run_curation
+from myna.curate.first_pass import OpenModels
 from myna.curate.models import CurationModels
-from myna.curate.runner import run_curation
 from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
-from myna.curate.worker import OpenModels
 from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from myna.curate.forecast import PIECE_SECONDS, SAMPLE_SECONDS, forecast, sample_pieces
+from myna.curate.curation import PIECE_SECONDS, SAMPLE_SECONDS, forecast, sample_pieces
 from myna.curate.settings import load_curate_settings
 from tests.curate.scripted import scripted_models, write_recording
 

@@ -11,7 +11,7 @@ import pytest
 
 import myna
 from myna.audio.files import probe
-from myna.curate.runner import CurationResult, run_curation
+from myna.curate.curation import CurationResult, run_curation
 from myna.curate.settings import load_curate_settings
 from myna.data.manifest import read_manifest
 from myna.text.wer import ErrorCount, character_errors

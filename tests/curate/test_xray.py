@@ -20,15 +20,12 @@ from myna.audio.files import probe, read_audio
 from myna.cli import app
 from myna.core.errors import DataError
 from myna.curate.decision import decide
+from myna.curate.second_pass import write_segments
 from myna.curate.settings import load_curate_settings
-from myna.curate.table import write_segments
-from myna.curate.xray.histograms import bin_edges, histogram
-from myna.curate.xray.runner import Xray, run_xray
+from myna.curate.xray import Xray, run_xray
+from myna.curate.xray.measures import bin_edges, histogram, mean_cosine, second_voice
+from myna.curate.xray.numbers import clock, hours_by_reason, text_diff, text_summary, tokenizer_coverage
 from myna.curate.xray.source import open_xray_source
-from myna.curate.xray.summary import hours_by_reason
-from myna.curate.xray.text import text_diff, text_summary, tokenizer_coverage
-from myna.curate.xray.verdict import clock
-from myna.curate.xray.voices import mean_cosine, second_voice
 from myna.data.corrections import ClipDrop, append_correction
 from myna.data.manifest import read_manifest
 from myna.data.segments import DROP_REASONS

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from myna.curate.settings import CurateSettings
-from myna.curate.table import set_columns
-from myna.data.segments import DROP_REASONS, DropReason
+from myna.data.segments import DROP_REASONS, DropReason, set_columns
 from myna.text.normalization import base_language
 
 MIN_MUSIC_GAP_SHARE = 0.5

@@ -17,11 +17,11 @@ from myna.audio.files import write_audio
 from myna.core.errors import DataError
 from myna.core.io import safe_file_name
 from myna.core.progress import ProgressCallback, silent
+from myna.curate.first_pass import segment_id
 from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS
-from myna.curate.refine import segment_id
 from myna.curate.settings import HoldOutSettings
-from myna.curate.table import set_columns
 from myna.data.manifest import Utterance, write_manifest
+from myna.data.segments import set_columns
 from myna.data.split import assign_subsets
 from myna.text.normalization import base_language
 from myna.text.spoken_forms import normalise_spoken_text

@@ -25,7 +25,7 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import is_file
 from myna.data.manifest import Span, Utterance, iterate_manifest
 from myna.data.manifest_table import MANIFEST_FILE
-from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, move_edges
+from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, move_edges, set_columns
 from myna.text.normalization import normalise_text
 from myna.text.spoken_forms import normalise_spoken_text
 
@@ -243,7 +243,7 @@ def apply_hand_decisions(table: pa.Table, corrections: Sequence[Correction]) -> 
     statuses, reasons = _strings(table, "status"), _strings(table, "reason")
     for row, is_kept in keep.items():
         statuses[row], reasons[row] = ("kept", "") if is_kept else ("dropped", DROPPED_BY_HAND)
-    return _with_columns(table, status=statuses, reason=reasons)
+    return set_columns(table, {"status": statuses, "reason": reasons})
 
 
 def is_corrected(table: pa.Table, corrections: Sequence[Correction]) -> bool:
@@ -301,13 +301,6 @@ def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
     return values.copy()
 
 
-def _with_columns(table: pa.Table, **columns: Any) -> pa.Table:
-    for name, values in columns.items():
-        field = table.schema.field(name)
-        table = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
-    return table
-
-
 def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     if not texts:
         return table
@@ -321,7 +314,7 @@ def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     for name in RECOGNITION_MEASURES:
         columns[name] = np.array(table[name].to_numpy(zero_copy_only=False), np.float32)
         columns[name][at] = math.nan
-    return _with_columns(table, **columns)
+    return set_columns(table, columns)
 
 
 def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _RowIndex) -> pa.Table:
@@ -344,7 +337,7 @@ def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _Row
             codes[codes == number(change.speaker)] = number(change.into)
         elif change.clip in rows:
             codes[rows[change.clip]] = number(change.speaker)
-    return _with_columns(table, speaker=np.array(names, object)[codes])
+    return set_columns(table, {"speaker": np.array(names, object)[codes]})
 
 
 # Folders

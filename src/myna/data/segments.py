@@ -7,7 +7,7 @@ decision. Rows are sorted by recording and start.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -109,6 +109,15 @@ def empty_row() -> dict[str, Any]:
         else:
             empty[column.name] = b"" if pa.types.is_binary(column.type) else [] if pa.types.is_list(column.type) else 0
     return empty
+
+
+def set_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
+    """Return the table with these columns replaced; values are converted to the column's type."""
+    for name, values in columns.items():
+        field = table.schema.field(name)
+        array = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, field.type)
+        table = table.set_column(table.schema.get_field_index(name), field, array)
+    return table
 
 
 # Edges of clips

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from myna.curate.xray.numbers import DiffPiece, alone_ms, clock, spoken_length, text_diff
 from myna.curate.xray.pieces import MAX_PIECE_SECONDS, PieceRows
-from myna.curate.xray.text import DiffPiece, text_diff
-from myna.curate.xray.verdict import alone_ms, clock, spoken_length
 from myna.data.segments import DROP_REASONS
 from myna.report.document import html_document, page_asset, render_template
 from myna.report.markup import element, join_html

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,28 +17,36 @@ from typing import cast
 
 import pyarrow as pa
 
+from myna.audio.files import AudioFileError, probe, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError, OutputError
 from myna.core.io import claim_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.decision import THRESHOLDS, decide
-from myna.curate.duplicates import mark_duplicates
 from myna.curate.export import add_diacritics, assign_splits, name_clips, write_clips, write_curated_manifest
-from myna.curate.models import NO_ASR, CurationModels
-from myna.curate.recordings import DecodedRecording, RecordingFile, find_recordings
-from myna.curate.refine import Part
-from myna.curate.script import apply_scripts, read_script
-from myna.curate.settings import CurateSettings
-from myna.curate.speakers import enrolment_embeddings, link_table_speakers, loudness_gains
-from myna.curate.table import Recordings, assemble_table, find_copies, write_segments
-from myna.curate.worker import (
+from myna.curate.first_pass import (
     CurationWorker,
     OpenModels,
+    Part,
     WorkerContext,
     default_workers,
     findings_path,
     with_absolute_paths,
 )
+from myna.curate.models import NO_ASR, CurationModels
+from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile, find_recordings
+from myna.curate.second_pass import (
+    Recordings,
+    assemble_table,
+    enrolment_embeddings,
+    find_copies,
+    link_table_speakers,
+    loudness_gains,
+    mark_duplicates,
+    write_segments,
+)
+from myna.curate.settings import CurateSettings
+from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.data.segments import TABLE_FILE, DropReason
 
@@ -195,7 +206,7 @@ def _listen(
     done = total - sum(part.seconds for part in pending)
     progress("listening", round(done), total)
     longest_first = sorted(pending, key=lambda part: -part.seconds)
-    for part, _ in pool.map(CurationWorker.refine, longest_first, describe=lambda part: part.audio):
+    for part, _ in pool.map(CurationWorker.run_first_pass, longest_first, describe=lambda part: part.audio):
         done += part.seconds
         progress("listening", round(done), total)
     damaged = [f"{file.name}: {one.problem}" for file, one in recordings if one.problem]
@@ -299,3 +310,93 @@ def summarize(folder: Path, table: pa.Table, notes: Sequence[str] = ()) -> Curat
         {name: length / 1000 for name, length in dropped.most_common()},
         tuple(notes),
     )
+
+
+SAMPLE_SECONDS = 600.0
+PIECE_SECONDS = 120.0
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CurationForecast:
+    """What a sample says of all recordings."""
+
+    seconds: float
+    sampled_seconds: float
+    kept_seconds: float
+    """Of all recordings, if they are like the sample."""
+    dropped: dict[str, float]
+    """Share of the sample by reason."""
+    work_seconds: float
+    """That all recordings would take on this machine."""
+    notes: tuple[str, ...] = ()
+
+
+def forecast(
+    sources: Sequence[Path],
+    settings: CurateSettings,
+    *,
+    workers: int | None = None,
+    open_models: OpenModels = CurationModels.open,
+    progress: ProgressCallback = silent,
+) -> CurationForecast:
+    """Curate pieces of two minutes, drawn evenly over all recordings, and extrapolate."""
+    with tempfile.TemporaryDirectory(prefix="myna-forecast-") as scratch:
+        folder = Path(scratch)
+        lengths, notes = {}, []
+        for file in find_recordings(sources, out=folder):
+            try:
+                lengths[file.path] = probe(file.path).seconds
+            except AudioFileError as error:
+                notes.append(error.what)
+        total = sum(lengths.values())
+        sampled = 0.0
+        for number, (path, start, end) in enumerate(sample_pieces(lengths)):
+            try:
+                samples = read_audio(path, sample_rate=CURATION_RATE, span=(start, end))
+            except AudioFileError as error:
+                notes.append(error.what)
+                continue
+            write_audio(folder / "sample" / f"{number:02}.flac", samples, CURATION_RATE)
+            sampled += len(samples) / CURATION_RATE
+        if not sampled:
+            raise DataError("no recording could be read", hint="; ".join(notes) or "name other files")
+        began = time.monotonic()
+        processes = workers or default_workers(settings.listen.device)
+        result = run_curation(
+            [folder / "sample"],
+            folder / "curated",
+            settings,
+            workers=processes,
+            open_models=open_models,
+            progress=progress,
+        )
+        took = time.monotonic() - began
+    return CurationForecast(
+        total,
+        sampled,
+        result.kept_seconds / result.seconds * total,
+        {name: seconds / result.seconds for name, seconds in result.dropped.items()},
+        took / sampled * total,
+        tuple(notes),
+    )
+
+
+def sample_pieces(lengths: dict[Path, float]) -> list[tuple[Path, float, float]]:
+    """Spans of recordings, up to ten minutes together; everything where there is no more than that."""
+    total = sum(lengths.values())
+    if total <= SAMPLE_SECONDS:
+        return [(path, 0.0, seconds) for path, seconds in lengths.items()]
+    rng = random.Random(SEED)
+    count = int(SAMPLE_SECONDS // PIECE_SECONDS)
+    pieces = []
+    for number in range(count):
+        # One in each equal share of the whole, wherever in it.
+        at = total * (number + rng.random()) / count
+        for path, seconds in lengths.items():
+            if at < seconds:
+                start = max(0.0, min(at, seconds - PIECE_SECONDS))
+                pieces.append((path, start, min(seconds, start + PIECE_SECONDS)))
+                break
+            at -= seconds
+    return sorted(set(pieces))

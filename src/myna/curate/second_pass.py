@@ -1,22 +1,147 @@
-"""Speakers of a curation: local speakers of all parts linked by their voices, and a loudness gain for each."""
+"""Curation tables: the rows of all parts of all recordings in one, and the check that they tile each recording."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from myna.audio.files import read_audio
+from myna.core.errors import DataError
+from myna.core.io import atomic_write, fsync
+from myna.curate.first_pass import Part, cosine, segment_id
 from myna.curate.models import CurationModels
-from myna.curate.recordings import CURATION_RATE
-from myna.curate.refine import cosine
+from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile
 from myna.curate.settings import LoudnessSettings, SpeakerSettings
-from myna.curate.table import set_columns
+from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, set_columns
 from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds, link_speakers
+from myna.listen.fingerprints import find_duplicates
+
+ROW_GROUP_ROWS = 100_000
+
+Recordings = Sequence[tuple[RecordingFile, DecodedRecording]]
+
+
+def find_copies(recordings: Recordings) -> dict[str, str]:
+    """Recordings whose samples are those of an earlier one, by name, with the name of that one."""
+    first: dict[str, str] = {}
+    copies = {}
+    for file, decoded in recordings:
+        if decoded.recording_hash and first.setdefault(decoded.recording_hash, file.name) != file.name:
+            copies[file.name] = first[decoded.recording_hash]
+    return copies
+
+
+def assemble_table(
+    recordings: Recordings, parts: Mapping[str, Sequence[Part]], findings: Mapping[str, Path]
+) -> pa.Table:
+    """All rows, sorted by recording and start. `parts` are by recording name, `findings` the files of parts by id."""
+    copies = find_copies(recordings)
+    tables = [SCHEMA.empty_table()]
+    for file, decoded in sorted(recordings, key=lambda pair: pair[0].name):
+        done = 0
+        if file.name in copies:
+            row = _whole_row(file, decoded, 0, decoded.duration_ms, "duplicate")
+            tables.append(_rows([row | {"duplicate_of": copies[file.name]}]))
+            continue
+        for part in parts.get(file.name, ()):
+            table = pq.read_table(findings[part.id], schema=SCHEMA)
+            name = pa.array([file.name] * len(table), pa.string())
+            tables.append(table.set_column(SCHEMA.get_field_index("recording"), "recording", name))
+            done = part.end_ms
+        if done < decoded.duration_ms or not decoded.duration_ms:
+            tables.append(_rows([_whole_row(file, decoded, done, decoded.duration_ms, "unreadable")]))
+    table = pa.concat_tables(tables).combine_chunks()
+    check_tiling(table, {file.name: decoded.duration_ms for file, decoded in recordings})
+    return table
+
+
+def _whole_row(file: RecordingFile, decoded: DecodedRecording, start: int, end: int, reason: str) -> dict[str, Any]:
+    """A stretch of a recording that was not listened to."""
+    return empty_row() | {
+        "id": segment_id(decoded.recording_hash or decoded.file_hash, start, end)
+        if reason == "unreadable"
+        else segment_id(decoded.file_hash, start, end),
+        "recording": file.name,
+        "recording_hash": decoded.recording_hash,
+        "start_ms": start,
+        "end_ms": end,
+        "kind": "gap",
+        "status": "dropped",
+        "reason": reason,
+    }
+
+
+def _rows(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist(rows, SCHEMA)
+
+
+def check_tiling(table: pa.Table, durations: Mapping[str, int]) -> None:
+    """Every millisecond of every recording is in exactly one row; an error is a bug of ours, or a damaged file."""
+    names = table["recording"].to_numpy(zero_copy_only=False)
+    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
+    first = np.flatnonzero(np.r_[True, names[1:] != names[:-1]]) if len(names) else np.empty(0, np.int64)
+    last = np.r_[first[1:] - 1, len(names) - 1] if len(names) else first
+    joined = np.ones(len(names), np.bool_)
+    joined[1:] = starts[1:] == ends[:-1]
+    joined[first] = starts[first] == 0
+    found = dict(zip(names[first], ends[last].tolist(), strict=True))
+    if not joined.all() or (ends < starts).any() or found != dict(durations) or len(found) != len(first):
+        wrong = (
+            names[np.flatnonzero(~joined)[0]]
+            if not joined.all()
+            else sorted(set(found.items()) ^ set(durations.items()))
+        )
+        raise DataError(
+            f"the segments do not tile their recordings: {wrong}",
+            hint="this is a bug, or a file in parts/ is damaged: delete DIR/parts and curate again",
+        )
+
+
+def write_segments(folder: Path, table: pa.Table) -> None:
+    with atomic_write(folder / TABLE_FILE) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_ROWS)
+        fsync(temporary)
+
+
+MIN_COVERED_SHARE = 0.5
+"""Of a clip that earlier clips must hold."""
+
+
+def mark_duplicates(table: pa.Table) -> pa.Table:
+    """The table with `duplicate_of` of clips most of which was heard before: the clip that holds the most of it."""
+    clips = np.flatnonzero(table["kind"].to_numpy(zero_copy_only=False) == "clip")
+    found: dict[int, list[tuple[float, float, int]]] = {}
+    for match in find_duplicates(table["fingerprint"].take(clips).to_pylist()):
+        (start, earlier), (again, later) = (match.first_start, match.first), (match.second_start, match.second)
+        if earlier > later:
+            again, earlier, later = start, later, earlier
+        if earlier != later:
+            found.setdefault(later, []).append((again, again + match.seconds, earlier))
+    seconds = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()) / 1000
+    ids, original = table["id"].to_pylist(), table["duplicate_of"].to_pylist()
+    for later, spans in found.items():
+        row = int(clips[later])
+        if _covered((start, end) for start, end, _ in spans) >= MIN_COVERED_SHARE * seconds[row]:
+            _, earlier = max((end - start, -earlier) for start, end, earlier in spans)
+            original[row] = original[clips[-earlier]] or ids[clips[-earlier]]
+    return set_columns(table, {"duplicate_of": original})
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
 
 FloatArray = npt.NDArray[np.float32]
 

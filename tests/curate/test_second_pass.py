@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from myna.curate.second_pass import link_table_speakers
 from myna.curate.settings import SpeakerSettings
-from myna.curate.speakers import link_table_speakers
 from tests.data.segment_rows import segment, segments_table
 
 pytest.importorskip("scipy")

@@ -15,10 +15,10 @@ import pytest
 import myna
 from myna.audio.files import probe, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError
+from myna.curate.curation import CurationResult, run_curation
+from myna.curate.first_pass import OpenModels
 from myna.curate.recordings import CURATION_RATE
-from myna.curate.runner import CurationResult, run_curation
 from myna.curate.settings import CurateSettings, load_curate_settings
-from myna.curate.worker import OpenModels
 from myna.data.corrections import ClipDrop, TextCorrection, append_correction
 from myna.data.manifest import read_manifest
 from myna.text.wer import character_errors

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 import soundfile
 
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
-from myna.core.system_memory import release_free_memory
+from myna.core.device import pick_device
+from myna.core.io import atomic_write, fsync
+from myna.core.pools import absolute_folder
+from myna.core.system_memory import memory_limit, release_free_memory
 from myna.curate.cutting import (
     CutClip,
     RecognisedWord,
@@ -30,10 +36,19 @@ from myna.curate.cutting import (
     cut_clips,
     merge_speech,
 )
-from myna.curate.models import CurationModels, SpeakerActivity
-from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, Pcm, as_samples, resample_pcm
-from myna.curate.settings import CurateSettings
-from myna.curate.text_measures import measure_text
+from myna.curate.models import CurationModels, SpeakerActivity, analysis_settings
+from myna.curate.recordings import (
+    CURATION_RATE,
+    PARTS_FOLDER,
+    SAMPLES_PER_MS,
+    DecodedRecording,
+    Pcm,
+    as_samples,
+    decode_recording,
+    resample_pcm,
+)
+from myna.curate.settings import CurateSettings, ListenSettings
+from myna.curate.texts import measure_text
 from myna.data.segments import SCHEMA, empty_row
 from myna.listen.asr import TimedTranscript
 
@@ -85,7 +100,7 @@ def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:
     return hashlib.sha256(f"{recording_hash} {start_ms} {end_ms}".encode()).hexdigest()[:16]
 
 
-def refine(part: Part, pcm: Pcm, models: CurationModels, settings: CurateSettings) -> pa.Table:
+def run_first_pass(part: Part, pcm: Pcm, models: CurationModels, settings: CurateSettings) -> pa.Table:
     """The rows of a part: clips and gaps that tile it, without a decision, a recording's name or a linked speaker."""
     length = part.end_ms - part.start_ms
     speech, speakers = _find_speech(pcm, length, models, settings)
@@ -322,3 +337,84 @@ def _gap_row(part: Part, pcm: Pcm, gap: SpanMs, models: CurationModels) -> dict[
         row["music_share"] = models.music_share(_cut(pcm, start, end), CURATION_RATE)
         release_free_memory()
     return row
+
+
+WORKER_BYTES = 2 << 30
+"""Memory that a worker needs, at most."""
+GPU_WORKER_BYTES = 8 << 30
+"""GPU memory that a worker needs: eight with whisper-base had 51.2 GiB of an H200 at most, 6.4 each."""
+
+OpenModels = Callable[[ListenSettings, int], CurationModels]
+"""Opens the models in a worker, with so many threads each; must be picklable."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What every worker needs to know; sent to it once."""
+
+    folder: Path
+    settings: CurateSettings
+    open_models: OpenModels = CurationModels.open
+    threads: int = 1
+
+
+def with_absolute_paths(settings: CurateSettings) -> CurateSettings:
+    """Settings for workers, which may have another working directory."""
+    listen = settings.listen
+    absolute = {
+        "asr": absolute_folder(listen.asr),
+        "check_asr": listen.check_asr and absolute_folder(listen.check_asr),
+        "models": str(analysis_settings(listen).folder.absolute()),
+    }
+    return settings.model_copy(update={"listen": listen.model_copy(update=absolute)})
+
+
+def default_workers(device: str) -> int:
+    """A process for every core, as far as the memory allows, of a GPU the free one: one thread each wastes least."""
+    fitting = memory_limit() // WORKER_BYTES
+    if (target := pick_device(device)).type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(target)
+        fitting = min(fitting, free // GPU_WORKER_BYTES)
+    return max(1, min(os.cpu_count() or 1, fitting))
+
+
+def findings_path(folder: Path, part: Part) -> Path:
+    return folder / PARTS_FOLDER / f"{part.id}.parquet"
+
+
+class CurationWorker:
+    """Decodes and refines with models that are opened once, when they are first needed."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._models: CurationModels | None = None
+
+    @property
+    def models(self) -> CurationModels:
+        if self._models is None:
+            import torch
+
+            torch.set_num_threads(self._context.threads)
+            self._models = self._context.open_models(self._context.settings.listen, self._context.threads)
+        return self._models
+
+    def model_names(self) -> list[str]:
+        return self.models.names
+
+    def decode(self, path: Path) -> DecodedRecording:
+        listen = self._context.settings.listen
+        find = self.models.find_speech
+        return decode_recording(path, self._context.folder, listen, lambda samples: find(samples, CURATION_RATE))
+
+    def run_first_pass(self, part: Part) -> str:
+        """Refine and commit a part; returns its id."""
+        folder = self._context.folder
+        table = run_first_pass(part, part.read(folder), self.models, self._context.settings)
+        path = findings_path(folder, part)
+        with atomic_write(path) as temporary:
+            pq.write_table(table, temporary, compression="zstd")
+            fsync(temporary)
+        fsync(path.parent)
+        return part.id

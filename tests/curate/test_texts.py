@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from myna.core.errors import DataError
-from myna.curate.script import align_script, apply_scripts, read_script
-from myna.curate.text_measures import edge_cer
+from myna.curate.texts import align_script, apply_scripts, edge_cer, read_script
 from tests.data.segment_rows import segment, segments_table
 
 SCRIPT = "Foreword by nobody. It was the best of times, it was the worst of times. Mr. Lorry slept; the coach went on."

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, write_audio
+from myna.curate.first_pass import Part, run_first_pass
 from myna.curate.models import CurationModels
 from myna.curate.recordings import CURATION_RATE
-from myna.curate.refine import Part, refine
 from myna.curate.settings import CurateSettings
 from myna.listen.models import AnalysisModels
 from tests.curate.scripted import ScriptedRecogniser, make_recording
@@ -28,7 +28,7 @@ def test_a_hum_that_begins_in_a_clip_is_heard_in_the_silence_behind_it(tmp_path:
         spans = [(one.start, one.end) for one in sentences]
         models = CurationModels(lambda *_: spans, recogniser, recogniser, AnalysisModels())
         part = Part("part", "hash", 0, round(1000 * len(samples) / CURATION_RATE), "talk.flac")
-        table = refine(part, (samples * 32767).astype(np.int16), models, CurateSettings())
+        table = run_first_pass(part, (samples * 32767).astype(np.int16), models, CurateSettings())
         return [row["gap_snr_db"] for row in table.to_pylist() if row["kind"] == "clip"]
 
     assert min(gap_snrs(samples)) > 40

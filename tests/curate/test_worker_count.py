@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from myna.core.errors import ConfigError
-from myna.curate import worker
-from myna.curate.worker import GPU_WORKER_BYTES, WORKER_BYTES, default_workers
+from myna.curate import first_pass
+from myna.curate.first_pass import GPU_WORKER_BYTES, WORKER_BYTES, default_workers
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_workers_fit_cores_and_memory_and_the_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, cores: int, memory: int, gpu_memory: int, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(worker, "memory_limit", lambda: memory)
+    monkeypatch.setattr(first_pass, "memory_limit", lambda: memory)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gpu_memory, 100 * GPU_WORKER_BYTES))
     assert default_workers(device) == expected

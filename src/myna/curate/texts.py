@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ import pyarrow as pa
 from rapidfuzz.distance import Levenshtein
 
 from myna.core.errors import DataError
-from myna.curate.table import set_columns
-from myna.curate.text_measures import TEXT_MEASURES, measure_text
-from myna.text.normalization import UNSPACED, alphanumeric, base_language, normalise_text
+from myna.data.segments import set_columns
+from myna.text.normalization import UNSPACED, alphanumeric, base_language, letters, normalise_text, words
 from myna.text.spoken_forms import normalise_spoken_text
+from myna.text.wer import character_errors
 
 TIMING_LINE = re.compile(r"^[\d:.,\s]+-->.*$")
 MARKUP = re.compile(r"<[^>]*>|\{\\[^}]*\}")
@@ -131,3 +132,42 @@ def apply_scripts(table: pa.Table, scripts: Mapping[str, str]) -> pa.Table:
                 changed["text_source"][row] = "script"
                 changed["normalised_text"][row] = normalise_spoken_text(text, languages[row])
     return set_columns(table, changed)
+
+
+TEXT_MEASURES = ("cer", "edge_cer", "characters_per_second", "unique_word_share")
+EDGE_CHARACTERS = 12
+"""At either end of a text that are compared on their own."""
+
+
+def measure_text(text: str, check_text: str, language: str, seconds: float) -> dict[str, float]:
+    """`TEXT_MEASURES` of a clip."""
+    language = language or "en"
+    spoken = words(text, language)
+    return {
+        "cer": character_errors(text, check_text, language).rate,
+        "edge_cer": edge_cer(text, check_text, language),
+        "characters_per_second": len(letters(text, language)) / seconds if spoken else math.nan,
+        "unique_word_share": len(set(spoken)) / len(spoken) if spoken else math.nan,
+    }
+
+
+def edge_cer(text: str, transcript: str, language: str = "en") -> float:
+    """Character error rate of the first or the last 12 characters, whichever is worse; NaN without a text.
+
+    At a cut word the rest of the text may agree. The transcript is aligned to the text as a whole first, so that
+    its length does not matter.
+    """
+    reference, hypothesis = letters(text, language), letters(transcript, language)
+    if not reference:
+        return math.nan
+    size, length = min(EDGE_CHARACTERS, len(reference)), len(reference)
+    start = end = 0
+    for edit in Levenshtein.opcodes(reference, hypothesis):
+        inserted = edit.dest_end - edit.dest_start
+        if edit.tag == "insert":
+            start += inserted if edit.src_start < size else 0
+            end += inserted if edit.src_start > length - size else 0
+        elif edit.tag != "equal":
+            start += max(0, min(edit.src_end, size) - edit.src_start)
+            end += max(0, edit.src_end - max(edit.src_start, length - size))
+    return max(start, end) / size

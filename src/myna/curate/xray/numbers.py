@@ -1,0 +1,389 @@
+"""Numbers of an X-ray: hours by reason, measures, speakers, recordings, texts, duplicates."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from rapidfuzz.distance import Levenshtein
+
+from myna.core.progress import ProgressCallback, silent
+from myna.curate.decision import decide
+from myna.curate.xray.measures import measure_histograms, missing_measures, speaker_summary
+from myna.curate.xray.source import XraySource
+from myna.data.corrections import apply_hand_decisions, is_corrected
+from myna.data.segments import DROP_REASONS
+from myna.data.split import SPEAKERS, TEXTS, TRAIN
+from myna.text.normalization import UNSPACED, alphanumeric, base_language
+
+SHOWN_RECORDINGS = 200
+INDEX_FILE = "recordings.json"
+"""Of a curated folder: its models, among others."""
+
+
+def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCallback = silent) -> dict[str, Any]:
+    """Everything that the page shows, as plain values. Lengths are in milliseconds, and add up exactly."""
+    stages = 5
+    progress("X-ray", 0, stages)
+    table = source.table
+    kept = table.filter(pc.equal(table["status"], KEPT))
+    numbers: dict[str, Any] = {
+        "myna": version("myna"),
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "folder": str(source.folder),
+        "curated": source.is_curated,
+        "notes": [*source.notes, *_stale_notes(source)],
+        "hours": hours_by_reason(table),
+    }
+    progress("X-ray", 1, stages)
+    numbers["measures"] = measure_histograms(source)
+    numbers["missing_measures"] = missing_measures(table)
+    progress("X-ray", 2, stages)
+    numbers["speakers"] = speaker_summary(source)
+    progress("X-ray", 3, stages)
+    numbers["recordings"] = _recordings(table)
+    numbers["languages"] = _milliseconds_by(kept, "language")
+    numbers["text_sources"] = _milliseconds_by(kept, "text_source")
+    texts, spoken = (kept[name].to_pylist() for name in ("text", "normalised_text"))
+    numbers["text"] = text_summary(texts, [one or text for one, text in zip(spoken, texts, strict=True)], tokenizer)
+    progress("X-ray", 4, stages)
+    numbers["duplicates"] = _duplicates(table)
+    numbers["splits"] = _splits(kept)
+    numbers["corrections"] = len(source.corrections)
+    numbers["settings"] = source.settings.model_dump(mode="json") if source.is_curated else None
+    numbers["models"] = _models(source)
+    numbers["verdict"] = verdict(numbers)
+    progress("X-ray", stages, stages)
+    return numbers
+
+
+def hours_by_reason(table: pa.Table) -> dict[str, Any]:
+    """Milliseconds of all recordings, by what became of them; their sum is the length of all recordings."""
+    lengths = _lengths(table)
+    reasons = pc.if_else(pc.equal(table["status"], KEPT), KEPT, table["reason"])
+    columns = pa.table({"reason": reasons, "ms": lengths})
+    grouped = columns.group_by("reason").aggregate([("ms", "sum"), ("ms", "count")]).to_pylist()
+    order = {reason: n for n, reason in enumerate((KEPT, *DROP_REASONS))}
+    parts = [{"reason": row["reason"], "ms": row["ms_sum"], "segments": row["ms_count"]} for row in grouped]
+    parts.sort(key=lambda part: (part["reason"] != KEPT, -part["ms"], order.get(part["reason"], len(order))))
+    clips = pc.equal(table["kind"], "clip")
+    return {
+        "total_ms": int(lengths.sum()),
+        "parts": parts,
+        "recordings": len(table["recording"].unique()),
+        "segments": len(table),
+        "clips": int(pc.sum(clips).as_py() or 0),
+        "untiled": _untiled(table),
+    }
+
+
+def _untiled(table: pa.Table) -> list[str]:
+    """Recordings whose segments do not follow one another from 0 on: there the sums would be wrong."""
+    names = table["recording"].to_numpy(zero_copy_only=False)
+    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
+    follows = np.r_[True, names[1:] == names[:-1]] if len(names) else np.empty(0, np.bool_)
+    follows[:1] = False
+    expected = np.where(follows, np.r_[0, ends[:-1]], 0) if len(names) else starts
+    return sorted(set(names[starts != expected]))
+
+
+def _lengths(table: pa.Table) -> npt.NDArray[np.int64]:
+    return np.asarray(table["end_ms"].to_numpy() - table["start_ms"].to_numpy(), np.int64)
+
+
+def _milliseconds_by(table: pa.Table, column: str) -> dict[str, int]:
+    grouped = pa.table({"key": table[column], "ms": _lengths(table)}).group_by("key").aggregate([("ms", "sum")])
+    pairs = zip(grouped["key"].to_pylist(), grouped["ms_sum"].to_pylist(), strict=True)
+    return {str(key): int(ms) for key, ms in sorted(pairs, key=lambda pair: -pair[1])}
+
+
+def _recordings(table: pa.Table) -> dict[str, Any]:
+    """Recordings that lost the most first."""
+    lengths, is_kept = _lengths(table), table["status"].to_numpy(zero_copy_only=False) == KEPT
+    columns = {
+        "recording": table["recording"],
+        "ms": lengths,
+        "kept_ms": np.where(is_kept, lengths, 0),
+        "clips": is_kept.astype(np.int64),
+        **{name: pc.if_else(pc.is_nan(table[name]), None, table[name]) for name in ("bandwidth_hz", "snr_db")},
+    }
+    grouped = (
+        pa.table(columns)
+        .group_by("recording")
+        .aggregate([("ms", "sum"), ("kept_ms", "sum"), ("clips", "sum"), ("bandwidth_hz", "mean"), ("snr_db", "mean")])
+    )
+    rows = [
+        {
+            "recording": row["recording"],
+            "ms": row["ms_sum"],
+            "kept_ms": row["kept_ms_sum"],
+            "clips": row["clips_sum"],
+            "bandwidth_hz": None if row["bandwidth_hz_mean"] is None else round(row["bandwidth_hz_mean"]),
+            "snr_db": None if row["snr_db_mean"] is None else round(row["snr_db_mean"], 1),
+        }
+        for row in grouped.to_pylist()
+    ]
+    rows.sort(key=lambda row: (row["kept_ms"] - row["ms"], row["recording"]))
+    return {"count": len(rows), "shown": rows[:SHOWN_RECORDINGS]}
+
+
+def _duplicates(table: pa.Table) -> dict[str, Any]:
+    copies = table.filter(pc.not_equal(table["duplicate_of"], ""))
+    return {"segments": len(copies), "ms": int(_lengths(copies).sum()), "kept": int(_count(copies, "status", KEPT))}
+
+
+def _count(table: pa.Table, column: str, value: str) -> int:
+    return int(pc.sum(pc.equal(table[column], value)).as_py() or 0)
+
+
+def _splits(kept: pa.Table) -> dict[str, Any]:
+    """Clips of each subset, and what is on both sides of a split: all of that must be nothing."""
+    splits = kept["split"].to_numpy(zero_copy_only=False)
+    subset_of = dict(zip(kept["id"].to_pylist(), splits, strict=True))
+    pairs = kept.filter(pc.not_equal(kept["duplicate_of"], "")).select(["id", "duplicate_of"]).to_pylist()
+    sides = [(subset_of[pair["id"]], subset_of.get(pair["duplicate_of"])) for pair in pairs]
+    crossing = [pair for pair in sides if pair[1] is not None and pair[0] != pair[1]]
+
+    def values(column: str, subset: str) -> set[str]:
+        return set(kept[column].filter(pa.array(splits == subset)).to_pylist()) - {""}
+
+    texts = {subset: {alphanumeric(text) for text in values("text", subset)} for subset in (TRAIN, TEXTS)}
+    return {
+        "subsets": {name: int((splits == name).sum()) for name in sorted(set(splits)) if name},
+        "duplicates_across": len(crossing),
+        "texts_across": len(texts[TRAIN] & texts[TEXTS] - {""}),
+        "speakers_across": len(values("speaker", TRAIN) & values("speaker", SPEAKERS)),
+    }
+
+
+def _models(source: XraySource) -> list[str]:
+    index = source.folder / INDEX_FILE
+    if not source.is_curated or not index.is_file():
+        return []
+    return [str(name) for name in json.loads(index.read_text(encoding="utf-8")).get("models", [])]
+
+
+def _stale_notes(source: XraySource) -> list[str]:
+    """What the table does not know yet: settings or corrections that came after it."""
+    if not source.is_curated:
+        return []
+    again = f"myna curate --out {source.folder}"
+    if not is_corrected(source.table, source.corrections):
+        return [f"corrections were made after the table was: {again}"]
+    decided = apply_hand_decisions(decide(source.table, source.settings), source.corrections)
+    different = int(pc.sum(pc.not_equal(decided["status"], source.table["status"])).as_py() or 0)
+    if different:
+        return [f"{different} segments would be decided otherwise with these settings and corrections: {again}"]
+    return []
+
+
+KEPT = "kept"
+
+
+def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:
+    """Sentences, the weightiest first; `section` is where the page shows it."""
+    hours, found = numbers["hours"], []
+
+    def add(kind: str, section: str, text: str) -> None:
+        found.append({"kind": kind, "section": section, "text": text})
+
+    total = hours["total_ms"]
+    parts = {part["reason"]: part for part in hours["parts"]}
+    kept = parts.get(KEPT, {"ms": 0, "segments": 0})
+    speakers = numbers["speakers"]["count"]
+    languages = ", ".join(name or "unnamed" for name in list(numbers["languages"])[:4]) or "none"
+    add(
+        "good" if kept["ms"] else "bad",
+        "hours",
+        f"{spoken_length(kept['ms'])} of {spoken_length(total)} are kept ({_share(kept['ms'], total)}): "
+        f"{kept['segments']:,} clips of {speakers} {'speaker' if speakers == 1 else 'speakers'}, language: {languages}",
+    )
+    dropped = [part for part in hours["parts"] if part["reason"] != KEPT and part["ms"]]
+    if dropped:
+        listed = ", ".join(f"{part['reason']} ({spoken_length(part['ms'])})" for part in dropped[:3])
+        add("plain", "hours", f"Most was lost to {listed}")
+    if hours["untiled"] and numbers["curated"]:
+        add("bad", "hours", f"Segments do not tile {len(hours['untiled'])} recordings: the table is damaged")
+    costs = [(alone_ms(measure), measure) for measure in numbers["measures"] if measure["setting"]]
+    costs.sort(key=lambda pair: -pair[0])
+    if costs and costs[0][0] and numbers["curated"]:
+        cost, measure = costs[0]
+        add("plain", "measures", f"The threshold that alone costs most is {measure['setting']}: {spoken_length(cost)}")
+    splits = numbers["splits"]
+    leaks = {name: splits[f"{name}_across"] for name in ("duplicates", "texts", "speakers")}
+    if any(leaks.values()):
+        listed = ", ".join(f"{count} {name}" for name, count in leaks.items() if count)
+        add("bad", "duplicates", f"Training and held-out clips share {listed}")
+    elif splits["subsets"]:
+        add(
+            "good",
+            "duplicates",
+            "Training and held-out clips share no duplicate, no text and no held-out speaker",
+        )
+    for twin in numbers["speakers"]["twins"]:
+        first, second = twin["speakers"]
+        add(
+            "bad",
+            "speakers",
+            f"{first} and {second} may be one person: their clips are nearly as alike as one's own",
+        )
+    for speaker in numbers["speakers"]["speakers"]:
+        if speaker.get("second_voice"):
+            share = _share(speaker["second_voice"]["share"], 1)
+            add(
+                "bad",
+                "speakers",
+                f"{speaker['speaker']} may be two people: {share} of the clips are another voice",
+            )
+    text = numbers["text"]
+    if text["coverage"] and text["coverage"]["lost"]:
+        lost = f"{len(text['coverage']['lost'])} characters, in {text['coverage']['lost_clips']:,} clips"
+        add("bad", "text", f"The tokenizer loses {lost}")
+    if text["digit_texts_spoken"]:
+        share = f"{text['digit_texts_spoken']:,} of {text['texts']:,} texts"
+        add("bad", "text", f"Digits are left in {share}: they can be read aloud in several ways")
+    if text["repeated_texts"]:
+        add("plain", "text", f"Clips that say what another one says: {text['repeated_texts']:,}")
+    if numbers["missing_measures"]:
+        names = ", ".join(numbers["missing_measures"])
+        add("plain", "measures", f"Not measured, so nothing was dropped for it: {names}")
+    return found
+
+
+def alone_ms(measure: dict[str, Any]) -> int:
+    """What is dropped for this measure's threshold and nothing else."""
+    return max(0, int(sum(measure["pass_ms"]) + measure["missing_kept_ms"] - measure["kept_ms"]))
+
+
+def spoken_length(milliseconds: int) -> str:
+    """A length in the unit that a person would use."""
+    seconds = milliseconds / 1000
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.{1 if minutes < 10 else 0}f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def clock(milliseconds: int) -> str:
+    """h:mm:ss.mmm, exact."""
+    seconds, rest = divmod(int(milliseconds), 1000)
+    return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02}.{rest:03}"
+
+
+GRAPHEME_TEXTS = 20_000
+"""Texts whose grapheme clusters and tokens are counted; of more, every so manieth."""
+SHOWN_CHARACTERS = 400
+RARE_COUNT = 5
+"""Clips, or fewer, in which a rare character occurs."""
+REPEATED = 20
+"""Repeated sentences that are shown."""
+
+
+class DiffPiece(NamedTuple):
+    """A stretch of two texts: equal, or with words of one, the other or both."""
+
+    equal: str
+    first: str
+    second: str
+
+
+def text_diff(first: str, second: str, language: str) -> list[DiffPiece]:
+    """Two texts word by word, or character by character where words are not spaced. Case and punctuation are equal."""
+    is_spaced = base_language(language) not in UNSPACED
+    texts = [text.split() if is_spaced else list(text) for text in (first, second)]
+    keys = [[alphanumeric(word) or word for word in words] for words in texts]
+    glue = " " if is_spaced else ""
+    pieces = []
+    for step in Levenshtein.opcodes(*keys):
+        left = glue.join(texts[0][step.src_start : step.src_end])
+        right = glue.join(texts[1][step.dest_start : step.dest_end])
+        pieces.append(DiffPiece(left, "", "") if step.tag == "equal" else DiffPiece("", left, right))
+    return pieces
+
+
+def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = None) -> dict[str, Any]:
+    """Characters of the kept texts; `spoken` are the same texts as they are read aloud."""
+    import regex  # type: ignore[import-untyped]
+
+    characters: Counter[str] = Counter()
+    clips: Counter[str] = Counter()
+    for text in texts:
+        characters.update(text)
+        clips.update(set(text))
+    step = max(1, -(-len(texts) // GRAPHEME_TEXTS))
+    graphemes = Counter(cluster for text in texts[::step] for cluster in regex.findall(r"\X", text))
+    combined = {cluster: count for cluster, count in graphemes.items() if len(cluster) > 1}
+    keys = [alphanumeric(text) for text in texts]
+    sentences = Counter(filter(None, keys))
+    repeated = {key: count for key, count in sentences.most_common(REPEATED) if count > 1}
+    originals = {key: text for key, text in zip(keys, texts, strict=True) if key in repeated}
+    coverage = None if tokenizer is None else tokenizer_coverage(characters, texts[::step], tokenizer)
+    common = characters.most_common(SHOWN_CHARACTERS)
+    return {
+        "texts": len(texts),
+        "characters": sum(characters.values()),
+        "distinct": len(characters),
+        "common": [
+            {"character": one, "name": unicodedata.name(one, f"U+{ord(one):04X}"), "count": count, "clips": clips[one]}
+            for one, count in common
+            if not one.isspace()
+        ],
+        "rare": sorted(one for one, count in clips.items() if count <= RARE_COUNT and not one.isspace()),
+        "graphemes": {
+            "texts": len(texts[::step]),
+            "distinct": len(graphemes),
+            "combined": sorted(combined, key=lambda one: -combined[one])[:SHOWN_CHARACTERS],
+        },
+        "digit_texts": sum(any(map(str.isdecimal, text)) for text in texts),
+        "digit_texts_spoken": sum(any(map(str.isdecimal, text)) for text in spoken),
+        "repeated_texts": sum(count - 1 for count in sentences.values()),
+        "repeated": [{"text": originals[key], "clips": count} for key, count in repeated.items()],
+        "coverage": None
+        if coverage is None
+        else coverage._asdict() | {"lost_clips": sum(not set(coverage.lost).isdisjoint(text) for text in texts)},
+    }
+
+
+class TokenizerCoverage(NamedTuple):
+    """How a tokenizer takes the characters of texts."""
+
+    lost: list[str]
+    """Characters that do not come back as they went in; their case may change."""
+    split: dict[str, int]
+    """Characters that take several tokens, such as the bytes that spell them, and how many; the commonest first."""
+    split_share: float
+    """Of all characters of the texts."""
+    tokens_per_character: float
+
+
+def tokenizer_coverage(characters: Counter[str], texts: Sequence[str], tokenizer: Any) -> TokenizerCoverage:
+    """Compare characters, by their counts, and whole texts with a tokenizer of transformers."""
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    lost, split = [], {}
+    for one, _ in characters.most_common():
+        back = tokenizer.decode(encode(f"a{one}a"), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokens = len(encode(f"a{one}")) - len(encode("a"))
+        if one.casefold() not in back.casefold():
+            lost.append(one)
+        elif tokens > 1:
+            split[one] = tokens
+    split_count, length = sum(characters[one] for one in split), sum(map(len, texts))
+    tokens = sum(len(encode(text)) for text in texts)
+    return TokenizerCoverage(sorted(lost), split, split_count / max(1, characters.total()), tokens / max(1, length))
