@@ -34,7 +34,7 @@ from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_check
 from myna.core.statistics import paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
-from myna.evaluate.eval_set import load_eval_set, split_items
+from myna.evaluate.items import load_eval_set, split_items
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.ranking import (
     CheckpointScore,
@@ -143,7 +143,7 @@ def score_all_checkpoints(args: argparse.Namespace, runs: Mapping[int, Run]) -> 
         args.out / "exhaustive",
         batch_size=args.batch_size,
         progress=progress,
-    ).rows
+    )
 
 
 def system_name(seed: int, step: int) -> str:

@@ -395,17 +395,17 @@ def evaluate_lines(out: Path, device: str, lines: int = 100) -> None:
     """What `myna evaluate` has spoken, by the shipped model: lines of 3 to 40 words."""
     from myna.evaluate.items import EvalItem, EvalSet
     from myna.evaluate.pipeline import score_systems
-    from myna.evaluate.runner import resolve_system
-    from myna.evaluate.scorers import Scorers
+    from myna.evaluate.scoring import Scorers
+    from myna.evaluate.systems import Subject
 
     words, rng = WORDS.split(), np.random.default_rng(0)
     texts = [" ".join(rng.choice(words, 3 + 37 * number // lines)).capitalize() + "." for number in range(lines)]
     items = tuple(EvalItem(f"line-{number:04d}", text, language="en") for number, text in enumerate(texts))
-    system = resolve_system("fledgling", seed=0, device=device)
+    system = Subject.parse("fledgling").system(seed=0, device=device)
     system.engine  # noqa: B018 - loaded, as it is before the first line
     with tempfile.TemporaryDirectory() as folder:
         start, used = time.perf_counter(), time.process_time()
-        rows = score_systems(EvalSet(items, {}), [system], Scorers(), Path(folder)).rows["fledgling"]
+        rows = score_systems(EvalSet(items, {}), [system], Scorers(), Path(folder))["fledgling"]
         wall, used = time.perf_counter() - start, time.process_time() - used
         seconds = sum(soundfile.info(Path(folder, row.audio)).duration for row in rows if row.audio)
     card = torch.cuda.get_device_name() if device == "cuda" else processor()

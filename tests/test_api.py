@@ -47,8 +47,8 @@ def test_everything_public_is_there_and_documented() -> None:
 
 def test_functions_keep_their_names_when_packages_of_that_name_are_imported() -> None:
     import myna.checks.doctor
-    import myna.evaluate.compare
-    import myna.evaluate.runner
+    import myna.evaluate.comparison
+    import myna.evaluate.evaluation
     import myna.train.loop
 
     assert all(callable(one) for one in (myna.compare, myna.doctor, myna.evaluate, myna.train))

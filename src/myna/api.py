@@ -983,30 +983,32 @@ def evaluate(
     """Evaluate speech: word errors, speaker similarity, quality and stopping, beside the real recordings and the
     untuned base. Writes `evaluation.json`, `items.parquet` and `report.html`; called again, does what is missing. Into
     a folder that holds anything but an evaluation it writes only with `force`."""
-    from myna.evaluate.runner import evaluate_system
-    from myna.models.ref import split_name
+    from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
     from myna.train.run import Run
 
-    evaluation = evaluate_system(
-        str(_run_folder(subject)) if not isinstance(subject, str) else subject,
+    settings = EvaluationSettings(
         data=_path(data),
         sentences=_path(sentences),
-        against=tuple(against),
-        out=_path(out),
         asr=asr,
         speaker_encoder=speaker_encoder,
         language=language,
-        strength=strength,
-        model=model,
-        limit=limit,
         seed=seed,
+        limit=limit,
         batch_size=batch_size,
         device=device,
+        model=model,
         force=force,
+    )
+    evaluation = evaluate_system(
+        subject if isinstance(subject, str) else str(_run_folder(subject)),
+        settings,
+        against=tuple(against),
+        out=_path(out),
+        strength=strength,
         progress=progress,
     )
-    if (run := Run.find(Path(split_name(os.fspath(subject))[1]))) is not None:
-        _write_card(run)
+    if evaluation.run is not None:
+        _write_card(Run(evaluation.run.folder, evaluation.run.recipe))
     return evaluation
 
 
@@ -1031,25 +1033,24 @@ def compare(
     """Compare runs, models or evaluations on the same sentences: metrics with paired differences, and a page for blind
     listening. Writes `compare.json` and `compare.html`; into a folder that holds anything but a comparison, only with
     `force`."""
-    from myna.evaluate.compare import compare_systems
+    from myna.evaluate.comparison import compare_systems
+    from myna.evaluate.evaluation import EvaluationSettings
 
-    return compare_systems(
-        [one if isinstance(one, str) else str(_run_folder(one)) for one in subjects],
+    settings = EvaluationSettings(
         data=_path(data),
         sentences=_path(sentences),
-        out=_path(out),
         asr=asr,
         speaker_encoder=speaker_encoder,
         language=language,
-        model=model,
-        limit=limit,
-        trials=trials,
         seed=seed,
+        limit=limit,
         batch_size=batch_size,
         device=device,
+        model=model,
         force=force,
-        progress=progress,
     )
+    names = [one if isinstance(one, str) else str(_run_folder(one)) for one in subjects]
+    return compare_systems(names, settings, out=_path(out), trials=trials, progress=progress)
 
 
 def _path(value: PathLike | None) -> Path | None:

@@ -1038,12 +1038,12 @@ def compare(
     options = {key: value for key, value in locals().items() if key not in ("preferences", "serve", "port", "as_json")}
     from myna import api
     from myna.core.errors import ConfigError
-    from myna.evaluate import compare as runner
+    from myna.evaluate import comparison as compared
     from myna.terminal import progress_bars, show_comparison, show_notes, show_preferences
 
     console, folder = _console(), Path(subjects[0])
     messages = _console(stderr=True)
-    if len(subjects) > 1 or not runner.is_comparison(folder):
+    if len(subjects) > 1 or not compared.is_comparison(folder):
         if preferences:
             raise ConfigError(
                 "preferences belong to a comparison that is made already",
@@ -1055,12 +1055,12 @@ def compare(
         if not as_json:
             show_comparison(comparison, console)
     else:
-        show_preferences(runner.add_preferences(folder, preferences or []), messages if as_json else console)
+        show_preferences(compared.add_preferences(folder, preferences or []), messages if as_json else console)
     if serve:
-        runner.serve_comparison(folder, port, lambda message: show_notes([message], console))
-        show_preferences(runner.add_preferences(folder, []), console)
+        compared.serve_comparison(folder, port, lambda message: show_notes([message], console))
+        show_preferences(compared.add_preferences(folder, []), console)
     if as_json:
-        print((folder / runner.COMPARISON_FILE).read_text(encoding="utf-8"), end="")
+        print((folder / compared.COMPARISON_FILE).read_text(encoding="utf-8"), end="")
 
 
 @app.command()

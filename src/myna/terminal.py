@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from myna.demo.report import DemoResult
     from myna.evaluate.comparison import Comparison
     from myna.evaluate.evaluation import Evaluation
-    from myna.evaluate.preferences import PreferenceCount, Preferences
+    from myna.evaluate.listening import PreferenceCount, Preferences
     from myna.evaluate.scoring import ItemScores
     from myna.evaluate.takes import TakeRanking
     from myna.provenance.detection import Detection
@@ -450,14 +450,14 @@ def show_demo(result: DemoResult, console: Console) -> None:
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:
     """Print the metrics of each system, what is missing, the diagnoses, and where the page is."""
     from myna.evaluate.metrics import METRICS
-    from myna.evaluate.report import format_estimate, system_title
+    from myna.evaluate.systems import system_title
 
     show_warnings(evaluation.warnings, console)
     table = Table("", *map(system_title, evaluation.estimates))
     for metric in METRICS:
         estimates = [of[metric.key] for of in evaluation.estimates.values()]
         if any(estimate.n for estimate in estimates):
-            table.add_row(metric.title, *(format_estimate(metric, estimate) for estimate in estimates))
+            table.add_row(metric.title, *(metric.format_estimate(estimate) for estimate in estimates))
     console.print(table)
     show_notes([f"{key}: not measured. {reason}" for key, reason in evaluation.missing.items()], console)
     for diagnosis in evaluation.diagnoses:
@@ -468,14 +468,14 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
 def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print metrics side by side, what cannot be compared, and where the page is."""
     from myna.evaluate.metrics import METRICS
-    from myna.evaluate.report import format_estimate, system_title
+    from myna.evaluate.systems import system_title
 
     show_warnings(comparison.warnings, console)
     table = Table("", *map(system_title, comparison.estimates))
     for metric in METRICS:
         estimates = [metrics.get(metric.key) for metrics in comparison.estimates.values()]
         if any(estimate is not None and estimate.n for estimate in estimates):
-            table.add_row(metric.title, *(format_estimate(metric, value) if value else "" for value in estimates))
+            table.add_row(metric.title, *(metric.format_estimate(value) if value else "" for value in estimates))
     console.print(table)
     show_notes([f"{key}: not compared. {reason}" for key, reason in comparison.missing.items()], console)
     show_notes(comparison.notes, console)

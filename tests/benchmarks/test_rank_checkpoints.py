@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import rank_checkpoints
 from myna.audio.files import Samples, write_audio
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import Scorers
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.models import save_tiny_model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from myna.demo.run import run_demo
-from myna.evaluate.runner import evaluate_system
+from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
 from tests.browser.conftest import COLOR_SCHEMES, WIDTHS, check_accessible, check_plays
 from tests.demo.fake_scorers import install_scorers
 
@@ -27,7 +27,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         install_scorers(monkeypatch, TRANSCRIPT)
         run_demo(out, settings=QUICK, asr="constant")
         held_out = out / "data" / "subsets" / "held_out_texts"
-        evaluate_system(str(out / "run"), data=held_out, limit=2, device="cpu", asr="constant", out=out / "scored")
+        settings = EvaluationSettings(data=held_out, limit=2, device="cpu", asr="constant")
+        evaluate_system(str(out / "run"), settings, out=out / "scored")
     return {"demo": out / "report.html", "evaluation": out / "scored" / "report.html"}
 
 

@@ -21,8 +21,7 @@ from myna.audio.files import Samples, read_audio
 from myna.core.errors import AudioError
 from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.items import EvalSet
-from myna.evaluate.scorers import Scorers
-from myna.evaluate.scoring import ItemScores
+from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import System
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding

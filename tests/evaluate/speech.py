@@ -16,9 +16,12 @@ import numpy.typing as npt
 
 from myna.audio.files import Samples, write_audio
 from myna.data.manifest import Utterance
+from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.scorers import Scorers
-from myna.evaluate.systems import SystemOutput
+from myna.evaluate.metrics import missing_metrics
+from myna.evaluate.pipeline import score_systems
+from myna.evaluate.scoring import Scorers
+from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, System, SystemOutput
 from myna.listen.asr import Transcript, is_loop
 from myna.listen.speaker_encoders import SpeakerEmbedding
 
@@ -164,3 +167,28 @@ def poorly(item: EvalItem) -> SystemOutput:
     """An untuned model: vowels slip, and the voice is only near."""
     slips = item.text.replace("e", "o").replace("a", "u")
     return SystemOutput(say(slips, SPEAKERS[item.speaker] * 1.04, rest=2), stopped=True)
+
+
+def evaluate_systems(
+    eval_set: EvalSet,
+    systems: Sequence[System],
+    folder: Path,
+    *,
+    name: str = "model",
+    scorers: Scorers | None = None,
+    metadata: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Evaluation:
+    """Score systems into a folder, as an evaluation of the one that is called `name`."""
+    scorers = scorers or fake_scorers()
+    return Evaluation(
+        folder=folder,
+        rows=score_systems(eval_set, systems, scorers, folder),
+        base=BASE,
+        unpaired=(REAL, ROUND_TRIP),
+        unavailable=missing_metrics(scorers.missing),
+        notes=eval_set.notes,
+        system=name,
+        eval_set=eval_set,
+        scorer_names=scorers.names,
+        metadata=metadata or {},
+    )

@@ -15,9 +15,9 @@ from myna.api import resume, train
 from myna.core.errors import ConfigError, TrainingError
 from myna.core.run_folder import checkpoint_folder
 from myna.evaluate.callback import open_required_scorers
-from myna.evaluate.results import read_item_scores
-from myna.evaluate.runner import evaluate_system
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
+from myna.evaluate.pipeline import read_item_scores
+from myna.evaluate.scoring import Scorers
 from myna.models import save_tiny_model
 from myna.models.base import Sampling
 from myna.models.ref import ModelRef
@@ -118,9 +118,9 @@ def test_the_same_lines_are_said_with_the_weights_that_are_saved(learn: Learn, w
     assert all(row.audio_hash != before.audio_hash for row, before in zip(heard[6], heard[0], strict=True))
     checkpoint = str(checkpoint_folder(run, 4))
     evaluation = evaluate_system(
-        checkpoint, data=workspace / "evaluation", limit=3, device="cpu", out=run.folder / "again"
+        checkpoint, EvaluationSettings(data=workspace / "evaluation", limit=3, device="cpu"), out=run.folder / "again"
     )
-    again = {row.id: row for row in evaluation.scores.rows["step-000004"]}
+    again = {row.id: row for row in evaluation.rows["step-000004"]}
     assert [again[row.id].audio_hash for row in heard[4]] == [row.audio_hash for row in heard[4]]
 
 

@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 
 from myna.cli import app
 from myna.core.errors import ConfigError, DataError, MynaError
-from myna.evaluate import compare as runner
-from myna.evaluate.compare import compare_systems
-from myna.evaluate.comparison import Comparison
-from myna.evaluate.preferences import FORMAT, TIE
-from myna.evaluate.results import read_item_scores
+from myna.evaluate import comparison
+from myna.evaluate.comparison import Comparison, compare_systems
+from myna.evaluate.evaluation import EvaluationSettings
+from myna.evaluate.listening import FORMAT, TIE, local_page_server
+from myna.evaluate.pipeline import read_item_scores
 from myna.evaluate.systems import BASE, REAL, SpeechSystem
-from myna.report.local_server import local_page_server
 from tests.tone_corpus import recipe, write_recordings
 
 
@@ -46,15 +45,9 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare(runs_folder: Path, *subjects: str, **options: Any) -> Comparison:
-    settings = {
-        "data": runs_folder / "prepared",
-        "limit": 3,
-        "device": "cpu",
-        "language": "en",
-        "out": runs_folder / "compared",
-    }
-    return compare_systems(subjects, **{**settings, **options})
+def compare(runs_folder: Path, *subjects: str, out: Path | None = None) -> Comparison:
+    settings = EvaluationSettings(data=runs_folder / "prepared", limit=3, device="cpu", language="en")
+    return compare_systems(subjects, settings, out=out or runs_folder / "compared")
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +100,10 @@ def test_evaluations_are_compared_without_opening_any_weights(
 ) -> None:
     monkeypatch.setattr(SpeechSystem, "engine", property(lambda _: pytest.fail("weights are not needed")))
     folder = runs_folder / "one" / "evaluation"
-    found = compare_systems([f"tuned={folder}", f"{folder}:base"], out=tmp_path)
+    found = compare_systems([f"tuned={folder}", f"{folder}:base"], EvaluationSettings(), out=tmp_path)
     assert found.names == ["tuned", BASE] and found.real is not None and list(found.differences) == [REAL, BASE]
     assert (found.folder / "compare.html").is_file() and not (tmp_path / "audio").exists()
-    against_real = compare_systems([str(folder), f"{folder}:real"], out=tmp_path / "real")
+    against_real = compare_systems([str(folder), f"{folder}:real"], EvaluationSettings(), out=tmp_path / "real")
     assert against_real.names == ["one", REAL] and against_real.real is None, "a recording beside itself is no secret"
 
 
@@ -122,11 +115,11 @@ def test_what_cannot_be_compared_is_told(runs_folder: Path, tmp_path: Path) -> N
         ([evaluation, evaluation], {}, ConfigError, "two have one name"),
         ([evaluation, f"{folder}:nobody"], {}, DataError, "holds no nobody, but real, round_trip, one, base"),
         ([evaluation, f"x={folder}"], {"out": folder}, ConfigError, "is the folder of an evaluation"),
-        ([evaluation, two], {"seed": 1, "out": tmp_path}, ConfigError, "different seeds"),
+        ([evaluation, two], {"settings": EvaluationSettings(seed=1), "out": tmp_path}, ConfigError, "different seeds"),
     ]
     for subjects, options, kind, message in wrong:
         with pytest.raises(kind, match=message):
-            compare_systems(subjects, **options)
+            compare_systems(subjects, **{"settings": EvaluationSettings(), **options})
     with pytest.raises(ConfigError, match="made already"):
         CliRunner().invoke(app, ["compare", "a", "b", "--preferences", "x.json"], catch_exceptions=False)
 
@@ -136,7 +129,9 @@ def test_evaluations_in_another_language_are_not_compared(runs_folder: Path, tmp
     words = ("--data", runs_folder / "prepared", "--limit", 2, "--device", "cpu", "--language", "ar", "--out", other)
     myna("evaluate", runs_folder / "model", *words)
     with pytest.raises(DataError, match="no item that all have spoken"):
-        compare_systems([str(runs_folder / "one" / "evaluation"), str(other)], out=tmp_path / "out")
+        compare_systems(
+            [str(runs_folder / "one" / "evaluation"), str(other)], EvaluationSettings(), out=tmp_path / "out"
+        )
 
 
 def answers(made: dict[str, Any], prefer: str, ties: int = 0) -> dict[str, Any]:
@@ -199,7 +194,7 @@ def test_a_served_page_saves_answers_as_they_come(runs_folder: Path, made: dict[
 
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
-        patch.setattr(runner, "local_page_server", serving)
+        patch.setattr(comparison, "local_page_server", serving)
         shown = " ".join(myna("compare", folder, "--serve", "--port", 0).split())
     assert [status for status, _ in replies] == [200, 400] and b"holds no preferences" in replies[1][1]
     assert f"for one: {len(made['trials'])} answers" in shown and "http://127.0.0.1:" in shown

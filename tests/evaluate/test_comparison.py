@@ -13,11 +13,11 @@ import pytest
 
 from myna.audio.files import Samples
 from myna.core.errors import DataError
-from myna.evaluate.comparison import ComparedSystem, Comparison, build_comparison
+from myna.evaluate.comparison import Comparison, build_comparison
 from myna.evaluate.comparison_page import MAX_PEAK, comparison_page, match_loudness, speech_rms
 from myna.evaluate.items import EvalItem
+from myna.evaluate.listening import ComparedSystem
 from myna.evaluate.pipeline import score_systems
-from myna.evaluate.preferences import aggregate_preferences
 from myna.evaluate.systems import REAL, Recordings, SystemOutput
 from tests.evaluate.speech import LINES, RATE, SPEAKERS, FakeSystem, fake_scorers, make_eval_set, poorly, say, well
 from tests.report.test_markup import Reader
@@ -34,7 +34,7 @@ def systems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ComparedSyste
     folder = tmp_path_factory.mktemp("systems")
     spoken = [Recordings(REAL, RATE), FakeSystem("good", well), FakeSystem("poor", poorly), FakeSystem("loud", loud)]
     judged = score_systems(make_eval_set(folder), spoken, fake_scorers(dnsmos="not installed"), folder / "out")  # type: ignore[arg-type]
-    return {name: ComparedSystem(name, rows, folder / "out") for name, rows in judged.rows.items()}
+    return {name: ComparedSystem(name, rows, folder / "out") for name, rows in judged.items()}
 
 
 def compared(systems: dict[str, ComparedSystem], *names: str, **options: Any) -> Comparison:
@@ -47,7 +47,7 @@ def test_others_are_measured_against_the_first_on_the_same_lines(systems: dict[s
     assert list(found.estimates) == [REAL, "good", "poor"] and list(found.differences) == [REAL, "poor"]
     worse = found.differences["poor"]["wer"]
     assert worse.n == len(LINES) * len(SPEAKERS) and worse.low is not None and worse.low > 0
-    row = json.loads(json.dumps(found.to_json(aggregate_preferences(found.trials, [], found.names)), allow_nan=False))
+    row = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert row["names"] == ["good", "poor"] and row["differences"]["poor"]["wer"]["mean"] == worse.mean
     assert row["preferences"]["pairs"][0]["wins"] == [0, 0]
 

@@ -13,10 +13,9 @@ import pytest
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalItem, load_clip
 from myna.evaluate.metrics import METRICS_BY_KEY
-from myna.evaluate.pipeline import score_systems
-from myna.evaluate.report import evaluation_page
+from myna.evaluate.pages import evaluation_page
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, System, SystemOutput
-from tests.evaluate.speech import RATE, SPEAKERS, FakeSystem, fake_scorers, make_eval_set, poorly, say, well
+from tests.evaluate.speech import RATE, SPEAKERS, FakeSystem, evaluate_systems, make_eval_set, poorly, say, well
 
 
 def never_stops(item: EvalItem) -> SystemOutput:
@@ -68,8 +67,7 @@ def evaluated(folder: Path, voice: Callable[[EvalItem], SystemOutput], **metadat
 
 
 def evaluation_of(folder: Path, systems: list[System], metadata: Mapping[str, Mapping[str, Any]]) -> Evaluation:
-    scores = score_systems(make_eval_set(folder), systems, fake_scorers(), folder / "out")
-    return Evaluation(scores, fake_scorers(), "model", folder / "out", metadata)
+    return evaluate_systems(make_eval_set(folder), systems, folder / "out", metadata=metadata)
 
 
 PLANTED: list[tuple[Callable[[EvalItem], SystemOutput], str, str, dict[str, float]]] = [
@@ -106,7 +104,7 @@ def test_a_good_model_has_no_defect_and_is_better_than_its_base(tmp_path: Path) 
     evaluation = evaluated(tmp_path, well)
     assert [diagnosis.name for diagnosis in evaluation.diagnoses if diagnosis.system == "model"] == []
     assert "None of the defects" not in evaluation_page(evaluation) or not evaluation.diagnoses
-    model, real, delta = evaluation.estimates["model"], evaluation.estimates[REAL], evaluation.deltas["model"]
+    model, real, delta = evaluation.estimates["model"], evaluation.estimates[REAL], evaluation.differences["model"]
     assert model["wer"].mean == 0.0 and model["stop_rate"].mean == 1.0 and model["similarity_rank1"].mean == 1.0
     assert real["stop_rate"].n == 0, "recordings have no end to find"
     assert real["pitch"].mean == pytest.approx(np.mean(list(SPEAKERS.values())), rel=0.03)
@@ -122,8 +120,8 @@ def test_a_model_that_is_its_base_is_told(tmp_path: Path) -> None:
         for diagnosis in evaluation.diagnoses
         if diagnosis.system == "model" and diagnosis.name == "equal to the base"
     )
-    assert len(diagnosis.items) == len(evaluation.scores.eval_set.items)
-    assert evaluation.deltas["model"]["wer"].to_json() == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": 18}
+    assert len(diagnosis.items) == len(evaluation.eval_set.items)
+    assert evaluation.differences["model"]["wer"].to_json() == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": 18}
     assert "exactly as the base does" in evaluation_page(evaluation)
 
 
@@ -160,7 +158,7 @@ def test_asr_loops_are_wholly_wrong_and_counted(tmp_path: Path) -> None:
 
     evaluation = evaluated(tmp_path, circles)
     figures = evaluation.estimates["model"]
-    rows = evaluation.scores.rows["model"]
+    rows = evaluation.rows["model"]
     assert figures["wer"].mean == pytest.approx(3 / sum(row.words or 0 for row in rows)) and figures["wer"].n == 18
     assert figures["loop_rate"].mean == pytest.approx(3 / 18) and figures["loop_rate"].n == 18
     assert "ASR loops" in [diagnosis.name for diagnosis in evaluation.diagnoses if diagnosis.system == "model"]

@@ -13,9 +13,8 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import safe_file_name
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.pipeline import SystemScores, score_systems
-from myna.evaluate.report import evaluation_page, worst_first
-from myna.evaluate.results import ItemScoresFile, read_item_scores
+from myna.evaluate.pages import evaluation_page, worst_first
+from myna.evaluate.pipeline import ItemScoresFile, read_item_scores, score_systems
 from myna.evaluate.systems import BASE, REAL, Recordings, System, SystemOutput
 from tests.evaluate.speech import (
     LINES,
@@ -24,6 +23,7 @@ from tests.evaluate.speech import (
     SPEAKERS,
     FakeASR,
     FakeSystem,
+    evaluate_systems,
     fake_scorers,
     make_eval_set,
     poorly,
@@ -53,7 +53,7 @@ def test_a_second_time_nothing_is_said_or_heard_again(tmp_path: Path) -> None:
     second = score_systems(eval_set, [again], scorers, out)
     assert again.spoken == [] and asr.count == 0
     assert second == first
-    assert read_item_scores(out / "items.parquet") == first.rows["model"]
+    assert read_item_scores(out / "items.parquet") == first["model"]
 
 
 def test_a_stop_loses_only_what_is_being_said(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_an_ear_that_comes_later_hears_what_was_said_before(tmp_path: Path) -> N
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     deaf = fake_scorers(asr="no ASR model was named", dnsmos="speechmos is not installed")
     before = score_systems(eval_set, [FakeSystem("model", well)], deaf, out)
-    assert all(row.transcript is None and row.similarity is not None for row in before.rows["model"])
+    assert all(row.transcript is None and row.similarity is not None for row in before["model"])
     model = FakeSystem("model", well)
     after = score_systems(eval_set, [model], fake_scorers(), out)
-    assert model.spoken == [] and all(row.transcript == row.text for row in after.rows["model"])
+    assert model.spoken == [] and all(row.transcript == row.text for row in after["model"])
 
 
 def test_a_recogniser_is_not_asked_what_a_click_says(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_recogniser_is_not_asked_what_a_click_says(tmp_path: Path) -> None:
     object.__setattr__(scorers, "asr", asr)
     model = FakeSystem("model", lambda _: SystemOutput(say("a", 150.0), stopped=True))
     scores = score_systems(make_eval_set(tmp_path, FEW), [model], scorers, tmp_path / "out")
-    assert asr.count == 0 and all(row.transcript == "" and row.word_errors == row.words for row in scores.rows["model"])
+    assert asr.count == 0 and all(row.transcript == "" and row.word_errors == row.words for row in scores["model"])
 
 
 def test_another_recogniser_hears_again(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_what_has_changed_is_said_again(tmp_path: Path) -> None:
     scores = score_systems(
         EvalSet((changed, *eval_set.items[1:]), eval_set.speaker_clips), [model], fake_scorers(), out
     )
-    assert model.spoken == [first.id] and scores.rows["model"][0].transcript == "other words"
-    audio = out / scores.rows["model"][1].audio
+    assert model.spoken == [first.id] and scores["model"][0].transcript == "other words"
+    audio = out / scores["model"][1].audio
     audio.unlink()
     model = FakeSystem("model", well)
     score_systems(eval_set, [model], fake_scorers(), out)
@@ -127,14 +127,14 @@ def test_what_has_changed_is_said_again(tmp_path: Path) -> None:
 def test_a_line_is_known_by_its_own_key_whoever_says_it_and_in_old_results_too(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     scores = score_systems(eval_set, [FakeSystem("one", well), FakeSystem("two", poorly)], fake_scorers(), out)
-    keys = [[row.item_key for row in scores.rows[name]] for name in ("one", "two")]
+    keys = [[row.item_key for row in scores[name]] for name in ("one", "two")]
     assert keys[0] == keys[1] == [item.key for item in eval_set.items]
     results = ItemScoresFile(out, "one")
     for row in results.rows.values():
         row.item_key = ""
     results.save()
     model = FakeSystem("one", well)
-    assert [row.item_key for row in score_systems(eval_set, [model], fake_scorers(), out).rows["one"]] == keys[
+    assert [row.item_key for row in score_systems(eval_set, [model], fake_scorers(), out)["one"]] == keys[
         0
     ] and model.spoken == []
     assert [row.item_key for row in read_item_scores(out / "items.parquet")] == keys[0]
@@ -147,11 +147,11 @@ def test_a_voice_is_not_compared_with_its_own_line_or_reference(tmp_path: Path) 
     odd = replace(record(tmp_path, "odd", "not her voice", "heron"), speaker="wren")
     strange = EvalItem("odd", odd.text, "wren", "en", (odd,), odd)
     among = EvalSet((strange, first), {**eval_set.speaker_clips, "wren": (*eval_set.speaker_clips["wren"], odd)})
-    row, usual = score_systems(among, [Recordings(REAL, RATE)], fake_scorers(), tmp_path / "out").rows[REAL]
+    row, usual = score_systems(among, [Recordings(REAL, RATE)], fake_scorers(), tmp_path / "out")[REAL]
     assert row.compared_with == usual.compared_with == "clips"
     assert (row.similarity or 0) < 0.6 < (usual.similarity or 0) and row.speaker_rank == 2 and usual.speaker_rank == 1
     lonely = EvalSet((first,), {"wren": tuple(filter(None, (*first.references, first.recording)))})
-    row = score_systems(lonely, [FakeSystem("model", well)], fake_scorers(), tmp_path / "lonely").rows["model"][0]
+    row = score_systems(lonely, [FakeSystem("model", well)], fake_scorers(), tmp_path / "lonely")["model"][0]
     assert row.compared_with == "reference" and row.speaker_rank is None
 
 
@@ -161,9 +161,7 @@ def test_lines_without_recordings_or_references_say_so(tmp_path: Path) -> None:
         Recordings(REAL, RATE),
         FakeSystem("model", lambda item: SystemOutput(say(item.text, SPEAKERS["wren"]), stopped=True)),
     ]
-    evaluation = Evaluation(
-        score_systems(eval_set, systems, fake_scorers(), tmp_path), fake_scorers(), "model", tmp_path, {}
-    )
+    evaluation = evaluate_systems(eval_set, systems, tmp_path)
     assert evaluation.estimates[REAL]["wer"].n == 0 and evaluation.estimates["model"]["wer"].mean == 0
     assert {REAL, "similarity", "similarity_rank1"} <= evaluation.missing.keys()
     content = json.loads(json.dumps(evaluation.to_json(), allow_nan=False))
@@ -172,7 +170,7 @@ def test_lines_without_recordings_or_references_say_so(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory: pytest.TempPathFactory) -> tuple[SystemScores, Path]:
+def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     folder = tmp_path_factory.mktemp("scores")
 
     def slips_once(item: EvalItem) -> SystemOutput:
@@ -181,13 +179,12 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> tuple[SystemScores, Path
         return well(item)
 
     systems: list[System] = [Recordings(REAL, RATE), FakeSystem("mine", slips_once), FakeSystem(BASE, poorly)]
-    return score_systems(make_eval_set(folder), systems, fake_scorers(), folder / "out"), folder / "out"
+    return evaluate_systems(make_eval_set(folder), systems, folder / "out", name="mine")
 
 
-def test_the_keys_that_others_read(scores: tuple[SystemScores, Path]) -> None:
-    rows, out = scores
-    content = json.loads(json.dumps(Evaluation(rows, fake_scorers(), "mine", out, {}).to_json(), allow_nan=False))
-    assert list(content["systems"]) == [REAL, "mine", BASE] and list(content["deltas"]) == ["mine"]
+def test_the_keys_that_others_read(evaluation: Evaluation) -> None:
+    content = json.loads(json.dumps(evaluation.to_json(), allow_nan=False))
+    assert list(content["systems"]) == [REAL, "mine", BASE] and list(content["differences"]) == ["mine"]
     wanted = (
         "wer",
         "cer",
@@ -199,7 +196,7 @@ def test_the_keys_that_others_read(scores: tuple[SystemScores, Path]) -> None:
         "runaway_rate",
         "speaking_rate",
     )
-    for figures in (content["systems"]["mine"], content["deltas"]["mine"]):
+    for figures in (content["systems"]["mine"], content["differences"]["mine"]):
         assert all(set(figures[key]) == {"mean", "low", "high", "n"} for key in wanted)
         assert all(figures[key]["n"] == 18 for key in wanted)
     assert set(content["groups"]["speaker"]) == set(SPEAKERS) and set(content["groups"]["length"]) == {
@@ -210,10 +207,9 @@ def test_the_keys_that_others_read(scores: tuple[SystemScores, Path]) -> None:
     assert content["groups"]["length"]["one word"]["mine"]["stop_rate"]["n"] == 3
 
 
-def test_the_worst_line_comes_first(scores: tuple[SystemScores, Path]) -> None:
-    rows, out = scores
-    assert worst_first(rows.rows["mine"])[0].id == "heron-2"
-    shown = evaluation_page(Evaluation(rows, fake_scorers(), "mine", out, {}))
+def test_the_worst_line_comes_first(evaluation: Evaluation) -> None:
+    assert worst_first(evaluation.rows["mine"])[0].id == "heron-2"
+    shown = evaluation_page(evaluation)
     listen = shown[shown.index("Listen, the worst items first") :]
     assert listen.index("the river runs under the bridge") < listen.index("good morning to you")
     assert "of 6 words wrong: “mumble x mumble”" in listen
@@ -223,27 +219,21 @@ def test_the_page_opens_without_a_network_and_escapes_what_it_shows(tmp_path: Pa
     text = "<script>alert(1)</script> & yes"
     eval_set = EvalSet((EvalItem("a<b", text, language="en"),), {})
     model = FakeSystem("<i>mine</i>", lambda _: SystemOutput(say("yes", 150.0), stopped=True))
-    evaluation = Evaluation(
-        score_systems(eval_set, [model], fake_scorers(), tmp_path), fake_scorers(), model.name, tmp_path, {}
-    )
+    evaluation = evaluate_systems(eval_set, [model], tmp_path, name=model.name)
     shown = evaluation_page(evaluation)
     assert "<script>alert" not in shown and "<i>mine</i>" not in shown and "&lt;i&gt;mine" in shown
     assert "http://" not in shown.replace("http://www.w3.org/2000/svg", "") and "https://" not in shown
     assert shown.count("<audio") == 1 and "data:audio/flac" in shown
 
 
-def test_missing_scorers_are_told_and_not_made_up(scores: tuple[SystemScores, Path], tmp_path: Path) -> None:
-    _, out = scores
+def test_missing_scorers_are_told_and_not_made_up(tmp_path: Path) -> None:
     deaf = fake_scorers(asr="no ASR model was named: --asr base", distillmos="pip install distillmos")
     eval_set = make_eval_set(tmp_path, ("wren",))
-    evaluation = Evaluation(
-        score_systems(eval_set, [FakeSystem("mine", well)], deaf, tmp_path / "out"), deaf, "mine", tmp_path / "out", {}
-    )
+    evaluation = evaluate_systems(eval_set, [FakeSystem("mine", well)], tmp_path / "out", name="mine", scorers=deaf)
     assert evaluation.missing["wer"] == evaluation.missing["cer"] == "no ASR model was named: --asr base"
     assert evaluation.estimates["mine"]["wer"].to_json() == {"mean": None, "low": None, "high": None, "n": 0}
     shown = evaluation_page(evaluation)
     assert "no ASR model was named: --asr base" in shown and "pip install distillmos" in shown
-    assert out.is_dir()
 
 
 def test_two_systems_of_one_name_are_refused(tmp_path: Path) -> None:

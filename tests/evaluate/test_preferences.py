@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myna.core.errors import DataError
-from myna.evaluate.preferences import (
+from myna.evaluate.listening import (
     TIE,
     ListenerAnswers,
     ListeningTrial,

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.evaluate.eval_set import split_items
 from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
-from myna.evaluate.items import EvalItem
+from myna.evaluate.items import EvalItem, split_items
 from myna.evaluate.ranking import (
     CheckpointScore,
     Constraints,

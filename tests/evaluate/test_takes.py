@@ -15,7 +15,7 @@ from myna.audio.files import Samples, read_audio, write_audio
 from myna.cli import app
 from myna.core.errors import ConfigError, SpeakError
 from myna.core.io import bytes_hash
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import Scorers
 from myna.evaluate.takes import TakeRanker
 from myna.listen.asr import Transcript
 from myna.speak.engine import Speech

@@ -23,8 +23,7 @@ from myna.audio.files import write_audio
 from myna.cli import main
 from myna.core.config import dump_recipe, load_recipe, shipped_recipes
 from myna.core.io import FREE_BYTES
-from myna.evaluate.runner import resolve_eval_set
-from myna.models.ref import ModelRef
+from myna.evaluate.systems import Subject
 from myna.speak.engine import Engine, SpeechRequest
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
@@ -140,15 +139,15 @@ def test_row_37_an_evaluation_that_was_stopped_early_is_ours(
     monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path
 ) -> None:
     """Killed before the first item was scored, it holds audio and no results; and goes on."""
-    from myna.evaluate import runner
+    from myna.evaluate import evaluation
 
     out = tmp_path / "evaluation"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(runner, "score_systems", _interrupted)
+        patched.setattr(evaluation, "score_systems", _interrupted)
         myna.evaluate(workspace / "model", data=workspace / "evaluation", out=out, device="cpu")
     assert (out / "audio").is_dir()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(runner, "score_systems", _interrupted)
+        patched.setattr(evaluation, "score_systems", _interrupted)
         myna.evaluate(workspace / "model", data=workspace / "evaluation", out=out, device="cpu")
 
 
@@ -487,14 +486,14 @@ def test_row_43_evaluation_speaks_in_the_scene_too(train_with: Any, scene_data: 
     write_audio(reference, tone_speech("who", 320.0), SAMPLE_RATE)
     (tmp_path / "list.lst").write_text(f"a|who|{reference}|one\n")
     run, _ = train_with(data={"train": str(scene_data), "scene": RECIPE_SCENE})
-    subject, options = str(run.folder), dict[str, Any](seed=0, limit=None, language="")
-    targets = resolve_eval_set(ModelRef.find(subject), scene_data, None, **options)
+    subject, options = Subject.parse(str(run.folder)), dict[str, Any](seed=0, limit=None, language="")
+    targets = subject.eval_set(scene_data, None, **options)
     assert {(item.id.split("/")[1], item.scene) for item in targets.items} == {
         ("hi", DATA_SCENE),
         ("you", DATA_SCENE),
         ("who", RECIPE_SCENE),
     }
-    spoken = resolve_eval_set(ModelRef.find(subject), scene_data, sentences, **options)
+    spoken = subject.eval_set(scene_data, sentences, **options)
     assert [item.scene for item in spoken.items] == [DATA_SCENE, DATA_SCENE]
-    listed = resolve_eval_set(ModelRef.find(subject), None, tmp_path / "list.lst", **options)
+    listed = subject.eval_set(None, tmp_path / "list.lst", **options)
     assert [item.scene for item in listed.items] == [DATA_SCENE]

@@ -32,22 +32,19 @@ from myna.data.pronunciation import (
     assessment_table,
     read_assessment,
 )
-from myna.evaluate import runner, scorers
-from myna.evaluate.eval_set import split_items
-from myna.evaluate.evaluation import count_looped, estimate_metrics
-from myna.evaluate.items import EvalItem
+from myna.evaluate import evaluation, scoring, systems
+from myna.evaluate.evaluation import EvaluationSettings, evaluate_system, mark_seen_items, seen_warnings
+from myna.evaluate.items import EvalItem, split_items
+from myna.evaluate.metrics import count_looped, estimate_metrics
+from myna.evaluate.pipeline import read_item_scores
 from myna.evaluate.ranking import CheckpointScore, best_checkpoint
-from myna.evaluate.results import read_item_scores
-from myna.evaluate.runner import resolve_eval_set, run_metadata
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.seen_items import mark_seen_items, seen_warnings
-from myna.evaluate.systems import Recordings
+from myna.evaluate.systems import Recordings, Subject, run_metadata
 from myna.listen import asr, speaker_encoders, weights
 from myna.listen.asr import ASR
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
 from myna.models import save_tiny_model
-from myna.models.ref import ModelRef
 from myna.train.run import Run
 from tests import tone_learners
 from tests.evaluate import tiny_scorers
@@ -131,7 +128,9 @@ def _evaluate(run: Run, out: Path, data: Path, *more: str) -> tuple[dict[str, An
     """`myna evaluate` of the first lines; its evaluation.json, and all that it says."""
     words = ["evaluate", str(run.folder), "--data", str(data), "--limit", "3", "--device", "cpu", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Scorers", SimpleNamespace(open=lambda *_, **__: scorers.Scorers()))  # they take long
+        patch.setattr(
+            evaluation, "Scorers", SimpleNamespace(open=lambda *_, **__: scoring.Scorers(), missing={})
+        )  # they take long
         result = CliRunner().invoke(app, [*words, *more], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
@@ -155,9 +154,7 @@ def test_row_44_evaluate_flags_items_that_were_trained_on(workspace: Path, short
 
 def test_row_44_the_words_of_a_trained_line_are_flagged_in_a_list_of_sentences(short_run: Run, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text(f"{LINES[0].upper()}!\nsomething that nobody has said\n", encoding="utf-8")
-    items = resolve_eval_set(
-        ModelRef.find(short_run.folder), None, tmp_path / "lines.txt", seed=0, limit=None, language=""
-    )
+    items = EvaluationSettings(sentences=tmp_path / "lines.txt").eval_set(Subject.parse(str(short_run.folder)))
     rows = {"run": [replace(_row(0, looped=False), id=item.id, text=item.text) for item in items.items]}
     systems = [Recordings("run", 16_000, metadata={"run": str(short_run.folder)})]
     assert mark_seen_items(systems, [replace(item, speaker="") for item in items.items], rows) == []
@@ -353,16 +350,15 @@ def test_row_51_scorers_are_opened_on_the_device_that_was_asked_for(
         monkeypatch.setattr(module, "load_pretrained", load_pretrained)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(DistillMOS, "open", classmethod(lambda _, device: devices.update(distillmos=device) or 1))
-    monkeypatch.setattr(scorers, "version", lambda _: "1")
-    monkeypatch.setattr(runner, "score_systems", _stop)
+    monkeypatch.setattr(scoring, "version", lambda _: "1")
+    monkeypatch.setattr(evaluation, "score_systems", _stop)
     named: dict[str, Any] = {"asr": str(tmp_path / "whisper"), "speaker_encoder": str(tmp_path / "wavlm")}
-    monkeypatch.setattr(runner, "load_engine", lambda **_: _stand_in_engine())
+    monkeypatch.setattr(systems, "load_engine", lambda *_, **__: _stand_in_engine())
     for device in ("cuda", "auto", "cuda:1"):
         devices.clear()
         with pytest.raises(_OpenedError):
-            runner.evaluate_system(
-                str(workspace / "model"), data=workspace / "evaluation", out=tmp_path / "out", device=device, **named
-            )
+            settings = EvaluationSettings(data=workspace / "evaluation", device=device, **named)
+            evaluate_system(str(workspace / "model"), settings, out=tmp_path / "out")
         expected = "cuda" if device == "auto" else device
         assert devices == dict.fromkeys(("whisper", "wavlm", "distillmos"), expected)
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ModelError
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import Scorers
 from myna.listen import weights
 from myna.listen.asr import ASR, Transcript, is_transformers_whisper
 from tests.evaluate.tiny_scorers import LETTERS, save_whisper

@@ -11,12 +11,10 @@ import pytest
 from myna.audio.files import Samples
 from myna.data.manifest import read_manifest
 from myna.demo.voice import BUNDLED
-from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
-from myna.evaluate.pipeline import score_systems
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, System, SystemOutput
-from tests.evaluate.speech import FakeSystem
+from tests.evaluate.speech import FakeSystem, evaluate_systems
 
 RATE = 24_000
 
@@ -49,8 +47,8 @@ def test_real_scorers_tell_speech_from_noise_copies_and_another_voice(tmp_path: 
             sample_rate=RATE,
         ),
     ]
-    scores = score_systems(EvalSet(tuple(items), {reference.speaker: tuple(clips)}), systems, scorers, tmp_path)
-    evaluation = Evaluation(scores, scorers, "copy", tmp_path, {})
+    eval_set = EvalSet(tuple(items), {reference.speaker: tuple(clips)})
+    evaluation = evaluate_systems(eval_set, systems, tmp_path, name="copy", scorers=scorers)
     mean = {
         name: {key: figure.mean for key, figure in figures.items()} for name, figures in evaluation.estimates.items()
     }

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ModelError
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import Scorers
 from myna.listen import weights
 from myna.listen.speaker_encoders import EcapaEncoder, EcapaNetwork, cosine_similarity, open_speaker_encoder
 from tests.evaluate.tiny_scorers import save_wavlm

@@ -11,10 +11,15 @@ from typing import Any
 from markupsafe import Markup
 
 from myna.data.manifest import Utterance
-from myna.evaluate.evaluation import MetricEstimates, count_looped, estimate_differences, estimate_metrics
 from myna.evaluate.items import clip_seconds
-from myna.evaluate.metrics import METRICS_BY_KEY
-from myna.evaluate.report import format_difference, format_estimate, item_section
+from myna.evaluate.metrics import (
+    METRICS_BY_KEY,
+    MetricEstimates,
+    count_looped,
+    estimate_differences,
+    estimate_metrics,
+)
+from myna.evaluate.pages import format_difference, item_section
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL
 from myna.report.document import html_document, render_template
@@ -77,7 +82,7 @@ class DemoResult:
         """Header and rows; differences are markup."""
         metrics = [METRICS_BY_KEY[key] for key in SHOWN_METRICS]
         rows: list[list[str | Markup]] = [
-            [name, *(format_estimate(metric, estimates[metric.key]) for metric in metrics)]
+            [name, *(metric.format_estimate(estimates[metric.key]) for metric in metrics)]
             for name, estimates in self.estimates.items()
         ]
         differences = self.differences

@@ -35,7 +35,7 @@ from myna.demo.report import AFTER, BEFORE, DemoResult, demo_page
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import score_systems, torch_threads
-from myna.evaluate.scorers import Scorers
+from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import open_family
 from myna.models.ref import ModelRef
@@ -196,7 +196,7 @@ def run_demo(
         speaker=selected.speaker,
         train=train,
         reference_text=reference.text,
-        scores=scores.rows,
+        scores=scores,
         unavailable=scorers.missing,
         losses=run.read_metrics(),
         recipe=recipe_file.read_text(encoding="utf-8"),

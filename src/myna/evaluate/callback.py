@@ -26,14 +26,11 @@ from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, s
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
-from myna.evaluate.eval_set import load_eval_set, split_items
 from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
-from myna.evaluate.items import EvalSet
-from myna.evaluate.pipeline import load_audio, score_systems
+from myna.evaluate.items import EvalSet, load_eval_set, split_items
+from myna.evaluate.pipeline import ITEMS_FILE, load_audio, read_item_scores, score_systems, step_folder
 from myna.evaluate.ranking import Constraints, StepScores
-from myna.evaluate.results import ITEMS_FILE, read_item_scores, step_folder
-from myna.evaluate.scorers import Scorers
-from myna.evaluate.scoring import ItemScores
+from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
@@ -172,8 +169,8 @@ class SpeechEvaluation:
         if eval_set is None:
             return []
         size = self.recipe.speech_eval.batch_size
-        scores = score_systems(eval_set, [system], self.scorers, folder, batch_size=size, progress=self.progress)
-        return scores.rows[system.name]
+        rows = score_systems(eval_set, [system], self.scorers, folder, batch_size=size, progress=self.progress)
+        return rows[system.name]
 
     def _restore_rows(self, eval_set: EvalSet | None, folder: Path) -> list[ItemScores]:
         """Scores of two models cannot be compared, so a run continues with the scorers and items it began with."""

@@ -10,11 +10,10 @@ from markupsafe import Markup
 from myna.audio.files import Samples
 from myna.core.statistics import CONFIDENCE_LEVEL
 from myna.evaluate.comparison import Comparison
-from myna.evaluate.evaluation import MetricEstimates
-from myna.evaluate.metrics import METRICS, METRICS_BY_KEY
+from myna.evaluate.listening import binomial_lower_bounds
+from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, MetricEstimates
+from myna.evaluate.pages import PLAYER_SAMPLE_RATE, metrics_table, missing_notes
 from myna.evaluate.pipeline import load_audio
-from myna.evaluate.preferences import binomial_lower_bounds
-from myna.evaluate.report import PLAYER_SAMPLE_RATE, metrics_table, missing_notes
 from myna.report.blind_test import BlindTestPair, blind_test_section
 from myna.report.document import html_document, page_asset
 from myna.report.markup import element, join_html

@@ -64,7 +64,7 @@ RATE_DIAGNOSES = {
 def diagnose(
     rows: Mapping[str, Sequence[ItemScores]],
     estimates: Mapping[str, Estimates],
-    deltas: Mapping[str, Estimates],
+    differences: Mapping[str, Estimates],
     metadata: Mapping[str, Mapping[str, Any]],
 ) -> list[Diagnosis]:
     """Diagnoses of the codec and of every model, the most serious first as they stand here."""
@@ -76,8 +76,8 @@ def diagnose(
         for check in (_noise, _wrong_speaker, _unintelligible, _silences):
             diagnoses += check(system, scores, estimates)
         if system != BASE and BASE in rows:
-            diagnoses += _no_gain(system, scores, rows[BASE], deltas.get(system, {}))
-            diagnoses += _misleading_loss(system, deltas.get(system, {}), metadata.get(system, {}))
+            diagnoses += _no_gain(system, scores, rows[BASE], differences.get(system, {}))
+            diagnoses += _misleading_loss(system, differences.get(system, {}), metadata.get(system, {}))
     return diagnoses
 
 
@@ -165,30 +165,30 @@ def _silences(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, E
 
 
 def _no_gain(
-    system: str, rows: Sequence[ItemScores], base: Sequence[ItemScores], deltas: Estimates
+    system: str, rows: Sequence[ItemScores], base: Sequence[ItemScores], differences: Estimates
 ) -> Iterator[Diagnosis]:
     """A model that cannot be told from its base, by its audio or by its metrics."""
     hashes = {row.id: row.audio_hash for row in base}
     equal = tuple(row.id for row in rows if hashes.get(row.id) == row.audio_hash)
     if len(equal) == len(rows):
         text = f"{system} says every item exactly as the base does: the adapter may be empty, or not the one you mean"
-        yield Diagnosis(system, "equal to the base", "deltas", text, equal)
-    elif changed_metrics(deltas, improved=True) or not any(delta.n for delta in deltas.values()):
+        yield Diagnosis(system, "equal to the base", "differences", text, equal)
+    elif changed_metrics(differences, improved=True) or not any(delta.n for delta in differences.values()):
         return
-    elif worse := changed_metrics(deltas, improved=False):
+    elif worse := changed_metrics(differences, improved=False):
         text = f"{system} is worse than the base in {', '.join(worse)}, and better in nothing beyond its interval"
-        yield Diagnosis(system, "worse than the base", "deltas", text)
+        yield Diagnosis(system, "worse than the base", "differences", text)
     else:
         text = (
             f"no metric of {system} differs from the base beyond its interval: too few items to tell, too little "
             "training, or a learning rate that is too low"
         )
-        yield Diagnosis(system, "no better than the base", "deltas", text)
+        yield Diagnosis(system, "no better than the base", "differences", text)
 
 
-def changed_metrics(deltas: Estimates, *, improved: bool) -> list[str]:
+def changed_metrics(differences: Estimates, *, improved: bool) -> list[str]:
     """Titles of the metrics that differ from the base beyond their interval, and by enough to be heard."""
-    changes = [(METRICS_BY_KEY[key], delta.mean or 0.0) for key, delta in deltas.items() if delta.excludes_zero]
+    changes = [(METRICS_BY_KEY[key], delta.mean or 0.0) for key, delta in differences.items() if delta.excludes_zero]
     return [
         metric.title
         for metric, change in changes
@@ -196,12 +196,12 @@ def changed_metrics(deltas: Estimates, *, improved: bool) -> list[str]:
     ]
 
 
-def _misleading_loss(system: str, deltas: Estimates, metadata: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def _misleading_loss(system: str, differences: Estimates, metadata: Mapping[str, Any]) -> Iterator[Diagnosis]:
     loss, base = metadata.get("loss"), metadata.get("base_loss")
-    worse = changed_metrics(deltas, improved=False)
+    worse = changed_metrics(differences, improved=False)
     if loss is not None and base is not None and loss < base and worse:
         text = (
             f"{system} has a lower loss than its base ({loss:.4f} and {base:.4f}), and yet these are worse: "
             f"{', '.join(worse)}. Judge it by these metrics"
         )
-        yield Diagnosis(system, "the loss misleads", "deltas", text)
+        yield Diagnosis(system, "the loss misleads", "differences", text)

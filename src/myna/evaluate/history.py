@@ -11,6 +11,8 @@ from markupsafe import Markup
 
 from myna.core.statistics import Estimate, estimate
 from myna.evaluate.metrics import METRICS_BY_KEY
+from myna.evaluate.pages import item_section
+from myna.evaluate.pipeline import step_folder
 from myna.evaluate.ranking import (
     MIN_AUDIBLE_DIFFERENCE,
     MIN_CONFIRMING_ITEMS,
@@ -23,8 +25,6 @@ from myna.evaluate.ranking import (
     required_mos,
     score_checkpoint,
 )
-from myna.evaluate.report import item_section
-from myna.evaluate.results import step_folder
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import REAL
 from myna.report.document import html_document, render_template

@@ -1,35 +1,42 @@
-"""Metrics of an evaluation: what an item contributes, which scorer it needs, and which direction is better."""
+"""Metrics of an evaluation: contribution of an item, scorer, better direction; and their estimates over items."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from myna.core.statistics import RatioPart
+from myna.core.statistics import Estimate, RatioPart, estimate, paired_difference
 from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores
+
+NOT_APPLICABLE = "nothing to measure"
+"""Shown for a metric that applies to no item of a system: recordings do not find their end."""
+MetricEstimates = dict[str, Estimate]
+"""Estimates by the key of the metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """Metric of speech, computed from the scores of items."""
+
     key: str
     title: str
     description: str
     better: Literal["higher", "lower", "near real"]
     value: str | Callable[[ItemScores], float | None] = ""
-    """Field of the item's scores, or a function of them; by default the field named like the metric."""
+    """Field of the item's scores, or a function of them; by default the field with the name of the metric."""
     total: str = ""
-    """Field to divide by, for a rate over all words or characters together; without it every item counts as one."""
+    """Field to divide by, for a rate over all words or characters; without it every item counts as one."""
     scorer: Literal["", "asr", "speaker_encoder", "distillmos", "dnsmos"] = ""
     is_share: bool = False
     is_count: bool = False
-    """A mean is shown as a number of items."""
+    """Whether a mean is shown as a number of items."""
     min_difference: float = 0.0
-    """A smaller difference cannot be heard, however certain it is."""
+    """Smallest difference that can be heard."""
 
     def ratio(self, row: ItemScores) -> RatioPart | None:
-        """What an item adds to the metric; None for an item that it does not apply to."""
+        """Return what an item adds to the metric; None if it does not apply to the item."""
         value = self.value(row) if callable(self.value) else getattr(row, self.value or self.key)
         if not self.total:
             return None if value is None else RatioPart(float(value))
@@ -43,8 +50,17 @@ class Metric:
             return f"{100 * value:+.1f}" if signed else f"{100 * value:.1f} %"
         return f"{value:+.3f}" if signed else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
+    def format_estimate(self, figure: Estimate, *, signed: bool = False) -> str:
+        """Format a mean with its interval."""
+        if figure.mean is None:
+            return NOT_APPLICABLE
+        if self.is_count and not signed:
+            return f"{round(figure.mean * figure.n)} of {figure.n}"
+        low, high = (self.format(value, signed=signed).removesuffix(" %") for value in (figure.low, figure.high))
+        return f"{self.format(figure.mean, signed=signed)} [{low}, {high}]"
+
     def is_improvement(self, difference: float) -> bool | None:
-        """None for a metric that should be near that of the real recordings."""
+        """Whether a difference is an improvement; None for a metric that should be near that of real recordings."""
         return None if self.better == "near real" else (difference > 0) == (self.better == "higher")
 
 
@@ -106,3 +122,34 @@ METRICS = (
     _acoustic("voiced_share", "voiced", "share of speech that has a pitch; noise has none", is_share=True),
 )
 METRICS_BY_KEY = {metric.key: metric for metric in METRICS}
+
+
+def estimate_metrics(rows: Sequence[ItemScores], metrics: Iterable[Metric] = METRICS) -> MetricEstimates:
+    return {metric.key: estimate_metric(metric, rows) for metric in metrics}
+
+
+def estimate_metric(metric: Metric, rows: Sequence[ItemScores]) -> Estimate:
+    return estimate([part for row in rows if (part := metric.ratio(row)) is not None])
+
+
+def estimate_differences(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> MetricEstimates:
+    """Estimate the differences of all metrics on the items that both have spoken."""
+    return {metric.key: estimate_difference(metric.ratio, rows, base) for metric in METRICS}
+
+
+def estimate_difference(
+    ratio: Callable[[ItemScores], RatioPart | None], rows: Sequence[ItemScores], base: Sequence[ItemScores]
+) -> Estimate:
+    known = {row.id: ratio(row) for row in base}
+    pairs = [(ours, theirs) for row in rows if (ours := ratio(row)) and (theirs := known.get(row.id))]
+    return paired_difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+
+
+def count_looped(rows: Iterable[ItemScores]) -> int:
+    """Count the items whose transcript loops; they are wholly wrong in the error rates."""
+    return sum(bool(row.looped) for row in rows)
+
+
+def missing_metrics(scorers: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason for each metric whose scorer is missing; `scorers` holds the reason by scorer."""
+    return {metric.key: scorers[metric.scorer] for metric in METRICS if metric.scorer in scorers}

@@ -1,45 +1,40 @@
-"""The evaluation pipeline: every system speaks every item, every scorer scores it, and finished work is kept."""
+"""Evaluation loop: every system speaks every item, every scorer scores it, and finished work is kept on disk.
+
+OUT/audio/SYSTEM/ITEM.flac    generated audio
+OUT/audio/SYSTEM/ITEM+reference.flac  clip that set its voice (-0, -1 for several), of `myna evaluate` and `compare`
+OUT/items/SYSTEM.parquet      scores of each item, kept up to date during the evaluation
+OUT/items.parquet             scores of all systems, at the end
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.mono import LISTENING_RATE
-from myna.core.errors import ConfigError
-from myna.core.io import bytes_hash, safe_file_name
+from myna.core.errors import ConfigError, DataError
+from myna.core.io import atomic_write, bytes_hash, safe_file_name
 from myna.core.progress import ProgressCallback, silent
 from myna.evaluate.acoustics import ACOUSTICS_REVISION
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
-from myna.evaluate.results import (
-    ITEMS_FILE,
-    ItemScoresFile,
-    audio_path,
-    reference_paths,
-    saved_references,
-    write_item_scores,
-)
-from myna.evaluate.scorers import SCORING_WORKERS, Scorers
-from myna.evaluate.scoring import ItemScores, SpeakerEmbeddings, score_item
+from myna.evaluate.scoring import SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings, score_item
 from myna.evaluate.systems import System, SystemOutput
 
+ITEMS_FILE, ITEMS_FOLDER, AUDIO_FOLDER = "items.parquet", "items", "audio"
+_TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 ITEMS_PER_SAVE = 32
-"""Items that are spoken or scored between two writes of the results."""
-
-
-@dataclass(frozen=True, slots=True)
-class SystemScores:
-    eval_set: EvalSet
-    rows: dict[str, list[ItemScores]]
-    """By system, in the order of the items."""
+"""Number of items that are spoken or scored between two writes of the results."""
 
 
 def score_systems(
@@ -54,10 +49,11 @@ def score_systems(
     before_system: Callable[[System], None] = lambda _: None,
     save_references: bool = False,
     annotate: Callable[[Mapping[str, Sequence[ItemScores]]], None] = lambda _: None,
-) -> SystemScores:
-    """Audio and scores into `out`; an interrupted evaluation continues where it was. `before_system` is called for
-    each system when its turn comes, and may write known results of it. `save_references` writes the clips that set the
-    voice beside what was spoken. `annotate` may add to all scores before their table is written, once."""
+) -> dict[str, list[ItemScores]]:
+    """Write audio and scores into `out` and return the scores by system, in the order of the items; an interrupted
+    evaluation continues where it was. `before_system` is called for each system when its turn comes, and may write
+    known results of it. `save_references` writes the clips that set the voice beside the speech. `annotate` may add to
+    all scores before their table is written, once."""
     names = [system.name for system in systems]
     if len({safe_file_name(name).casefold() for name in names}) < len(names):
         raise ConfigError(f"two systems have one name: {', '.join(names)}", hint="give them as NAME=MODEL_OR_RUN")
@@ -76,7 +72,7 @@ def score_systems(
         rows[system.name] = [results.rows[item.id] for item in items]
     annotate(rows)
     write_item_scores(out / ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
-    return SystemScores(eval_set, rows)
+    return rows
 
 
 def _generate(
@@ -87,8 +83,8 @@ def _generate(
     batch_size: int,
     progress: ProgressCallback,
 ) -> None:
-    """Audio of the items that have none yet. Those of one maximum length are a queue, from which a row of the batch is
-    filled as soon as it is free; the longest are first, so that no row is left alone with one at the end."""
+    """Speak the items that have no audio yet. Items of one maximum length are a queue, from which a free slot of the
+    batch is filled at once; the longest come first, so that no slot is left alone with one at the end."""
 
     def is_done(item: EvalItem) -> bool:
         row = results.rows.get(item.id)
@@ -111,14 +107,14 @@ def _generate(
                     results.save()
     finally:
         if missing:
-            # In the order of the items, whichever ended first; rows of other items stay behind them.
+            # Rows follow the order of the items, whichever ended first; rows of other items come after them.
             places = {item.id: place for place, item in enumerate(items)}
             results.rows = dict(sorted(results.rows.items(), key=lambda row: places.get(row[0], len(places))))
             results.save()
 
 
 def _write_output(system: System, item: EvalItem, output: SystemOutput, out: Path) -> ItemScores:
-    """Audio of an item into the folder, and its row without scores."""
+    """Write the audio of an item, and return its row without scores."""
     audio = audio_path(system.name, item.id) if len(output.samples) else ""
     if audio:
         write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
@@ -139,10 +135,10 @@ def _write_output(system: System, item: EvalItem, output: SystemOutput, out: Pat
 
 
 def _save_references(system: System, items: Sequence[EvalItem], results: ItemScoresFile, out: Path) -> None:
-    """Those of earlier audio of the same name are replaced."""
+    """Write the references of the items; those of earlier audio of the same name are replaced."""
     for item in items:
         row = results.rows[item.id]
-        if not row.audio or row.stopped is None:  # nothing was said, or it is a recording
+        if not row.audio or row.stopped is None:  # nothing was spoken, or it is a recording
             continue
         audio, names = out / row.audio, reference_paths(row.audio, len(item.references))
         spoken = audio.stat().st_mtime_ns
@@ -166,7 +162,7 @@ def _score(
 ) -> None:
     models = dict(scorers.names)
     if speakers is not None:
-        # The clips that a voice is compared with are part of its score.
+        # A similarity depends on the clips that a voice is compared with.
         models["speaker_encoder"] += f" {bytes_hash(speakers.revision.encode())[:12]}"
 
     def is_scored(row: ItemScores) -> bool:
@@ -193,7 +189,7 @@ def _score(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """At most so many threads for torch's operators on the CPU: more than cores slow each other down."""
+    """Limit the threads of torch's operators on the CPU: more threads than cores slow each other down."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(count, before))
     try:
@@ -203,9 +199,67 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def generation_key(system: System, item: EvalItem) -> str:
-    """Of an item's audio by a system, and of the clips that it is compared with."""
+    """Identify the audio of an item by a system, and the clips that it is compared with."""
     return bytes_hash(repr((system.key(item), item.key, item.speaker, item.language)).encode())
 
 
 def load_audio(row: ItemScores, out: Path, sample_rate: int = LISTENING_RATE) -> Samples:
     return read_audio(out / row.audio, sample_rate=sample_rate) if row.audio else np.zeros(0, np.float32)
+
+
+def _arrow_type(hint: Any) -> Any:
+    return _TYPES[next(kind for kind in (get_args(hint) or (hint,)) if kind is not type(None))]
+
+
+SCHEMA = pa.schema([(name, _arrow_type(hint)) for name, hint in get_type_hints(ItemScores).items()])
+
+
+class ItemScoresFile:
+    """Rows of one system by item."""
+
+    def __init__(self, out: Path, system: str) -> None:
+        self.path = out / ITEMS_FOLDER / f"{safe_file_name(system)}.parquet"
+        self.rows = {row.id: row for row in read_item_scores(self.path)} if self.path.is_file() else {}
+
+    def save(self) -> None:
+        write_item_scores(self.path, self.rows.values())
+
+
+def write_item_scores(file: Path, rows: Iterable[ItemScores]) -> None:
+    """Write rows to a Parquet file, whole or not at all."""
+    with atomic_write(file) as temporary:
+        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], SCHEMA), temporary)
+
+
+def read_item_scores(file: Path) -> list[ItemScores]:
+    """Read rows of a Parquet file. Columns that did not exist when it was written count as not scored yet."""
+    try:
+        rows = pq.read_table(file).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file} cannot be read: {error}", hint="delete it; its items are then scored again") from None
+    try:
+        return [ItemScores(**{name: value for name, value in row.items() if name in SCHEMA.names}) for row in rows]
+    except TypeError as error:
+        raise DataError(f"{file} holds no results of an evaluation: {error}", hint="choose another --out") from None
+
+
+def audio_path(system: str, item: str) -> str:
+    """Path of an item's audio inside the results folder."""
+    return f"{AUDIO_FOLDER}/{safe_file_name(system)}/{safe_file_name(item)}.flac"
+
+
+def reference_paths(audio: str, count: int) -> list[str]:
+    """Paths of the references that an item's audio was spoken with, beside it; no item has `+` in its file name."""
+    stem = audio.removesuffix(".flac")
+    numbers = [""] if count == 1 else [f"-{number}" for number in range(count)]
+    return [f"{stem}+reference{number}.flac" for number in numbers]
+
+
+def saved_references(audio: Path) -> list[Path]:
+    """List the references beside an item's audio."""
+    return sorted(audio.parent.glob(f"{audio.stem}+reference*.flac"))
+
+
+def step_folder(step: int) -> str:
+    """Name of the folder of a training step inside RUN/speech_eval."""
+    return f"step-{step:06d}"

@@ -14,8 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from myna.core.statistics import Estimate, RatioPart, estimate
-from myna.evaluate.evaluation import count_looped, estimate_difference, estimate_metric
-from myna.evaluate.metrics import METRICS_BY_KEY
+from myna.evaluate.metrics import METRICS_BY_KEY, count_looped, estimate_difference, estimate_metric
 from myna.evaluate.scoring import ItemScores
 
 RULE = (

@@ -1,25 +1,39 @@
-"""Scores of one synthesized item: acoustics, word errors, speaker similarity and MOS."""
+"""Scores of one synthesized item: acoustics, word errors, speaker similarity and MOS.
+
+All scorers of one evaluation: those that could be opened, and why the others could not."""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from myna.audio.files import Samples, read_audio
 from myna.audio.mono import LISTENING_RATE
+from myna.core.device import pick_device
+from myna.core.errors import MynaError
 from myna.core.progress import ProgressCallback
 from myna.data.manifest import Span, Utterance
 from myna.evaluate.acoustics import ACOUSTICS_REVISION, HOP, active_frames, copy_similarity, measure_acoustics
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
-from myna.evaluate.scorers import Scorers
-from myna.listen.asr import Transcript
-from myna.listen.speaker_encoders import SpeakerEmbedding, SpeakerEncoder, cosine_similarity, speaker_rank
+from myna.listen.asr import ASR, Transcript
+from myna.listen.mos import DNSMOS, DistillMOS
+from myna.listen.speaker_encoders import (
+    RESEMBLYZER,
+    SpeakerEmbedding,
+    SpeakerEncoder,
+    cosine_similarity,
+    open_speaker_encoder,
+    speaker_rank,
+)
 from myna.text.normalization import base_language, letters, words
 from myna.text.wer import character_errors, word_errors
 
@@ -249,3 +263,69 @@ def has_repetition(reference: Sequence[str], transcript: Sequence[str]) -> bool:
 
     expected, margin = ngrams(reference), 2 if size == 1 else 1
     return any(count >= max(1, expected[ngram]) + margin for ngram, count in ngrams(transcript).items())
+
+
+NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
+SCORING_WORKERS = min(4, os.cpu_count() or 1)
+"""Threads that score clips concurrently."""
+
+
+class Transcriber(Protocol):
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript: ...
+
+
+class MOSPredictor(Protocol):
+    def score(self, samples: Samples, sample_rate: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scorers:
+    """Each scorer may be None, and `missing` then says why. `names` identifies each model and version: scores of
+    another one are computed again."""
+
+    asr: Transcriber | None = None
+    speaker_encoder: SpeakerEncoder | None = None
+    distillmos: MOSPredictor | None = None
+    dnsmos: MOSPredictor | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """For people: a scorer that is not on the device that was asked for."""
+
+    def __post_init__(self) -> None:
+        kinds = ("asr", "speaker_encoder", "distillmos", "dnsmos")
+        present = {kind for kind in kinds if getattr(self, kind) is not None}
+        assert present == set(self.names), "every scorer has a name"
+
+    @classmethod
+    def open(
+        cls,
+        asr: str | None,
+        speaker_encoder: str = RESEMBLYZER,
+        *,
+        device: str = "cpu",
+        workers: int = SCORING_WORKERS,
+    ) -> Scorers:
+        """Every scorer that can be opened, on `device` unless it can only be on the CPU, as DNSMOS. Nothing is
+        downloaded unless it is named."""
+        target = str(pick_device(device))
+        openers: dict[str, Callable[[], tuple[Any, str]]] = {
+            "speaker_encoder": lambda: _named(open_speaker_encoder(speaker_encoder, target)),
+            "distillmos": lambda: (DistillMOS.open(target), f"distillmos {version('distillmos')}"),
+            "dnsmos": lambda: (DNSMOS.open(), f"speechmos {version('speechmos')}"),
+        }
+        missing = {} if asr is not None else {"asr": NO_ASR}
+        if asr is not None:
+            openers["asr"] = lambda: _named(ASR.open(asr, device, workers=workers))
+        scorers, names = {}, {}
+        for scorer, opener in openers.items():
+            try:
+                scorers[scorer], names[scorer] = opener()
+            except MynaError as error:
+                missing[scorer] = f"{error.what}: {error.hint}"
+        notes = (scorers["asr"].note,) if "asr" in scorers and scorers["asr"].note else ()
+        return cls(**scorers, names=names, missing=missing, notes=notes)
+
+
+def _named(scorer: Any) -> tuple[Any, str]:
+    return scorer, scorer.name

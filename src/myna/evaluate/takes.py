@@ -16,8 +16,7 @@ from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import SPEAKER_TAG, Utterance
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import torch_threads
-from myna.evaluate.scorers import SCORING_WORKERS, Scorers
-from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores, SpeakerEmbeddings, score_item
+from myna.evaluate.scoring import COPY_THRESHOLD, SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings, score_item
 from myna.listen.speaker_encoders import RESEMBLYZER
 from myna.speak.engine import Speech
 from myna.speak.lines import ReferenceRecording

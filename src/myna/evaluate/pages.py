@@ -10,12 +10,11 @@ from markupsafe import Markup
 
 from myna.audio.files import read_audio
 from myna.core.statistics import CONFIDENCE_LEVEL, Estimate
-from myna.evaluate.evaluation import GROUPED_METRICS, Evaluation, MetricEstimates
-from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric
-from myna.evaluate.pipeline import load_audio
-from myna.evaluate.results import saved_references
+from myna.evaluate.evaluation import GROUPED_METRICS, Evaluation
+from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, Metric, MetricEstimates
+from myna.evaluate.pipeline import load_audio, saved_references
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
+from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, system_title
 from myna.report.document import html_document, render_template
 from myna.report.markup import element, join_html
 from myna.report.player import audio_figure
@@ -26,15 +25,12 @@ SHOWN_ITEMS = 20
 PLAYER_SAMPLE_RATE = 24_000
 HISTOGRAM_BINS = 24
 HISTOGRAMS = ("cer", "similarity", "distillmos", "speaking_rate", "pitch")
-NOT_APPLICABLE = "nothing to measure"
-"""Where a scorer is missing, the reason stands below; elsewhere the metric does not apply: recordings find no end."""
-SYSTEM_TITLES = {REAL: "real recording", ROUND_TRIP: "real, through the codec", BASE: "untuned base"}
 
 
 def evaluation_page(evaluation: Evaluation) -> str:
-    rows = worst_first(evaluation.scores.rows[evaluation.system])
-    by_id = {system: {row.id: row for row in of} for system, of in evaluation.scores.rows.items()}
-    items = evaluation.scores.eval_set.items
+    rows = worst_first(evaluation.rows[evaluation.system])
+    by_id = {system: {row.id: row for row in of} for system, of in evaluation.rows.items()}
+    items = evaluation.eval_set.items
     speakers = len({item.speaker for item in items if item.speaker})
     body = render_template(
         "evaluate/report.html",
@@ -46,9 +42,9 @@ def evaluation_page(evaluation: Evaluation) -> str:
         metrics=METRICS_BY_KEY,
         scores=metrics_table(evaluation.estimates, "Scores by system", keep_empty=True),
         missing=missing_notes(evaluation.missing, "measured"),
-        deltas=metrics_table(evaluation.deltas, "Differences from the base", differences=True),
+        deltas=metrics_table(evaluation.differences, "Differences from the base", differences=True),
         group_metrics=[metric for metric in GROUPED_METRICS if _is_measured(evaluation, metric.key)],
-        format_estimate=format_estimate,
+        format_estimate=Metric.format_estimate,
         histograms=[
             (METRICS_BY_KEY[key].title, _histogram(evaluation, METRICS_BY_KEY[key]))
             for key in HISTOGRAMS
@@ -66,26 +62,12 @@ def evaluation_page(evaluation: Evaluation) -> str:
     return html_document(f"Evaluation of {evaluation.system}", body)
 
 
-def system_title(system: str) -> str:
-    return SYSTEM_TITLES.get(system, system)
-
-
-def format_estimate(metric: Metric, figure: Estimate, *, signed: bool = False) -> str:
-    """A mean with its interval."""
-    if figure.mean is None:
-        return NOT_APPLICABLE
-    if metric.is_count and not signed:
-        return f"{round(figure.mean * figure.n)} of {figure.n}"
-    low, high = (metric.format(value, signed=signed).removesuffix(" %") for value in (figure.low, figure.high))
-    return f"{metric.format(figure.mean, signed=signed)} [{low}, {high}]"
-
-
 def format_difference(metric: Metric, figure: Estimate) -> Markup:
     """A difference, in colour where it goes beyond its interval."""
     color = None
     if figure.excludes_zero and figure.mean is not None:
         color = {True: "good", False: "bad", None: None}[metric.is_improvement(figure.mean)]
-    return element("span", format_estimate(metric, figure, signed=True), class_=color)
+    return element("span", metric.format_estimate(figure, signed=True), class_=color)
 
 
 def worst_first(rows: Sequence[ItemScores]) -> list[ItemScores]:
@@ -115,7 +97,7 @@ def metrics_table(
         titles=[system_title(system) for system in systems],
         caption=caption,
         differences=differences,
-        format=format_difference if differences else format_estimate,
+        format=format_difference if differences else Metric.format_estimate,
     )
     return body if rows else Markup()
 
@@ -141,7 +123,7 @@ def _histogram(evaluation: Evaluation, metric: Metric) -> Markup:
     colors = {REAL: 5, evaluation.system: 0, BASE: 1, ROUND_TRIP: 2}
     values = {
         name: [part.numerator / part.denominator for row in rows if (part := metric.ratio(row)) and part.denominator]
-        for name, rows in evaluation.scores.rows.items()
+        for name, rows in evaluation.rows.items()
         if name in colors
     }
     everything = [value for of in values.values() for value in of]

@@ -1,30 +1,51 @@
-"""Preferences of listeners: their answers on disk, their sum, and its exact binomial statistics.
+"""Blind listening: trials, answers of listeners on disk, their statistics, and the server of the page.
 
-FOLDER/preferences/LISTENER.json   a file for each listener, so that nobody's answers overwrite another's
+FOLDER/preferences/LISTENER.json   a file for each listener, so that answers are never overwritten by another listener's
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from myna.core.errors import DataError
-from myna.core.io import atomic_write
+from myna.core.errors import ConfigError, DataError, MynaError
+from myna.core.io import atomic_write, bytes_hash
 from myna.core.optional import import_optional
 from myna.core.statistics import CONFIDENCE_LEVEL
+from myna.data.hash_rng import string_hash
+from myna.evaluate.scoring import ItemScores
 
 FORMAT = "myna-preferences-1"
 TIE = "tie"
 MAX_TEXT_LENGTH = 200
 """Characters of a listener's name; ids are shorter still."""
 INSTALL = 'pip install "myna[evaluate]"'
+ID_LENGTH = 16
+"""Hex digits of ids that do not reveal the system."""
+HOST = "127.0.0.1"
+MAX_POST_BYTES = 4_000_000
+PostHandler = Callable[[bytes], None]
+"""Callback that takes the body of a POST, or raises a `MynaError` that says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSystem:
+    """System with the scores of its items and the folder of its audio."""
+
+    name: str
+    rows: Sequence[ItemScores]
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +56,7 @@ class ListeningTrial:
     item: str
     text: str
     sounds: tuple[str, str]
-    """In the order in which they are offered."""
+    """Ids of the sounds, in the order in which they are offered."""
     systems: tuple[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -49,19 +70,19 @@ class ListeningTrial:
 
 @dataclass(frozen=True, slots=True)
 class ListenerAnswers:
-    """The answers of one listener."""
+    """Answers of one listener."""
 
     id: str
     name: str
     answers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """By trial: the id of the preferred sound, or `tie`, and the time of the answer."""
+    """Id of the preferred sound, or `tie`, and time of the answer, by trial."""
 
     def to_json(self) -> dict[str, Any]:
         answers = {trial: {"choice": choice, "at": at} for trial, (choice, at) in sorted(self.answers.items())}
         return {"format": FORMAT, "listener": {"id": self.id, "name": self.name}, "answers": answers}
 
     def merged_with(self, other: ListenerAnswers) -> ListenerAnswers:
-        """Both together; of two answers to one trial the later counts."""
+        """Merge with later answers of this listener; of two answers to one trial the later counts."""
         answers = dict(self.answers)
         for trial, (choice, at) in other.answers.items():
             if trial not in answers or at >= answers[trial][1]:
@@ -69,8 +90,35 @@ class ListenerAnswers:
         return ListenerAnswers(self.id, other.name or self.name, answers)
 
 
+def listening_trials(
+    systems: Sequence[ComparedSystem], seed: int, limit: int
+) -> tuple[list[ListeningTrial], dict[tuple[str, str], int]]:
+    """Pair every two systems on some of the items, in an order that follows from the seed, each system first equally
+    often; also return how many items of a pair are identical audio."""
+    rows = {system.name: {row.id: row for row in system.rows} for system in systems}
+    ids = sorted(rows[systems[0].name], key=lambda id: string_hash(f"{seed}/listen/{id}"))
+    trials: list[ListeningTrial] = []
+    identical: dict[tuple[str, str], int] = {}
+    for first, second in itertools.combinations(rows, 2):
+        differing = [id for id in ids if rows[first][id].audio_hash != rows[second][id].audio_hash]
+        if len(differing) < len(ids):
+            identical[first, second] = len(ids) - len(differing)
+        start = string_hash(f"{seed}/first/{first}/{second}") % 2
+        for number, id in enumerate(differing[:limit]):
+            pair = (first, second) if (number + start) % 2 == 0 else (second, first)
+            sounds = (_sound_id(pair[0], rows[pair[0]][id]), _sound_id(pair[1], rows[pair[1]][id]))
+            trial_id = bytes_hash(repr(sorted(sounds)).encode())[:ID_LENGTH]
+            trials.append(ListeningTrial(trial_id, id, rows[first][id].text, sounds, pair))
+    return sorted(trials, key=lambda trial: string_hash(f"{seed}/order/{trial.id}")), identical
+
+
+def _sound_id(system: str, row: ItemScores) -> str:
+    """Identify one system's audio of an item: two systems with identical audio have two ids."""
+    return bytes_hash(repr((system, row.item_key, row.id, row.audio_hash)).encode())[:ID_LENGTH]
+
+
 def parse_listener_answers(content: str | bytes, source: str) -> ListenerAnswers:
-    """One listener's answers as the page saves them; `source` is for error messages."""
+    """Parse the answers of one listener as the page saves them; `source` is for error messages."""
     hint = "give the file that the page of `myna compare` saved"
     try:
         row = json.loads(content)
@@ -106,7 +154,7 @@ def load_listener_answers(folder: Path) -> list[ListenerAnswers]:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceCount:
-    """How often each of two systems was preferred, and how often neither."""
+    """Numbers of answers that prefer each of two systems, or neither."""
 
     systems: tuple[str, str]
     wins: tuple[int, int]
@@ -118,7 +166,7 @@ class PreferenceCount:
 
     @property
     def share(self) -> float | None:
-        """Of the first system, among answers that prefer one."""
+        """Share of the first system among answers that prefer one."""
         return self.wins[0] / self.decided if self.decided else None
 
     @property
@@ -127,7 +175,7 @@ class PreferenceCount:
 
     @property
     def p_value(self) -> float:
-        """Two-sided sign test, without the ties."""
+        """P-value of the two-sided sign test, without the ties."""
         if not self.decided:
             return 1.0
         stats = import_optional("scipy.stats", INSTALL)
@@ -135,7 +183,7 @@ class PreferenceCount:
 
     @property
     def preferred(self) -> str | None:
-        """The system that the interval favors; None where it holds one half."""
+        """System that the interval favors; None if it holds one half."""
         low, high = self.interval
         return self.systems[0] if low > 0.5 else self.systems[1] if high < 0.5 else None
 
@@ -155,15 +203,15 @@ class PreferenceCount:
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """The sum of all listeners' answers."""
+    """Sum of all listeners' answers."""
 
     pairs: list[PreferenceCount]
     items: list[tuple[str, PreferenceCount]]
-    """By item and pair, those that were answered."""
+    """Item and count for each item and pair that was answered."""
     listeners: list[tuple[str, int]]
-    """Names, and how many of their answers count here."""
+    """Name of each listener, and number of the answers that count here."""
     not_counted: int = 0
-    """Answers about sounds that this comparison does not have."""
+    """Number of answers about sounds that this comparison does not have."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -213,14 +261,83 @@ def _preference_count(pair: tuple[str, str], counts: Sequence[int]) -> Preferenc
 
 
 def binomial_interval(wins: int, n: int) -> tuple[float, float]:
-    """Exact two-sided confidence interval (Clopper and Pearson) of a share of `wins` in `n`."""
+    """Compute the exact two-sided confidence interval (Clopper and Pearson) of a share of `wins` in `n`."""
     low, low_of_losses = binomial_lower_bounds(n, [wins, n - wins])
     return float(low), float(1 - low_of_losses)
 
 
 def binomial_lower_bounds(n: int, wins: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Lower ends of the intervals for these numbers of wins; upper ends follow from the losses."""
+    """Compute the lower ends of the intervals for these numbers of wins; upper ends follow from the losses."""
     stats = import_optional("scipy.stats", INSTALL)
     successes = np.asarray(wins)
     bounds = stats.beta.ppf((1 - CONFIDENCE_LEVEL) / 2, np.maximum(successes, 1), n - successes + 1)
     return np.where(successes == 0, 0.0, bounds)
+
+
+def local_page_server(page: bytes, post_path: str, on_post: PostHandler, port: int) -> ThreadingHTTPServer:
+    """Serve `page` at / and pass what is posted to /`post_path` to `on_post`, one at a time. Port 0 is any free one."""
+    lock = Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self._is_local():
+                return
+            if self.path != "/":
+                self._respond(HTTPStatus.NOT_FOUND, b"there is one page here: /")
+                return
+            self._respond(HTTPStatus.OK, page, "text/html; charset=utf-8")
+
+        def do_POST(self) -> None:
+            if not self._is_local():
+                return
+            if self.path != f"/{post_path}":
+                self._respond(HTTPStatus.NOT_FOUND, f"answers go to /{post_path}".encode())
+                return
+            # Other sites can make a browser send forms and plain text, but not JSON without a CORS preflight.
+            if self.headers.get_content_type() != "application/json":
+                self._respond(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, b"answers are sent as application/json")
+                return
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal() or int(length) > MAX_POST_BYTES:
+                self._respond(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_POST_BYTES} bytes are taken".encode())
+                return
+            content = self.rfile.read(int(length))
+            try:
+                with lock:
+                    on_post(content)
+            except MynaError as error:
+                self._respond(HTTPStatus.BAD_REQUEST, str(error).encode())
+                return
+            self._respond(HTTPStatus.OK, b"saved")
+
+        def _is_local(self) -> bool:
+            """Whether host and origin are this machine: another site's name that resolves here is DNS rebinding."""
+            if self.headers.get("Host") in self._hosts():
+                origin = self.headers.get("Origin")
+                if origin is None or origin.removeprefix("http://") in self._hosts():
+                    return True
+            self._respond(HTTPStatus.FORBIDDEN, b"this page is for this machine alone")
+            return False
+
+        def _hosts(self) -> tuple[str, str]:
+            port = server.server_port
+            return f"{HOST}:{port}", f"localhost:{port}"
+
+        def _respond(self, status: HTTPStatus, content: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing: the terminal is for results."""
+
+    try:
+        server = ThreadingHTTPServer((HOST, port), Handler)
+    except OSError as error:
+        raise ConfigError(f"port {port} cannot be used: {error}", hint="name another one: --port 8766") from error
+    server.daemon_threads = True
+    return server

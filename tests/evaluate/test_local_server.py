@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from myna.core.errors import ConfigError, DataError
-from myna.report.local_server import MAX_POST_BYTES, local_page_server
+from myna.evaluate.listening import MAX_POST_BYTES, local_page_server
 
 
 class House:

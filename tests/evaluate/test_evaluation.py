@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,27 @@ from typer.testing import CliRunner
 from myna.audio.files import read_audio
 from myna.cli import app
 from myna.core.errors import ConfigError, OutputError, SpeakError
+from myna.core.progress import ProgressCallback, silent
+from myna.evaluate.evaluation import Evaluation, EvaluationSettings, evaluate_system
 from myna.evaluate.items import load_clip
-from myna.evaluate.results import read_item_scores, saved_references
-from myna.evaluate.runner import evaluate_system, resolve_eval_set, run_metadata
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem
-from myna.models.ref import ModelRef
+from myna.evaluate.pipeline import read_item_scores, saved_references
+from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem, Subject, run_metadata
 from myna.train.run import Run
 from tests.tone_corpus import LINES, recipe, write_recordings
+
+
+def evaluate(
+    subject: str,
+    *,
+    against: Sequence[str] = (),
+    out: Path | None = None,
+    strength: float = 1.0,
+    progress: ProgressCallback = silent,
+    **settings: Any,
+) -> Evaluation:
+    return evaluate_system(
+        subject, EvaluationSettings(**settings), against=against, out=out, strength=strength, progress=progress
+    )
 
 
 def myna(*words: object) -> str:
@@ -61,7 +76,7 @@ def printed(workspace: Path) -> dict[str, Any]:
 
 
 def test_a_run_stands_beside_its_base_and_the_real_recordings(workspace: Path, printed: dict[str, Any]) -> None:
-    assert list(printed["systems"]) == [REAL, ROUND_TRIP, "run", BASE] and list(printed["deltas"]) == ["run"]
+    assert list(printed["systems"]) == [REAL, ROUND_TRIP, "run", BASE] and list(printed["differences"]) == ["run"]
     out = workspace / "run" / "evaluation"
     assert json.loads((out / "evaluation.json").read_text(encoding="utf-8")) == printed
     assert printed["systems"]["run"]["stop_rate"]["n"] == 4 and printed["systems"][REAL]["stop_rate"]["n"] == 0
@@ -78,9 +93,8 @@ def test_references_lie_beside_what_was_spoken_with_them(workspace: Path, printe
     """Named so that they sort beside it, and shown in the page; recordings were given none."""
     assert printed
     out = workspace / "run" / "evaluation"
-    items = resolve_eval_set(
-        ModelRef.find(workspace / "run"), workspace / "prepared", None, seed=0, limit=4, language="en"
-    ).items
+    settings = EvaluationSettings(data=workspace / "prepared", limit=4, language="en")
+    items = settings.eval_set(Subject.parse(str(workspace / "run"))).items
     clips = {item.id: item.references[0] for item in items}
     for row in read_item_scores(out / "items.parquet"):
         beside = saved_references(out / row.audio) if row.audio else []
@@ -97,7 +111,7 @@ def test_a_reference_is_replaced_with_the_audio_it_belongs_to(workspace: Path, t
     references = []
     for name in ("robin/robin-0.wav", "heron/heron-0.wav"):
         (tmp_path / "list.lst").write_text(f"a|who|{workspace / 'recordings' / name}|hi\n")
-        evaluate_system(str(workspace / "model"), **options)
+        evaluate(str(workspace / "model"), **options)
         [file] = saved_references(tmp_path / "out" / "audio" / "model" / "a.flac")
         references.append(file.read_bytes())
     assert references[0] != references[1]
@@ -108,21 +122,21 @@ def test_run_again_it_has_nothing_to_say(
 ) -> None:
     monkeypatch.setattr(SpeechSystem, "speak", lambda *_: pytest.fail("everything was said before"))
     run = str(workspace / "run")
-    again = evaluate_system(run, data=workspace / "prepared", limit=4, device="cpu", language="en", batch_size=5)
+    again = evaluate(run, data=workspace / "prepared", limit=4, device="cpu", language="en", batch_size=5)
     assert {**json.loads(json.dumps(again.to_json())), "settings": {}} == {**printed, "settings": {}}
 
 
 def test_another_seed_says_it_otherwise(workspace: Path, printed: dict[str, Any], tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": workspace / "prepared", "limit": 2, "device": "cpu", "seed": 1}
-    first = evaluate_system(str(workspace / "model"), out=tmp_path / "one", **options)
-    assert list(first.estimates) == [REAL, ROUND_TRIP, "model"] and first.deltas == {}
-    other = evaluate_system(str(workspace / "model"), out=tmp_path / "two", batch_size=1, **options)
-    hashes = [[row.audio_hash for row in one.scores.rows["model"]] for one in (first, other)]
+    first = evaluate(str(workspace / "model"), out=tmp_path / "one", **options)
+    assert list(first.estimates) == [REAL, ROUND_TRIP, "model"] and first.differences == {}
+    other = evaluate(str(workspace / "model"), out=tmp_path / "two", batch_size=1, **options)
+    hashes = [[row.audio_hash for row in one.rows["model"]] for one in (first, other)]
     assert hashes[0] == hashes[1], "the same lines with the same seed, one by one"
     before = {
         row.id: row.audio_hash for row in read_item_scores(workspace / "run" / "evaluation" / "items" / "base.parquet")
     }
-    assert printed and not {row.audio_hash for row in first.scores.rows["model"]} & set(before.values())
+    assert printed and not {row.audio_hash for row in first.rows["model"]} & set(before.values())
 
 
 def test_lines_of_a_file_and_models_against_one_another(workspace: Path, tmp_path: Path) -> None:
@@ -161,7 +175,7 @@ def test_a_run_is_judged_as_it_will_be_spoken_with(workspace: Path, printed: dic
 
     def said(strength: float) -> dict[str, dict[str, str]]:
         against, out = (f"all={workspace / 'run'}",), tmp_path / str(strength)
-        evaluation = evaluate_system(
+        evaluation = evaluate(
             str(workspace / "run"),
             data=workspace / "prepared",
             against=against,
@@ -174,20 +188,20 @@ def test_a_run_is_judged_as_it_will_be_spoken_with(workspace: Path, printed: dic
             evaluation.to_json()["metadata"]["run"]["strength"] == strength
             and "strength" not in printed["metadata"]["run"]
         )
-        return {name: {row.id: row.audio_hash for row in rows} for name, rows in evaluation.scores.rows.items()}
+        return {name: {row.id: row.audio_hash for row in rows} for name, rows in evaluation.rows.items()}
 
     none, half = said(0.0), said(0.5)
     assert none["run"] == none[BASE] != none["all"] == half["all"]
     assert half["run"] not in (half[BASE], half["all"])
     with pytest.raises(SpeakError, match="scales the LoRA of a run"):
-        evaluate_system(str(workspace / "model"), data=workspace / "prepared", device="cpu", strength=0.5)
+        evaluate(str(workspace / "model"), data=workspace / "prepared", device="cpu", strength=0.5)
 
 
 def test_what_cannot_be_judged_is_told(workspace: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to say"):
-        evaluate_system(str(workspace / "run"), device="cpu")
+        evaluate(str(workspace / "run"), device="cpu")
     with pytest.raises(ConfigError, match="cannot be called base"):
-        evaluate_system(f"base={workspace / 'model'}", data=workspace / "prepared", device="cpu")
+        evaluate(f"base={workspace / 'model'}", data=workspace / "prepared", device="cpu")
 
 
 def test_the_loss_of_a_run_is_that_of_its_best_evaluation(workspace: Path, tmp_path: Path) -> None:
@@ -210,8 +224,8 @@ def test_a_split_is_judged_by_what_it_held_out(workspace: Path, tmp_path: Path) 
     shown = " ".join(myna("split", workspace / "prepared", "--texts", 1).split())
     assert "subsets/train: 4 utterances" in shown and "subsets/held_out_texts: 2 utterances" in shown
     held_out = workspace / "prepared" / "subsets" / "held_out_texts"
-    evaluation = evaluate_system(str(workspace / "model"), data=held_out, device="cpu", out=tmp_path)
-    assert len({row.text for row in evaluation.scores.rows["model"]}) == 1
+    evaluation = evaluate(str(workspace / "model"), data=held_out, device="cpu", out=tmp_path)
+    assert len({row.text for row in evaluation.rows["model"]}) == 1
     assert any("2 items are spoken without a reference" in note for note in evaluation.notes)
 
 
@@ -223,11 +237,11 @@ def test_two_processes_do_not_evaluate_into_one_folder(workspace: Path, tmp_path
         if left.exists():
             return
         with pytest.raises(OutputError, match="another process is evaluating into"):
-            evaluate_system(str(workspace / "run"), **asked)
+            evaluate(str(workspace / "run"), **asked)
         left.parent.mkdir(exist_ok=True)
         left.touch()  # of a process that is killed
 
-    evaluate_system(str(workspace / "run"), **asked, progress=second)
+    evaluate(str(workspace / "run"), **asked, progress=second)
     assert left.is_file()
-    evaluate_system(str(workspace / "run"), **asked)
+    evaluate(str(workspace / "run"), **asked)
     assert not left.exists()

@@ -10,7 +10,7 @@ import pytest
 
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
-from myna.evaluate.eval_set import load_eval_set
+from myna.evaluate.items import load_eval_set
 from tests.data.corpora import prepared, said
 
 
