@@ -19,8 +19,8 @@ from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
     from myna.audio.files import AudioFileFormat
-    from myna.checks.certificate import Certificate
-    from myna.checks.check import Check
+    from myna.checks.verify import Certificate
+    from myna.core.check import Check
     from myna.core.config import Quantization, Recipe
     from myna.curate.curation import CurationForecast, CurationResult
     from myna.curate.settings import CurateSettings
@@ -1161,9 +1161,9 @@ def doctor(
     With `ray` the nodes of the cluster at that address are compared instead: their versions, models of curation, the
     model's codec, the recogniser `asr`, and whether `shared` is one folder on all of them.
     """
-    from myna.checks.doctor import run_checks
-    from myna.checks.nodes import check_cluster
+    from myna.checks.cluster import check_cluster
+    from myna.checks.doctor import run_doctor
 
     if ray is not None:
         return check_cluster(ray, shared=_path(shared), model=model, asr=asr).checks
-    return list(run_checks(model))
+    return list(run_doctor(model))

@@ -1374,13 +1374,13 @@ def doctor(
     where something is wrong."""
     from dataclasses import asdict
 
-    from myna.checks.doctor import run_checks
+    from myna.checks.doctor import run_doctor
     from myna.core.errors import ConfigError
     from myna.terminal import show_checks, show_nodes
 
     found: dict[str, Any] = {}
     if ray is not None:
-        from myna.checks.nodes import check_cluster
+        from myna.checks.cluster import check_cluster
 
         report = check_cluster(ray, shared=shared, model=model, asr=asr)
         checks = report.checks
@@ -1391,7 +1391,7 @@ def doctor(
     elif shared is not None or asr is not None:
         raise ConfigError("--shared and --asr are for a cluster", hint="name it: --ray auto, or --ray HEAD:6379")
     else:
-        checks = list(run_checks(model)) if as_json else show_checks(run_checks(model), _console())
+        checks = list(run_doctor(model)) if as_json else show_checks(run_doctor(model), _console())
     if as_json:
         print(json.dumps(found | {"checks": [asdict(check) for check in checks]}, indent=2))
     raise typer.Exit(1 if any(check.status == "failed" for check in checks) else 0)

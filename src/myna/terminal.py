@@ -28,9 +28,9 @@ from myna.core.io import bytes_hash
 from myna.core.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from myna.checks.certificate import Certificate
-    from myna.checks.check import Check
-    from myna.checks.nodes import NodeReport
+    from myna.checks.cluster import NodeReport
+    from myna.checks.verify import Certificate
+    from myna.core.check import Check
     from myna.curate.curation import CurationForecast, CurationResult
     from myna.curate.xray import Xray
     from myna.demo.report import DemoResult
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from myna.speak.lines_output import SpokenLines
     from myna.speak.marking import MarkedStream
 
-STATUS_MARKS = {"ok": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
+STATUS_MARKS = {"passed": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}
 """The mark of a check, the same in ASCII for terminals that have no more, and its colour."""
 MAX_CELL_CHARACTERS = 21
 """In the table of a cluster's nodes."""
@@ -191,7 +191,7 @@ def show_checks(checks: Iterator[Check], console: Console) -> list[Check]:
         line.add_column(width=22)
         line.add_column(overflow="fold")
         mark = mark if console.encoding.startswith("utf") else plain
-        line.add_row(Text(mark, colour), Text(check.name, "bold"), Text(check.detail))
+        line.add_row(Text(mark, colour), Text(check.name, "bold"), Text(check.message))
         if check.hint:
             line.add_row("", "", Text(f"→ {check.hint}", colour))
         console.print(line)
@@ -221,15 +221,15 @@ def show_certificate(certificate: Certificate, console: Console) -> None:
     is_wide = console.width >= MIN_DETAIL_WIDTH
     if is_wide:
         table.add_column("measured", overflow="fold")
-    styles = {"passed": "green", "failed": "red", "not applicable": "dim"}
+    styles = {"passed": "green", "failed": "red", "skipped": "dim"}
     for check in certificate.checks:
         figures = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.tolerance)]
         status = Text(check.status, styles[check.status])
-        detail = [Text(check.detail)] if is_wide else []
+        detail = [Text(check.message)] if is_wide else []
         table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", *detail)
     console.print(table)
     if not is_wide:
-        show_notes([f"{check.name}: {check.detail}" for check in certificate.checks], console)
+        show_notes([f"{check.name}: {check.message}" for check in certificate.checks], console)
     show_notes([certificate.verdict], console)
 
 

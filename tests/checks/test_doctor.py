@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
@@ -29,12 +30,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from myna.checks import doctor as runner
-from myna.checks import environment, hardware
-from myna.checks.check import Check, Probe
-from myna.checks.doctor import run_checks
+from myna.checks import doctor
+from myna.checks.doctor import run_doctor
 from myna.cli import app
 from myna.core import device
+from myna.core.check import Check, CheckFunction
 from myna.models import convert_checkpoint, save_tiny_model
 from myna.models.higgs_v2.tiny import save_tiny_codec
 
@@ -44,7 +44,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: Patch) -> None:
     """No launcher's variables, whatever started the tests."""
-    for name in (*hardware.LAUNCHER_VARIABLES, "SLURM_STEP_NUM_TASKS"):
+    for name in (*doctor.LAUNCHER_VARIABLES, "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -62,12 +62,12 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 def of_model(source: object) -> dict[str, Check]:
     """The checks of a model alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "MACHINE_CHECKS", ())
-        return {check.name: check for check in run_checks(str(source))}
+        patch.setattr(doctor, "MACHINE_CHECKS", ())
+        return {check.name: check for check in run_doctor(str(source))}
 
 
-def only(probe: Probe) -> Check:
-    (check,) = probe()
+def only(function: Callable[[], Iterator[Check]]) -> Check:
+    (check,) = function()
     return check
 
 
@@ -84,10 +84,9 @@ def test_json_has_the_schema_and_nothing_is_wrong_with_a_sound_model(sound: Path
     tree = json.loads(output)
     assert tree.keys() == {"checks"}
     for check in tree["checks"]:
-        assert check.keys() == {"name", "status", "detail", "hint"}
-        assert all(isinstance(value, str) for value in check.values())
-        assert check["status"] in ("ok", "warning", "failed") and check["detail"]
-        assert check["hint"] or check["status"] == "ok"
+        assert check.keys() == {field.name for field in fields(Check)}
+        assert check["status"] in ("passed", "warning", "failed") and check["message"]
+        assert check["hint"] or check["status"] == "passed"
     names = [check["name"] for check in tree["checks"]]
     assert len(set(names)) == len(names)
     wanted = {"python", "packages", "torch", "precision", "disk for runs", "disk for the hub cache", "memory"}
@@ -118,13 +117,15 @@ def test_python_m_myna_is_the_command_and_an_old_encoding_does_not_stop_it(folde
 
 def test_an_exception_nobody_foresaw_is_a_finding(monkeypatch: Patch) -> None:
     def stumbles() -> Iterator[Check]:
-        yield Check("first half", "ok", "fine")
+        yield Check("first half", "passed", "fine")
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(runner, "MACHINE_CHECKS", ((stumbles, "stilts"), (hardware.check_precision, "torch")))
-    first, second, third = run_checks()
-    assert (first.name, first.status) == ("first half", "ok")
-    assert (second.name, second.status, second.detail) == ("stumbles", "failed", "ZeroDivisionError: by zero")
+    monkeypatch.setattr(
+        doctor, "MACHINE_CHECKS", (doctor._needs("stilts", stumbles), doctor._needs("torch", doctor.check_precision))
+    )
+    first, second, third = run_doctor()
+    assert (first.name, first.status) == ("first half", "passed")
+    assert (second.name, second.status, second.message) == ("stumbles", "failed", "ZeroDivisionError: by zero")
     assert "pip install --force-reinstall --no-deps stilts" in second.hint
     assert third.name == "precision"
 
@@ -132,14 +133,14 @@ def test_an_exception_nobody_foresaw_is_a_finding(monkeypatch: Patch) -> None:
 def test_it_goes_on_without_torch(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(
-        runner,
+        doctor,
         "MACHINE_CHECKS",
-        ((hardware.check_torch, "torch"), (hardware.check_gpu, "torch"), (environment.check_audio_files, "x")),
+        [doctor._needs("x", one) for one in (doctor.check_torch, doctor.check_gpu, doctor.check_audio_files)],
     )
-    found = {check.name: check for check in run_checks()}
+    found = {check.name: check for check in run_doctor()}
     assert found["torch"].status == found["gpu"].status == "failed"
-    assert "import of torch halted" in found["torch"].detail and "pip install myna" in found["torch"].hint
-    assert found["audio files"].status == "ok"
+    assert "import of torch halted" in found["torch"].message and "pip install myna" in found["torch"].hint
+    assert found["audio files"].status == "passed"
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
@@ -151,23 +152,23 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 def test_whatever_is_not_ok_has_a_hint() -> None:
     with pytest.raises(AssertionError, match="has no hint"):
-        Check("x", "warning", "hm")
+        list(doctor._run(CheckFunction("x", lambda: Check("x", "warning", "hm"))))
 
 
 # The machine
 
 
 def test_python_and_packages_are_those_of_the_metadata(monkeypatch: Patch) -> None:
-    assert only(environment.check_python).status == only(environment.check_packages).status == "ok"
-    assert f"numpy {np.__version__}" in only(environment.check_packages).detail
-    assert "pytest" not in only(environment.check_packages).detail, "extras are nobody's duty"
+    assert only(doctor.check_python).status == only(doctor.check_packages).status == "passed"
+    assert f"numpy {np.__version__}" in only(doctor.check_packages).message
+    assert "pytest" not in only(doctor.check_packages).message, "extras are nobody's duty"
     monkeypatch.setattr(metadata, "requires", lambda _: ["numpy>=99", "nonesuch>=1", "rich>=1"])
-    check = only(environment.check_packages)
+    check = only(doctor.check_packages)
     assert check.status == "failed"
-    assert f"numpy is {np.__version__}, Myna needs >=99; nonesuch is absent, Myna needs >=1" == check.detail
+    assert f"numpy is {np.__version__}, Myna needs >=99; nonesuch is absent, Myna needs >=1" == check.message
     assert check.hint == "pip install 'numpy>=99' 'nonesuch>=1'"
     monkeypatch.setattr("platform.python_version", lambda: "3.10.1")
-    assert "Myna needs >=3.11" in only(environment.check_python).detail
+    assert "Myna needs >=3.11" in only(doctor.check_python).message
 
 
 @pytest.fixture
@@ -203,49 +204,49 @@ def cuda(monkeypatch: Patch) -> Iterator[Callable[..., None]]:
 def test_a_cuda_build_without_a_driver_is_a_warning(cuda: Callable[..., None], monkeypatch: Patch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cuda()
-    check = only(hardware.check_torch)
+    check = only(doctor.check_torch)
     assert check.status == "warning"
-    assert "CUDA 13.0 build without a working driver (CUDA initialization: the driver is too old)" in check.detail
+    assert "CUDA 13.0 build without a working driver (CUDA initialization: the driver is too old)" in check.message
     assert "nvidia-smi" in check.hint and "CPU build of torch" in check.hint
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert only(hardware.check_torch).hint == "unset CUDA_VISIBLE_DEVICES"
+    assert only(doctor.check_torch).hint == "unset CUDA_VISIBLE_DEVICES"
 
 
 def test_a_cpu_build_beside_a_driver_is_a_warning(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(hardware, "NVIDIA", tmp_path / "none")
-    assert only(hardware.check_torch) == Check("torch", "ok", f"{torch.__version__}, CPU build")
-    monkeypatch.setattr(hardware, "NVIDIA", tmp_path)
-    check = only(hardware.check_torch)
-    assert check.status == "warning" and "the GPUs lie idle" in check.detail
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "none")
+    assert only(doctor.check_torch) == Check("torch", "passed", f"{torch.__version__}, CPU build")
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path)
+    check = only(doctor.check_torch)
+    assert check.status == "warning" and "the GPUs lie idle" in check.message
 
 
 def test_each_gpu_is_named(cuda: Callable[..., None]) -> None:
     cuda(("NVIDIA H200", 9, 0), ("NVIDIA RTX A6000", 8, 6))
-    assert list(hardware.check_gpu()) == [
-        Check("gpu 0", "ok", "NVIDIA H200, 80.0 GiB of memory (72.0 free), compute capability 9.0"),
-        Check("gpu 1", "ok", "NVIDIA RTX A6000, 80.0 GiB of memory (72.0 free), compute capability 8.6"),
+    assert list(doctor.check_gpu()) == [
+        Check("gpu 0", "passed", "NVIDIA H200, 80.0 GiB of memory (72.0 free), compute capability 9.0"),
+        Check("gpu 1", "passed", "NVIDIA RTX A6000, 80.0 GiB of memory (72.0 free), compute capability 8.6"),
     ]
-    assert only(hardware.check_precision).detail.startswith("bf16: CUDA capability 9.0 has bf16")
+    assert only(doctor.check_precision).message.startswith("bf16: CUDA capability 9.0 has bf16")
 
 
 def test_a_gpu_that_is_taken_is_a_warning_and_one_without_kernels_a_failure(cuda: Callable[..., None]) -> None:
     cuda(("NVIDIA H200", 9, 0), free=0.2)
-    check = only(hardware.check_gpu)
+    check = only(doctor.check_gpu)
     assert check.status == "warning" and "nvidia-smi" in check.hint
     cuda(("Tesla V100", 7, 0))
-    check = only(hardware.check_gpu)
-    assert check.status == "failed" and "no kernels for (sm_80, sm_90, compute_90)" in check.detail
+    check = only(doctor.check_gpu)
+    assert check.status == "failed" and "no kernels for (sm_80, sm_90, compute_90)" in check.message
 
 
 def test_a_gpu_without_triton_is_a_warning(cuda: Callable[..., None]) -> None:
     cuda(("Tesla T4", 7, 5), kernels="sm_75")
-    check = only(hardware.check_gpu)
-    assert check.status == "warning" and "Triton needs compute capability 8.0: speaking and training" in check.detail
+    check = only(doctor.check_gpu)
+    assert check.status == "warning" and "Triton needs compute capability 8.0: speaking and training" in check.message
     cuda(("NVIDIA H200", 9, 0), triton=False)
-    check = only(hardware.check_gpu)
-    assert check.status == "warning" and "Triton is not installed" in check.detail and "pip install" in check.hint
+    check = only(doctor.check_gpu)
+    assert check.status == "warning" and "Triton is not installed" in check.message and "pip install" in check.hint
 
 
 @pytest.mark.parametrize(
@@ -260,31 +261,31 @@ def test_a_gpu_without_triton_is_a_warning(cuda: Callable[..., None]) -> None:
     ],
 )
 def test_which_cards_a_build_serves(card: tuple[int, int], kernels: str, runs: bool) -> None:
-    assert hardware._built_for(*card, kernels.split()) is runs
+    assert doctor._built_for(*card, kernels.split()) is runs
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpus_of_this_machine_are_fine() -> None:
-    checks = list(hardware.check_gpu())
+    checks = list(doctor.check_gpu())
     assert len(checks) == torch.cuda.device_count()
-    assert all(check.status == "ok" and "compute capability" in check.detail for check in checks)
+    assert all(check.status == "passed" and "compute capability" in check.message for check in checks)
 
 
 def test_a_full_disk_is_told_apart_from_a_small_one(monkeypatch: Patch, tmp_path: Path) -> None:
-    for free, status in ((100e9, "ok"), (10e9, "warning"), (0.5e9, "failed")):
+    for free, status in ((100e9, "passed"), (10e9, "warning"), (0.5e9, "failed")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        check = hardware._disk_space("disk", tmp_path / "not" / "yet" / "there", 15e9, "make room")
-        assert check.status == status and str(tmp_path / "not" / "yet" / "there") in check.detail
+        check = doctor._disk_space("disk", tmp_path / "not" / "yet" / "there", 15e9, "make room")
+        assert check.status == status and str(tmp_path / "not" / "yet" / "there") in check.message
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert hardware._disk_space("disk", tmp_path, 1e9, "make room").detail == f"{tmp_path} cannot be written to"
+    assert doctor._disk_space("disk", tmp_path, 1e9, "make room").message == f"{tmp_path} cannot be written to"
 
 
 def test_memory_knows_the_limits_of_a_job(monkeypatch: Patch, tmp_path: Path) -> None:
     memory = SimpleNamespace(available=60e9, total=64e9)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    check_memory = partial(hardware.check_memory, tmp_path)
-    assert only(check_memory) == Check("memory", "ok", "60.0 GB free of 64.0")
+    check_memory = partial(doctor.check_memory, tmp_path)
+    assert only(check_memory) == Check("memory", "passed", "60.0 GB free of 64.0")
     groups = tmp_path / "sys/fs/cgroup"
     (tmp_path / "proc/self").mkdir(parents=True)
     (groups / "job/step").mkdir(parents=True)
@@ -293,12 +294,12 @@ def test_memory_knows_the_limits_of_a_job(monkeypatch: Patch, tmp_path: Path) ->
         (groups / folder / "memory.max").write_text(f"{limit}\n")
         (groups / folder / "memory.stat").write_text("anon 1000000000\nfile 5000000000\n")
     check = only(check_memory)
-    assert check.status == "warning" and check.detail.startswith("5.0 GB left by the limit") and "sbatch" in check.hint
+    assert check.status == "warning" and check.message.startswith("5.0 GB left by the limit") and "sbatch" in check.hint
 
 
 def test_audio_formats_that_do_not_work_are_named(monkeypatch: Patch) -> None:
-    files, resampling = environment.check_audio_files()
-    assert files.status == resampling.status == "ok" and ".mp3" in files.detail
+    files, resampling = doctor.check_audio_files()
+    assert files.status == resampling.status == "passed" and ".mp3" in files.message
     real = soundfile.write
 
     def deaf(*words: Any, format: str, **more: Any) -> None:
@@ -307,29 +308,29 @@ def test_audio_formats_that_do_not_work_are_named(monkeypatch: Patch) -> None:
         real(*words, format=format, **more)
 
     monkeypatch.setattr(soundfile, "write", deaf)
-    files, _ = environment.check_audio_files()
-    assert files.status == "warning" and ".mp3: Unknown format" in files.detail and ".wav" not in files.detail
+    files, _ = doctor.check_audio_files()
+    assert files.status == "warning" and ".mp3: Unknown format" in files.message and ".wav" not in files.message
     monkeypatch.setattr(soundfile, "read", lambda *_, **__: (np.zeros(24_000, np.float32), 24_000))
-    files, _ = environment.check_audio_files()
-    assert files.status == "failed" and ".wav: a tone does not come back" in files.detail
+    files, _ = doctor.check_audio_files()
+    assert files.status == "failed" and ".wav: a tone does not come back" in files.message
     monkeypatch.setattr("soxr.resample", lambda tone, *_, **__: tone)
-    _, resampling = environment.check_audio_files()
+    _, resampling = doctor.check_audio_files()
     assert resampling.status == "failed" and "soxr" in resampling.hint
 
 
 def test_a_broken_torchaudio_is_named_before_it_takes_transformers_along(monkeypatch: Patch, tmp_path: Path) -> None:
-    absent, classes = environment.check_transformers()
-    assert (absent.name, absent.status) == ("torchaudio", "ok")
-    assert (classes.name, classes.detail) == (
+    absent, classes = doctor.check_transformers()
+    assert (absent.name, absent.status) == ("torchaudio", "passed")
+    assert (classes.name, classes.message) == (
         "codec classes",
         "HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel",
     )
     (tmp_path / "torchaudio.py").write_text("raise OSError('libtorchaudio.so: undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(runner, "MACHINE_CHECKS", ((environment.check_transformers, "transformers"),))
-    broken, model = run_checks("somewhere")
-    assert broken.status == "failed" and "`import torchaudio` fails" in broken.detail
-    assert "undefined symbol" in broken.detail and broken.hint == "pip uninstall torchaudio"
+    monkeypatch.setattr(doctor, "MACHINE_CHECKS", (doctor._needs("transformers", doctor.check_transformers),))
+    broken, model = run_doctor("somewhere")
+    assert broken.status == "failed" and "`import torchaudio` fails" in broken.message
+    assert "undefined symbol" in broken.message and broken.hint == "pip uninstall torchaudio"
     assert model.status == "failed" and "mend what failed above" in model.hint
 
 
@@ -343,34 +344,34 @@ class Refusal(BaseHTTPRequestHandler):
 
 def test_the_hub_may_be_off_silent_or_there(monkeypatch: Patch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert only(environment.check_hub).detail.startswith("HF_HUB_OFFLINE is set")
+    assert only(doctor.check_hub).message.startswith("HF_HUB_OFFLINE is set")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with HTTPServer(("127.0.0.1", 0), Refusal) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert only(environment.check_hub).status == "ok", "a refusal is an answer"
+        assert only(doctor.check_hub).status == "passed", "a refusal is an answer"
         server.shutdown()
-    check = only(environment.check_hub)
-    assert check.status == "warning" and "refused" in check.detail and "HF_HUB_OFFLINE=1" in check.hint
+    check = only(doctor.check_hub)
+    assert check.status == "warning" and "refused" in check.message and "HF_HUB_OFFLINE=1" in check.hint
 
 
 def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: Patch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(environment, "HUB_TIMEOUT", 0.01)
+    monkeypatch.setattr(doctor, "HUB_TIMEOUT", 0.01)
     released = Event()
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: released.wait(60) and io.BytesIO())
-    assert only(environment.check_hub).detail.endswith("cannot be reached: no answer within 0.01 s")
+    assert only(doctor.check_hub).message.endswith("cannot be reached: no answer within 0.01 s")
     released.set()
 
 
 @pytest.mark.parametrize(
     ("variables", "status", "detail"),
     [
-        ("", "ok", "a single process"),
-        ("LOCAL_RANK=-1", "ok", "LOCAL_RANK=-1 means a single process (LOCAL_RANK=-1)"),
-        ("RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1", "ok", "a single process (RANK=0"),
-        ("RANK=9 LOCAL_RANK=1 WORLD_SIZE=16 MASTER_ADDR=a MASTER_PORT=1", "ok", "rank 9 of 16 on cpu, as RANK=9"),
+        ("", "passed", "a single process"),
+        ("LOCAL_RANK=-1", "passed", "LOCAL_RANK=-1 means a single process (LOCAL_RANK=-1)"),
+        ("RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1", "passed", "a single process (RANK=0"),
+        ("RANK=9 LOCAL_RANK=1 WORLD_SIZE=16 MASTER_ADDR=a MASTER_PORT=1", "passed", "rank 9 of 16 on cpu, as RANK=9"),
         ("RANK=1 LOCAL_RANK=1 WORLD_SIZE=2", "failed", "several processes, but no MASTER_ADDR and MASTER_PORT"),
         ("LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "failed", "RANK does not say which"),
         (
@@ -382,7 +383,7 @@ def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: Patch) -> None:
         ("RANK=one", "failed", "RANK should be a number: RANK=one"),
         (
             "SLURM_STEP_NUM_TASKS=16 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NODELIST=n[1-2] SLURM_JOB_ID=7",
-            "ok",
+            "passed",
             "rank 9 of 16 on cpu, as Slurm has it",
         ),
     ],
@@ -391,17 +392,17 @@ def test_what_a_launcher_left_must_make_sense(monkeypatch: Patch, variables: str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    (check,) = runner._guarded(hardware.check_processes, "")
-    assert check.status == status and detail in check.detail
+    (check,) = doctor._run(doctor._needs("", doctor.check_processes))
+    assert check.status == status and detail in check.message
 
 
 def test_more_processes_than_gpus_are_a_failure(monkeypatch: Patch, cuda: Callable[..., None]) -> None:
     cuda(("NVIDIA H200", 9, 0))
-    for name, value in zip(hardware.LAUNCHER_VARIABLES, ("1", "1", "2", "here", "29500"), strict=True):
+    for name, value in zip(doctor.LAUNCHER_VARIABLES, ("1", "1", "2", "here", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    (check,) = runner._guarded(hardware.check_processes, "")
+    (check,) = doctor._run(doctor._needs("", doctor.check_processes))
     assert (
-        check.status == "failed" and "card 1" in check.detail and "as many processes as there are cards" in check.hint
+        check.status == "failed" and "card 1" in check.message and "as many processes as there are cards" in check.hint
     )
 
 
@@ -412,9 +413,9 @@ def test_trackers_are_information(monkeypatch: Patch, tmp_path: Path) -> None:
     (tmp_path / "wandb.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(metadata, "version", lambda _: "1.2")
-    check = only(environment.check_trackers)
-    assert check.status == "ok"
-    assert "tensorboard absent (pip install tensorboard), wandb 1.2, trackio absent" in check.detail
+    check = only(doctor.check_trackers)
+    assert check.status == "passed"
+    assert "tensorboard absent (pip install tensorboard), wandb 1.2, trackio absent" in check.message
 
 
 # The model
@@ -423,14 +424,14 @@ def test_trackers_are_information(monkeypatch: Patch, tmp_path: Path) -> None:
 def test_a_sound_model(sound: Path) -> None:
     found = of_model(sound)
     assert list(found) == ["model", "tokenizer", "weights", "codec"]
-    assert {check.status for check in found.values()} == {"ok"}
-    assert "a second of noise is 25 frames of 8 codes and 24000 samples" in found["codec"].detail
+    assert {check.status for check in found.values()} == {"passed"}
+    assert "a second of noise is 25 frames of 8 codes and 24000 samples" in found["codec"].message
 
 
 def test_a_sound_model_of_the_original_layout(sound: Path, tmp_path: Path) -> None:
     convert_checkpoint(sound, tmp_path / "original", "original")
     found = of_model(tmp_path / "original")
-    assert {check.status for check in found.values()} == {"ok"}
+    assert {check.status for check in found.values()} == {"passed"}
 
 
 def test_weights_are_checked_by_their_headers_alone(folder: Path, monkeypatch: Patch) -> None:
@@ -447,7 +448,7 @@ def test_weights_are_checked_by_their_headers_alone(folder: Path, monkeypatch: P
 
     monkeypatch.setattr("myna.models.files.safe_open", headers)
     check = of_model(folder)["weights"]
-    assert check.status == "ok" and "without a text head" in check.detail
+    assert check.status == "passed" and "without a text head" in check.message
 
 
 def cut(folder: Path) -> None:
@@ -518,8 +519,8 @@ def test_a_broken_model_fails_where_it_is_broken(
 ) -> None:
     breaks(folder)
     found = of_model(folder)
-    assert [check.name for check in found.values() if check.status != "ok"] == [name]
-    assert found[name].status == "failed" and detail in found[name].detail
+    assert [check.name for check in found.values() if check.status != "passed"] == [name]
+    assert found[name].status == "failed" and detail in found[name].message
 
 
 def test_what_is_not_in_the_cache_is_not_fetched(folder: Path, monkeypatch: Patch, tmp_path: Path) -> None:
@@ -538,4 +539,4 @@ def test_what_is_not_in_the_cache_is_not_fetched(folder: Path, monkeypatch: Patc
 def test_a_folder_that_is_not_there_and_a_name_without_weights_fail() -> None:
     assert of_model("./nowhere")["model"].status == "failed"
     found = of_model("higgs-v2")
-    assert list(found) == ["model"] and "without weights" in found["model"].detail
+    assert list(found) == ["model"] and "without weights" in found["model"].message

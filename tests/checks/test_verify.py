@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import myna
 from myna.checks import verify as runner
 from myna.checks import verify_checks as checks
-from myna.checks.certificate import Certificate, VerifyCheck
-from myna.checks.verify import load_verified, run_verification
+from myna.checks.verify import Certificate, load_verified, run_verification
 from myna.cli import app
+from myna.core.check import Check
 from myna.core.config import AdaptSettings
 from myna.core.errors import MynaError
 from myna.models import open_family, save_tiny_model
@@ -40,7 +40,7 @@ from myna.models.phi4.generate import generate
 from myna.terminal import show_certificate
 from tests.failures.tiny_setup import make_recipe, recordings, train_run
 
-ALL_CHECKS = [name for name, _ in checks.CHECKS]
+ALL_CHECKS = [check.name for check in checks.CHECKS]
 OF_SPEECH = {"log-probabilities = replay", "stream = file", "codec round trip"}
 
 
@@ -96,12 +96,12 @@ def failures(certificate: Certificate) -> list[str]:
 def test_a_sound_model_passes(speaking: Path) -> None:
     certificate = verify(speaking)
     assert certificate.passed, certificate.verdict
-    assert statuses(certificate) == dict.fromkeys(ALL_CHECKS, "passed") | {"adapter = merged": "not applicable"}
+    assert statuses(certificate) == dict.fromkeys(ALL_CHECKS, "passed") | {"adapter = merged": "skipped"}
     for check in certificate.checks:
-        assert check.compared and check.detail
+        assert check.compared and check.message
         if check.difference is not None and check.tolerance is not None:
             assert check.difference <= check.tolerance, check
-    assert certificate.verdict == f"{speaking} on cpu in float32: verified, 8 checks passed, 1 not applicable"
+    assert certificate.verdict == f"{speaking} on cpu in float32: verified, 8 checks passed, 1 skipped"
 
 
 def test_a_sound_adapter_passes(adapter: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_sound_adapter_passes(adapter: Path) -> None:
     assert statuses(certificate) == dict.fromkeys(ALL_CHECKS, "passed"), certificate.verdict
     merged = certificate.checks[0]
     assert merged.difference is not None and merged.tolerance is not None and merged.difference < merged.tolerance
-    assert re.search(r"; in rows of a batch \d+ steps are the same$", merged.detail), merged.detail
+    assert re.search(r"; in rows of a batch \d+ steps are the same$", merged.message), merged.message
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_an_adapter_that_can_only_be_merged_passes_and_says_so(
 ) -> None:
     certificate = verify(random_adapter(speaking, tmp_path / "lora", **settings))
     assert statuses(certificate) == dict.fromkeys(ALL_CHECKS, "passed"), certificate.verdict
-    assert "; not in rows of a batch: " in certificate.checks[0].detail and reason in certificate.checks[0].detail
+    assert "; not in rows of a batch: " in certificate.checks[0].message and reason in certificate.checks[0].message
 
 
 def test_a_model_that_answers_passes_the_checks_that_apply(answering: Path, tmp_path: Path) -> None:
     certificate = verify(answering)
     not_applicable = OF_SPEECH | {"adapter = merged", "fused = plain"}
-    assert statuses(certificate) == {
-        name: "not applicable" if name in not_applicable else "passed" for name in ALL_CHECKS
-    }, certificate.verdict
+    assert statuses(certificate) == {name: "skipped" if name in not_applicable else "passed" for name in ALL_CHECKS}, (
+        certificate.verdict
+    )
     adapter = verify(random_adapter(answering, tmp_path / "lora"))
     assert adapter.passed and statuses(adapter)["adapter = merged"] == "passed", adapter.verdict
 
@@ -184,7 +184,7 @@ def test_a_run_passes(speaking: Path, tmp_path: Path, mode: str) -> None:
     certificate = myna.verify(run, tmp_path / "verified", device="cpu", quick=True)
     assert certificate.passed, certificate.verdict
     merged = statuses(certificate)["adapter = merged"]
-    assert merged == ("not applicable" if mode == "full" else "passed") and data.utterances
+    assert merged == ("skipped" if mode == "full" else "passed") and data.utterances
     assert (tmp_path / "verified" / "verify.html").is_file()
 
 
@@ -305,7 +305,7 @@ def short_codec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leave_out_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would notice first that the file is not what the windows are."""
-    monkeypatch.setattr(checks, "CHECKS", tuple(pair for pair in checks.CHECKS if pair[0] != "stream = file"))
+    monkeypatch.setattr(checks, "CHECKS", tuple(check for check in checks.CHECKS if check.name != "stream = file"))
     monkeypatch.setattr(runner, "CHECKS", checks.CHECKS)
 
 
@@ -369,8 +369,8 @@ def test_a_planted_fault_fails_its_check(
     assert not certificate.passed
     failure = certificate.first_failure
     assert failure is not None and failure.name == check, failures(certificate)
-    assert re.search(message, failure.detail), failure.detail
-    assert check in certificate.verdict and failure.detail in certificate.verdict
+    assert re.search(message, failure.message), failure.message
+    assert check in certificate.verdict and failure.message in certificate.verdict
 
 
 def test_a_cache_that_forgets_fails_the_replay(speaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,8 +436,8 @@ def test_a_fault_of_adapters_in_rows_fails(
     certificate = verify(adapter)
     assert failures(certificate) == ["adapter = merged"], "merged, it is sound"
     assert re.search(
-        r"in rows of a batch .*in '.+' at step \d+, stream \d, \d+ instead of \d+$", certificate.checks[0].detail
-    ), certificate.checks[0].detail
+        r"in rows of a batch .*in '.+' at step \d+, stream \d, \d+ instead of \d+$", certificate.checks[0].message
+    ), certificate.checks[0].message
 
 
 def test_rows_that_break_fail_and_the_merged_model_is_verified(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,14 +477,14 @@ def test_on_an_accelerator_other_bits_are_reported_and_other_probabilities_fail(
 ) -> None:
     subject = load_verified(speaking, base=None, codec=None, device="cpu", quick=True)
     subject.device = torch.device("mps")  # by its name alone: the model stays where it is
-    assert checks.check_alone(subject) == replace(checks.check_alone(subject), passed=True, difference=0.0)
+    assert checks.check_alone(subject) == replace(checks.check_alone(subject), status="passed", difference=0.0)
     with monkeypatch.context() as patched:
         sampler_that_sees_its_neighbours(patched, share=1.0)
         assert not checks.check_alone(subject).passed
     monkeypatch.setitem(checks.LOG_PROB_TOLERANCES, torch.float32, 100.0)
     sampler_that_sees_its_neighbours(monkeypatch, share=1.0)
     finding = checks.check_alone(subject)
-    assert finding.passed and "reported, not judged" in finding.detail and "mps has no exact batch" in finding.detail
+    assert finding.passed and "reported, not judged" in finding.message and "mps has no exact batch" in finding.message
     assert finding.difference is not None and finding.difference > 0
     subject.device = torch.device("cuda")
     assert checks.check_alone(subject).passed
@@ -537,7 +537,7 @@ def test_the_sound_of_the_round_trip_is_voiced(speaking: Path) -> None:
 @pytest.mark.parametrize("width", [80, 160])
 def test_what_was_measured_is_readable_on_any_terminal(width: int) -> None:
     detail = "log-probabilities of the same codes differ by 0.00012"
-    check = VerifyCheck("log-probabilities = replay", "this and that", "passed", detail, 1.2e-4, 1e-3, 1.0)
+    check = Check("log-probabilities = replay", "passed", detail, "", 1.2e-4, 1e-3, "this and that", 1.0)
     certificate = Certificate("model", "higgs_v2", "cpu", "float32", True, {}, (check,))
     console = Console(file=io.StringIO(), width=width)
     show_certificate(certificate, console)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from myna.api import prepare
 from myna.checks import doctor
-from myna.checks.check import Check
+from myna.core.check import Check
 from myna.core.errors import CheckpointError, ModelError, TrainingError
 from myna.core.run_folder import checkpoint_folder, checkpoint_steps
 from myna.data.dataset import PreparedDataset
@@ -41,7 +41,7 @@ def diagnosis(folder: Path) -> dict[str, Check]:
     """Checks of `myna doctor --model`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "MACHINE_CHECKS", ())
-        return {check.name: check for check in doctor.run_checks(str(folder))}
+        return {check.name: check for check in doctor.run_doctor(str(folder))}
 
 
 # Row 15: a Whisper tower that is not there
@@ -61,7 +61,7 @@ def test_row_15_what_the_configuration_asks_for_is_there_or_refused(
     with pytest.raises(ModelError, match=f"{setting} is {value!r}; transformers' Higgs Audio v2 can only express"):
         open_family(str(tmp_path / "original"))
     check = diagnosis(tmp_path / "original")["model"]
-    assert check.status == "failed" and setting in check.detail
+    assert check.status == "failed" and setting in check.message
 
 
 @pytest.mark.parametrize("mels", [80, 128])

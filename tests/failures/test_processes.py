@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from myna.checks.hardware import check_processes
+from myna.checks.doctor import check_processes
 from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
 from myna.train import loop
@@ -65,7 +65,7 @@ def test_row_16_a_local_rank_of_minus_one_is_a_single_process(train_with: TrainW
     assert os.environ["LOCAL_RANK"] == "-1", "the environment is left as it was"
     monkeypatch.delenv("RANK")
     (check,) = check_processes()
-    assert check.status == "ok" and "LOCAL_RANK=-1 means a single process" in check.detail
+    assert check.status == "passed" and "LOCAL_RANK=-1 means a single process" in check.message
 
 
 @pytest.mark.parametrize(

@@ -1,72 +1,467 @@
-"""All checks in order. A broken machine must not stop them, so nothing beyond the standard library is imported before a
-check needs it, and an exception that no check foresaw is a finding like any other."""
+"""Checks of `myna doctor`: software, hardware and a model.
+
+A broken machine must not stop them, so nothing beyond the standard library is imported before a check needs it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import importlib
+import io
+import os
+import pkgutil
+import platform
+import shutil
+import sys
+import threading
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from http.client import HTTPException
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
-from myna.checks import environment, hardware
-from myna.checks import model as model_checks
-from myna.checks.check import Check, Probe
-from myna.core.errors import MynaError
+from myna.core.check import Check, CheckFunction, CheckStatus, run_check
+from myna.core.errors import ModelError
 
-MACHINE_CHECKS: tuple[tuple[Probe, str], ...] = (
-    (environment.check_python, "packaging"),
-    (environment.check_packages, "packaging"),
-    (hardware.check_torch, "torch"),
-    (hardware.check_gpu, "torch"),
-    (hardware.check_precision, "torch"),
-    (hardware.check_disk, "huggingface-hub"),
-    (hardware.check_memory, "psutil"),
-    (environment.check_audio_files, "soundfile soxr"),
-    (environment.check_transformers, "transformers"),
-    (environment.check_hub, "huggingface-hub"),
-    (hardware.check_processes, "accelerate"),
-    (environment.check_trackers, "tensorboard wandb trackio"),
-)
-"""Each check with the packages it stands on."""
-MODEL_CHECKS: tuple[Probe, ...] = (
-    model_checks.check_model_tokenizer,
-    model_checks.check_model_weights,
-    model_checks.check_model_codec,
-)
+if TYPE_CHECKING:
+    from myna.models.base import Family
+
+HUB_TIMEOUT = 3.0
+"""Seconds to wait for the hub; a name server that does not answer may take much longer to give up."""
+MODEL_BYTES, RUN_BYTES, LEAST_BYTES = 15e9, 5e9, 1e9
+"""On disk: the 3B model with its codec; a LoRA run with three checkpoints; too little for anything."""
+MEMORY_BYTES = 8e9
+"""Main memory below which loading a 3B model gets tight."""
+CUDA_TORCH = "pip install --force-reinstall torch, in the build that https://pytorch.org/get-started names for the GPU"
+CPU_TORCH = "install the CPU build of torch: pytorch.org/get-started has the line for this machine"
+TRITON = "pip install triton (on Linux), with a card of compute capability 8.0 or later"
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NVIDIA = Path("/proc/driver/nvidia/version")
+FETCH_AGAIN = "hf download OWNER/NAME --force-download, and give --model that name"
+SENTENCES = ("صباح الخير، كيف حالك اليوم؟", "Chào buổi sáng, hôm nay bạn có khỏe không?")
 
 
-def run_checks(model: str | None = None) -> Iterator[Check]:
-    """Every check, as soon as it is done; those of the model where one is named."""
+def check_python() -> Iterator[Check]:
+    from packaging.specifiers import SpecifierSet
+
+    version, wanted = platform.python_version(), metadata.metadata("myna")["Requires-Python"]
+    detail = f"{version} at {sys.executable}"
+    if SpecifierSet(wanted).contains(version, prereleases=True):
+        yield Check("python", "passed", detail)
+    else:
+        yield Check(
+            "python", "failed", f"{detail}; Myna needs {wanted}", "python3.11 -m venv .venv, and install Myna there"
+        )
+
+
+def check_packages() -> Iterator[Check]:
+    """What Myna's own metadata asks for, against what is installed."""
+    from packaging.requirements import Requirement
+
+    fine, wrong, install = [], [], []
+    for line in metadata.requires("myna") or []:
+        needed = Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            version = "absent"
+        if version != "absent" and needed.specifier.contains(version, prereleases=True):
+            fine.append(f"{needed.name} {version}")
+        else:
+            wrong.append(f"{needed.name} is {version}, Myna needs {needed.specifier}")
+            install.append(f"'{needed.name}{needed.specifier}'")
+    if wrong:
+        yield Check("packages", "failed", "; ".join(wrong), f"pip install {' '.join(install)}")
+    else:
+        yield Check("packages", "passed", ", ".join(fine))
+
+
+def check_audio_files() -> Iterator[Check]:
+    """A tone through every format and the resampler, in memory."""
+    import numpy as np
+    import soundfile
+    import soxr  # type: ignore[import-untyped]
+
+    from myna.audio.files import AUDIO_FORMATS
+
+    rate = 24_000
+    tone = (0.3 * np.sin(2 * np.pi * 440 * np.arange(rate) / rate)).astype(np.float32)
+    lost = {}
+    for suffix, (kind, subtype) in AUDIO_FORMATS.items():
+        try:
+            file = io.BytesIO()
+            soundfile.write(file, tone, rate, format=kind, subtype=subtype)
+            file.seek(0)
+            decoded, _ = soundfile.read(file, dtype="float32")
+        except (soundfile.SoundFileError, ValueError) as error:
+            lost[suffix] = str(error)
+            continue
+        if abs(len(decoded) - rate) > rate / 5 or not 0.8 < decoded.std() / tone.std() < 1.25:
+            lost[suffix] = "a tone does not come back as it was written"
+    version = f"soundfile {soundfile.__version__}, libsndfile {soundfile.__libsndfile_version__}"
+    if lost:
+        listing = "; ".join(f"{suffix}: {reason}" for suffix, reason in lost.items())
+        status: CheckStatus = "failed" if ".wav" in lost else "warning"
+        yield Check("audio files", status, f"{version}; {listing}", "pip install --upgrade --force-reinstall soundfile")
+    else:
+        yield Check("audio files", "passed", f"{version}: {' '.join(AUDIO_FORMATS)} are written and read back")
+    resampled = soxr.resample(tone, rate, 16_000, quality="VHQ")
+    if len(resampled) == 16_000 and 0.95 < resampled.std() / tone.std() < 1.05:
+        yield Check("resampling", "passed", f"soxr {soxr.__version__}")
+    else:
+        detail = f"soxr {soxr.__version__}: a second at 24 kHz became {len(resampled)} samples at 16 kHz"
+        yield Check("resampling", "failed", detail, "pip install --upgrade --force-reinstall soxr")
+
+
+def check_transformers() -> Iterator[Check]:
+    """Whether it can be imported: it takes torchaudio along wherever that is installed, and falls with it."""
+    if util.find_spec("torchaudio") is None:
+        yield Check("torchaudio", "passed", "absent; Myna does not need it")
+    else:
+        try:
+            torchaudio = importlib.import_module("torchaudio")
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            detail = f"it is installed, but `import torchaudio` fails, and transformers with it: {error}"
+            yield Check("torchaudio", "failed", detail, "pip uninstall torchaudio")
+            return
+        yield Check("torchaudio", "passed", torchaudio.__version__)
+
+    from myna import models
+
+    classes: list[type] = []
+    for family in pkgutil.iter_modules(models.__path__):
+        if family.ispkg:  # each of which has a codec.py
+            codec = importlib.import_module(f"myna.models.{family.name}.codec")
+            classes += codec.codec_classes() if hasattr(codec, "codec_classes") else []
+    yield Check("codec classes", "passed", ", ".join(kind.__name__ for kind in classes))
+
+
+def check_hub() -> Iterator[Check]:
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        yield Check("hub", "passed", "HF_HUB_OFFLINE is set: only folders and the cache are used")
+        return
+    outcome = [f"no answer within {HUB_TIMEOUT:g} s"]
+
+    def request() -> None:
+        try:
+            urllib.request.urlopen(
+                urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT
+            ).close()
+        except urllib.error.HTTPError:
+            outcome[0] = ""  # a refusal is an answer
+        except (OSError, HTTPException, ValueError) as error:
+            outcome[0] = str(getattr(error, "reason", error))
+        else:
+            outcome[0] = ""
+
+    thread = threading.Thread(target=request, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT)
+    if reason := outcome[0]:
+        hint = "export HF_HUB_OFFLINE=1 to use folders and the cache alone, or set HTTPS_PROXY or HF_ENDPOINT"
+        yield Check("hub", "warning", f"{constants.ENDPOINT} cannot be reached: {reason}", hint)
+    else:
+        yield Check("hub", "passed", f"{constants.ENDPOINT} answers")
+
+
+def check_trackers() -> Iterator[Check]:
+    from myna.core.config import TrainSettings
+
+    names: tuple[str, ...] = get_args(get_args(TrainSettings.model_fields["trackers"].annotation)[0])
+    listing = []
+    for name in names:
+        if util.find_spec(name) is None:
+            listing.append(f"{name} absent (pip install {name})")
+        else:
+            importlib.import_module(name)
+            listing.append(f"{name} {metadata.version(name)}")
+    yield Check("trackers", "passed", ", ".join(listing))
+
+
+def check_torch() -> Iterator[Check]:
+    import torch
+
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU"
+    detail = f"{torch.__version__}, {build} build"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        works = torch.cuda.is_available()
+    if build == "CPU" and NVIDIA.exists():
+        yield Check("torch", "warning", f"{detail}, but there is an NVIDIA driver: the GPUs lie idle", CUDA_TORCH)
+    elif build == "CPU" or works:
+        yield Check("torch", "passed", detail)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield Check("torch", "warning", f"{detail}; CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+    else:
+        reason = str(caught[0].message).splitlines()[0] if caught else "no GPU answers"
+        smi = "rocm-smi" if rocm else "nvidia-smi"
+        yield Check(
+            "torch",
+            "warning",
+            f"{detail} without a working driver ({reason}): training would run on the CPU",
+            f"{smi} shows whether the driver works: if not, install or update it; if there is no GPU, {CPU_TORCH}",
+        )
+
+
+def check_gpu() -> Iterator[Check]:
+    import torch
+
+    from myna.core.device import why_no_triton
+
+    if not torch.cuda.is_available():
+        here = "Apple MPS" if torch.backends.mps.is_available() else "none: the CPU will do for tiny models and tests"
+        yield Check("gpu", "passed", here)
+        return
+    for number in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        detail = (
+            f"{card.name}, {total / 2**30:.1f} GiB of memory ({free / 2**30:.1f} free), "
+            f"compute capability {card.major}.{card.minor}"
+        )
+        if not torch.version.hip and not _built_for(card.major, card.minor, torch.cuda.get_arch_list()):
+            detail += f", which this torch has no kernels for ({', '.join(torch.cuda.get_arch_list())})"
+            yield Check(f"gpu {number}", "failed", detail, CUDA_TORCH)
+        elif free < total / 2:
+            yield Check(f"gpu {number}", "warning", f"{detail}: most of it is taken", "nvidia-smi shows who holds it")
+        elif reason := why_no_triton(number):
+            detail += f". {reason}: speaking and training take plain paths there, which are slower"
+            yield Check(f"gpu {number}", "warning", detail, TRITON)
+        else:
+            yield Check(f"gpu {number}", "passed", detail)
+
+
+def _built_for(major: int, minor: int, kernels: list[str]) -> bool:
+    """Machine code serves later cards of its generation, PTX (`compute_..`) all later cards."""
+    for kernel in kernels:
+        kind, _, digits = kernel.partition("_")
+        number = int("".join(digit for digit in digits if digit.isdigit()) or 0)
+        generation, step = divmod(number, 10)
+        if (generation == major and step <= minor) or (kind == "compute" and (generation, step) <= (major, minor)):
+            return True
+    return False
+
+
+def check_precision() -> Iterator[Check]:
+    from myna.core.device import pick_device
+    from myna.train.precision import choose_precision
+
+    yield Check("precision", "passed", str(choose_precision("auto", pick_device("auto"))))
+
+
+def check_disk() -> Iterator[Check]:
+    from huggingface_hub import constants
+
+    yield _disk_space("disk for runs", Path("runs"), RUN_BYTES, "myna train RECIPE --out /a/bigger/disk/NAME")
+    cache = Path(constants.HF_HUB_CACHE)
+    yield _disk_space("disk for the hub cache", cache, MODEL_BYTES, "export HF_HOME=/a/bigger/disk/huggingface")
+
+
+def _disk_space(name: str, folder: Path, wanted: float, hint: str) -> Check:
+    there = next(part for part in (folder.absolute(), *folder.absolute().parents) if part.is_dir())
+    free = shutil.disk_usage(there).free
+    detail = f"{free / 1e9:.0f} GB free at {folder.absolute()}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Check(name, "warning", f"{there} cannot be written to", hint)
+    if free < wanted:
+        status: CheckStatus = "failed" if free < LEAST_BYTES else "warning"
+        return Check(name, status, f"{detail}, {wanted / 1e9:.0f} GB are wanted", hint)
+    return Check(name, "passed", detail)
+
+
+def check_memory(root: Path = Path("/")) -> Iterator[Check]:
+    import psutil  # type: ignore[import-untyped]
+
+    from myna.core.system_memory import cgroups
+
+    free = psutil.virtual_memory().available
+    detail = f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}"
+    left = min((group.limit - group.used for group in cgroups(root)), default=free)
+    if left < free:
+        free, detail = left, f"{left / 1e9:.1f} GB left by the limit of this container or job"
+    if free < MEMORY_BYTES:
+        hint = "close other programs, or ask for more where there is a limit: sbatch --mem=64G, docker run --memory=64g"
+        yield Check("memory", "warning", f"{detail}; a 3B model wants {MEMORY_BYTES / 1e9:.0f} GB", hint)
+    else:
+        yield Check("memory", "passed", detail)
+
+
+def check_processes() -> Iterator[Check]:
+    """What torchrun, accelerate or srun has put into the environment."""
+    from myna.train.distributed import ProcessInfo
+
+    variables = {name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ}
+    listing = ", ".join(f"{name}={value}" for name, value in variables.items())
+    start_over = f"unset {' '.join(LAUNCHER_VARIABLES)}, then: myna train RECIPE --gpus N"
+    if bad := [name for name in LAUNCHER_VARIABLES[:3] if not variables.get(name, "0").removeprefix("-").isdecimal()]:
+        yield Check("processes", "failed", f"{' and '.join(bad)} should be a number: {listing}", start_over)
+        return
+    process = ProcessInfo.from_environment()
+    launched = "WORLD_SIZE" in variables  # srun has variables of its own, and the rest follows from them
+    absent = [name for name in LAUNCHER_VARIABLES[3:] if name not in variables and launched and process.world_size > 1]
+    if absent:
+        yield Check("processes", "failed", f"several processes, but no {' and '.join(absent)}: {listing}", start_over)
+    elif max(process.rank, int(variables.get("RANK", "0"))) >= process.world_size:
+        yield Check("processes", "failed", f"ranks run from 0 to WORLD_SIZE - 1: {listing}", start_over)
+    elif process.world_size > 1:
+        detail = (
+            f"rank {process.rank} of {process.world_size} on {process.device('auto')}, as {listing or 'Slurm has it'}"
+        )
+        yield Check("processes", "passed", detail)
+    else:
+        single = "LOCAL_RANK=-1 means a single process" if variables.get("LOCAL_RANK") == "-1" else "a single process"
+        yield Check("processes", "passed", f"{single} ({listing})" if listing else single)
+
+
+class CheckedModel:
+    """The model to check, opened once. Nothing is downloaded for a check."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    @cached_property
+    def family(self) -> Family:
+        from myna.models import open_family
+
+        with _offline():
+            return open_family(self.source)
+
+
+def check_model(model: CheckedModel) -> Iterator[Check]:
+    """Configuration and tokenizer, each by itself and with one another."""
+    try:
+        family = model.family
+    except ModelError as error:
+        if not _not_cached(error):
+            raise
+        detail = f"{model.source} is no folder here and not in the hub cache, so it was not looked at"
+        yield Check("model", "warning", detail, f"hf download {model.source}")
+        return
+    if not family.has_weights:
+        hint = "myna doctor --model FOLDER, or the hub name of a checkpoint"
+        yield Check("model", "failed", f"{model.source} is a configuration without weights", hint)
+        return
+    yield Check("model", "passed", f"{model.source}: {family.name}, configuration and tokenizer agree")
+
+
+def check_model_tokenizer(model: CheckedModel) -> Iterator[Check]:
+    tokenizer = model.family.tokenizer
+    for sentence in SENTENCES:
+        ids = tokenizer.encode(sentence, add_special_tokens=False)
+        back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if back != sentence:
+            detail = f"{sentence!r} comes back as {back!r}"
+            yield Check("tokenizer", "failed", detail, FETCH_AGAIN)
+            return
+    yield Check("tokenizer", "passed", f"{len(tokenizer)} tokens; Arabic and Vietnamese come back as they went in")
+
+
+def check_model_weights(model: CheckedModel) -> Iterator[Check]:
+    """Names and shapes of every tensor; reads headers and no tensor."""
+    yield Check("weights", "passed", model.family.check_weights())
+
+
+def check_model_codec(model: CheckedModel) -> Iterator[Check]:
+    """A second of noise, encoded and, with a codec, decoded."""
+    import numpy as np
+
+    try:
+        with _offline():
+            encoder: Any = model.family.load_encoder()
+    except ModelError as error:
+        if not _not_cached(error):
+            raise
+        yield Check("codec", "warning", f"not looked at: {error.what}", error.hint)
+        return
+    frames = int(encoder.frame_rate)
+    noise = 0.1 * np.random.default_rng(0).standard_normal((1, frames * encoder.hop), dtype=np.float32)
+    codes = encoder.encode(noise)[0]
+    if not hasattr(encoder, "decode"):
+        whole = codes.shape == (frames, encoder.codebooks)
+        detail = f"a second of noise is {len(codes)} frames of {encoder.codebooks} features"
+        yield Check("features", "passed", detail) if whole else Check("features", "failed", detail, FETCH_AGAIN)
+        return
+    decoded = encoder.decode(codes)
+    detail = f"a second of noise is {len(codes)} frames of {encoder.codebooks} codes and {len(decoded)} samples again"
+    is_whole = codes.shape == (frames, encoder.codebooks) and len(decoded) == frames * encoder.hop
+    if not is_whole or not np.isfinite(decoded).all():
+        yield Check("codec", "failed", detail, FETCH_AGAIN)
+    else:
+        yield Check("codec", "passed", detail)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _not_cached(error: ModelError) -> bool:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    return isinstance(error.__cause__, LocalEntryNotFoundError)
+
+
+def run_doctor(model: str | None = None) -> Iterator[Check]:
+    """Yield the result of every check as soon as it is there; those of the model if one is named."""
     broken = False
-    for probe, package in MACHINE_CHECKS:
-        found = _guarded(probe, package)
-        yield from found
-        broken |= probe is environment.check_transformers and any(check.status == "failed" for check in found)
+    for check in MACHINE_CHECKS:
+        for result in _run(check):
+            broken |= check.run is check_transformers and result.status == "failed"
+            yield result
     if model is None:
         return
     if broken:
         hint = f"mend what failed above, then: myna doctor --model {model}"
         yield Check("model", "failed", "not looked at, since transformers does not work here", hint)
         return
-    checked = model_checks.CheckedModel(model)
-    opened = _guarded(model_checks.check_model, "transformers", checked)
+    checked = CheckedModel(model)
+    opened = list(_run(_needs("transformers", check_model), checked))
     yield from opened
-    if all(check.status == "ok" for check in opened):
-        for probe in MODEL_CHECKS:
-            yield from _guarded(probe, "transformers", checked)
+    if all(result.status == "passed" for result in opened):
+        for function in (check_model_tokenizer, check_model_weights, check_model_codec):
+            yield from _run(_needs("transformers", function), checked)
 
 
-def _guarded(probe: Probe, package: str, *arguments: Any) -> list[Check]:
-    """What a probe finds, come what may; `package` is what to suspect when it comes to the worst."""
-    found, name = [], probe.__name__.removeprefix("check_").removeprefix("model_").replace("_", " ")
-    try:
-        for check in probe(*arguments):
-            found.append(check)  # noqa: PERF402 - one by one, to keep those before an exception
-    except MynaError as error:
-        found.append(Check(name, "failed", error.what, error.hint))
-    # Broad on purpose, and only here: this is for machines on which anything may be broken, and has to go on to
-    # the next check with whatever this one ran into as its finding.
-    except Exception as error:  # noqa: BLE001
-        hint = f"pip install --force-reinstall --no-deps {package}; if it stays, report this with `myna doctor --json`"
-        if isinstance(error, ModuleNotFoundError):
-            hint = "pip install myna, which brings what it needs"
-        found.append(Check(name, "failed", f"{type(error).__name__}: {error}", hint))
-    return found
+def _run(check: CheckFunction, *arguments: Any) -> Iterator[Check]:
+    for result in run_check(check, *arguments):
+        assert result.hint or result.status == "passed", f"{result.name} has no hint"
+        yield result
+
+
+def _needs(packages: str, function: Callable[..., Iterator[Check]]) -> CheckFunction:
+    """Name a check for its function; `packages` are suspected if it raises an unexpected exception."""
+    name = function.__name__.removeprefix("check_").removeprefix("model_").replace("_", " ")
+    hint = f"pip install --force-reinstall --no-deps {packages}; if it stays, report this with `myna doctor --json`"
+    return CheckFunction(name, function, hint)
+
+
+MACHINE_CHECKS: tuple[CheckFunction, ...] = (
+    _needs("packaging", check_python),
+    _needs("packaging", check_packages),
+    _needs("torch", check_torch),
+    _needs("torch", check_gpu),
+    _needs("torch", check_precision),
+    _needs("huggingface-hub", check_disk),
+    _needs("psutil", check_memory),
+    _needs("soundfile soxr", check_audio_files),
+    _needs("transformers", check_transformers),
+    _needs("huggingface-hub", check_hub),
+    _needs("accelerate", check_processes),
+    _needs("tensorboard wandb trackio", check_trackers),
+)

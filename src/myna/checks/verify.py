@@ -1,24 +1,65 @@
-"""Verification of a model, a run or an adapter: opened once, and every check run on it."""
+"""Verification of a model, a run or an adapter: opened once, then every check is run on it."""
 
 from __future__ import annotations
 
-import math
+import json
 import os
-import time
-from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
-from myna.checks.certificate import Certificate, VerifyCheck, VerifyStatus
-from myna.checks.verify_checks import CHECKS, Finding
-from myna.checks.verify_subject import NotApplicableError, VerifiedModel
+from myna.checks.verified_model import VerifiedModel
+from myna.checks.verify_checks import CHECKS
+from myna.core.check import Check, run_checks
 from myna.core.device import pick_device
-from myna.core.errors import MynaError
+from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.models.base import SpeakingFamily
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_adapted
 from myna.train.precision import choose_precision
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """All checks of one model on one device."""
+
+    source: str
+    family: str
+    device: str
+    dtype: str
+    quick: bool
+    versions: dict[str, str]
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.first_failure is None
+
+    @property
+    def first_failure(self) -> Check | None:
+        return next((check for check in self.checks if check.status == "failed"), None)
+
+    @property
+    def verdict(self) -> str:
+        """One line: all is well, or the first difference."""
+        where = f"{self.source} on {self.device} in {self.dtype}"
+        if (failure := self.first_failure) is not None:
+            return f"{where}: {failure.name} failed: {failure.message}"
+        passed = sum(check.status == "passed" for check in self.checks)
+        left_out = len(self.checks) - passed
+        others = f", {left_out} skipped" if left_out else ""
+        return f"{where}: verified, {passed} checks passed{others}"
+
+    def save(self, folder: Path) -> None:
+        """Write verify.json and verify.html."""
+        from myna.checks.verify_page import certificate_page
+
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"verdict": self.verdict, "passed": self.passed, **asdict(self)}
+        save_text(folder / "verify.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        save_text(folder / "verify.html", certificate_page(self))
 
 
 def run_verification(
@@ -33,10 +74,7 @@ def run_verification(
     """Every check of a model; `base` is the base model of a run or an adapter, where it is not the one it names."""
     progress("verify", 0, len(CHECKS))
     subject = load_verified(source, base=base, codec=codec, device=device, quick=quick)
-    checks = []
-    for number, (name, check) in enumerate(CHECKS, start=1):
-        checks.append(_run(name, check, subject))
-        progress("verify", number, len(CHECKS))
+    checks = tuple(run_checks(CHECKS, subject, stage="verify", progress=progress))
     return Certificate(
         source=os.fspath(source),
         family=subject.family.name,
@@ -44,7 +82,7 @@ def run_verification(
         dtype=str(subject.dtype).removeprefix("torch."),
         quick=quick,
         versions=_versions(),
-        checks=tuple(checks),
+        checks=checks,
     )
 
 
@@ -62,27 +100,6 @@ def load_verified(
         model = family.load_model(dtype=dtype, device=target, text_head=family.has_weights and family.has_text_head)
     loaded = family.load_codec(device=target) if isinstance(family, SpeakingFamily) else None
     return VerifiedModel(family, model.requires_grad_(False).eval(), ref.adapter, loaded, target, dtype, quick)
-
-
-def _run(name: str, check: Callable[[VerifiedModel], Finding], subject: VerifiedModel) -> VerifyCheck:
-    start = time.perf_counter()
-    status: VerifyStatus
-    compared = (check.__doc__ or "").strip()
-    try:
-        finding = check(subject)
-        status = "passed" if finding.passed else "failed"
-    except NotApplicableError as reason:
-        finding, status = Finding(True, str(reason)), "not applicable"
-    except MynaError as error:
-        finding, status = Finding(False, f"{error.what}: {error.hint}"), "failed"
-    # Broad on purpose: whatever a kernel or a library runs into on this device is the finding of this check, and the
-    # others are still to be run.
-    except Exception as error:  # noqa: BLE001
-        finding, status = Finding(False, f"{type(error).__name__}: {error}"), "failed"
-    seconds = time.perf_counter() - start
-    # JSON has no number for one that is not finite; the detail says what happened.
-    difference = finding.difference if finding.difference is None or math.isfinite(finding.difference) else None
-    return VerifyCheck(name, compared, status, finding.detail, difference, finding.tolerance, seconds)
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """Checks of a model: our paths against transformers' own, and against one another.
 
-Each check is a function of a `VerifiedModel` that returns a `Finding`, or raises `NotApplicableError`. They run in the
+Each check is a function of a `VerifiedModel` that returns a `Check`, or raises `CheckSkipped`. They run in the
 order of `CHECKS`: the first one merges an adapter, the last one puts a LoRA on the model.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ import numpy.typing as npt
 import torch
 from peft import PeftModel
 
-from myna.checks.verify_speaking import (
+from myna.checks.verified_model import (
     GREEDY,
+    TEXTS,
     GreedyChoices,
+    VerifiedModel,
     adapter_choices,
     decode_together,
     greedy_choices,
     speak_together,
 )
-from myna.checks.verify_subject import TEXTS, NotApplicableError, VerifiedModel
+from myna.core.check import Check, CheckFunction, CheckSkipped
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ModelError
 from myna.data.codec import Codec, Samples
@@ -60,21 +62,11 @@ MIN_LEVEL = 1e-4
 """Root-mean-square level below which decoded audio is silence: -80 dB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Outcome of a check."""
-
-    passed: bool
-    detail: str
-    difference: float | None = None
-    tolerance: float | None = None
-
-
-def check_merged(subject: VerifiedModel) -> Finding:
+def check_merged(subject: VerifiedModel) -> Check:
     """the adapter on its base, and the merged model: logits, and greedy codes of the adapter in rows of a batch"""
     model = subject.model
     if not isinstance(model, PeftModel) or subject.adapter is None:
-        raise NotApplicableError("there is no adapter: this is a whole model")
+        raise CheckSkipped("there is no adapter: this is a whole model")
     with model.disable_adapter():
         base = probe_logits(subject.family, model)
     adapted = probe_logits(subject.family, model)
@@ -87,18 +79,18 @@ def check_merged(subject: VerifiedModel) -> Finding:
         subject.model = merge_lora(model if matrices is None else load_adapter(subject.model, subject.adapter))
     check = compare_merged(base, adapted, probe_logits(subject.family, subject.model), subject.dtype)
     if check.problem is not None:
-        return Finding(False, check.problem, check.largest_difference, check.tolerance)
+        return _finding(False, check.problem, check.largest_difference, check.tolerance)
     if choices:
         try:
             spoken = _compare_choices(subject, choices)
-        except NotApplicableError as reason:
+        except CheckSkipped as reason:
             note = f"in rows of a batch {reason}"
         else:
-            note = f"in rows of a batch {spoken.detail}"
+            note = f"in rows of a batch {spoken.message}"
             if not spoken.passed:
-                return replace(spoken, detail=note)
+                return replace(spoken, message=note)
     detail = f"{check.logits:,} logits; {check.lost_share:.2%} of what the adapter changes is lost in rounding"
-    return Finding(True, f"{detail}; {note}" if note else detail, check.largest_difference, check.tolerance)
+    return _finding(True, f"{detail}; {note}" if note else detail, check.largest_difference, check.tolerance)
 
 
 def _row_matrices(subject: VerifiedModel, adapter: Path) -> tuple[LoraMatrices | None, str]:
@@ -113,7 +105,7 @@ def _row_matrices(subject: VerifiedModel, adapter: Path) -> tuple[LoraMatrices |
         return None, f"not in rows of a batch: {error.what}"
 
 
-def check_forward(subject: VerifiedModel) -> Finding:
+def check_forward(subject: VerifiedModel) -> Check:
     """training forward, and transformers' own: losses by stream and all logits"""
     family, largest, worst_logit, worst = subject.family, 0.0, 0.0, (0.0, "", 0.0, 0.0)
     objective = family.objective(subject.model).eval()
@@ -125,7 +117,7 @@ def check_forward(subject: VerifiedModel) -> Finding:
         if ours.shape != theirs.logits.shape or not (
             torch.isfinite(ours).all() and torch.isfinite(theirs.logits).all()
         ):
-            return Finding(False, f"{len(ours):,} logits where transformers has {len(theirs.logits):,}, or not finite")
+            return _finding(False, f"{len(ours):,} logits where transformers has {len(theirs.logits):,}, or not finite")
         largest = max(largest, float(theirs.logits.abs().max()))
         worst_logit = max(worst_logit, float((ours - theirs.logits).abs().max()))
         for stream, our, their in zip(family.loss_terms, sums.tolist(), theirs.sums.tolist(), strict=True):
@@ -134,12 +126,12 @@ def check_forward(subject: VerifiedModel) -> Finding:
     share = worst_logit / largest
     if not worst[0] <= loss_tolerance:
         detail = f"the loss of {worst[1]} is {worst[2]:.6g}, by transformers {worst[3]:.6g}"
-        return Finding(False, detail, worst[0], loss_tolerance)
+        return _finding(False, detail, worst[0], loss_tolerance)
     detail = f"logits differ by at most {worst_logit:.2g} of {largest:.3g}, losses by {worst[0]:.1e} of their size"
-    return Finding(share <= tolerance, detail, share, tolerance)
+    return _finding(share <= tolerance, detail, share, tolerance)
 
 
-def check_packed(subject: VerifiedModel) -> Finding:
+def check_packed(subject: VerifiedModel) -> Check:
     """losses of sequences packed into one batch, and of each by itself"""
     family = subject.family
     objective = family.objective(subject.model).eval()
@@ -154,12 +146,12 @@ def check_packed(subject: VerifiedModel) -> Finding:
     return _compare_losses(family.loss_terms, packed, single, "packed", "one by one", LOSS_TOLERANCES[subject.dtype])
 
 
-def check_generate(subject: VerifiedModel) -> Finding:
+def check_generate(subject: VerifiedModel) -> Check:
     """greedy choices, and those of transformers' own generate"""
     return _compare_choices(subject, greedy_choices(subject))
 
 
-def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -> Finding:
+def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -> Check:
     """Greedy choices of ours for all prompts, and those of transformers' `generate`, up to the first difference."""
     compared, complete, gap, largest, note = 0, 0, 0.0, 0.0, ""
     for prompt, found, theirs in zip(subject.prompts, choices, subject.generated, strict=True):
@@ -189,11 +181,11 @@ def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -
     if note and share <= tolerance:
         detail += f", whose logits differ by {gap:.2g} of {largest:.3g}: a tie in {_name(subject.dtype)}"
     if share <= tolerance and compared < MIN_STEPS and not complete:
-        raise NotApplicableError(f"only {compared} steps could be compared: transformers chose ids that ours may not")
-    return Finding(share <= tolerance, detail, share, tolerance)
+        raise CheckSkipped(f"only {compared} steps could be compared: transformers chose ids that ours may not")
+    return _finding(share <= tolerance, detail, share, tolerance)
 
 
-def check_alone(subject: VerifiedModel) -> Finding:
+def check_alone(subject: VerifiedModel) -> Check:
     """each request by itself, and among others that join and leave: codes, log-probabilities and samples"""
     if isinstance(subject.family, AnsweringFamily):
         answers = subject.family.answer(subject.model, subject.prompts, subject.frames)
@@ -224,17 +216,17 @@ def check_alone(subject: VerifiedModel) -> Finding:
         apart = np.abs(alone.log_probs[:count] - among.log_probs[:count])[shared]
         compared, worst = compared + len(apart), max(worst, float(apart.max(initial=0.0)))
     if total and not compared:
-        return Finding(False, "every request begins with other codes among others than by itself", 1.0, 0)
+        return _finding(False, "every request begins with other codes among others than by itself", 1.0, 0)
     if not worst <= tolerance:
-        return Finding(False, f"log-probabilities of the same codes differ by {worst:.3g}{note}", worst, tolerance)
+        return _finding(False, f"log-probabilities of the same codes differ by {worst:.3g}{note}", worst, tolerance)
     for prompt, among, samples in zip(subject.prompts, crowd, decode_together(codec, crowd), strict=True):
         if (finding := _compare_samples(samples, decode_together(codec, [among])[0], codec)) is not None:
-            return replace(finding, detail=f"{finding.detail}, of {prompt.id!r} decoded among other streams")
+            return replace(finding, message=f"{finding.message}, of {prompt.id!r} decoded among other streams")
     detail = f"codes{note}; log-probabilities differ by {worst:.2g}; samples of all streams are equal"
     return _equality(subject, equal / total if total else 1.0, detail)
 
 
-def check_replay(subject: VerifiedModel) -> Finding:
+def check_replay(subject: VerifiedModel) -> Check:
     """log-probabilities of sampled codes as reported, and of their replay through the training forward"""
     family, _ = subject.speaking
     objective = family.objective(subject.model).eval()
@@ -257,17 +249,17 @@ def check_replay(subject: VerifiedModel) -> Finding:
         worst = max(worst, (found, where, float(reported[book]), float(replayed[book])))
         codes += one.log_probs.size
     if not codes:
-        raise NotApplicableError("the model ended at once, whatever it was asked to say")
+        raise CheckSkipped("the model ended at once, whatever it was asked to say")
     tolerance = LOG_PROB_TOLERANCES[subject.dtype] / 2
     if not worst[0] <= tolerance:
         detail = f"the mean log-probability of {worst[1]} is reported as {worst[2]:.5g}, and {worst[3]:.5g} in a replay"
-        return Finding(False, detail, worst[0], tolerance)
-    return Finding(
+        return _finding(False, detail, worst[0], tolerance)
+    return _finding(
         True, f"of {codes:,} codes and ends, means by codebook differ by at most {worst[0]:.1e}", worst[0], tolerance
     )
 
 
-def check_stream(subject: VerifiedModel) -> Finding:
+def check_stream(subject: VerifiedModel) -> Check:
     """streamed samples, and those of the whole clip, bit for bit"""
     family, codec = subject.speaking
     random = np.random.default_rng(0)
@@ -280,18 +272,18 @@ def check_stream(subject: VerifiedModel) -> Finding:
         decoder = StreamDecoder(codec)
         parts = [decoder.decode(part) for part in np.split(codes, cuts)]
         if (finding := _compare_samples(np.concatenate([*parts, decoder.finish()]), whole, codec)) is not None:
-            return replace(finding, detail=f"{finding.detail}, in chunks that end at {cuts.tolist()}")
+            return replace(finding, message=f"{finding.message}, in chunks that end at {cuts.tolist()}")
     engine = Engine(family, subject.model, codec)
     sampling = replace(GREEDY, max_seconds=subject.frames / codec.frame_rate)
     request = SpeechRequest(TEXTS[1], id="line")
     [speech] = engine.speak([request], sampling)
     streamed = np.concatenate([np.zeros(0, np.float32), *engine.stream(request, sampling)])
     if (finding := _compare_samples(streamed, speech.samples, codec)) is not None:
-        return replace(finding, detail=f"{finding.detail}, in speech of the model")
-    return Finding(True, f"{chunkings} random chunkings of {frames} frames, and {len(speech.codes)} spoken ones", 0, 0)
+        return replace(finding, message=f"{finding.message}, in speech of the model")
+    return _finding(True, f"{chunkings} random chunkings of {frames} frames, and {len(speech.codes)} spoken ones", 0, 0)
 
 
-def check_codec(subject: VerifiedModel) -> Finding:
+def check_codec(subject: VerifiedModel) -> Check:
     """a synthetic voiced sound, encoded and decoded"""
     _, codec = subject.speaking
     sound = voiced_sound(codec, seconds=1.0 if subject.quick else 3.0)
@@ -299,29 +291,29 @@ def check_codec(subject: VerifiedModel) -> Finding:
     decoded, again = codec.decode(codes), codec.decode(codes)
     frames = len(sound) // codec.hop
     if codes.shape != (frames, codec.codebooks) or int(codes.max(initial=0)) >= codec.codebook_size:
-        return Finding(
+        return _finding(
             False, f"{frames} frames of sound are codes of shape {codes.shape}, up to {codes.max(initial=0)}"
         )
     if decoded.shape != sound.shape:
-        return Finding(False, f"{len(sound)} samples come back as {len(decoded)}")
+        return _finding(False, f"{len(sound)} samples come back as {len(decoded)}")
     if not np.isfinite(decoded).all():
-        return Finding(False, f"{np.count_nonzero(~np.isfinite(decoded))} decoded samples are not finite")
+        return _finding(False, f"{np.count_nonzero(~np.isfinite(decoded))} decoded samples are not finite")
     level = _rms(decoded)
     if level < MIN_LEVEL:
-        return Finding(False, f"the decoded sound is silent: level {level:.1e}", level, MIN_LEVEL)
+        return _finding(False, f"the decoded sound is silent: level {level:.1e}", level, MIN_LEVEL)
     if not np.array_equal(decoded, again):
-        return Finding(False, "the same codes were decoded to other samples", float(np.abs(decoded - again).max()), 0)
+        return _finding(False, "the same codes were decoded to other samples", float(np.abs(decoded - again).max()), 0)
     agreement = float((codec.encode(decoded[None])[0] == codes).mean())
     noise = _rms(decoded - sound)
     snr, gain = (20 * np.log10(_rms(value) / over) for value, over in ((sound, noise), (decoded, _rms(sound))))
-    return Finding(
+    return _finding(
         True,
         f"{frames} frames: signal-to-noise ratio {snr:.1f} dB, level {gain:+.1f} dB; {agreement:.0%} of the codes are "
         "the same when encoded again (reported, not judged); decoding is deterministic",
     )
 
 
-def check_fused(subject: VerifiedModel) -> Finding:
+def check_fused(subject: VerifiedModel) -> Check:
     """losses and LoRA gradients of the fused training path, and of the plain one"""
     family = subject.family
     layers = get_base_model(subject.model).config.num_hidden_layers
@@ -330,9 +322,7 @@ def check_fused(subject: VerifiedModel) -> Finding:
     plain, gradients = train_pass(subject, family.objective(learner), batch)
     objective: Any = family.objective(learner, fused_lora=True)
     if not objective.fused:
-        raise NotApplicableError(
-            f"{family.name} on {subject.device.type} has no fused layers: it trains on the plain path"
-        )
+        raise CheckSkipped(f"{family.name} on {subject.device.type} has no fused layers: it trains on the plain path")
     fused, fused_gradients = train_pass(subject, objective, batch)
     tolerance = gradient_tolerance(subject.dtype, layers)
     losses = _compare_losses(
@@ -343,8 +333,8 @@ def check_fused(subject: VerifiedModel) -> Finding:
     apart = gradient_differences(fused_gradients, gradients)
     worst = max(apart, key=lambda name: apart[name] if np.isfinite(apart[name]) else np.inf)
     if not apart[worst] <= tolerance:
-        return Finding(False, f"the gradient of {worst} differs", apart[worst], tolerance)
-    return replace(losses, detail=f"{losses.detail}; gradients of {len(apart)} matrices by {apart[worst]:.1e}")
+        return _finding(False, f"the gradient of {worst} differs", apart[worst], tolerance)
+    return replace(losses, message=f"{losses.message}; gradients of {len(apart)} matrices by {apart[worst]:.1e}")
 
 
 def make_learner(subject: VerifiedModel) -> Any:
@@ -369,18 +359,22 @@ def gradient_tolerance(dtype: torch.dtype, layers: int) -> float:
     return GRADIENT_TOLERANCES[dtype] * math.sqrt(max(1.0, layers / TOLERATED_LAYERS))
 
 
-CHECKS: tuple[tuple[str, Callable[[VerifiedModel], Finding]], ...] = (
-    ("adapter = merged", check_merged),
-    ("forward = transformers", check_forward),
-    ("packed = one by one", check_packed),
-    ("greedy = generate", check_generate),
-    ("alone = crowd", check_alone),
-    ("log-probabilities = replay", check_replay),
-    ("stream = file", check_stream),
-    ("codec round trip", check_codec),
-    ("fused = plain", check_fused),
+def _comparison(name: str, function: Callable[[VerifiedModel], Check]) -> CheckFunction:
+    """Name a check; its docstring says what it compares."""
+    return CheckFunction(name, function, compared=(function.__doc__ or "").strip())
+
+
+CHECKS: tuple[CheckFunction, ...] = (
+    _comparison("adapter = merged", check_merged),
+    _comparison("forward = transformers", check_forward),
+    _comparison("packed = one by one", check_packed),
+    _comparison("greedy = generate", check_generate),
+    _comparison("alone = crowd", check_alone),
+    _comparison("log-probabilities = replay", check_replay),
+    _comparison("stream = file", check_stream),
+    _comparison("codec round trip", check_codec),
+    _comparison("fused = plain", check_fused),
 )
-"""In this order. The docstring of each says what it compares."""
 
 
 def voiced_sound(codec: Codec, seconds: float) -> Samples:
@@ -430,35 +424,39 @@ def train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[to
     return losses.sums.detach().double().cpu(), gradients
 
 
+def _finding(passed: bool, message: str, difference: float | None = None, tolerance: float | None = None) -> Check:
+    return Check("", "passed" if passed else "failed", message, difference=difference, tolerance=tolerance)
+
+
 def _compare_losses(
     streams: Sequence[str], ours: Sequence[float], plain: Sequence[float], this: str, other: str, tolerance: float
-) -> Finding:
+) -> Check:
     apart, stream, one, two = max(
         (_relative(a, b), stream, a, b) for stream, a, b in zip(streams, ours, plain, strict=True)
     )
     if not apart <= tolerance:
-        return Finding(False, f"the loss of {stream} is {one:.6g} {this}, {two:.6g} {other}", apart, tolerance)
-    return Finding(
+        return _finding(False, f"the loss of {stream} is {one:.6g} {this}, {two:.6g} {other}", apart, tolerance)
+    return _finding(
         True, f"losses of {len(streams)} streams differ by at most {apart:.1e} of their size", apart, tolerance
     )
 
 
-def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Finding | None:
+def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Check | None:
     if found.shape != expected.shape:
-        return Finding(False, f"{len(found)} samples streamed, {len(expected)} in the file")
+        return _finding(False, f"{len(found)} samples streamed, {len(expected)} in the file")
     if np.array_equal(found, expected):
         return None
     first = int((found != expected).argmax())
     apart = float(np.abs(found - expected).max())
-    return Finding(False, f"samples differ from frame {first // codec.hop} on", apart, 0)
+    return _finding(False, f"samples differ from frame {first // codec.hop} on", apart, 0)
 
 
-def _equality(subject: VerifiedModel, share: float, detail: str) -> Finding:
+def _equality(subject: VerifiedModel, share: float, detail: str) -> Check:
     """All must be equal on a CPU and in an exact batch; elsewhere kernels of other batch sizes may round otherwise."""
     if subject.device.type == "cpu" or subject.is_exact or share == 1:
-        return Finding(share == 1, f"{share:.2%} equal {detail}", 1 - share, 0)
+        return _finding(share == 1, f"{share:.2%} equal {detail}", 1 - share, 0)
     reason = f"kernels round otherwise for other batch sizes, and {subject.device.type} has no exact batch"
-    return Finding(True, f"{share:.2%} equal {detail}; reported, not judged: {reason}", 1 - share)
+    return _finding(True, f"{share:.2%} equal {detail}; reported, not judged: {reason}", 1 - share)
 
 
 def _relative(one: float, other: float) -> float:

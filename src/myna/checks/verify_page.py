@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from myna.checks.certificate import Certificate, VerifyCheck
+from myna.checks.verify import Certificate
+from myna.core.check import Check
 from myna.report.document import html_document
 from myna.report.markup import element, html_table
 
-STATUS_CLASSES = {"passed": "good", "failed": "bad", "not applicable": "note"}
+STATUS_CLASSES = {"passed": "good", "failed": "bad", "skipped": "note"}
 
 
 def certificate_page(certificate: Certificate) -> str:
@@ -29,12 +30,12 @@ def format_figure(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _row(check: VerifyCheck) -> tuple[object, ...]:
+def _row(check: Check) -> tuple[object, ...]:
     return (
         check.name,
         check.compared,
         element("span", check.status, class_=STATUS_CLASSES[check.status]),
-        check.detail,
+        check.message,
         format_figure(check.difference),
         format_figure(check.tolerance),
         f"{check.seconds:.1f}",

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from myna.checks.check import Check
+from myna.core.check import Check
 from myna.core.errors import MynaError
 
 SHARED_FACTS = ("python", "transformers", "myna", "codec")
@@ -77,7 +77,7 @@ def check_cluster(
         for node, answer in zip(nodes, answers, strict=True)
     ]
     total = f"{sum(node.cpus for node in nodes)} CPUs and {sum(node.gpus for node in nodes)} GPUs"
-    checks = [Check("nodes", "ok", f"{len(nodes)} with {total}")]
+    checks = [Check("nodes", "passed", f"{len(nodes)} with {total}")]
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, str):
             checks.append(Check(f"node {node.name}", "failed", answer, HINTS["node"]))
@@ -147,7 +147,8 @@ def _compare(name: str, reports: Sequence[NodeReport]) -> Check:
             return Check(name, "failed", detail, HINTS[name])
     if value.startswith("cannot be opened"):
         return Check(name, "failed", value, HINTS[name])
-    return Check(name, "ok", value if value != "none" else "none on any node: make curation-models, for `myna curate`")
+    absent = "none on any node: make curation-models, for `myna curate`"
+    return Check(name, "passed", absent if value == "none" else value)
 
 
 def _place(report: NodeReport) -> str:
@@ -172,7 +173,7 @@ def check_shared_folder(folder: Path, names: Sequence[str], call: Callable[..., 
                 return Check("shared folder", "failed", detail, mount)
     finally:
         call(remove_shared, [file for file in written if isinstance(file, Path)])
-    return Check("shared folder", "ok", f"{folder}: what one node writes, all others see")
+    return Check("shared folder", "passed", f"{folder}: what one node writes, all others see")
 
 
 def write_shared(folder: Path, content: str) -> Path | str:

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from myna.checks import nodes
-from myna.checks.nodes import NodeReport, check_shared_folder, compare_nodes, node_facts
+from myna.checks import cluster
+from myna.checks.cluster import NodeReport, check_shared_folder, compare_nodes, node_facts
 from myna.cli import app
 from myna.models import save_tiny_model
 from myna.terminal import show_nodes
@@ -26,7 +26,7 @@ def report(name: str, gpus: int = 0, **facts: str) -> NodeReport:
 
 def test_nodes_that_are_alike() -> None:
     checks = compare_nodes(report("here"), [report("a"), report("b", gpus=1)])
-    assert {check.status for check in checks} == {"ok"} and len(checks) == len(FACTS)
+    assert {check.status for check in checks} == {"passed"} and len(checks) == len(FACTS)
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "myna", "curation_models"])
@@ -34,23 +34,23 @@ def test_each_difference_is_named(name: str) -> None:
     checks = compare_nodes(report("here"), [report("a"), report("b", 0, **{name: "another"})])
     [failed] = [check for check in checks if check.status == "failed"]
     assert failed.name == name.replace("_", " ")
-    assert failed.detail.endswith("and another on b") and failed.hint
+    assert failed.message.endswith("and another on b") and failed.hint
 
 
 def test_this_machine_needs_the_software_but_no_models() -> None:
     alike = [report("a", curation_models="music 12"), report("b", curation_models="music 12")]
-    assert {check.status for check in compare_nodes(report("here"), alike)} == {"ok"}
+    assert {check.status for check in compare_nodes(report("here"), alike)} == {"passed"}
     [failed] = [check for check in compare_nodes(report("here", myna="1 cd"), alike) if check.status == "failed"]
-    assert failed.detail == "1 cd here, and 1 ab on a"
+    assert failed.message == "1 cd here, and 1 ab on a"
 
 
 def test_what_no_node_can_open_and_gpus_without_a_torch_for_them_fail() -> None:
     broken = "cannot be opened: no such model"
     checks = compare_nodes(report("here", codec=broken), [report("a", codec=broken)])
-    assert [check.detail for check in checks if check.status == "failed"] == [broken]
+    assert [check.message for check in checks if check.status == "failed"] == [broken]
     cpu = "2.13.0, CPU build"
     checks = compare_nodes(report("here", torch=cpu), [report("a", gpus=2, torch=cpu)])
-    assert [check.detail for check in checks if check.status == "failed"] == [
+    assert [check.message for check in checks if check.status == "failed"] == [
         "a has 2, and a torch that cannot use them"
     ]
 
@@ -71,15 +71,15 @@ def two_disks(shared: Path, own: Path) -> Callable[..., list[Any]]:
 
 
 def test_a_folder_that_is_shared_and_one_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "SHARED_SECONDS", 0.2)
+    monkeypatch.setattr(cluster, "SHARED_SECONDS", 0.2)
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
-    assert check_shared_folder(one, ["a", "b"], two_disks(one, one)).status == "ok"
+    assert check_shared_folder(one, ["a", "b"], two_disks(one, one)).status == "passed"
     check = check_shared_folder(one, ["a", "b"], two_disks(one, other))
-    assert check.status == "failed" and check.detail == f"b cannot write to {one}: there is no such folder"
+    assert check.status == "failed" and check.message == f"b cannot write to {one}: there is no such folder"
     other.mkdir()
     check = check_shared_folder(one, ["a", "b"], two_disks(one, other))
-    assert check.status == "failed" and check.detail == f"a does not see in {one} what b has written"
+    assert check.status == "failed" and check.message == f"a does not see in {one} what b has written"
     assert str(one) in check.hint
     assert not list(one.iterdir()) and not list(other.iterdir()), "nothing is left behind"
 
@@ -124,7 +124,7 @@ class TestCluster:
         tree = json.loads(result.stdout)
         assert len(tree["nodes"]) == 2 and all(node["cpus"] == 1 for node in tree["nodes"])
         statuses = {check["name"]: check["status"] for check in tree["checks"]}
-        assert statuses["shared folder"] == statuses["codec"] == statuses["myna"] == "ok"
+        assert statuses["shared folder"] == statuses["codec"] == statuses["myna"] == "passed"
 
     def test_a_folder_that_is_not_there_fails(self, address: str, tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["doctor", "--ray", address, "--shared", str(tmp_path / "none")])

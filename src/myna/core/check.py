@@ -1,0 +1,89 @@
+"""Result of a check, for doctor, verify and the preflight, and the runner of the functions that make them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from myna.core.errors import MynaError
+from myna.core.progress import ProgressCallback, silent
+
+CheckStatus = Literal["passed", "warning", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check."""
+
+    name: str
+    status: CheckStatus
+    message: str
+    """What was found, or the reason why the check was skipped."""
+    hint: str = ""
+    """What to type or do about a warning or a failure."""
+    difference: float | None = None
+    """Measured difference of a comparison."""
+    tolerance: float | None = None
+    """Largest difference that passes, in the unit of the difference."""
+    compared: str = ""
+    """What was compared with what."""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+class CheckSkipped(Exception):  # noqa: N818 - no error
+    """Raised by a check that does not apply; the message is the reason."""
+
+
+class CheckFunction(NamedTuple):
+    """A check that can be run. It returns or yields results, or raises an error with what to type."""
+
+    name: str
+    """Name of results that have none."""
+    run: Callable[..., Check | Iterable[Check]]
+    hint: str = ""
+    """What to do about an unexpected exception."""
+    compared: str = ""
+
+
+def run_checks(
+    checks: Sequence[CheckFunction], *arguments: Any, stage: str = "checks", progress: ProgressCallback = silent
+) -> Iterator[Check]:
+    """Run checks in order and yield each result as soon as it is there."""
+    for number, check in enumerate(checks, start=1):
+        yield from run_check(check, *arguments)
+        progress(stage, number, len(checks))
+
+
+def run_check(check: CheckFunction, *arguments: Any) -> Iterator[Check]:
+    """Yield the results of one check. Any exception becomes a failed result: the checks after it still have to run,
+    also on a machine where anything may be broken."""
+    start = time.perf_counter()
+
+    def completed(result: Check) -> Check:
+        # JSON has no number for a difference that is not finite; the message says what happened.
+        is_finite = result.difference is not None and math.isfinite(result.difference)
+        return replace(
+            result,
+            name=result.name or check.name,
+            compared=result.compared or check.compared,
+            difference=result.difference if is_finite else None,
+            seconds=time.perf_counter() - start,
+        )
+
+    try:
+        found = check.run(*arguments)
+        yield from map(completed, [found] if isinstance(found, Check) else found)
+    except CheckSkipped as reason:
+        yield completed(Check("", "skipped", str(reason)))
+    except MynaError as error:
+        yield completed(Check("", "failed", error.what, error.hint))
+    except Exception as error:  # noqa: BLE001 - see above
+        hint = "pip install myna, which brings what it needs" if isinstance(error, ModuleNotFoundError) else check.hint
+        yield completed(Check("", "failed", f"{type(error).__name__}: {error}", hint))
