@@ -30,7 +30,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -354,21 +353,20 @@ class Bench:
 
 def fledgling(out: Path) -> None:
     """The shipped model on the CPU: real text, real ends."""
-    from myna.speak.engine import SpeechRequest
     from myna.speak.loading import load_engine
+    from myna.speak.request import SpeechRequest
 
     start = time.perf_counter()
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     rows: list[dict[str, Any]] = [{"name": "load", "seconds": time.perf_counter() - start}]
     text = "The birds sing early in the morning, when the light is grey and the garden is still asleep."
-    sampling = replace(engine.family.sampling, max_seconds=10.0)
 
     def measure(name: str, lines: int) -> None:
-        requests = [SpeechRequest(text, id=str(number)) for number in range(lines)]
+        requests = [SpeechRequest(text, id=str(number), max_seconds=10.0) for number in range(lines)]
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            speeches = engine.speak(requests, sampling)
+            speeches = engine.speak(requests)
             times.append(time.perf_counter() - start)
         seconds = sum(speech.seconds for speech in speeches)
         row = {"name": name, "lines": lines, "speech_s": seconds, "wall_s": min(times)}
@@ -380,7 +378,7 @@ def fledgling(out: Path) -> None:
     times = []
     for number in range(4):
         start = time.perf_counter()
-        next(iter(engine.stream(SpeechRequest(text, id=f"first {number}"), sampling)))
+        next(iter(engine.stream(SpeechRequest(text, id=f"first {number}", max_seconds=10.0))))
         times.append(time.perf_counter() - start)
     rows.append({"name": "first sound", "seconds": min(times)})
     print(json.dumps(rows[-1]), flush=True)

@@ -44,6 +44,7 @@ from myna.serve.context import ServerSettings
 from myna.serve.messages import AudioPiece, EngineSettings, SpeakMessage
 from myna.serve.server import bind, run_server
 from myna.speak.engine import Engine
+from myna.speak.request import SpeechRequest
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
 TOKENS = 4096
@@ -215,9 +216,9 @@ def host_cost(rows: int, steps: int = 250) -> dict[str, float]:
     from myna.serve.engine_process import SpeechWorker
 
     worker = SpeechWorker(instant_engine(0.0), EngineSettings("instant", rows=rows, positions=1024, max_waiting=rows))
-    sampling = {"seed": 0, "max_seconds": steps / 25}
+    request = SpeechRequest("The light is grey. " * 8, max_seconds=steps / 25)
     for number in range(rows):
-        worker.handle(SpeakMessage(f"{number}", "The light is grey. " * 8, sampling=sampling))
+        worker.handle(SpeakMessage(f"{number}", request))
     worker.step()  # lets all of them in
     start, wall, audio, count = time.process_time(), time.perf_counter(), 0.0, 0
     while worker.busy:

@@ -21,7 +21,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +199,9 @@ def decode(content: bytes) -> Samples:
 def fledgling_clips(clips: list[tuple[str, str, Samples]]) -> list[tuple[str, str, Samples]]:
     """As many lines, each in the voice of the speaker's clip before it."""
     from myna.data.conversation import AudioClip, Reference
-    from myna.speak.engine import SpeechRequest, encode_clip
+    from myna.speak.engine import encode_clip
     from myna.speak.loading import load_engine
+    from myna.speak.request import SpeechRequest
 
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     first = {}
@@ -209,9 +209,8 @@ def fledgling_clips(clips: list[tuple[str, str, Samples]]) -> list[tuple[str, st
         if speaker not in first:
             at_rate = soxr.resample(samples, SAMPLE_RATE, engine.codec.sample_rate).astype(np.float32)
             first[speaker] = Reference(text, AudioClip(speaker, encode_clip(engine.codec, at_rate)))
-    sampling = replace(engine.family.sampling, max_seconds=MAX_SECONDS)
-    requests = [SpeechRequest(text, (first[speaker],), engine.scene, id=text) for speaker, text, _ in clips]
-    plans = [engine.plan(request, sampling) for request in requests]
+    requests = [SpeechRequest(text, (first[speaker],), max_seconds=MAX_SECONDS) for speaker, text, _ in clips]
+    plans = [engine.plan(request) for request in requests]
     spoken = dict(engine.speak_plans(plans, batch_size=16))
     rate = engine.codec.sample_rate
     return [

@@ -17,8 +17,6 @@ import myna.curate
 import myna.evaluate
 import myna.train  # noqa: F401
 from myna.api import (
-    AnswerModel,
-    Voice,
     add_voice,
     compare,
     consent_sentence,
@@ -46,11 +44,13 @@ from myna.api import (
 )
 from myna.core.errors import MynaError
 from myna.core.progress import ProgressCallback
+from myna.speak.voice import Voice
 
 if TYPE_CHECKING:
     from myna.core.config import Recipe as Recipe
     from myna.core.config import load_recipe as load_recipe
     from myna.data.dataset import DataFolder as DataFolder
+    from myna.speak.answering import AnswerModel as AnswerModel
     from myna.speak.engine import Speech as Speech
     from myna.train.run import Run as Run
 
@@ -58,6 +58,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "DataFolder": "myna.data.dataset",
+    "AnswerModel": "myna.speak.answering",
     "Recipe": "myna.core.config",
     "Run": "myna.train.run",
     "Speech": "myna.speak.engine",

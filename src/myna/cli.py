@@ -20,9 +20,9 @@ from myna.core.errors import MynaError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from myna.api import Voice
     from myna.data.codec import Codes
     from myna.speak.marking import MarkedStream
+    from myna.speak.voice import Voice
 
 app = typer.Typer(
     name="myna",
@@ -588,7 +588,7 @@ def speak(
 
     A text of more than about 30 s is spoken segment by segment, each continuing the one before."""
     from myna.core.errors import ReferenceWarning, SpeakError
-    from myna.speak.validation import check_speech_text, open_reference, read_speech_text
+    from myna.speak.request import check_speech_text, open_reference, read_speech_text
 
     if [text, text_file, lines].count(None) != 2:
         raise SpeakError(
@@ -648,16 +648,17 @@ def speak(
         "watermark": watermark,
     }
     if lines is not None:
-        from myna.speak.lines import ReferenceRecording, open_lines
+        from myna.speak.lines import open_lines
+        from myna.speak.request import ReferenceRecording, SpeechRequest
 
         assert out is not None
-        references = [ReferenceRecording(*pair) for pair in pairs]
-        open_lines(lines, out, references=references, suffix=f".{format or 'wav'}", force=force)
-    from myna import api
+        defaults = SpeechRequest("", tuple(ReferenceRecording(*pair) for pair in pairs))
+        open_lines(lines, out, defaults, suffix=f".{format or 'wav'}", force=force)
+    from myna.speak.voice import Voice
     from myna.terminal import progress_bars, show_speech, show_spoken_lines, show_takes
 
     with _fast_start() as threads:
-        voice = api.Voice.open(ref, codec=codec, device=device, strength=strength, quantization=quantization)
+        voice = Voice.open(ref, codec=codec, device=device, strength=strength, quantization=quantization)
     _restore_threads(voice, threads)
     if lines is not None:
         assert out is not None
@@ -909,7 +910,6 @@ def answer(
     force: ForceOption = False,
 ) -> None:
     """Answer questions about recordings with a model that listens, or compare its answers with those of a folder."""
-    from myna import api
     from myna.core.errors import SpeakError
     from myna.core.io import check_output_file
     from myna.data.dataset import DATASET_INFO_FILE
@@ -926,12 +926,14 @@ def answer(
             raise SpeakError(
                 "--out is for the answers to a prepared folder", hint="leave it out, or name such a folder"
             )
-        for file in (out, api.AnswerModel.scores_file(out)):
+        from myna.speak.answering import AnswerModel
+
+        for file in (out, AnswerModel.scores_file(out)):
             check_output_file(file, inputs=folder.rglob("*"), force=force)
     from myna.models.ref import ModelRef
-    from myna.speak.answering import trained_warnings
+    from myna.speak.answering import AnswerModel, trained_warnings
 
-    answerer = api.AnswerModel.open(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
+    answerer = AnswerModel.open(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
     console = _console()
     with progress_bars() as progress:
         if folder is None or out is None:

@@ -19,10 +19,9 @@ from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
 from myna.evaluate.pipeline import read_item_scores
 from myna.evaluate.scoring import Scorers
 from myna.models import save_tiny_model
-from myna.models.base import Sampling
 from myna.models.ref import ModelRef
-from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from myna.train import loop
 from myna.train.checkpoint import CheckpointManager
 from myna.train.run import Run
@@ -167,7 +166,7 @@ def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, workspace:
     for name in ("", "best", "checkpoints/step-000002", "checkpoints/step-000006"):
         engine = load_engine(ModelRef.find_trained(run.folder / name), device="cpu")
         # Equal noise makes like models choose alike: one frame in a hundred tells these two apart.
-        speeches = engine.speak([SpeechRequest("hello", id=str(take)) for take in range(8)], Sampling(max_seconds=4.0))
+        speeches = engine.speak([SpeechRequest("hello", id=str(take), max_seconds=4.0) for take in range(8)])
         said[name] = b"".join(speech.codes.tobytes() for speech in speeches)
     assert said["best"] == said[""] == said["checkpoints/step-000002"] != said["checkpoints/step-000006"]
     facts = run.folder / "best" / "state.json"

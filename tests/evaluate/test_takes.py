@@ -19,7 +19,7 @@ from myna.evaluate.scoring import Scorers
 from myna.evaluate.takes import TakeRanker
 from myna.listen.asr import Transcript
 from myna.speak.engine import Speech
-from myna.speak.lines import ReferenceRecording
+from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.speak.scheduler import FinishReason
 from tests.evaluate.speech import RATE, REFERENCE, SPEAKERS, fake_scorers, record, say
 from tests.evaluate.tiny_scorers import save_whisper
@@ -39,7 +39,8 @@ def reference(tmp_path: Path) -> ReferenceRecording:
 
 
 def order(scorers: Scorers, takes: list[Speech], *references: ReferenceRecording, text: str = TEXT) -> list[int]:
-    return [one.number for one in TakeRanker(scorers).rank(text, takes, references, "en").takes]
+    request = SpeechRequest(text, references, language="en")
+    return [one.number for one in TakeRanker(scorers).rank(request, takes).takes]
 
 
 def test_the_end_counts_before_words_and_words_before_the_voice_and_the_voice_before_quality(
@@ -55,7 +56,7 @@ def test_the_end_counts_before_words_and_words_before_the_voice_and_the_voice_be
         take(right),
     ]
     assert order(fake_scorers(), takes, reference) == [5, 4, 3, 2, 1]
-    [best, *_] = TakeRanker(fake_scorers()).rank(TEXT, takes, [reference], "en").takes
+    [best, *_] = TakeRanker(fake_scorers()).rank(SpeechRequest(TEXT, (reference,), language="en"), takes).takes
     assert best.scores.word_errors == 0 and best.scores.words == 4
     assert best.to_json()["take"] == 5 and best.to_json()["transcript"] == TEXT
     without = fake_scorers(asr="none", distillmos="none", dnsmos="none")
@@ -65,17 +66,17 @@ def test_the_end_counts_before_words_and_words_before_the_voice_and_the_voice_be
 def test_a_metric_that_is_not_there_is_named_and_the_others_decide(reference: ReferenceRecording) -> None:
     takes = [take(say(TEXT, SPEAKERS["heron"], rest=2)), take(say("good evening to you", WREN, rest=2))]
     scorers = fake_scorers(asr="no ASR model was named")
-    ranking = TakeRanker(scorers).rank(TEXT, takes, [reference])
+    ranking = TakeRanker(scorers).rank(SpeechRequest(TEXT, (reference,)), takes)
     assert [one.number for one in ranking.takes] == [2, 1] and ranking.best is takes[1]
     assert ranking.notes == ("asr: not measured. no ASR model was named",)
 
 
 def test_silence_early_ends_and_copies_of_the_reference_come_after_speech(reference: ReferenceRecording) -> None:
     said = say(TEXT, SPEAKERS["heron"], rest=2)
-    copy = read_audio(reference.audio, sample_rate=RATE)
+    copy = read_audio(reference.file, sample_rate=RATE)
     takes = [take(np.zeros_like(said)), take(said[:0]), take(copy), take(said)]
     only_voice = fake_scorers(asr="none", distillmos="none", dnsmos="none")
-    ranking = TakeRanker(only_voice).rank(TEXT, takes, [reference])
+    ranking = TakeRanker(only_voice).rank(SpeechRequest(TEXT, (reference,)), takes)
     assert ranking.takes[0].number == 4 and not ranking.takes[0].defects
     defects = {one.number: one.defects for one in ranking.takes}
     assert defects == {1: ["silent"], 2: ["ended early"], 3: ["copies the reference"], 4: []}
@@ -99,7 +100,7 @@ def test_without_any_metric_it_says_what_to_install(reference: ReferenceRecordin
     with pytest.raises(ConfigError, match="pip install resemblyzer"):
         TakeRanker(fake_scorers(**reasons, speaker_encoder="pip install resemblyzer")).check(1)
     with pytest.raises(ConfigError, match="ranked by the asr that was named"):
-        TakeRanker.open(str(reference.audio.parent / "nowhere"))
+        TakeRanker.open(str(reference.file.parent / "nowhere"))
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, ModelError
 from myna.models import open_family
-from myna.models.base import Family, Sampling
+from myna.models.base import Family
 from myna.models.lora import adapter_state_dict, load_adapter, make_trainable, merge_lora, save_adapter
 from myna.models.ref import ModelRef
-from myna.speak.engine import Engine, SpeechRequest
+from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from myna.train.run import Run
 
 from .conftest import TrainWith
@@ -208,6 +209,6 @@ def test_row_27_a_loaded_adapter_differs_from_the_base_and_merges_to_itself(
     assert torch.equal(logits_of(engine.model, family), logits_of(merged, family)), "what `myna speak` opens"
 
     untuned = Engine(family, load(family), engine.codec)
-    lines, greedy = [SpeechRequest("hi")], Sampling(temperature=0, max_seconds=0.4)
-    (before,), (after,) = (one.speak(lines, greedy) for one in (untuned, engine))
+    lines = [SpeechRequest("hi", temperature=0, max_seconds=0.4)]
+    (before,), (after,) = (one.speak(lines) for one in (untuned, engine))
     assert before.codes.tolist() != after.codes.tolist()

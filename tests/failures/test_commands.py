@@ -24,7 +24,8 @@ from myna.cli import main
 from myna.core.config import dump_recipe, load_recipe, shipped_recipes
 from myna.core.io import FREE_BYTES
 from myna.evaluate.systems import Subject
-from myna.speak.engine import Engine, SpeechRequest
+from myna.speak.engine import Engine
+from myna.speak.request import SpeechRequest
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
 from .tiny_setup import make_recipe
@@ -455,7 +456,7 @@ def test_row_43_a_run_speaks_in_the_scene_it_was_trained_in(
     original = Engine.plan
 
     def recorded(self: Engine, request: SpeechRequest, *rest: Any, **options: Any) -> Any:
-        scenes.append(request.scene)
+        scenes.append(self.scene_of(request))
         return original(self, request, *rest, **options)
 
     monkeypatch.setattr(Engine, "plan", recorded)

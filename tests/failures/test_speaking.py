@@ -19,8 +19,9 @@ from myna.models.base import IGNORE_INDEX, Family, Sampling
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.ref import ModelRef
-from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
+from myna.speak.engine import Engine, Speech, encode_clip
 from myna.speak.loading import load_engine
+from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.speak.scheduler import BatchScheduler, Generation
 from myna.train.loop import make_loader
 from myna.train.run import Run
@@ -32,16 +33,16 @@ from .conftest import TrainWith
 from .test_data import speak as put
 from .tiny_setup import LINES, VOICE, cloning, load, make_recipe, overfit, random_codes, record, train_run
 
-GREEDY = Sampling(temperature=0, max_seconds=1.2)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_seconds": 1.2}
 Patch = pytest.MonkeyPatch
 
 
 def voice(engine: Engine, workspace: Path, speaker: str) -> Reference:
-    return engine.reference(workspace / "recordings" / speaker / f"{VOICE}.wav", VOICE)
+    return engine.encode_reference(ReferenceRecording(workspace / "recordings" / speaker / f"{VOICE}.wav", VOICE))
 
 
-def say(engine: Engine, workspace: Path, speaker: str, text: str, sampling: Sampling = GREEDY) -> Speech:
-    return engine.speak([SpeechRequest(text, (voice(engine, workspace, speaker),), id=text)], sampling)[0]
+def say(engine: Engine, workspace: Path, speaker: str, text: str, **settings: Any) -> Speech:
+    return engine.speak([SpeechRequest(text, (voice(engine, workspace, speaker),), id=text, **GREEDY | settings)])[0]
 
 
 def real(workspace: Path, speaker: str, text: str) -> Any:
@@ -71,7 +72,7 @@ def test_row_24_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(f
         lines = [cloning(text, target=5 + seed, seed=seed) for seed, text in enumerate(("one", "two"))]
         model = load(family)
         assert overfit(family, model, family.collate([family.render(line) for line in lines]), steps=45)[-1] < 0.05
-        return generate(family, model, prompts, GREEDY)
+        return generate(family, model, prompts, Sampling(**GREEDY))
 
     with pytest.MonkeyPatch.context() as patch:
         mask_ends(patch)
@@ -113,7 +114,7 @@ def test_row_24_an_overfitted_run_stops_where_it_should_and_says_so(
             spoken, sound = say(engine, workspace, speaker, text), real(workspace, speaker, text)
             assert spoken.stopped and len(spoken.codes) == len(sound)
             assert code_accuracy(spoken.codes, sound) >= 0.99
-    cut = say(engine, workspace, "robin", "you", Sampling(temperature=0, max_seconds=0.12))
+    cut = say(engine, workspace, "robin", "you", max_seconds=0.12)
     assert not cut.stopped and len(cut.codes) == 3, "truncated speech is marked as such"
     last = overfitted.metrics.read_text().splitlines()[-1]
     assert '"stop_accuracy": 1.0' in last
@@ -138,7 +139,7 @@ def test_row_25_speaking_continues_what_training_rendered(engine: Engine, worksp
         return submit(self, prompt, *rest)
 
     monkeypatch.setattr(BatchScheduler, "submit", listen)
-    engine.speak([SpeechRequest(" you\n", (voice(engine, workspace, "robin"),))], GREEDY)
+    engine.speak([SpeechRequest(" you\n", (voice(engine, workspace, "robin"),), **GREEDY)])
     [prompt] = prompts
     assert prompt.ids.tolist() == trained.ids[: len(prompt)].tolist()
     assert prompt.codes.tolist() == trained.codes[: len(prompt.codes)].tolist()
@@ -180,7 +181,7 @@ def test_strength_is_refused_where_nothing_could_follow_it(workspace: Path, tmp_
 
 def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
     with pytest.raises(DataError, match=r"control token <\|eot_id\|>"):
-        engine.speak([SpeechRequest("hi<|eot_id|>you")], GREEDY)
+        engine.speak([SpeechRequest("hi<|eot_id|>you", **GREEDY)])
 
 
 def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
@@ -285,6 +286,6 @@ def test_row_34_short_lines_that_are_left_out_are_counted_and_named(
 
 
 def test_row_34_a_word_without_a_voice_is_spoken_too(engine: Engine) -> None:
-    [spoken] = engine.speak([SpeechRequest("hi")], Sampling(max_seconds=0.4, seed=1))
+    [spoken] = engine.speak([SpeechRequest("hi", max_seconds=0.4, seed=1)])
     assert spoken.samples.shape == (len(spoken.codes) * engine.codec.hop,)
     assert len(spoken.codes) <= 10

@@ -12,6 +12,7 @@ from myna.serve.adapters import AdapterCatalog
 from myna.serve.api_errors import ApiError
 from myna.serve.engine_client import EngineClient, EngineJob
 from myna.serve.messages import EngineSettings, SpeakMessage
+from myna.speak.request import SpeechRequest
 from tests.models.test_merge import random_adapter
 
 pytestmark = pytest.mark.slow
@@ -30,8 +31,8 @@ def test_the_least_recently_used_adapter_makes_room(tmp_path: Path) -> None:
         catalog = AdapterCatalog(client)
 
         def speak(name: str) -> EngineJob:
-            sampling = {"seed": 0, "max_seconds": 20.0}
-            return client.submit(lambda id: SpeakMessage(id, "two words " * 30, adapter=name, sampling=sampling))
+            request = SpeechRequest("two words " * 30, adapter=name, max_seconds=20.0)
+            return client.submit(lambda id: SpeakMessage(id, request))
 
         client.start()
         try:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -20,8 +19,8 @@ from myna.models import open_family, save_tiny_model
 from myna.models.ref import ModelRef
 from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import MARK_NAME, watermark
-from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from tests.models.test_merge import random_adapter
 from tests.serve.conftest import start_server
 
@@ -32,7 +31,7 @@ TEXT = "two words"
 def merged_speech(adapter: Path | None, model: str | Path) -> bytes:
     """What a model says into which the adapter was merged."""
     engine = load_engine(ModelRef.find(adapter or model), device="cpu")
-    plan = engine.plan(SpeechRequest(TEXT, id=TEXT), replace(engine.family.sampling, max_seconds=1.0, seed=0))
+    plan = engine.plan(SpeechRequest(TEXT, id=TEXT, max_seconds=1.0, seed=0))
     return pcm16(next(engine.speak_plans([plan]))[1].samples)
 
 
@@ -151,7 +150,7 @@ def test_speech_is_marked_unless_told_otherwise(tmp_path: Path) -> None:
     assert response.headers["x-watermark"] == MARK_NAME and "speech is marked" in server.output
     plain = np.frombuffer(merged_speech(None, model), "<i2")
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
-    plan = engine.plan(SpeechRequest(TEXT, id=TEXT), replace(engine.family.sampling, max_seconds=1.0, seed=0))
+    plan = engine.plan(SpeechRequest(TEXT, id=TEXT, max_seconds=1.0, seed=0))
     samples = next(engine.speak_plans([plan]))[1].samples
     assert response.content == pcm16(watermark(samples, engine.codec.sample_rate)) != plain.tobytes()
     row = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[-1])

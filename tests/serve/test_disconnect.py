@@ -11,9 +11,9 @@ from starlette.types import Message
 
 from myna.provenance.origin import SpeechOrigin
 from myna.serve.context import PreparedSpeech
-from myna.serve.messages import SpeakMessage
 from myna.serve.schemas import SpeechBody
 from myna.serve.speech_routes import SpeechResponse
+from myna.speak.request import SpeechRequest
 
 
 class LongJob:
@@ -42,7 +42,7 @@ def test_speech_ends_in_whatever_turn_of_the_loop_its_client_leaves(turns: int) 
     context.client.submit.return_value = job
     origin = SpeechOrigin("fledgling", "", "", "", "", "Yes.", 0, "")
     body = SpeechBody(model="fledgling", input="Yes.", voice="default", response_format="pcm")
-    response = SpeechResponse(context, body, PreparedSpeech(SpeakMessage("", "Yes."), origin))
+    response = SpeechResponse(context, body, PreparedSpeech(SpeechRequest("Yes."), origin))
 
     async def receive() -> Message:
         for _ in range(turns):

@@ -7,7 +7,6 @@ import base64
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import pytest
 from myna.audio.files import pcm16, read_audio
 from myna.models.ref import ModelRef
 from myna.serve.encoders import MEDIA_TYPES, AudioFormat
-from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from tests.serve.conftest import RunningServer
 from tests.serve.test_encoders import decode
 
@@ -38,7 +37,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 def expected() -> bytes:
     """What the engine says by itself."""
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
-    plan = engine.plan(SpeechRequest(TEXT, id=TEXT), replace(engine.family.sampling, max_seconds=60.0, seed=0))
+    plan = engine.plan(SpeechRequest(TEXT, id=TEXT, max_seconds=60.0, seed=0))
     return pcm16(next(engine.speak_plans([plan]))[1].samples)
 
 

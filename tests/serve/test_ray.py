@@ -26,8 +26,8 @@ from myna.provenance.speech_log import LOG_FILE
 from myna.serve.context import ServerSettings
 from myna.serve.messages import EngineSettings
 from myna.serve.ray_server import deployment_options, parse_replicas
-from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from tests.models.test_merge import random_adapter
 from tests.ray_nodes import ray_nodes
 from tests.serve.conftest import RunningServer, start_server
@@ -89,8 +89,7 @@ class Models:
         """What one process says without any server."""
         ref = ModelRef.find(self.root / "adapters" / adapter if adapter else self.root / "tiny")
         engine = load_engine(ref, device="cpu")
-        sampling = replace(engine.family.sampling, max_seconds=1.0, seed=0)
-        plan = engine.plan(SpeechRequest("two words", id="two words"), sampling)
+        plan = engine.plan(SpeechRequest("two words", id="two words", max_seconds=1.0))
         return pcm16(next(engine.speak_plans([plan]))[1].samples)
 
 

@@ -8,7 +8,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from multiprocessing import Pipe
 from threading import Event, Thread
 from typing import Any
@@ -25,8 +24,9 @@ from myna.models.codecs import full_precision
 from myna.serve import engine_process
 from myna.serve.engine_process import SpeechWorker
 from myna.serve.messages import AudioPiece, CancelMessage, EngineInfo, EngineSettings, RequestEnd, SpeakMessage
-from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.speak.engine import Engine, encode_clip
 from myna.speak.live import QueueFullError
+from myna.speak.request import ReferenceRecording, SpeechRequest
 
 SLOW_SECONDS = 3.0
 """That an encoder takes which nobody tells to go on."""
@@ -64,6 +64,11 @@ def slow(engine: Engine) -> Iterator[SlowEncoder]:
     encoder.may_go_on.set()
 
 
+def message(id: str, text: str, recording: Any = None, **settings: Any) -> SpeakMessage:
+    references = () if recording is None else (ReferenceRecording(recording, "as I said"),)
+    return SpeakMessage(id, SpeechRequest(text, references, **SAMPLING | settings))
+
+
 def recording(seed: int) -> Any:
     return np.random.default_rng(seed).normal(0, 0.1, 16_000).astype(np.float32)
 
@@ -92,19 +97,18 @@ def test_nobody_waits_for_the_reference_of_another(
 ) -> None:
     worker = make_worker(engine)
     monkeypatch.setattr(engine.codec, "encode", slow)
-    worker.handle(SpeakMessage("with", "hello", ((recording(1), "as I said"),), sampling=SAMPLING))
+    worker.handle(message("with", "hello", recording(1)))
     assert slow.begun.wait(SLOW_SECONDS)
-    worker.handle(SpeakMessage("without", "two words", sampling=SAMPLING))
+    worker.handle(message("without", "two words"))
     events = finish(worker, {"without"})
     assert list(ends(events)) == ["without"] and (worker.speaking, worker.waiting) == (0, 1)
-    worker.handle(SpeakMessage("again", "hello", ((recording(1), "as I said"),), sampling=SAMPLING))
+    worker.handle(message("again", "hello", recording(1)))
     slow.may_go_on.set()
     events = finish(worker, {"with", "again"})
     assert slow.calls == 1, "one recording is encoded once"
 
     reference = Reference("as I said", AudioClip("reference", encode_clip(engine.codec, recording(1))))
-    sampling = replace(engine.family.sampling, **SAMPLING)
-    plan = engine.plan(SpeechRequest("hello", (reference,), id="hello"), sampling)
+    plan = engine.plan(SpeechRequest("hello", (reference,), **SAMPLING))
     expected = pcm16(next(engine.speak_plans([plan]))[1].samples)
     for id in ("with", "again"):
         assert b"".join(e.pcm for e in events if isinstance(e, AudioPiece) and e.id == id) == expected
@@ -116,12 +120,12 @@ def test_a_request_keeps_its_place_while_it_is_encoded(
 ) -> None:
     worker = make_worker(engine, rows=1)
     monkeypatch.setattr(engine.codec, "encode", slow)
-    worker.handle(SpeakMessage("first", "what a long sentence this is", sampling={**SAMPLING, "max_seconds": 2.0}))
+    worker.handle(message("first", "what a long sentence this is", max_seconds=2.0))
     worker.step()
-    worker.handle(SpeakMessage("second", "hello", ((recording(2), "so"),), sampling=SAMPLING))
-    worker.handle(SpeakMessage("third", "hello", sampling=SAMPLING))
+    worker.handle(message("second", "hello", recording(2)))
+    worker.handle(message("third", "hello"))
     with pytest.raises(QueueFullError):
-        worker.handle(SpeakMessage("fourth", "hello", sampling=SAMPLING))
+        worker.handle(message("fourth", "hello"))
     worker.step()
     assert (worker.speaking, worker.waiting) == (1, 2)
     slow.may_go_on.set()
@@ -135,7 +139,7 @@ def test_a_cancelled_request_is_not_encoded_unless_another_needs_it(
     worker = make_worker(engine)
     monkeypatch.setattr(engine.codec, "encode", slow)
     for id, seed in (("running", 3), ("queued", 4), ("shared", 5), ("stays", 5)):
-        worker.handle(SpeakMessage(id, "hello", ((recording(seed), "so"),), sampling=SAMPLING))
+        worker.handle(message(id, "hello", recording(seed)))
     assert slow.begun.wait(SLOW_SECONDS)
     for id in ("running", "queued", "shared"):
         assert worker.handle(CancelMessage(id)) == [RequestEnd(id, "cancelled")]
@@ -145,7 +149,7 @@ def test_a_cancelled_request_is_not_encoded_unless_another_needs_it(
     assert list(done) == ["stays"] and done["stays"].failure is None
     assert slow.calls == 2, "the one that ran, and the one that stays"
     assert nothing_is_open(worker)
-    worker.handle(SpeakMessage("anew", "hello", ((recording(4), "so"),), sampling=SAMPLING))
+    worker.handle(message("anew", "hello", recording(4)))
     assert ends(finish(worker, {"anew"}))["anew"].failure is None, "what was cancelled can be asked for again"
 
 
@@ -163,13 +167,13 @@ def test_what_cannot_be_encoded_fails_alone(
 
     monkeypatch.setattr(engine.codec, "encode", encode_but_the_second)
     for id, samples in (("broken", broken), ("bug", recording(7)), ("fine", recording(8))):
-        worker.handle(SpeakMessage(id, "hello", ((samples, "so"),), sampling=SAMPLING))
+        worker.handle(message(id, "hello", samples))
     done = ends(finish(worker, {"broken", "bug", "fine"}))
     assert done["broken"].failure is not None and "not finite" in done["broken"].failure.message
     assert done["bug"].failure is not None and not done["bug"].failure.is_users
     assert done["fine"].failure is None and "RuntimeError: a bug" in capfd.readouterr().err
     assert nothing_is_open(worker)
-    worker.handle(SpeakMessage("bug", "hello", ((recording(7), "so"),), sampling=SAMPLING))
+    worker.handle(message("bug", "hello", recording(7)))
     assert ends(finish(worker, {"bug"}))["bug"].failure is None, "it is tried again"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.models.lora import load_adapter, merge_lora, save_adapter
 from myna.models.ref import ModelRef
-from myna.speak.engine import Engine, SpeechRequest
+from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from myna.speak.scheduler import BatchScheduler
 
-GREEDY = Sampling(temperature=0, max_seconds=0.8)
-SAMPLED = Sampling(seed=3, max_seconds=0.8)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_seconds": 0.8}
+SAMPLED: dict[str, Any] = {"seed": 3, "max_seconds": 0.8}
 RANKS = {"first": 4, "second": 16, "third": 20}
 """The last does not fit the slots that the first makes."""
 
@@ -81,21 +83,26 @@ def finish(scheduler: BatchScheduler) -> None:
         scheduler.advance()
 
 
-def requests(adapter: str, strength: float = 1.0, count: int = 3) -> list[SpeechRequest]:
-    return [SpeechRequest(f"line {n}" * (n + 1), id=f"{n}", adapter=adapter, strength=strength) for n in range(count)]
+def requests(
+    adapter: str, strength: float = 1.0, count: int = 3, settings: Mapping[str, Any] = GREEDY
+) -> list[SpeechRequest]:
+    return [
+        SpeechRequest(f"line {n}" * (n + 1), id=f"{n}", adapter=adapter, strength=strength, **settings)
+        for n in range(count)
+    ]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_adapters_in_one_batch_speak_as_their_merged_models(
-    engine: Engine, family: HiggsV2, adapters: dict[str, Path], model: Path, sampling: Sampling
+    engine: Engine, family: HiggsV2, adapters: dict[str, Path], model: Path, sampling: dict[str, Any]
 ) -> None:
     kinds = [("", 1.0), *((name, 1.0) for name in adapters), ("second", 0.5)]
-    crowd = [request for kind in kinds for request in requests(*kind)]
-    spoken = engine.speak(crowd, sampling)
+    crowd = [request for kind in kinds for request in requests(*kind, settings=sampling)]
+    spoken = engine.speak(crowd)
     plain = load_engine(ModelRef.find_model(str(model)), device="cpu")
     alone = [plain, *(merged(family, adapters[name], strength) for name, strength in kinds[1:])]
     for number, other in enumerate(alone):
-        expected = other.speak(requests(""), sampling)
+        expected = other.speak(requests("", settings=sampling))
         for ours, theirs in zip(spoken[3 * number : 3 * number + 3], expected, strict=True):
             assert np.array_equal(ours.codes, theirs.codes)
     different = {speech.codes.tobytes() for speech in spoken[::3]}
@@ -106,16 +113,16 @@ def test_an_adapter_of_attention_alone_is_merged_speech_too(family: HiggsV2, mod
     folder = write(family, tmp_path / "attention", r=8, mode="attention_only")
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     engine.load_adapter("a", folder)
-    ours = engine.speak(requests("a"), GREEDY)
-    theirs = merged(family, folder).speak(requests(""), GREEDY)
+    ours = engine.speak(requests("a"))
+    theirs = merged(family, folder).speak(requests(""))
     assert all(np.array_equal(a.codes, b.codes) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_takes_share_a_prefill_only_with_the_same_adapter(engine: Engine) -> None:
     scheduler = engine._scheduler_of(4, 256)
-    prompt = engine.family.render(engine._conversation(SpeechRequest("hello")))
+    prompt = engine.family.render(engine._conversation(SpeechRequest("hello"), (), "hello"))
     generations = [
-        scheduler.submit(prompt, GREEDY, 9, adapter, strength)
+        scheduler.submit(prompt, Sampling(**GREEDY), 9, adapter, strength)
         for adapter, strength in (("", 1.0), ("first", 1.0), ("first", 0.3), ("first", 1.0))
     ]
     finish(scheduler)
@@ -124,12 +131,12 @@ def test_takes_share_a_prefill_only_with_the_same_adapter(engine: Engine) -> Non
 
 
 def test_an_adapter_is_loaded_and_unloaded_while_others_speak(engine: Engine, adapters: dict[str, Path]) -> None:
-    alone = engine.speak([SpeechRequest("on and on", adapter="first")], GREEDY)[0]
-    stream = engine.stream(SpeechRequest("on and on", adapter="first"), GREEDY)
+    alone = engine.speak([SpeechRequest("on and on", adapter="first", **GREEDY)])[0]
+    stream = engine.stream(SpeechRequest("on and on", adapter="first", **GREEDY))
     samples = [next(stream)]
     engine.unload_adapter("first")
     with pytest.raises(SpeakError, match="no adapter first"):
-        engine.speak([SpeechRequest("again", adapter="first")], GREEDY)
+        engine.speak([SpeechRequest("again", adapter="first", **GREEDY)])
     engine.load_adapter("fourth", adapters["second"])  # takes no slot that is in use
     samples += list(stream)
     assert np.array_equal(np.concatenate(samples), alone.samples)
@@ -144,7 +151,7 @@ def test_slots_are_used_again(model: Path, adapters: dict[str, Path]) -> None:
         engine.load_adapter("b", adapters["second"])
         with pytest.raises(SpeakError, match="all 2 places"):
             engine.load_adapter("c", adapters["third"])
-        generation = engine.speak([SpeechRequest("hello", adapter="a")], GREEDY)
+        generation = engine.speak([SpeechRequest("hello", adapter="a", **GREEDY)])
         assert generation[0].codes.size
         engine.unload_adapter("a")
         engine.unload_adapter("b")
@@ -180,10 +187,10 @@ def test_exact_speech_is_the_same_alone_and_in_a_crowd(model: Path, adapters: di
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu", exact=True)
     engine.max_rows = 5
     engine.load_adapter("a", adapters["first"])
-    crowd = [*requests("", count=5), *requests("a", 0.7, count=5)]
-    together = engine.speak(crowd, SAMPLED)
+    crowd = [*requests("", count=5, settings=SAMPLED), *requests("a", 0.7, count=5, settings=SAMPLED)]
+    together = engine.speak(crowd)
     for request, speech in zip(crowd, together, strict=True):
-        [alone] = engine.speak([request], SAMPLED)
+        [alone] = engine.speak([request])
         assert np.array_equal(alone.codes, speech.codes) and np.array_equal(alone.samples, speech.samples)
 
 
@@ -191,11 +198,13 @@ def test_exact_log_probabilities_are_the_same_bits(model: Path) -> None:
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu", exact=True)
     engine.max_rows = 4
     scheduler = engine._scheduler_of(1, 256)
-    prompts = [engine.family.render(engine._conversation(request)) for request in requests("", count=4)]
-    together = [scheduler.submit(prompt, SAMPLED, 9) for prompt in prompts]
+    prompts = [
+        engine.family.render(engine._conversation(request, (), request.text)) for request in requests("", count=4)
+    ]
+    together = [scheduler.submit(prompt, Sampling(**SAMPLED), 9) for prompt in prompts]
     finish(scheduler)
     for prompt, crowd in zip(prompts, together, strict=True):
-        alone = scheduler.submit(prompt, SAMPLED, 9)
+        alone = scheduler.submit(prompt, Sampling(**SAMPLED), 9)
         finish(scheduler)
         assert np.array_equal(alone.log_probs(), crowd.log_probs())
 
@@ -206,7 +215,7 @@ def test_voices_of_adapters_share_a_model(model: Path, family: HiggsV2, adapters
     before = base.speak("hello", **options).codes
     first, second = base.load_adapter(adapters["first"]), base.load_adapter(adapters["second"], name="b", strength=0.5)
     for voice, name, strength in ((first, "first", 1.0), (second, "second", 0.5)):
-        expected = merged(family, adapters[name], strength).speak([SpeechRequest("hello", id="hello")], GREEDY)[0]
+        expected = merged(family, adapters[name], strength).speak([SpeechRequest("hello", id="hello", **GREEDY)])[0]
         assert np.array_equal(voice.speak("hello", **options).codes, expected.codes)
         assert np.array_equal(np.concatenate(list(voice.stream("hello", **options))), expected.samples)
     assert np.array_equal(base.speak("hello", **options).codes, before)

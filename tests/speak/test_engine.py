@@ -9,6 +9,7 @@ import re
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from myna.models import open_family, save_tiny_model
 from myna.models.base import Sampling, require_speaking
 from myna.models.quantized import quantized_linears
 from myna.models.ref import ModelRef
-from myna.speak.engine import Engine, Speech, SpeechRequest, encode_clip
+from myna.speak.engine import Engine, Speech, encode_clip
 from myna.speak.loading import load_engine
-from myna.speak.validation import read_reference
+from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 from tests.models.higgs_v2.conftest import generate
 
-GREEDY = Sampling(temperature=0, max_seconds=0.4)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_seconds": 0.4}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,10 @@ def voices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_voice_is_the_recordings_codes_and_words(engine: Engine, voices: list[Path]) -> None:
-    robin, heron = engine.reference(voices[0], "  good\nmorning "), engine.reference(voices[1], "cafe\u0301")
+    robin, heron = (
+        engine.encode_reference(ReferenceRecording(*one))
+        for one in zip(voices, ("  good\nmorning ", "cafe\u0301"), strict=False)
+    )
     assert (robin.text, robin.clip.id) == ("good morning", "robin")
     assert heron.text == "caf\u00e9", "as a manifest would have it"
     assert not robin.clip.target
@@ -64,7 +68,7 @@ def test_a_voice_is_the_recordings_codes_and_words(engine: Engine, voices: list[
 
 def test_a_poor_recording_of_a_voice_is_warned_of(engine: Engine, voices: list[Path]) -> None:
     with pytest.warns(ReferenceWarning, match=r"robin.*s of speech: give 3 to 15 s"):
-        engine.reference(voices[0], "good morning")
+        engine.encode_reference(ReferenceRecording(voices[0], "good morning"))
 
 
 def test_a_clip_is_trimmed_to_whole_frames(engine: Engine) -> None:
@@ -77,12 +81,12 @@ def test_a_recording_of_less_than_a_frame_is_refused(engine: Engine, tmp_path: P
         tmp_path / "click.wav", np.sin(np.arange(engine.codec.hop - 1), dtype=np.float32), engine.codec.sample_rate
     )
     with pytest.raises(SpeakError, match=r"click\.wav is shorter than one frame of 40 ms"):
-        engine.reference(tmp_path / "click.wav", "click")
+        engine.encode_reference(ReferenceRecording(tmp_path / "click.wav", "click"))
 
 
 def test_a_recording_that_is_not_there_is_named(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(AudioError, match=r"nobody\.wav"):
-        engine.reference(tmp_path / "nobody.wav", "hello")
+        engine.encode_reference(ReferenceRecording(tmp_path / "nobody.wav", "hello"))
 
 
 # Lines
@@ -92,32 +96,32 @@ def test_a_recording_that_is_not_there_is_named(engine: Engine, tmp_path: Path) 
 def test_a_line_without_words_is_refused_by_name(engine: Engine, text: str) -> None:
     frames: list[int] = []
     with pytest.raises(SpeakError, match="greeting has no text to speak") as caught:
-        engine.speak([SpeechRequest("fine"), SpeechRequest(text, id="greeting")], GREEDY, frames.append)
+        engine.speak([SpeechRequest("fine", **GREEDY), SpeechRequest(text, id="greeting", **GREEDY)], frames.append)
     assert caught.value.hint and frames == [], "before anything is spoken"
 
 
 def test_a_control_token_in_a_line_is_refused(engine: Engine) -> None:
     with pytest.raises(MynaError, match="control token"):
-        engine.speak([SpeechRequest("hello <|eot_id|>")], GREEDY)
+        engine.speak([SpeechRequest("hello <|eot_id|>", **GREEDY)])
 
 
 def test_nothing_to_say_is_nothing_said(engine: Engine) -> None:
-    assert engine.speak([], GREEDY) == []
+    assert engine.speak([]) == []
 
 
 @pytest.mark.parametrize("place", ["turn", "system"])
 def test_it_speaks_what_the_training_renderer_leaves_open(
     engine: Engine, voices: list[Path], place: ReferencePlacement
 ) -> None:
-    reference = engine.reference(voices[0], "good morning")
+    reference = engine.encode_reference(ReferenceRecording(voices[0], "good morning"))
     placed = Engine(engine.family, engine.model, engine.codec, place)
-    speech = placed.speak([SpeechRequest(" hello  there ", (reference,), scene="A room.")], GREEDY)[0]
+    speech = placed.speak([SpeechRequest(" hello  there ", (reference,), scene="A room.", **GREEDY)])[0]
     prompt = engine.family.render(
         speech_conversation(
             "hello there", id="line", references=(reference,), scene="A room.", reference_placement=place
         )
     )
-    codes = generate(engine.family, engine.model, [prompt], GREEDY)[0].codes()
+    codes = generate(engine.family, engine.model, [prompt], Sampling(**GREEDY))[0].codes()
     assert np.array_equal(speech.codes, codes) and len(speech.codes)
     assert np.array_equal(speech.samples, engine.codec.decode(codes))
     assert speech.samples.dtype == np.float32 and len(speech.samples) == len(speech.codes) * engine.codec.hop
@@ -126,7 +130,7 @@ def test_it_speaks_what_the_training_renderer_leaves_open(
 
 def test_frames_are_told_as_they_come(engine: Engine) -> None:
     frames: list[int] = []
-    speech = engine.speak([SpeechRequest("hello")], GREEDY, frames.append)[0]
+    speech = engine.speak([SpeechRequest("hello", **GREEDY)], frames.append)[0]
     assert frames == list(range(1, len(speech.codes) + 1))
 
 
@@ -152,14 +156,14 @@ def determined(engine: Engine, code: int, from_step: int = 0) -> Iterator[None]:
 
 def test_a_model_that_ends_at_once_gives_silence_of_no_length(engine: Engine) -> None:
     with determined(engine, code=65):
-        speech = engine.speak([SpeechRequest("hello")], GREEDY)[0]
+        speech = engine.speak([SpeechRequest("hello", **GREEDY)])[0]
     assert speech.stopped and speech.codes.shape == (0, 8)
     assert speech.samples.shape == (0,) and speech.samples.dtype == np.float32
 
 
 def test_a_model_that_ends_says_so(engine: Engine) -> None:
     with determined(engine, code=65, from_step=5):
-        speech = engine.speak([SpeechRequest("hello")], GREEDY)[0]
+        speech = engine.speak([SpeechRequest("hello", **GREEDY)])[0]
     assert speech.stopped and len(speech.codes) == 5
     assert len(speech.samples) == 5 * engine.codec.hop
 
@@ -172,26 +176,29 @@ def thoughts(engine: Engine, line: SpeechRequest) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     head: Any = engine.model.audio_lm_head
     hook = head.register_forward_hook(lambda _module, _inputs, out: seen.append(out))
-    engine.speak([line], Sampling(temperature=0, max_seconds=0.04))
+    engine.speak([replace(line, max_seconds=0.04)])
     hook.remove()
     return seen[0]
 
 
 def test_several_speakers_are_heard_in_their_order(engine: Engine, voices: list[Path]) -> None:
-    robin, heron = engine.reference(voices[0], "good morning"), engine.reference(voices[1], "good evening")
+    robin, heron = (
+        engine.encode_reference(ReferenceRecording(*one))
+        for one in zip(voices, ("good morning", "good evening"), strict=False)
+    )
     text = "[SPEAKER0] hello [SPEAKER1] well hello"
     ways: list[tuple[Reference, ...]] = [(robin, heron), (heron, robin), (robin,), ()]
-    lines = [SpeechRequest(text, references, id=f"{number}") for number, references in enumerate(ways)]
+    lines = [SpeechRequest(text, references, id=f"{number}", **GREEDY) for number, references in enumerate(ways)]
     heard = [thoughts(engine, line) for line in lines]
     for one, other in itertools.combinations(heard, 2):
         assert not torch.allclose(one, other, atol=1e-4)
-    for line, speech in zip(lines, engine.speak(lines, GREEDY), strict=True):
-        assert np.array_equal(speech.codes, engine.speak([line], GREEDY)[0].codes), "company changes nothing"
+    for line, speech in zip(lines, engine.speak(lines), strict=True):
+        assert np.array_equal(speech.codes, engine.speak([line])[0].codes), "company changes nothing"
 
 
 def test_lines_with_the_same_words_sound_alike_only_under_the_same_seed_and_id(engine: Engine) -> None:
     def codes(id: str, seed: int) -> bytes:
-        return engine.speak([SpeechRequest("hello", id=id)], Sampling(max_seconds=0.4, seed=seed))[0].codes.tobytes()
+        return engine.speak([SpeechRequest("hello", id=id, max_seconds=0.4, seed=seed)])[0].codes.tobytes()
 
     assert codes("a", 1) == codes("a", 1)
     assert len({codes("a", 1), codes("a", 2), codes("b", 1)}) == 3
@@ -200,7 +207,7 @@ def test_lines_with_the_same_words_sound_alike_only_under_the_same_seed_and_id(e
 def test_codes_of_another_codec_are_refused_by_the_clips_name(engine: Engine) -> None:
     foreign = Reference("hello", AudioClip("foreign", np.full((4, 8), 1000, np.uint16)))
     with pytest.raises(MynaError, match="clip foreign has code 1000"):
-        engine.speak([SpeechRequest("hello", (foreign,))], GREEDY)
+        engine.speak([SpeechRequest("hello", (foreign,), **GREEDY)])
 
 
 # What comes out
@@ -220,21 +227,20 @@ def test_speech_is_saved_and_shown_in_notebooks(tmp_path: Path) -> None:
 
 
 def test_a_stream_has_the_samples_of_its_file(engine: Engine, voices: list[Path]) -> None:
-    reference = engine.reference(voices[0], "good morning")
-    request = SpeechRequest("hello there", (reference,))
-    sampling = Sampling(max_seconds=4.0, seed=3)
-    whole = engine.speak([request], sampling)[0]
-    pieces = list(engine.stream(request, sampling))
+    reference = engine.encode_reference(ReferenceRecording(voices[0], "good morning"))
+    request = SpeechRequest("hello there", (reference,), max_seconds=4.0, seed=3)
+    whole = engine.speak([request])[0]
+    pieces = list(engine.stream(request))
     assert len(pieces) > 1 or len(whole.codes) <= 12
     assert np.array_equal(np.concatenate(pieces), whole.samples)
 
 
 def test_a_stream_that_nobody_reads_on_gives_its_row_back(engine: Engine) -> None:
-    endless = engine.stream(SpeechRequest("hello"), Sampling(temperature=0, max_seconds=8.0))
+    endless = engine.stream(SpeechRequest("hello", temperature=0, max_seconds=8.0))
     first = next(endless)
     assert len(first) == 2 * engine.codec.hop, "the first window is short"
     endless.close()
-    after = engine.speak([SpeechRequest("hello")], GREEDY)[0]
+    after = engine.speak([SpeechRequest("hello", **GREEDY)])[0]
     assert len(after.codes) and engine._batch is not None and not engine._batch.busy
 
 
@@ -244,7 +250,7 @@ def test_quantized_weights_speak_from_a_model_and_from_a_run(tmp_path: Path, kin
     engine = load_engine(ModelRef.find_model(str(folder)), device="cpu", quantization=kind)
     assert len(list(quantized_linears(engine.model))) == 2 * 10, "every projection of both layers"
     whole = load_engine(ModelRef.find_model(str(folder)), device="cpu")
-    first, second = (one.speak([SpeechRequest("hello")], GREEDY)[0].codes[:, 0] for one in (engine, whole))
+    first, second = (one.speak([SpeechRequest("hello", **GREEDY)])[0].codes[:, 0] for one in (engine, whole))
     assert len(first) == len(second) and (first == second).mean() > 0.3, "near the model that it was made of"
     with pytest.raises(SpeakError, match="fp8 weights need a GPU"):
         load_engine(ModelRef.find_model(str(folder)), device="cpu", quantization="fp8")

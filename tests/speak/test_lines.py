@@ -13,6 +13,7 @@ import pytest
 from myna.audio.files import write_audio
 from myna.core.errors import SpeakError
 from myna.speak.lines import SpeechLine, read_lines
+from myna.speak.request import SpeechRequest
 
 
 @pytest.fixture
@@ -30,14 +31,19 @@ def written(folder: Path, name: str, *lines: Any) -> Path:
 
 
 def read(file: Path) -> list[SpeechLine]:
-    return read_lines(file, file.parent / "media")
+    return read_lines(file, file.parent / "media", SpeechRequest(""))
 
 
 def test_text_is_one_line_each(folder: Path) -> None:
     (folder / "lines.txt").write_bytes("\ufeffGood  morning.\r\n\r\n xin chào \n".encode())
     first, second = read(folder / "lines.txt")
-    assert (first.text, first.name, first.line) == ("Good morning.", "line-0001", 1)
-    assert (second.text, second.name, second.line, second.references) == ("xin chào", "line-0003", 3, ())
+    assert (first.request.text, first.name, first.line) == ("Good morning.", "line-0001", 1)
+    assert (second.request.text, second.name, second.line, second.request.references) == (
+        "xin chào",
+        "line-0003",
+        3,
+        (),
+    )
 
 
 def test_json_lines_have_references_scene_and_seed(folder: Path) -> None:
@@ -57,10 +63,10 @@ def test_json_lines_have_references_scene_and_seed(folder: Path) -> None:
     }
     for file in (written(folder, "l.jsonl", full, two), written(folder, "l.json", [full, two])):
         first, second = read(file)
-        assert (first.id, first.scene, first.seed, first.language) == ("a/b", "", 3, "")
-        assert "/" not in first.name and first.references[0].audio == folder / "anna.wav"
-        assert second.scene is None and second.seed is None and second.language == "en"
-        assert [reference.text for reference in second.references] == ["I am Anna.", "I am Ben."]
+        assert (first.id, first.request.scene, first.request.seed, first.request.language) == ("a/b", "", 3, "")
+        assert "/" not in first.name and first.request.recordings[0].file == folder / "anna.wav"
+        assert second.request.scene is None and second.request.seed == 0 and second.request.language == "en"
+        assert [reference.text for reference in second.request.references] == ["I am Anna.", "I am Ben."]
 
 
 def test_names_are_unique_where_case_does_not_count(folder: Path) -> None:
@@ -84,8 +90,8 @@ def test_chatml_gives_the_open_text_and_the_voice_before_it(folder: Path) -> Non
     turns = [message("system", scene), message("user", "I am Anna."), message("assistant", audio("anna.wav"))]
     sample = {"messages": [*turns, message("user", "Good morning.")], "misc": {"sample_id": "one"}}
     (line,) = read(written(folder, "l.json", sample))
-    assert (line.text, line.id, line.scene) == ("Good morning.", "one", "A quiet room.")
-    assert [(reference.audio.name, reference.text) for reference in line.references] == [("anna.wav", "I am Anna.")]
+    assert (line.request.text, line.id, line.request.scene) == ("Good morning.", "one", "A quiet room.")
+    assert [(reference.name, reference.text) for reference in line.request.recordings] == [("anna.wav", "I am Anna.")]
 
 
 def test_chatml_with_its_answer_is_spoken_anew(folder: Path) -> None:
@@ -103,8 +109,10 @@ def test_chatml_with_its_answer_is_spoken_anew(folder: Path) -> None:
     }
     open_sample = {"messages": sample["messages"][:1], "id": "open"}
     for line in read(written(folder, "l.jsonl", sample, open_sample)):
-        assert line.text == "Hello." and [reference.audio.name for reference in line.references] == ["anna.wav"]
-        assert line.references[0].text == "I am Anna."
+        assert line.request.text == "Hello." and [reference.name for reference in line.request.recordings] == [
+            "anna.wav"
+        ]
+        assert line.request.recordings[0].text == "I am Anna."
 
 
 def test_clips_within_chatml_are_written_down(folder: Path) -> None:
@@ -115,7 +123,7 @@ def test_clips_within_chatml_are_written_down(folder: Path) -> None:
     }
     sample = {"messages": [message("user", "I am Anna."), message("assistant", raw), message("user", "Hello.")]}
     (line,) = read(written(folder, "l.jsonl", sample))
-    assert line.references[0].audio.parent == folder / "media" and line.references[0].audio.is_file()
+    assert line.request.recordings[0].file.parent == folder / "media"
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from myna.core.errors import SpeakError
 from myna.data.codec import Samples
 from myna.models import open_family, save_tiny_model
-from myna.models.base import PendingStep, Sampling, require_speaking
+from myna.models.base import PendingStep, require_speaking
 from myna.models.ref import ModelRef
 from myna.provenance.watermark import StreamWatermark, watermark
 from myna.speak import live
-from myna.speak.engine import Engine, Speech, SpeechRequest
+from myna.speak.engine import Engine, Speech
 from myna.speak.live import HOLD_SECONDS, LEAD_SECONDS, LiveBatch, QueueFullError, StreamEnd, StreamEvent
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from myna.speak.segments import SpeechPlan
 
 TEXTS = ("hello", "a", "what a long sentence this is", "two words", "a third one", "x y z")
@@ -35,7 +36,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def make_plan(engine: Engine, text: str, seed: int = 0, seconds: float = 0.8) -> SpeechPlan:
-    return engine.plan(SpeechRequest(text, id=text), Sampling(seed=seed, max_seconds=seconds))
+    return engine.plan(SpeechRequest(text, id=text, seed=seed, max_seconds=seconds))
 
 
 def spoken(engine: Engine, plan: SpeechPlan) -> Speech:
@@ -282,7 +283,7 @@ def test_whatever_comes_and_goes_no_row_is_lost(engine: Engine, turns: list[tupl
 def test_the_shipped_model_from_many_threads() -> None:
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     texts = ("Good morning.", "How are you today?", "It is a fine day.", "Yes.")
-    plans = {text: engine.plan(SpeechRequest(text, id=text), engine.family.sampling) for text in texts}
+    plans = {text: engine.plan(SpeechRequest(text, id=text)) for text in texts}
     batch = LiveBatch(engine, rows=3, positions=1024, max_waiting=4)
     threads = [Thread(target=batch.submit, args=(text, plan)) for text, plan in plans.items()]
     for thread in threads:

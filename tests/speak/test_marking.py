@@ -17,7 +17,7 @@ from myna.cli import app
 from myna.provenance.credentials import read_credentials
 from myna.provenance.speech_log import read_log
 from myna.provenance.watermark import MARK_NAME, watermark
-from myna.speak.engine import SpeechRequest
+from myna.speak.request import SpeechRequest
 
 SETTINGS: dict[str, Any] = {"max_seconds": 1.0, "seed": 3}
 
@@ -44,8 +44,8 @@ def test_speech_is_that_of_the_engine_with_the_mark(voice: myna.Voice) -> None:
     assert np.array_equal(marked.samples, watermark(plain.samples, plain.sample_rate))
     assert not np.array_equal(marked.samples, plain.samples)
     assert np.array_equal(marked.codes, plain.codes)
-    request, sampling = SpeechRequest("hello there", id="hello there"), voice._sampling(None, None, None, 1.0, 3)
-    assert np.array_equal(voice.engine.speak([request], sampling)[0].samples, plain.samples), "the engine adds no mark"
+    request = SpeechRequest("hello there", max_seconds=1.0, seed=3)
+    assert np.array_equal(voice.engine.speak([request])[0].samples, plain.samples), "the engine adds no mark"
     takes = voice.speak_takes("hello there", 2, max_seconds=1.0, seed=2)
     assert np.array_equal(takes[1].samples, marked.samples)
 

@@ -13,8 +13,9 @@ import torch
 
 from myna.data.conversation import AudioClip, Conversation, Reference
 from myna.models import open_family, save_tiny_model
-from myna.models.base import RenderedSequence, Sampling, require_speaking
-from myna.speak.engine import Engine, SpeechRequest
+from myna.models.base import RenderedSequence, require_speaking
+from myna.speak.engine import Engine
+from myna.speak.request import SpeechRequest
 from myna.speak.segments import SpeechPlan
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, voice_pace
 
@@ -24,7 +25,7 @@ TEXT = " ".join(
     f"{name} has not slept at all, and does not want to talk about it."
     for name in ("Anna", "Berta", "Clara", "Dora", "Elsa")
 )
-SHORT = Sampling(max_seconds=0.4, seed=5)
+SHORT: dict[str, Any] = {"max_seconds": 0.4, "seed": 5}
 END = 65
 
 
@@ -81,33 +82,33 @@ def turns(conversation: Conversation) -> list[tuple[str, Any]]:
 
 
 def test_a_text_of_thirty_seconds_is_one_segment_and_a_longer_one_is_split(engine: Engine) -> None:
-    assert engine.plan(SpeechRequest(SENTENCE * 3), SHORT).segments == ((SENTENCE * 3).strip(),)
-    plan = engine.plan(SpeechRequest(TEXT), SHORT)
+    assert engine.plan(SpeechRequest(SENTENCE * 3, **SHORT)).segments == ((SENTENCE * 3).strip(),)
+    plan = engine.plan(SpeechRequest(TEXT, **SHORT))
     assert len(plan.segments) > 2 and " ".join(plan.segments) == TEXT
     assert all(estimate_seconds(segment) <= MAX_SEGMENT_SECONDS for segment in plan.segments)
-    unsplit = engine.plan(SpeechRequest(TEXT), SHORT, split=False)
+    unsplit = engine.plan(SpeechRequest(TEXT, **SHORT), split=False)
     assert unsplit.segments == (TEXT,) and unsplit.max_frames == (10,)
 
 
 def test_a_text_with_tags_of_speakers_is_not_split(engine: Engine) -> None:
-    assert len(engine.plan(SpeechRequest("[SPEAKER0] " + TEXT), SHORT).segments) == 1
+    assert len(engine.plan(SpeechRequest("[SPEAKER0] " + TEXT, **SHORT)).segments) == 1
 
 
 def test_frames_are_budgeted_by_text_and_pace_and_never_above_the_limit(engine: Engine) -> None:
-    long = Sampling(max_seconds=60)
-    [budget] = engine.plan(SpeechRequest("Good morning."), long).max_frames
+    long: dict[str, Any] = {"max_seconds": 60}
+    [budget] = engine.plan(SpeechRequest("Good morning.", **long)).max_frames
     assert budget == frame_budget("Good morning.", 25.0) < 1500
     slow = reference()
     pace = voice_pace(slow.text, 2.0)
     assert pace != 1.0
-    [budget] = engine.plan(SpeechRequest("Good morning.", (slow,)), long).max_frames
+    [budget] = engine.plan(SpeechRequest("Good morning.", (slow,), **long)).max_frames
     assert budget == frame_budget("Good morning.", 25.0, pace)
-    assert set(engine.plan(SpeechRequest(TEXT), replace(long, max_seconds=5)).max_frames) == {125}
+    assert set(engine.plan(SpeechRequest(TEXT, **long | {"max_seconds": 5})).max_frames) == {125}
 
 
 def test_each_segment_continues_the_conversation(engine: Engine, conversations: list[Conversation]) -> None:
     voice = reference()
-    plan = engine.plan(SpeechRequest(TEXT, (voice,), scene="A room."), Sampling(max_seconds=2, seed=1))
+    plan = engine.plan(SpeechRequest(TEXT, (voice,), scene="A room.", max_seconds=2, seed=1))
     first, second, third = plan.segments[:3]
     del conversations[1:-1]
     with ending(engine, 4, 12 + 5):  # eight codebooks end one after another
@@ -129,7 +130,7 @@ def test_each_segment_continues_the_conversation(engine: Engine, conversations: 
 def test_without_a_reference_the_first_segment_stays_the_voice(
     engine: Engine, conversations: list[Conversation]
 ) -> None:
-    plan = engine.plan(SpeechRequest(TEXT), Sampling(max_seconds=2, seed=1))
+    plan = engine.plan(SpeechRequest(TEXT, max_seconds=2, seed=1))
     with ending(engine, 4, 12 + 5, 12 + 13 + 6):
         speech = speak(engine, plan)
     fourth = [turns(one) for one in conversations if turns(one)[-1][1] == plan.segments[3]][-1]
@@ -139,7 +140,7 @@ def test_without_a_reference_the_first_segment_stays_the_voice(
 
 
 def test_a_runaway_is_told_and_is_no_context(engine: Engine, conversations: list[Conversation]) -> None:
-    plan = engine.plan(SpeechRequest(TEXT), SHORT)
+    plan = engine.plan(SpeechRequest(TEXT, **SHORT))
     with ending(engine):
         speech = speak(engine, plan)
     assert speech.finish_reason == "length" and not speech.stopped
@@ -149,14 +150,14 @@ def test_a_runaway_is_told_and_is_no_context(engine: Engine, conversations: list
 
 
 def test_a_segment_that_ends_at_once_is_told(engine: Engine) -> None:
-    plan = engine.plan(SpeechRequest(TEXT), Sampling(max_seconds=2))
+    plan = engine.plan(SpeechRequest(TEXT, max_seconds=2))
     with ending(engine, 3, 11, 19 + 2, 31 + 2):
         speech = speak(engine, plan)
     assert speech.warnings and speech.warnings[0].startswith("ended at once, nothing was said")
 
 
 def test_the_clip_is_the_joined_codes_and_a_stream_has_its_samples(engine: Engine) -> None:
-    plan = engine.plan(SpeechRequest(TEXT, (reference(),)), Sampling(max_seconds=1.2, seed=3))
+    plan = engine.plan(SpeechRequest(TEXT, (reference(),), max_seconds=1.2, seed=3))
     speech = speak(engine, plan)
     assert np.array_equal(speech.samples, engine.codec.decode(speech.codes)), "one clip: no boundary of its own"
     stream = engine.stream_plan(plan)
@@ -167,7 +168,7 @@ def test_the_clip_is_the_joined_codes_and_a_stream_has_its_samples(engine: Engin
 
 
 def test_a_context_that_does_not_fit_is_left_out(engine: Engine, conversations: list[Conversation]) -> None:
-    plan = engine.plan(SpeechRequest(TEXT), Sampling(max_seconds=2, seed=1))
+    plan = engine.plan(SpeechRequest(TEXT, max_seconds=2, seed=1))
     roomy = engine._batch
     engine._batch = None
     try:
@@ -181,7 +182,7 @@ def test_a_context_that_does_not_fit_is_left_out(engine: Engine, conversations: 
 
 
 def test_takes_share_a_prompt_and_are_what_their_seeds_say(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = engine.plan(SpeechRequest("hello there"), SHORT)
+    plan = engine.plan(SpeechRequest("hello there", **SHORT))
     engine._scheduler_of(3, plan.max_positions)
     assert engine._batch is not None
     decoder, prefills = engine._batch.decoder, list[int]()
@@ -195,13 +196,13 @@ def test_takes_share_a_prompt_and_are_what_their_seeds_say(engine: Engine, monke
     takes = dict(engine.speak_plans([plan.take(number) for number in range(3)]))
     assert prefills == [0]
     for number, take in takes.items():
-        alone = speak(engine, engine.plan(SpeechRequest("hello there"), replace(SHORT, seed=5 + number)))
+        alone = speak(engine, engine.plan(SpeechRequest("hello there", **SHORT | {"seed": 5 + number})))
         assert np.array_equal(take.codes, alone.codes)
     assert len({take.codes.tobytes() for take in takes.values()}) == 3
 
 
 def test_plans_that_nobody_waits_for_give_their_rows_back(engine: Engine) -> None:
-    plans = [engine.plan(SpeechRequest("hello", id=str(n)), Sampling(max_seconds=0.2 + n)) for n in range(3)]
+    plans = [engine.plan(SpeechRequest("hello", id=str(n), max_seconds=0.2 + n)) for n in range(3)]
     spoken = engine.speak_plans(plans)
     assert next(spoken)[0] == 0
     spoken.close()  # type: ignore[attr-defined]

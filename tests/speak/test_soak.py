@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from myna.models.base import Sampling, SpeechDecoder
+from myna.models.base import SpeechDecoder
 from myna.models.ref import ModelRef
-from myna.speak.engine import Engine, SpeechRequest, SpeechStream
+from myna.speak.engine import Engine, SpeechStream
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from myna.speak.scheduler import BatchScheduler, Generation
 from myna.speak.segments import SegmentedGeneration
 
@@ -51,9 +52,10 @@ class Clients:
             self._act(int(self.random.integers(len(self.streams))))
 
     def _open(self) -> None:
-        sampling = Sampling(max_seconds=float(self.random.choice([0.04, 0.12, 0.2])), seed=self.opened)
         text = " ".join(["word"] * int(self.random.integers(1, 4)))
-        self.streams.append(self.engine.stream(SpeechRequest(text, id=f"request {self.opened}"), sampling))
+        seconds = float(self.random.choice([0.04, 0.12, 0.2]))
+        request = SpeechRequest(text, id=f"request {self.opened}", max_seconds=seconds, seed=self.opened)
+        self.streams.append(self.engine.stream(request))
         self.opened += 1
 
     def _act(self, number: int) -> None:
@@ -92,7 +94,7 @@ def soak(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return batches[-1]
 
     monkeypatch.setattr(engine.family, "speech_decoder", count)
-    list(engine.speak_plans([engine.plan(SpeechRequest("word " * 4), Sampling(max_seconds=0.2))] * ROWS))
+    list(engine.speak_plans([engine.plan(SpeechRequest("word " * 4, max_seconds=0.2))] * ROWS))
     clients = Clients(engine)
     clients.serve(WARM_UP)
     idle_batch(engine)

@@ -28,12 +28,11 @@ from myna.data import encoding
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import read_manifest
 from myna.models import open_family
-from myna.models.base import Sampling
 from myna.models.higgs_v2.checkpoint import check_tokenizer, meta_model
 from myna.models.mel_codec import MelCodec, MelCodecConfig, MelCodecNetwork, save_mel_codec
 from myna.models.ref import ModelRef
-from myna.speak.engine import SpeechRequest
 from myna.speak.loading import load_engine
+from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.terminal import TrainingDisplay
 from tests.tone_corpus import tone_speech
 from train_codec import LARGE, TINY
@@ -240,8 +239,8 @@ def test_it_ships_in_halves_and_opens_by_name(
         torch.testing.assert_close(theirs.state_dict()[name], ours[name], rtol=0, atol=0)
 
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
-    voice = engine.reference(home / "natural/held_out/sound/spk025/002.wav", "follow me")
-    [speech] = engine.speak([SpeechRequest("yes", (voice,))], Sampling(max_seconds=1))
+    voice = engine.encode_reference(ReferenceRecording(home / "natural/held_out/sound/spk025/002.wav", "follow me"))
+    [speech] = engine.speak([SpeechRequest("yes", (voice,), max_seconds=1)])
     assert len(speech.samples) == 960 * len(speech.codes) <= 25 * 960
 
 

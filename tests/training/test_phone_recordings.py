@@ -19,7 +19,7 @@ from myna.audio.files import Samples
 from myna.core.errors import DataError
 from myna.data.manifest import read_manifest
 from myna.demo.run import run_demo
-from myna.speak.validation import open_reference
+from myna.speak.request import open_reference
 
 pytestmark = pytest.mark.network
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ from myna.models.base import (
 )
 from myna.models.lora import load_adapter, make_trainable, merge_lora, read_lora_matrices
 from myna.models.merge import LOGIT_TOLERANCES, compare_merged, probe_logits
-from myna.speak.engine import Engine, SpeechRequest
+from myna.speak.engine import Engine
+from myna.speak.request import SpeechRequest
 from myna.speak.streaming import StreamDecoder
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -275,9 +276,9 @@ def check_stream(subject: VerifiedModel) -> Check:
             return replace(finding, message=f"{finding.message}, in chunks that end at {cuts.tolist()}")
     engine = Engine(family, subject.model, codec)
     sampling = replace(GREEDY, max_seconds=subject.frames / codec.frame_rate)
-    request = SpeechRequest(TEXTS[1], id="line")
-    [speech] = engine.speak([request], sampling)
-    streamed = np.concatenate([np.zeros(0, np.float32), *engine.stream(request, sampling)])
+    request = SpeechRequest(TEXTS[1], id="line", **asdict(sampling))
+    [speech] = engine.speak([request])
+    streamed = np.concatenate([np.zeros(0, np.float32), *engine.stream(request)])
     if (finding := _compare_samples(streamed, speech.samples, codec)) is not None:
         return replace(finding, message=f"{finding.message}, in speech of the model")
     return _finding(True, f"{chunkings} random chunkings of {frames} frames, and {len(speech.codes)} spoken ones", 0, 0)

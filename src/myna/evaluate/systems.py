@@ -17,9 +17,10 @@ from myna.evaluate.items import EvalItem, EvalSet, load_clip, load_eval_set, rec
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
 from myna.models.ref import ModelRef, split_name
-from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.speak.engine import Engine, encode_clip
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.loading import load_engine
+from myna.speak.request import SpeechRequest
 from myna.speak.segments import SpeechPlan
 from myna.text.normalization import normalise_text
 
@@ -141,10 +142,16 @@ class SpeechSystem:
         self._engine = None
 
     def _plan(self, item: EvalItem) -> SpeechPlan:
-        """Plan an item as one segment, however long, since its maximum length is that of the whole item."""
-        references = tuple(map(self._encode_reference, item.references))
-        request = SpeechRequest(item.text, references, scene=item.scene, id=item.id)
-        return self.engine.plan(request, replace(self.sampling, max_seconds=item.max_seconds), split=False)
+        """Plan one segment, however long: the maximum length is that of the whole item."""
+        request = SpeechRequest(
+            item.text,
+            tuple(map(self._encode_reference, item.references)),
+            id=item.id,
+            scene=item.scene,
+            max_seconds=item.max_seconds,
+            seed=self.seed,
+        )
+        return self.engine.plan(request, split=False)
 
     def _encode_reference(self, clip: Utterance) -> Reference:
         key = recording_key(clip)

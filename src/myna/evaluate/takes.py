@@ -19,7 +19,7 @@ from myna.evaluate.pipeline import torch_threads
 from myna.evaluate.scoring import COPY_THRESHOLD, SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings, score_item
 from myna.listen.speaker_encoders import RESEMBLYZER
 from myna.speak.engine import Speech
-from myna.speak.lines import ReferenceRecording
+from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
 
 SHOWN_SCORES = ("word_errors", "words", "similarity", "distillmos", "dnsmos", "transcript")
@@ -118,16 +118,15 @@ class TakeRanker:
 
     def rank(
         self,
-        text: str,
+        request: SpeechRequest,
         takes: Sequence[Speech],
-        references: Sequence[ReferenceRecording] = (),
-        language: str = "",
         progress: ProgressCallback = silent,
     ) -> TakeRanking:
-        """Takes of a text that was spoken in the voice of these references."""
-        self.check(len(references))
-        clips = [Utterance(str(one.audio), one.audio, one.text, "", language, one.span) for one in references]
-        words = normalise_text(SPEAKER_TAG.sub(" ", text))
+        """Rank takes of one request."""
+        self.check(len(request.references))
+        language = request.language
+        clips = [Utterance(str(one.file), one.file, one.text, "", language, one.span) for one in request.recordings]
+        words = normalise_text(SPEAKER_TAG.sub(" ", request.text))
         item = EvalItem("take", words, language=language, references=tuple(clips))
         encoder = self.scorers.speaker_encoder
         speakers = SpeakerEmbeddings(EvalSet((item,), {}), encoder) if encoder is not None else None

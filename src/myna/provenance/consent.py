@@ -23,7 +23,7 @@ from myna.listen.speaker_encoders import (
 from myna.provenance.consent_sentences import ConsentSentence, has_name, valid_sentences
 from myna.provenance.packages import watermark_installed
 from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
-from myna.speak.validation import MAX_REFERENCE_SECONDS
+from myna.speak.request import MAX_REFERENCE_SECONDS
 from myna.text.normalization import words
 from myna.text.wer import character_errors
 

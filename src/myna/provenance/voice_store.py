@@ -24,7 +24,7 @@ from myna.core.errors import DataError
 from myna.core.io import atomic_folder, save_text, sniff_suffix
 from myna.core.user_folders import user_folder
 from myna.provenance.consent_sentences import has_name
-from myna.speak.validation import read_reference
+from myna.speak.request import read_reference
 from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from myna.provenance.voice_store import VoiceStore
 from myna.serve.adapters import AdapterCatalog
 from myna.serve.api_errors import ApiError
 from myna.serve.engine_client import EngineClient
-from myna.serve.messages import EngineSettings, SpeakMessage
+from myna.serve.messages import EngineSettings
 from myna.serve.metrics import ServerMetrics
 from myna.serve.schemas import MAX_CHARACTERS, InlineReference, SpeechSettings
 from myna.serve.uploads import UploadDecoder, recording_bytes
-from myna.speak.validation import read_reference
+from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 
 DEFAULT_VOICE = "default"
 """The model's own voice, without a reference."""
@@ -66,16 +66,15 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSpeech:
-    """A request that was checked: its message to the engine, and where the speech comes from."""
+    """A checked request, and the origin that its audio is logged and signed with."""
 
-    message: SpeakMessage
+    request: SpeechRequest
     origin: SpeechOrigin
 
     def take(self, number: int) -> PreparedSpeech:
-        """The same with another seed."""
-        seed = self.message.sampling["seed"] + number
-        sampling = {**self.message.sampling, "seed": seed}
-        return PreparedSpeech(replace(self.message, sampling=sampling), replace(self.origin, seed=seed))
+        """Return the same request with another seed."""
+        request = self.request.take(number)
+        return PreparedSpeech(request, replace(self.origin, seed=request.seed))
 
 
 @dataclass(eq=False)
@@ -137,7 +136,7 @@ class ServerContext:
         )
 
     async def prepare(self, body: SpeechSettings, text: str, *, priority: int = 0, session: str = "") -> PreparedSpeech:
-        """Check a request, and turn it into a message without an id."""
+        """Check the body of a request, and make the request of it."""
         if len(text) > self.settings.max_characters:
             limit = f"at most {self.settings.max_characters} characters are spoken at a time, these are {len(text)}"
             raise ApiError(400, limit, param="input", code="string_above_max_length")
@@ -145,39 +144,41 @@ class ServerContext:
             raise ApiError(400, "there is no text to speak", param="input")
         await self.client.wait_until_loaded()
         adapter = self.resolve_model(body.model)
-        references, voice, consent = await self._references(body)
-        chosen = {"temperature": body.temperature, "top_k": body.top_k, "top_p": body.top_p}
-        sampling: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-        message = SpeakMessage(
-            "",
+        request = SpeechRequest(
             text,
-            references,
-            adapter,
-            body.strength,
-            body.instructions,
-            body.language,
-            sampling | {"seed": body.seed, "max_seconds": body.max_seconds},
-            body.speed,
-            priority,
-            session,
+            await self._references(body),
+            scene=body.instructions,
+            language=body.language,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            max_seconds=body.max_seconds,
+            seed=body.seed,
+            adapter=adapter,
+            strength=body.strength,
+            speed=body.speed,
+            priority=priority,
+            session=session,
+            watermark=self.settings.engine.watermark,
         )
         source = self.adapters.sources.get(adapter, self.settings.engine.source)
+        weights = await self._weights_hash(source)
         origin = SpeechOrigin(
             self.settings.model,
-            adapter or (display_name(source) if await self._weights_hash(source) else ""),
-            await self._weights_hash(source),
-            voice,
-            consent,
-            text,
-            body.seed,
-            self.client.known.watermark if self.client.known is not None else "",
+            adapter or (display_name(source) if weights else ""),
+            weights,
+            voice=request.voice,
+            consent=request.consent,
+            text=text,
+            seed=body.seed,
+            watermark=self.client.known.watermark if self.client.known is not None else "",
         )
         if adapter:
             await self.adapters.load(adapter)
-        return PreparedSpeech(message, origin)
+        return PreparedSpeech(request, origin)
 
-    async def _references(self, body: SpeechSettings) -> tuple[tuple[tuple[Samples, str], ...], str, str]:
-        """References of a request with their transcripts; name and consent of a stored voice."""
+    async def _references(self, body: SpeechSettings) -> tuple[ReferenceRecording, ...]:
+        """Return the recordings that a request carries, or that of its stored voice."""
         given = body.reference if isinstance(body.reference, list) else [body.reference] if body.reference else []
         if body.ref_audio is not None:
             given = [InlineReference.model_construct(audio=body.ref_audio, text=body.ref_text or ""), *given]
@@ -190,18 +191,18 @@ class ServerContext:
                     raise ApiError(400, "a reference needs its transcript", param="ref_text")
                 data = recording_bytes(reference.audio, param="ref_audio")
                 samples = await self.uploads.decode(data, self.sample_rate, param="ref_audio")
-                decoded.append((samples, reference.text))
-            return tuple(decoded), "reference", ""
+                decoded.append(ReferenceRecording(samples, reference.text))
+            return tuple(decoded)
         return await self._stored_voice(body.voice_name)
 
-    async def _stored_voice(self, name: str) -> tuple[tuple[tuple[Samples, str], ...], str, str]:
+    async def _stored_voice(self, name: str) -> tuple[ReferenceRecording, ...]:
         if name in ("", DEFAULT_VOICE):
-            return (), "", ""
+            return ()
         try:
             voice = await asyncio.to_thread(self.store.get_voice, name)
         except DataError:
             if name in OPENAI_VOICES:
-                return (), "", ""
+                return ()
             names = await asyncio.to_thread(self.voice_names)
             raise ApiError(
                 400,
@@ -211,7 +212,8 @@ class ServerContext:
             ) from None
         if voice.id not in self._voice_samples:
             self._voice_samples[voice.id] = await asyncio.to_thread(self._read_voice, name)
-        return (self._voice_samples[voice.id],), voice.name, voice.consent.id
+        samples, text = self._voice_samples[voice.id]
+        return (ReferenceRecording(samples, text, voice=voice.name, consent=voice.consent.id),)
 
     def _read_voice(self, name: str) -> tuple[Samples, str]:
         recording, text = self.store.reference(self.store.get_voice(name))

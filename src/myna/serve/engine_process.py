@@ -41,10 +41,10 @@ from myna.serve.messages import (
 from myna.serve.reference_encoder import ReferenceEncoder
 from myna.serve.tempo import TempoFilter
 from myna.speak.answering import AnswerEngine, AudioQuestion
-from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.speak.engine import Engine, encode_clip
 from myna.speak.live import LiveBatch, StreamEvent
+from myna.speak.request import SpeechRequest
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SpeechPlan, SpokenSegment
-from myna.speak.validation import check_speech_text
 from myna.text.normalization import normalise_text
 
 REPORT_SECONDS = 0.25
@@ -235,8 +235,7 @@ class SpeechWorker:
         batch, frame = self._batch, 1 / self._engine.codec.frame_rate
         for number in range(batch.rows):
             text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
-            sampling = replace(self._engine.family.sampling, max_seconds=(number + 1.5) * frame)
-            plan = self._engine.plan(SpeechRequest(text, id=text), sampling, split=False)
+            plan = self._engine.plan(SpeechRequest(text, max_seconds=(number + 1.5) * frame), split=False)
             batch.submit(f"warm-up {number}", plan, watermark=self._watermark())
         while batch.busy:
             batch.step()
@@ -244,8 +243,9 @@ class SpeechWorker:
     def handle(self, message: EngineMessage) -> list[RequestEvent]:
         match message:
             case SpeakMessage():
-                check_speech_text(message.text, [text for _, text in message.references])
-                clips = tuple(self._encoder.encode(samples) for samples, _ in message.references)
+                message.request.check()
+                recordings = (one.audio for one in message.request.recordings)
+                clips = tuple(self._encoder.encode(audio) for audio in recordings if isinstance(audio, np.ndarray))
                 self._encoding[message.id] = _Encoding(message, self._batch.reserve(), clips)
             case CancelMessage() if (request := self._encoding.pop(message.id, None)) is not None:
                 self._batch.give_back()
@@ -281,7 +281,8 @@ class SpeechWorker:
 
     def _submit(self, request: _Encoding) -> list[RequestEvent]:
         """Queue a request whose references are encoded, in the place that it has."""
-        message, rate = request.message, self._engine.codec.sample_rate
+        message, rate = request.message.request, self._engine.codec.sample_rate
+        id = request.message.id
         try:
             plan = self._plan(message, [clip.result() for clip in request.clips])
         except BaseException:
@@ -289,9 +290,9 @@ class SpeechWorker:
             raise
         filters = [TempoFilter(message.speed, rate)] if message.speed != 1.0 else []
         mark, priority = self._watermark(), message.priority
-        self._batch.submit(message.id, plan, filters=filters, watermark=mark, priority=priority, place=request.place)
+        self._batch.submit(id, plan, filters=filters, watermark=mark, priority=priority, place=request.place)
         if message.session:
-            self._session_of[message.id] = message.session, normalise_text(message.text)
+            self._session_of[id] = message.session, normalise_text(message.text)
         return []
 
     def _report(self, event: StreamEvent) -> list[RequestEvent]:
@@ -305,27 +306,18 @@ class SpeechWorker:
         tokens = end.prompt_tokens, len(end.codes)
         return [*pieces, RequestEnd(event.id, end.finish_reason, end.warnings, *tokens, failure=failure)]
 
-    def _plan(self, message: SpeakMessage, clips: Sequence[AudioClip]) -> SpeechPlan:
+    def _plan(self, request: SpeechRequest, clips: Sequence[AudioClip]) -> SpeechPlan:
         engine = self._engine
         references = tuple(
-            Reference(normalise_text(text), clip) for (_, text), clip in zip(message.references, clips, strict=True)
+            Reference(normalise_text(one.text), clip) for one, clip in zip(request.references, clips, strict=True)
         )
-        request = SpeechRequest(
-            message.text,
-            references,
-            engine.scene if message.scene is None else message.scene,
-            id=message.text,
-            adapter=message.adapter,
-            strength=message.strength,
-        )
-        sampling = replace(engine.family.sampling, **message.sampling)
-        plan = engine.plan(request, sampling, language=message.language)
-        context = self._sessions.get(message.session, [])
+        plan = engine.plan(replace(request, references=references))
+        context = self._sessions.get(request.session, [])
         # As between the segments of a long text: with a reference, the one before is enough, and what does not fit is
         # left out.
         for earlier in (context[-1:] if references else context, context[-1:]):
             if earlier and sum(len(codes) for _, codes in earlier) <= MAX_CONTEXT_SECONDS * engine.codec.frame_rate:
-                prompt = engine._segment_prompt(request, plan.segments[0], tuple(earlier))
+                prompt = engine._render(request, references, plan.segments[0], tuple(earlier))
                 if self._batch.fits(prompt, plan.max_frames[0]):
                     return replace(plan, prompt=prompt)
         return plan

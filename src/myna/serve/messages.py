@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from myna.audio.files import Samples
 from myna.core.errors import MynaError
+from myna.speak.request import SpeechRequest
 
 if TYPE_CHECKING:  # they import torch, which the HTTP process does without
     from myna.core.config import Quantization
@@ -42,22 +43,14 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpeakMessage:
-    """Speak a text."""
+    """Speak a request, whose references are samples at the codec's sample rate."""
 
     id: str
-    text: str
-    references: tuple[tuple[Samples, str], ...] = ()
-    """Recordings of the voices at the codec's sample rate, with their transcripts."""
-    adapter: str = ""
-    strength: float = 1.0
-    scene: str | None = None
-    language: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `Sampling` that differ from the model's own."""
-    speed: float = 1.0
-    priority: int = 0
-    session: str = ""
-    """Utterances of one session have those before them in their prompts."""
+    request: SpeechRequest
+
+    @property
+    def adapter(self) -> str:
+        return self.request.adapter
 
 
 @dataclass(frozen=True, slots=True)

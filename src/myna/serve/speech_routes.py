@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +21,7 @@ from myna.serve.api_errors import ApiError, validation_error
 from myna.serve.context import PreparedSpeech, ServerContext, server_context, unless_disconnected
 from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole
 from myna.serve.engine_client import EngineJob
-from myna.serve.messages import RequestEnd
+from myna.serve.messages import RequestEnd, SpeakMessage
 from myna.serve.schemas import BatchItem, SpeechBatchBody, SpeechBody, SpeechSettings, SpokenItem
 
 SEND_SECONDS = 60.0
@@ -129,7 +128,7 @@ def _finished_file(pcm: bytes, format: AudioFormat, sample_rate: int, origin: Sp
 
 
 def submit_speech(context: ServerContext, prepared: PreparedSpeech) -> EngineJob:
-    return context.client.submit(lambda id: replace(prepared.message, id=id))
+    return context.client.submit(lambda id: SpeakMessage(id, prepared.request))
 
 
 class SpeechResponse(Response):

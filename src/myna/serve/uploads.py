@@ -21,7 +21,7 @@ from myna.core.errors import AudioError
 from myna.core.io import sniff_suffix
 from myna.core.pools.process_pool import end_with_parent
 from myna.serve.api_errors import ApiError
-from myna.speak.validation import MAX_REFERENCE_SECONDS
+from myna.speak.request import MAX_REFERENCE_SECONDS
 
 MAX_UPLOAD_BYTES = 10 * 2**20
 """As OpenAI has it for samples of voices."""

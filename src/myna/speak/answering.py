@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from myna.audio.files import read_audio
-from myna.core.errors import SpeakError
+from myna.core.errors import DataError, SpeakError
+from myna.core.io import check_output_file, save_text
+from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codes, Encoder
 from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.pronunciation import AssessmentTable
+from myna.data.overlap import ComparedClip, TrainedClips
+from myna.data.pronunciation import DEFAULT_QUESTION, AssessmentTable, answer_grammar, assessment_table
 from myna.models.base import Family, GeneratedAnswer, require_answering
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip
+
+if TYPE_CHECKING:
+    from myna.core.config import Recipe
+    from myna.models.ref import ModelRef
+
+PathLike = str | os.PathLike[str]
 
 
 class AudioQuestion(NamedTuple):
@@ -105,3 +116,111 @@ class AnswerEngine:
             )
             if on_answer is not None:
                 on_answer(start + len(batch))
+
+
+class AnswerModel:
+    """A model that answers questions about recordings in words. Made by `load_answer_model`."""
+
+    def __init__(self, engine: AnswerEngine, recipe: Recipe | None = None) -> None:
+        self.engine, self.recipe = engine, recipe
+
+    @classmethod
+    def open(cls, ref: ModelRef, *, device: str = "auto", batch_size: int = 16) -> AnswerModel:
+        """Load a run, an adapter or a model that answers."""
+        from myna.speak.loading import load_answer_engine
+
+        engine = load_answer_engine(ref, device=device)
+        engine.batch_size = batch_size
+        return cls(engine, ref.run.recipe if ref.run is not None else None)
+
+    def answer(
+        self, recording: PathLike, question: str | None = None, *, max_tokens: int = 512, constrained: bool = False
+    ) -> GeneratedAnswer:
+        """Answer a question about one recording; by default, rate its pronunciation. `constrained` keeps the answer to
+        the JSON of an assessment."""
+        return self.answer_all([recording], question, max_tokens=max_tokens, constrained=constrained)[0]
+
+    def answer_all(
+        self,
+        recordings: Sequence[PathLike],
+        question: str | None = None,
+        *,
+        max_tokens: int = 512,
+        constrained: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> list[GeneratedAnswer]:
+        """The same for many recordings, answered in batches."""
+        text = question if question is not None else DEFAULT_QUESTION
+        self._constrain(constrained)
+        clips = [self.engine.recording(Path(recording), text) for recording in recordings]
+        report = lambda done: progress("answering", done, len(clips))  # noqa: E731
+        return list(self.engine.answer(clips, max_tokens, report))
+
+    def answer_dataset(
+        self,
+        data: PathLike,
+        out: PathLike,
+        *,
+        max_tokens: int = 512,
+        constrained: bool = False,
+        force: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> DatasetAnswers:
+        """Answer every clip of a prepared folder that has an answer. The answers are written to `out` as JSONL, and the
+        metrics beside it as `.scores.json`; over a file that is there only with `force`."""
+        for file in (Path(out), self.scores_file(out)):
+            check_output_file(file, inputs=Path(data).rglob("*"), force=force)
+        dataset = PreparedDataset.open(Path(data))
+        clips = self.engine.dataset_questions(dataset)
+        if not clips:
+            raise DataError(f"{data} has no answers to compare with", hint="prepare it from recordings with scores")
+        self._constrain(constrained)
+        expected = dict(zip(dataset.table.id.to_pylist(), dataset.table.answer.to_pylist(), strict=True))
+        report = lambda done: progress("answering", done, len(clips))  # noqa: E731
+        rows = [
+            {"id": clip.id, "answer": answer.text, "expected": expected[clip.id], "stopped": answer.stopped}
+            for clip, answer in zip(clips, self.engine.answer(clips, max_tokens, report), strict=True)
+        ]
+        utterances = [dataset.table.utterance(index) for index in map(dataset.find, expected) if index is not None]
+        trained_on, notes = self._trained_on(
+            lambda _: [ComparedClip(one.id, one.speaker, one.text, dataset.key(one)) for one in utterances]
+        )
+        result = DatasetAnswers(
+            [row | {"trained_on": trained_on.get(row["id"])} for row in rows],
+            assessment_table(utterances, {row["id"]: row["answer"] for row in rows}),
+            notes,
+        )
+        save_text(Path(out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.rows))
+        save_text(self.scores_file(out), json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
+        return result
+
+    @staticmethod
+    def scores_file(answers: PathLike) -> Path:
+        """The file of the metrics, beside that of the answers."""
+        path = Path(answers)
+        return path.with_name(f"{path.name.removesuffix('.jsonl')}.scores.json")
+
+    def trained_recordings(self, recordings: Sequence[PathLike]) -> dict[str, str | None]:
+        """By path, `audio` for recordings that the run was trained on, empty for others; None where its training data
+        is not known."""
+        paths = [os.fspath(recording) for recording in recordings]
+        found, _ = self._trained_on(
+            lambda trained: [ComparedClip(path, "", "", trained.key(Path(path))) for path in paths]
+        )
+        return {path: found.get(path) for path in paths}
+
+    def _trained_on(
+        self, clips: Callable[[TrainedClips], list[ComparedClip]]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Why each clip counts as trained on, empty where it does not, by id; and a note where that is not known."""
+        if self.recipe is None:
+            return {}, ()
+        try:
+            trained = TrainedClips.open(self.recipe)
+        except DataError as error:
+            return {}, (f"whether the run was trained on these recordings cannot be told: {error.what}",)
+        compared = clips(trained)
+        return {clip.id: "" for clip in compared} | trained.find(compared), ()
+
+    def _constrain(self, constrained: bool) -> None:
+        self.engine.grammar = answer_grammar() if constrained else None

@@ -24,16 +24,16 @@ from myna.core.errors import ReferenceWarning, SpeakError
 from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
-from myna.data.manifest import SPEAKER_TAG, Span
-from myna.models.base import AdapterSlots, Family, RenderedSequence, Sampling, require_speaking
+from myna.data.manifest import SPEAKER_TAG
+from myna.models.base import AdapterSlots, Family, RenderedSequence, require_speaking
 from myna.models.metadata import WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech
+from myna.speak.request import ReferenceRecording, SpeechRequest, open_reference
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason
 from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
 from myna.speak.streaming import StreamDecoder
-from myna.speak.validation import open_reference
 from myna.text.normalization import normalise_text
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 
@@ -47,20 +47,6 @@ EXACT_POSITIONS = 2048
 """Positions of an exact batch, whatever its requests."""
 POSITION_BLOCK = 256
 """Caches are made in multiples of this many positions, so that a little longer request finds room."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpeechRequest:
-    """Text to speak, with the voices to speak it in."""
-
-    text: str
-    references: tuple[Reference, ...] = ()
-    scene: str = ""
-    id: str = "line"
-    adapter: str = ""
-    """Name of an adapter that the engine has loaded (`Engine.load_adapter`); none is the model's own weights."""
-    strength: float = 1.0
-    """What the adapter's effect is multiplied by."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,9 +172,12 @@ class Engine:
         self._adapters[name], self._adapter_hashes[name] = metadata, files_hash
         return LoadedAdapter(name, effect, base_checked)
 
-    def scene_of(self, adapter: str) -> str:
-        """The scene that most of the training had, of an adapter or of the model itself."""
-        return self._adapters[adapter].scene if adapter in self._adapters else self.scene
+    def scene_of(self, request: SpeechRequest) -> str:
+        """Return the scene of a request: its own, else the one that most of the training of its adapter or of the
+        model had."""
+        if request.scene is not None:
+            return request.scene
+        return self._adapters[request.adapter].scene if request.adapter in self._adapters else self.scene
 
     def adapter_fingerprint(self, name: str) -> str:
         """Equal ones speak alike on one model: hash of its files, and where its references are placed."""
@@ -201,48 +190,57 @@ class Engine:
         self._adapter_slots.unload(name)
         del self._adapters[name], self._adapter_hashes[name]
 
-    def reference(self, recording: Path, text: str, span: Span | None = None) -> Reference:
-        """A reference voice from a recording, or a span of it, and its transcript. Warns of its faults."""
-        checked = open_reference(recording, self.codec.sample_rate, span)
-        for problem in checked.problems:
-            warnings.warn(problem, ReferenceWarning, stacklevel=2)
-        samples = checked.samples
+    def encode_reference(self, reference: ReferenceRecording) -> Reference:
+        """Encode a reference recording. A file's faults are told as warnings."""
+        name, samples = reference.name, reference.audio
+        if isinstance(samples, Path):
+            checked = open_reference(samples, self.codec.sample_rate, reference.span)
+            name = samples.stem
+            for problem in checked.problems:
+                warnings.warn(problem, ReferenceWarning, stacklevel=2)
+            samples = checked.samples
         if len(samples) < self.codec.hop:
             raise SpeakError(
-                f"{recording} is shorter than one frame of {1000 / self.codec.frame_rate:g} ms",
+                f"{reference.audio if isinstance(reference.audio, Path) else 'a reference'} is shorter than one frame "
+                f"of {1000 / self.codec.frame_rate:g} ms",
                 hint="give a few seconds of the voice",
             )
-        return Reference(normalise_text(text), AudioClip(recording.stem, encode_clip(self.codec, samples)))
+        return Reference(normalise_text(reference.text), AudioClip(name, encode_clip(self.codec, samples)))
 
-    def speak(
-        self, requests: Sequence[SpeechRequest], sampling: Sampling, on_frame: Callable[[int], None] | None = None
-    ) -> list[Speech]:
+    def speak(self, requests: Sequence[SpeechRequest], on_frame: Callable[[int], None] | None = None) -> list[Speech]:
         """Speak requests together, each as one segment; `on_frame` is called with the number of whole frames so far."""
-        plans = [self.plan(request, sampling, split=False) for request in requests]
+        plans = [self.plan(request, split=False) for request in requests]
         return [speech for _, speech in sorted(self.speak_plans(plans, on_frame), key=lambda spoken: spoken[0])]
 
-    def plan(self, request: SpeechRequest, sampling: Sampling, *, split: bool = True, language: str = "") -> SpeechPlan:
-        """How a request will be spoken. A text of more than 30 s, by estimate, is split into segments, unless it has
-        tags of several speakers; `max_seconds` caps each of them, and a budget by the length of its text where that is
-        less. With `split` off it is one segment, capped by `max_seconds` alone."""
+    def plan(self, request: SpeechRequest, *, split: bool = True) -> SpeechPlan:
+        """Plan how a request will be spoken: encode its references, and split its text.
+
+        A text of more than 30 s, by estimate, is split into segments, unless it has tags of several speakers.
+        `max_seconds` caps each of them, and a budget by the length of its text where that is less. With `split` off it
+        is one segment, capped by `max_seconds` alone.
+        """
+        request.check_settings()
+        references = tuple(
+            one if isinstance(one, Reference) else self.encode_reference(one) for one in request.references
+        )
+        sampling = request.sampling(self.family.sampling)
         text, frame_rate = normalise_text(request.text), self.codec.frame_rate
         cap = max(1, int(sampling.max_seconds * frame_rate))
         segments, budgets = [text], tuple[int, ...]((cap,))
         if split:
-            references = request.references
             pace = max((voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0)
             if estimate_seconds(text, pace) > MAX_SEGMENT_SECONDS and not SPEAKER_TAG.search(text):
-                segments = [segment.strip() for segment in split_long_text(request.text, language, pace)]
+                segments = [segment.strip() for segment in split_long_text(request.text, request.language, pace)]
             budgets = tuple(min(cap, frame_budget(segment, frame_rate, pace)) for segment in segments)
-        prompt = self._segment_prompt(request, segments[0])
+        prompt = self._render(request, references, segments[0])
         if len(segments) == 1:
-            return SpeechPlan(request, sampling, (text,), budgets, prompt, len(prompt) + cap + SPARE_POSITIONS)
+            positions = len(prompt) + cap + SPARE_POSITIONS
+            return SpeechPlan(request, references, sampling, (text,), budgets, prompt, positions)
         # Prompts are not known before the codes in them are. Each has the references, its text, and up to two more.
-        alone = replace(request, references=())
-        lengths = [len(self.family.render(self._conversation(replace(alone, text=segment)))) for segment in segments]
+        lengths = [len(self._render(request, (), segment)) for segment in segments]
         context = 2 * max(lengths) + int(MAX_CONTEXT_SECONDS * frame_rate) + 3 * SPARE_POSITIONS
         positions = len(prompt) - lengths[0] + max(lengths) + context + max(budgets)
-        return SpeechPlan(request, sampling, tuple(segments), budgets, prompt, positions)
+        return SpeechPlan(request, references, sampling, tuple(segments), budgets, prompt, positions)
 
     def speak_plans(
         self,
@@ -289,12 +287,12 @@ class Engine:
             for generation in spoken.values():
                 generation.cancel()
 
-    def stream(self, request: SpeechRequest, sampling: Sampling) -> SpeechStream:
+    def stream(self, request: SpeechRequest) -> SpeechStream:
         """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit.
 
         A caller that stops reading ends the request.
         """
-        return self.stream_plan(self.plan(request, sampling, split=False))
+        return self.stream_plan(self.plan(request, split=False))
 
     def stream_plan(self, plan: SpeechPlan) -> SpeechStream:
         """The same for a plan: the samples are those of `speak_plans`."""
@@ -323,7 +321,7 @@ class Engine:
             torch.set_num_threads(threads)
 
     def _begin(self, plan: SpeechPlan, scheduler: BatchScheduler) -> SegmentedGeneration:
-        return SegmentedGeneration(plan, scheduler, self._segment_prompt, self.codec.frame_rate)
+        return SegmentedGeneration(plan, scheduler, self._render, self.codec.frame_rate)
 
     def _speech(self, codes: Codes, finish_reason: FinishReason | None, warnings: Sequence[str] = ()) -> Speech:
         assert finish_reason is not None
@@ -349,28 +347,32 @@ class Engine:
             self._batch = current = BatchScheduler(decoder)
         return current
 
-    def _segment_prompt(
-        self, request: SpeechRequest, text: str, context: tuple[SpokenSegment, ...] = ()
+    def _render(
+        self,
+        request: SpeechRequest,
+        references: tuple[Reference, ...],
+        text: str,
+        context: tuple[SpokenSegment, ...] = (),
     ) -> RenderedSequence:
-        """The open prompt of a segment: earlier segments are turns between the references and its text."""
-        opened = self._conversation(replace(request, text=text))
+        """Render the open prompt of a segment: earlier segments are turns between the references and its text."""
+        opened = self._conversation(request, references, text)
         clips = [(said, AudioClip(f"segment {number}", codes)) for number, (said, codes) in enumerate(context)]
         earlier = [turn for said, clip in clips for turn in (Turn("user", (said,)), Turn("assistant", (clip,)))]
         return self.family.render(replace(opened, turns=(*opened.turns[:-1], *earlier, opened.turns[-1])))
 
-    def _conversation(self, request: SpeechRequest) -> Conversation:
-        text = normalise_text(request.text)
+    def _conversation(self, request: SpeechRequest, references: tuple[Reference, ...], text: str) -> Conversation:
+        text = normalise_text(text)
         if not text:
-            raise SpeakError(f"{request.id} has no text to speak", hint="give some words")
+            raise SpeakError(f"{request.name or 'the request'} has no text to speak", hint="give some words")
         known = self._adapters.get(request.adapter)
         if request.adapter and known is None:
             hint = f"loaded: {', '.join(self._adapters) or 'none'}"
             raise SpeakError(f"there is no adapter {request.adapter}", hint=hint)
         return speech_conversation(
             text,
-            id=request.id,
-            references=request.references,
-            scene=request.scene,
+            id=request.name,
+            references=references,
+            scene=self.scene_of(request),
             reference_placement=self.reference_placement if known is None else known.reference_placement,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from myna.data.importers.records import (
     require_field,
     require_type,
 )
-from myna.data.manifest import Span
-from myna.speak.validation import check_speech_text
+from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.text.normalization import normalise_text
 
 SPOKEN_FILE, MEDIA_FOLDER = "spoken.jsonl", "media"
@@ -34,43 +33,33 @@ LINES_HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceRecording:
-    """Recording of a reference voice and its transcript."""
-
-    audio: Path
-    text: str
-    span: Span | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SpeechLine:
-    """One line to speak. `name` is a file name of its own in all of the file, without a suffix."""
+    """One line to speak."""
 
-    text: str
+    request: SpeechRequest
     id: str
-    name: str
     line: int
-    """Its line, or its place in a JSON list, from 1."""
-    references: tuple[ReferenceRecording, ...] = ()
-    scene: str | None = None
-    """None for the scene of the model."""
-    seed: int | None = None
-    language: str = ""
+    """Number of its line, or its place in a JSON list, from 1."""
+    name: str = ""
+    """File name without a suffix, unlike that of any other line."""
 
 
-def read_lines(file: Path, media: Path) -> list[SpeechLine]:
-    """All lines of a file, each checked; `media` is the folder for clips that ChatML carries within it."""
+def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechLine]:
+    """Read and check all lines of a file. Settings that a line lacks are those of `defaults`, references too.
+
+    `media` is the folder for clips that ChatML carries within it.
+    """
     _check_file(file)
     is_json = file.suffix in (".jsonl", ".json")
     lines: list[SpeechLine] = []
     context, ids, names = ImportContext(media), dict[str, int](), set[str]()
     for record in json_records(file) if is_json else _text_records(file):
         try:
-            line = _parse(record, context)
-            check_speech_text(line.text, [reference.text for reference in line.references])
-            for reference in line.references:
-                if not is_file(reference.audio):
-                    raise RecordError("missing file", f"the reference {reference.audio} is not there")
+            line = _parse(record, context, defaults)
+            line.request.check()
+            for reference in line.request.recordings:
+                if not is_file(reference.file):
+                    raise RecordError("missing file", f"the reference {reference.file} is not there")
         except (RecordError, SpeakError) as error:
             what = error.what if isinstance(error, SpeakError) else error.detail or error.reason
             hint = error.hint if isinstance(error, SpeakError) else LINES_HINT
@@ -89,32 +78,18 @@ def read_lines(file: Path, media: Path) -> list[SpeechLine]:
 
 
 def open_lines(
-    file: Path,
-    out: Path,
-    *,
-    references: Sequence[ReferenceRecording] = (),
-    language: str = "",
-    suffix: str = ".wav",
-    force: bool = False,
+    file: Path, out: Path, defaults: SpeechRequest, *, suffix: str = ".wav", force: bool = False
 ) -> list[SpeechLine]:
-    """The lines of a file, checked and with the folder made for them, before a model is opened. Those that name no
-    reference take `references`, and those that name no language `language`."""
+    """Read and check the lines of a file, and make the folder for them, before a model is opened."""
     _check_file(file)
     claim_folder(out, "spoken lines", known=(SPOKEN_FILE,), inputs=(file,), force=force)
-    lines = [
-        replace(line, references=line.references or tuple(references), language=line.language or language)
-        for line in read_lines(file, out / MEDIA_FOLDER)
-    ]
-    inputs = {reference.audio.resolve() for line in lines for reference in line.references}
+    lines = read_lines(file, out / MEDIA_FOLDER, defaults)
+    inputs = {one.file.resolve() for line in lines for one in line.request.recordings}
     for line in lines:
         if (out / f"{line.name}{suffix}").resolve() in inputs:
             raise OutputError(
                 f"{out / line.name}{suffix} is an input, which is never replaced", hint="choose another --out"
             )
-        try:
-            check_speech_text(line.text, [reference.text for reference in line.references])
-        except SpeakError as error:
-            raise SpeakError(f"{file}:{line.line}: {error.what}", hint=error.hint) from None
     return lines
 
 
@@ -131,39 +106,40 @@ def _text_records(file: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(file, number, RecordError("not UTF-8", f"not UTF-8: {error}"))
 
 
-def _parse(record: SourceRecord, context: ImportContext) -> SpeechLine:
+def _parse(record: SourceRecord, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
     if isinstance(record.data, RecordError):
         raise record.data
     assert record.line is not None
-    return _from_chatml(record, context) if "messages" in record.data else _from_fields(record, record.line)
+    if "messages" in record.data:
+        return _from_chatml(record, record.line, context, defaults)
+    return _from_fields(record, record.line, defaults)
 
 
-def _from_fields(record: SourceRecord, number: int) -> SpeechLine:
+def _from_fields(record: SourceRecord, number: int, defaults: SpeechRequest) -> SpeechLine:
     data: Mapping[str, Any] = record.data
     if unknown := sorted(data.keys() - set(FIELDS)):
         raise RecordError("malformed", f"unknown: {', '.join(unknown)}; a line has {', '.join(FIELDS)}")
     audio, texts = (_listed(data.get(name), name) for name in ("reference", "reference_text"))
     if len(audio) != len(texts):
         raise RecordError("malformed", f"{len(audio)} references but {len(texts)} reference texts")
-    seed = data.get("seed")
+    seed, scene, id = data.get("seed"), data.get("scene"), data.get("id")
     if seed is not None and type(seed) is not int:
         raise RecordError("malformed", f"`seed` is {seed!r}, not a whole number")
-    id = data.get("id")
     if id is not None and type(id) not in (str, int):
         raise RecordError("malformed", f"`id` is {id!r}, not a name")
-    return SpeechLine(
-        text=normalise_text(require_field(data, "text", str)),
-        id=f"line-{number:04d}" if id in (None, "") else str(id),
-        name="",
-        line=number,
-        references=tuple(
-            ReferenceRecording(find_file(path, record.source.parent, Path()), normalise_text(text))
-            for path, text in zip(audio, texts, strict=True)
-        ),
-        scene=None if data.get("scene") is None else require_type(data["scene"], str, "scene"),
-        seed=seed,
-        language=require_type(data.get("language") or "", str, "language"),
+    references = tuple(
+        ReferenceRecording(find_file(path, record.source.parent, Path()), normalise_text(text))
+        for path, text in zip(audio, texts, strict=True)
     )
+    request = replace(
+        defaults,
+        text=normalise_text(require_field(data, "text", str)),
+        references=references or defaults.references,
+        scene=defaults.scene if scene is None else require_type(scene, str, "scene"),
+        seed=defaults.seed if seed is None else seed,
+        language=require_type(data.get("language") or "", str, "language") or defaults.language,
+    )
+    return SpeechLine(request, f"line-{number:04d}" if id in (None, "") else str(id), number)
 
 
 def _listed(value: Any, name: str) -> list[str]:
@@ -171,9 +147,8 @@ def _listed(value: Any, name: str) -> list[str]:
     return [require_type(one, str, name) for one in values]
 
 
-def _from_chatml(record: SourceRecord, context: ImportContext) -> SpeechLine:
-    """The open words of the user; or those of the last clip, where the sample holds its answer."""
-    assert record.line is not None
+def _from_chatml(record: SourceRecord, number: int, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
+    """Return the open words of the user; or those of the last clip, where the sample holds its answer."""
     sample = parse_conversation(record, context)
     clips = [(clip, text) for clip, text, _ in transcribed_clips(sample)]
     text = open_text(sample)
@@ -182,15 +157,14 @@ def _from_chatml(record: SourceRecord, context: ImportContext) -> SpeechLine:
     if len(clips) == 1 and not clips[0][1]:
         clips = [(clips[0][0], sample.reference_text)]
     scene = sample.extras.get("scene")
-    return SpeechLine(
+    request = replace(
+        defaults,
         text=normalise_text(text),
-        id=sample.id,
-        name="",
-        line=record.line,
-        references=tuple(_reference(clip, transcript) for clip, transcript in clips),
-        scene=str(scene) if scene else None,
-        language=sample.language,
+        references=tuple(_reference(clip, transcript) for clip, transcript in clips) or defaults.references,
+        scene=str(scene) if scene else defaults.scene,
+        language=sample.language or defaults.language,
     )
+    return SpeechLine(request, sample.id, number)
 
 
 def _reference(clip: ImportedClip, transcript: str) -> ReferenceRecording:

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,14 @@ from myna.core.errors import MynaError, SpeakError
 from myna.core.io import bytes_hash, file_hash, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.data.conversation import Reference
-from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
-from myna.speak.engine import Engine, Speech, SpeechRequest
+from myna.speak.engine import Engine, Speech
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.lines import SPOKEN_FILE, SpeechLine
 from myna.speak.marking import SpeechMarker
+from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 from myna.speak.scheduler import SPARE_POSITIONS
 from myna.speak.segments import SpeechPlan
-from myna.speak.validation import read_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class LineTakes:
     """Several takes of every line, of which the best is its audio."""
 
     count: int
-    rank: Callable[[SpeechLine, Sequence[Speech]], Sequence[Mapping[str, Any]]]
+    rank: Callable[[SpeechRequest, Sequence[Speech]], Sequence[Mapping[str, Any]]]
     """The takes of a line from the best on, each as its number `take`, from 1, and its scores."""
     ranked_by: str
     """Identifies the metrics: others may choose another take."""
@@ -68,42 +67,31 @@ def speak_lines(
     engine: Engine,
     lines: Sequence[SpeechLine],
     out: Path,
-    sampling: Sampling,
     *,
-    scene: str | None = None,
     batch_size: int | None = None,
     suffix: str = ".wav",
     takes: LineTakes | None = None,
     marker: SpeechMarker | None = None,
-    adapter: str = "",
-    strength: float = 1.0,
     progress: ProgressCallback = silent,
 ) -> SpokenLines:
     """Speak lines in batches. Those that are there, with the same text, voice, settings and weights, stay as they are.
 
     A line is what its text alone gives with its seed: lines with the same words, voice and seed sound the same. Lines
-    are planned as the batch comes to them, so that the first of very many is spoken at once. `adapter` and `strength`
-    are as of `SpeechRequest`.
+    are planned as the batch comes to them, so that the first of very many is spoken at once.
     """
     with lock_folder(out, "speaking into"):
         known = _read_rows(out / SPOKEN_FILE)
-        weights = weights_fingerprint(engine, adapter, strength)
+        weights = cache(partial(weights_fingerprint, engine))
         recording_hash = cache(file_hash)
-        samplings = [sampling if line.seed is None else replace(sampling, seed=line.seed) for line in lines]
-        scenes = [_first_given(line.scene, scene, engine.scene_of(adapter)) for line in lines]
-        keys = [
-            _key(line, weights, line_scene, line_sampling, takes, marker, recording_hash)
-            for line, line_scene, line_sampling in zip(lines, scenes, samplings, strict=True)
-        ]
+        keys = [_key(engine, line.request, weights, takes, marker, recording_hash) for line in lines]
         new = [
             number
             for number, line in enumerate(lines)
             if not _is_spoken(known.get(line.id), keys[number], out, suffix, keep_all=bool(takes and takes.keep_all))
         ]
-        encoded = cache(lambda reference: engine.reference(reference.audio, reference.text, reference.span))
+        encoded = cache(engine.encode_reference)
         count = takes.count if takes is not None else 1
-        voice = (adapter, strength)
-        plans = (_plan(engine, lines[number], scenes[number], samplings[number], encoded, *voice) for number in new)
+        plans = (_plan(engine, lines[number], encoded) for number in new)
         all_takes = (plan.take(take) for plan in plans for take in range(count))
         save_text(out / SPOKEN_FILE, "".join(map(_json_line, known.values())))
         done = len(lines) - len(new)
@@ -116,7 +104,7 @@ def speak_lines(
                 continue
             own = spoken.pop(number)
             speeches = [own[take] for take in range(count)]
-            row = _write(lines[number], speeches, samplings[number].seed, keys[number], out, suffix, takes, marker)
+            row = _write(lines[number], speeches, keys[number], out, suffix, takes, marker)
             _append(out / SPOKEN_FILE, row)
             known[row["id"]] = row
             done += 1
@@ -126,25 +114,22 @@ def speak_lines(
     return SpokenLines(out, rows, len(lines) - len(new))
 
 
-def _first_given(*values: str | None) -> str:
-    return next(value for value in values if value is not None)
-
-
 def _key(
-    line: SpeechLine,
-    weights: str,
-    scene: str,
-    sampling: Sampling,
+    engine: Engine,
+    request: SpeechRequest,
+    weights: Callable[[str, float], str],
     takes: LineTakes | None,
     marker: SpeechMarker | None,
-    recording_hash: Any,
+    recording_hash: Callable[[Path], str],
 ) -> str:
-    """Equal keys give equal audio."""
+    """Return the hash of all that decides the audio: equal keys give equal audio."""
     voices = [
-        (recording_hash(one.audio), one.text, asdict(one.span) if one.span is not None else None)
-        for one in line.references
+        (recording_hash(one.file), one.text, asdict(one.span) if one.span is not None else None)
+        for one in request.recordings
     ]
-    parts = (weights, SAMPLING_REVISION, asdict(sampling), line.text, line.language, scene, voices)
+    sampling = asdict(request.sampling(engine.family.sampling))
+    own_weights = weights(request.adapter, request.strength)
+    parts = (own_weights, SAMPLING_REVISION, sampling, request.text, request.language, engine.scene_of(request), voices)
     chosen = (takes.count, takes.ranked_by) if takes is not None else ()
     marked = (marker.origin.watermark,) if marker is not None and marker.origin.watermark else ()
     return bytes_hash(repr((*parts, *chosen, *marked)).encode())
@@ -162,13 +147,10 @@ def _is_spoken(row: Mapping[str, Any] | None, key: str, out: Path, suffix: str, 
     return all(name.endswith(suffix) and (out / name).is_file() for name in files)
 
 
-def _plan(
-    engine: Engine, line: SpeechLine, scene: str, sampling: Sampling, encoded: Any, adapter: str, strength: float
-) -> SpeechPlan:
+def _plan(engine: Engine, line: SpeechLine, encoded: Callable[[ReferenceRecording], Reference]) -> SpeechPlan:
     try:
-        references: tuple[Reference, ...] = tuple(map(encoded, line.references))
-        request = SpeechRequest(line.text, references, scene, line.text, adapter, strength)
-        plan = engine.plan(request, sampling, language=line.language)
+        references = tuple(map(encoded, line.request.recordings))
+        plan = engine.plan(replace(line.request, references=references))
     except MynaError as error:
         raise SpeakError(f"line {line.line}, {line.id}: {error.what}", hint=error.hint) from error
     if len(plan.segments) > 1:
@@ -180,38 +162,38 @@ def _plan(
 def _write(
     line: SpeechLine,
     speeches: Sequence[Speech],
-    seed: int,
     key: str,
     out: Path,
     suffix: str,
     takes: LineTakes | None,
     marker: SpeechMarker | None,
 ) -> dict[str, Any]:
+    request, recordings = line.request, line.request.recordings
     ranking: list[dict[str, Any]] = (
-        [dict(one) for one in takes.rank(line, speeches)] if takes is not None else [{"take": 1}]
+        [dict(one) for one in takes.rank(request, speeches)] if takes is not None else [{"take": 1}]
     )
     best = ranking[0]["take"]
 
     def marked(take: int) -> Speech:
-        """A take as it is given out: those that are not are ranked, and neither marked nor logged."""
-        speech, recordings = speeches[take - 1], [one.audio for one in line.references]
-        return speech if marker is None else marker.mark(speech, line.text, seed + take - 1, recordings)
+        """Return a take as it is given out. Those that are not are ranked, and neither marked nor logged."""
+        speech = speeches[take - 1]
+        return speech if marker is None else marker.mark(speech, request.take(take - 1))
 
-    speech, count = marked(best), len(line.references)
+    speech, count = marked(best), len(recordings)
     references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}{suffix}" for n in range(count)]
-    for recording, file in zip(line.references, references, strict=True):
-        samples = read_reference(recording.audio, speech.sample_rate, recording.span)
+    for recording, file in zip(recordings, references, strict=True):
+        samples = read_reference(recording.file, speech.sample_rate, recording.span)
         write_audio(out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
     if takes is not None and takes.keep_all:
         for other in ranking[1:]:
             other["file"] = _save(marked(other["take"]), out / f"{line.name}+take-{other['take']}{suffix}")
     row = {
         "id": line.id,
-        "text": line.text,
+        "text": request.text,
         "file": _save(speech, out / f"{line.name}{suffix}"),
         "seconds": round(speech.seconds, 3),
         "finish_reason": speech.finish_reason,
-        "seed": seed + best - 1,
+        "seed": request.seed + best - 1,
         "key": key,
         "warnings": list(speech.warnings),
         "references": references,

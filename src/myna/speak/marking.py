@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from myna.audio.files import Samples, pcm16
@@ -16,16 +15,8 @@ from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
 
 if TYPE_CHECKING:
     from myna.speak.engine import Speech, SpeechStream
+    from myna.speak.request import SpeechRequest
     from myna.speak.scheduler import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class StoredReference:
-    """The recording of a stored voice, with the voice's name and its consent."""
-
-    recording: Path
-    voice: str
-    consent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +25,29 @@ class SpeechMarker:
 
     origin: SpeechOrigin
     device: str = "cpu"
-    stored: StoredReference | None = None
 
     @classmethod
-    def open(
-        cls, origin: SpeechOrigin, *, with_watermark: bool, device: str, stored: StoredReference | None = None
-    ) -> SpeechMarker:
-        """Whatever is missing is an error here, before anything is spoken."""
+    def open(cls, origin: SpeechOrigin, *, with_watermark: bool, device: str) -> SpeechMarker:
+        """Make a marker. Whatever is missing is an error here, before anything is spoken."""
         if with_watermark:
             check_installed()
         check_log()
-        return cls(replace(origin, watermark=MARK_NAME if with_watermark else ""), device, stored)
+        return cls(replace(origin, watermark=MARK_NAME if with_watermark else ""), device)
 
-    def mark(self, speech: Speech, text: str, seed: int, references: Sequence[Path]) -> Speech:
-        """Speech with the watermark, and with its origin, which signs and logs the files it is saved to."""
+    def mark(self, speech: Speech, request: SpeechRequest) -> Speech:
+        """Return speech with the watermark, and with its origin, which signs and logs the files it is saved to."""
         samples = speech.samples
         if self.origin.watermark:
             samples = watermark(samples, speech.sample_rate, device=self.device)
-        return replace(speech, samples=samples, origin=self._origin(text, seed, references))
+        return replace(speech, samples=samples, origin=self._origin(request))
 
-    def mark_stream(self, stream: SpeechStream, text: str, seed: int, references: Sequence[Path]) -> MarkedStream:
-        """The same for a stream."""
-        return MarkedStream(stream, self._origin(text, seed, references), self.device)
+    def mark_stream(self, stream: SpeechStream, request: SpeechRequest) -> MarkedStream:
+        """Return a stream with the watermark, which is logged when it ends."""
+        return MarkedStream(stream, self._origin(request), self.device)
 
-    def _origin(self, text: str, seed: int, references: Sequence[Path]) -> SpeechOrigin:
-        own = self.stored if self.stored is not None and self.stored.recording in references else None
-        names = [own.voice if own is not None and path == own.recording else path.name for path in references]
-        consent = own.consent if own is not None else ""
-        return replace(self.origin, text=text, seed=seed, voice=", ".join(names), consent=consent, id=new_id())
+    def _origin(self, request: SpeechRequest) -> SpeechOrigin:
+        voice, consent = request.voice, request.consent
+        return replace(self.origin, text=request.text, seed=request.seed, voice=voice, consent=consent, id=new_id())
 
 
 def log_spoken(speech: Speech) -> Speech:

@@ -9,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from textwrap import shorten
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from myna.data.codec import Codes
+from myna.data.conversation import Reference
 from myna.models.base import RenderedSequence, Sampling
+from myna.speak.request import SpeechRequest
 from myna.speak.scheduler import BatchScheduler, FinishReason, Generation, request_sampling
-
-if TYPE_CHECKING:
-    from myna.speak.engine import SpeechRequest
 
 MAX_CONTEXT_SECONDS = 20.0
 """Of earlier segments in a prompt; what is longer is left out."""
 
 SpokenSegment = tuple[str, Codes]
 """Text and codes of an earlier segment."""
-SegmentRenderer = Callable[["SpeechRequest", str, tuple[SpokenSegment, ...]], RenderedSequence]
-"""Renders the prompt of a segment: the request, the segment's text, and the earlier segments that stay."""
+SegmentRenderer = Callable[[SpeechRequest, tuple[Reference, ...], str, tuple[SpokenSegment, ...]], RenderedSequence]
+"""Function that renders the prompt of a segment: request, references, the segment's text, and segments before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +32,10 @@ class SpeechPlan:
     """A request as it will be spoken: its segments, and the frames that each may take."""
 
     request: SpeechRequest
+    references: tuple[Reference, ...]
+    """Encoded references of the request."""
     sampling: Sampling
+    """Complete settings: those of the request, else those of the model."""
     segments: tuple[str, ...]
     max_frames: tuple[int, ...]
     prompt: RenderedSequence
@@ -43,8 +44,9 @@ class SpeechPlan:
     """What the longest prompt and its frames may take."""
 
     def take(self, number: int) -> SpeechPlan:
-        """The same with another seed: take 0 is the plan itself."""
-        return replace(self, sampling=replace(self.sampling, seed=self.sampling.seed + number))
+        """Return the same plan with another seed. Take 0 is the plan itself."""
+        sampling = replace(self.sampling, seed=self.sampling.seed + number)
+        return replace(self, request=self.request.take(number), sampling=sampling)
 
 
 class SegmentedGeneration:
@@ -125,12 +127,12 @@ class SegmentedGeneration:
         return self._scheduler.submit(prompt, sampling, plan.max_frames[number], request.adapter, request.strength)
 
     def _next_prompt(self) -> RenderedSequence:
-        number, request = len(self._finished), self.plan.request
-        context = tuple(self._context[-1:] if request.references else self._context)
+        number, plan = len(self._finished), self.plan
+        context = tuple(self._context[-1:] if plan.references else self._context)
         decoder, limit = self._scheduler.decoder, MAX_CONTEXT_SECONDS * self._frame_rate
         while True:
-            prompt = self._render(request, self.plan.segments[number], context)
-            fits = decoder.positions(prompt, self.plan.max_frames[number]) <= decoder.max_positions
+            prompt = self._render(plan.request, plan.references, plan.segments[number], context)
+            fits = decoder.positions(prompt, plan.max_frames[number]) <= decoder.max_positions
             if not context or (fits and sum(len(codes) for _, codes in context) <= limit):
                 return prompt
             context = context[1:]

@@ -15,6 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from myna.core.errors import DataError
 from myna.core.io import atomic_write
 from myna.data.conversation import AudioClip, Reference
 from myna.models.base import Sampling
-from myna.speak.engine import Engine, SpeechRequest, encode_clip
+from myna.speak.engine import Engine, encode_clip
+from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
 from voice_evaluation.plan import EvaluationPlan, SynthesisTask
 
@@ -113,7 +115,10 @@ def synthesize_missing(
     for start in range(0, len(missing), batch_size):
         chosen, began = missing[start : start + batch_size], time.perf_counter()
         outputs = engine.speak(
-            [SpeechRequest(task.text, (references[task.speaker],), id=task.id) for task in chosen], sampling
+            [
+                SpeechRequest(task.text, (references[task.speaker],), id=task.id, scene="", **asdict(sampling))
+                for task in chosen
+            ]
         )
         spent = time.perf_counter() - began
         for task, speech in zip(chosen, outputs, strict=True):
@@ -137,7 +142,8 @@ def measure_speed(
         length = spent = 0.0
         for number, task in enumerate(tasks):
             began = time.perf_counter()
-            (speech,) = engine.speak([SpeechRequest(task.text, (references[task.speaker],), id=task.id)], sampling)
+            request = SpeechRequest(task.text, (references[task.speaker],), id=task.id, scene="", **asdict(sampling))
+            (speech,) = engine.speak([request])
             if number:
                 spent += time.perf_counter() - began
                 length += len(speech.samples) / engine.codec.sample_rate

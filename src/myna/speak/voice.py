@@ -1,0 +1,257 @@
+"""Voice: a model that speaks, with references, stored voices, marks and several takes. Heavy imports are late."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from myna.core.errors import SpeakError
+from myna.core.progress import ProgressCallback, silent
+
+if TYPE_CHECKING:
+    from myna.audio.files import AudioFileFormat
+    from myna.core.config import Quantization
+    from myna.evaluate.takes import TakeRanker, TakeRanking
+    from myna.models.ref import ModelRef
+    from myna.provenance.origin import SpeechOrigin
+    from myna.speak.engine import Engine, Speech
+    from myna.speak.lines_output import SpokenLines
+    from myna.speak.marking import MarkedStream, SpeechMarker
+    from myna.speak.request import SpeechOptions, SpeechRequest
+    from myna.speak.segments import SpeechPlan
+    from myna.train.run import Run
+
+PathLike = str | os.PathLike[str]
+
+
+def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
+    """Make a checked request, with the recording of a stored voice where one is named."""
+    request = _request(text, options)
+    request.check()
+    return request
+
+
+def _request(text: str, options: SpeechOptions) -> SpeechRequest:
+    """Make a request whose text is not checked: lines of a file have texts of their own."""
+    from myna.speak.request import ReferenceRecording, SpeechRequest, pair_references
+
+    fields: dict[str, Any] = dict(options)
+    name = fields.pop("voice", None)
+    references = pair_references(fields.pop("reference", ()), fields.pop("reference_text", ()))
+    if name is not None:
+        from myna.provenance.voice_store import VoiceStore
+
+        if references:
+            raise SpeakError("a stored voice has a reference of its own", hint="give --voice or --reference, not both")
+        store = VoiceStore()
+        stored = store.get_voice(name)
+        recording, transcript = store.reference(stored)
+        references = (ReferenceRecording(recording, transcript, voice=stored.name, consent=stored.consent.id),)
+    return SpeechRequest(text, references, **fields)
+
+
+class Voice:
+    """A model that speaks: untuned, or as a run has tuned it. Made by `load`.
+
+    Keyword `options` of its methods are those of `SpeechOptions`. The scene, if None, is the one that the run was
+    trained with; sampling settings that are None are those the model asks for. What is spoken has a watermark and is
+    logged; `watermark=False` leaves out the mark, and the log says so.
+    """
+
+    def __init__(
+        self, engine: Engine, origin: SpeechOrigin | None = None, *, adapter: str = "", strength: float = 1.0
+    ) -> None:
+        self.engine, self._known_origin = engine, origin
+        self._adapter, self._strength = adapter, strength
+        self._rankers: dict[tuple[str | None, str], TakeRanker] = {}
+
+    @classmethod
+    def open(
+        cls,
+        ref: ModelRef,
+        *,
+        codec: str | None = None,
+        device: str = "auto",
+        strength: float = 1.0,
+        quantization: Quantization = "none",
+        exact: bool = False,
+    ) -> Voice:
+        """Load the voice of a run, an adapter or a model."""
+        from myna.provenance.origin import model_origin
+        from myna.speak.loading import load_engine
+
+        engine = load_engine(ref, codec=codec, device=device, strength=strength, quantization=quantization, exact=exact)
+        return cls(engine, model_origin(ref))
+
+    @property
+    def sample_rate(self) -> int:
+        return self.engine.codec.sample_rate
+
+    @property
+    def origin(self) -> SpeechOrigin:
+        """The model and the adapter, as files, the log and cards name them."""
+        from myna.models.ref import display_name
+        from myna.provenance.origin import SpeechOrigin
+
+        return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
+
+    def load_adapter(self, source: Run | PathLike, *, name: str | None = None, strength: float = 1.0) -> Voice:
+        """Load a run or an adapter beside the weights of this voice, which must be its base model.
+
+        Both voices share the model, and so do further ones; `strength` is how much of what the LoRA has learned is
+        applied. `unload_adapter` frees its place.
+        """
+        from myna.models.ref import ModelRef
+        from myna.provenance.origin import model_origin
+
+        name = name or Path(source).name
+        self.engine.load_adapter(name, source)
+        origin = model_origin(ModelRef.find_trained(source, self.engine.family.source))
+        return Voice(self.engine, origin, adapter=name, strength=strength)
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter that this voice was loaded as."""
+        self.engine.unload_adapter(self._adapter)
+
+    def speak(self, text: str, *, progress: ProgressCallback = silent, **options: Unpack[SpeechOptions]) -> Speech:
+        """Speak a text in the voice of a reference recording, given with its transcript; or of several, where the text
+        has `[SPEAKER0]`, `[SPEAKER1]` tags; or of a stored voice (`myna voice add`).
+
+        A text of more than about 30 seconds is spoken in segments, each continuing those before it; `language` helps to
+        find its sentences. `max_seconds` is the most for one utterance, or one segment: a runaway ends there, or where
+        its text should have long been spoken. `finish_reason` is `length` then, and `warnings` say which words.
+        """
+        return self.speak_takes(text, 1, progress=progress, **options)[0]
+
+    def speak_takes(
+        self, text: str, takes: int, *, progress: ProgressCallback = silent, **options: Unpack[SpeechOptions]
+    ) -> list[Speech]:
+        """Speak a text several times at once: each take is what `speak` gives with `seed`, `seed` + 1, and so on."""
+        request = self._checked(text, options)
+        plans, marker = self._plans(request, takes), self._marker(request)
+        return self._give_out(self._speak_plans(plans, progress), plans, marker)
+
+    def speak_best(
+        self,
+        text: str,
+        takes: int = 4,
+        *,
+        asr: str | None = None,
+        speaker_encoder: str = "resemblyzer",
+        progress: ProgressCallback = silent,
+        **options: Unpack[SpeechOptions],
+    ) -> TakeRanking:
+        """Speak a text several times at once, as `speak_takes`, and rank the takes: those that found their end first,
+        then by word errors (`asr`: a Whisper, as of `evaluate`), by similarity to the reference's speaker and by
+        predicted MOS, as far as these metrics are installed. `best` of the result is the best `Speech`."""
+        request, ranker = self._checked(text, options), self._ranker(asr, speaker_encoder)
+        ranker.check(len(request.references))
+        plans, marker = self._plans(request, takes), self._marker(request)
+        ranking = ranker.rank(request, self._speak_plans(plans, progress, all_must_speak=False), progress)
+        # They are ranked as the model made them, and marked afterwards.
+        chosen = [plans[take.number - 1] for take in ranking.takes]
+        marked = self._give_out([take.speech for take in ranking.takes], chosen, marker)
+        takes_marked = (replace(take, speech=one) for take, one in zip(ranking.takes, marked, strict=True))
+        return replace(ranking, takes=tuple(takes_marked))
+
+    def stream(self, text: str, **options: Unpack[SpeechOptions]) -> MarkedStream:
+        """Speak a text as `speak` does, yielding arrays of samples as they are generated, at `sample_rate`. Together
+        they are the samples of `speak`; its `finish_reason` and `warnings` are known at the end."""
+        request = self._checked(text, options)
+        plan, marker = self.engine.plan(request), self._marker(request)
+        return marker.mark_stream(self.engine.stream_plan(plan), request)
+
+    def speak_lines(
+        self,
+        file: PathLike,
+        out: PathLike,
+        *,
+        takes: int = 1,
+        asr: str | None = None,
+        speaker_encoder: str = "resemblyzer",
+        keep_takes: bool = False,
+        format: AudioFileFormat = "wav",
+        batch_size: int = 16,
+        force: bool = False,
+        progress: ProgressCallback = silent,
+        **options: Unpack[SpeechOptions],
+    ) -> SpokenLines:
+        """Speak the lines of a file into a folder, `batch_size` at a time: a text a line, JSON lines with `text` and
+        perhaps `id`, `reference`, `reference_text`, `scene`, `seed` and `language`, or ChatML. What a line does not say
+        is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
+        and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
+        `keep_takes` the others are written beside it."""
+        from myna.speak.lines import open_lines
+        from myna.speak.lines_output import LineTakes, speak_lines
+
+        defaults, suffix = self._own(_request("", options)), f".{format}"
+        defaults.check_settings()
+        lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, force=force)
+        choice = None
+        if takes > 1:
+            ranker = self._ranker(asr, speaker_encoder)
+            for count in {len(line.request.references) for line in lines}:
+                ranker.check(count)
+
+            def rank(request: SpeechRequest, speeches: Sequence[Speech]) -> list[dict[str, Any]]:
+                return [take.to_json() for take in ranker.rank(request, speeches).takes]
+
+            choice = LineTakes(takes, rank, ranker.name, keep_takes)
+        return speak_lines(
+            self.engine,
+            lines,
+            Path(out),
+            batch_size=batch_size,
+            suffix=suffix,
+            takes=choice,
+            marker=self._marker(defaults),
+            progress=progress,
+        )
+
+    def _checked(self, text: str, options: SpeechOptions) -> SpeechRequest:
+        return self._own(speech_request(text, **options))
+
+    def _own(self, request: SpeechRequest) -> SpeechRequest:
+        return replace(request, adapter=self._adapter, strength=self._strength)
+
+    def _plans(self, request: SpeechRequest, takes: int) -> list[SpeechPlan]:
+        plan = self.engine.plan(request)
+        return [plan.take(number) for number in range(takes)]
+
+    def _speak_plans(
+        self, plans: Sequence[SpeechPlan], progress: ProgressCallback, *, all_must_speak: bool = True
+    ) -> list[Speech]:
+        spoken = dict(self.engine.speak_plans(plans, lambda frames: progress("speaking", frames, None)))
+        silent_takes = [number for number, speech in sorted(spoken.items()) if not len(speech.samples)]
+        if silent_takes and (all_must_speak or len(silent_takes) == len(plans)):
+            raise SpeakError(
+                f"the model ended at once with seed {plans[silent_takes[0]].request.seed}: there is no speech",
+                hint="try another --seed, or train more",
+            )
+        return [speech for _, speech in sorted(spoken.items())]
+
+    def _marker(self, request: SpeechRequest) -> SpeechMarker:
+        from myna.speak.marking import SpeechMarker
+
+        device = str(next(self.engine.model.parameters()).device)
+        return SpeechMarker.open(self.origin, with_watermark=request.watermark, device=device)
+
+    def _give_out(self, speeches: Sequence[Speech], plans: Sequence[SpeechPlan], marker: SpeechMarker) -> list[Speech]:
+        """Mark and log speech that is handed to a program."""
+        from myna.speak.marking import log_spoken
+
+        pairs = zip(speeches, plans, strict=True)
+        marked = [marker.mark(speech, plan.request) for speech, plan in pairs]
+        return [log_spoken(one) for one in marked]
+
+    def _ranker(self, asr: str | None, speaker_encoder: str) -> TakeRanker:
+        """Return a ranker of takes, opened once."""
+        from myna.evaluate.takes import TakeRanker
+
+        if (asr, speaker_encoder) not in self._rankers:
+            device = next(self.engine.model.parameters()).device.type
+            self._rankers[asr, speaker_encoder] = TakeRanker.open(asr, speaker_encoder, device=device)
+        return self._rankers[asr, speaker_encoder]
