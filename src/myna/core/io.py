@@ -10,8 +10,8 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from myna.core.errors import OutputError
@@ -34,8 +34,8 @@ FREE_BYTES = 1 << 20
 """Room that there must be for an output, at least."""
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{12}\.tmp")
 """Of a file that is being written. A kill leaves it behind, and it stands in nobody's way; see `lock_folder`."""
-SCRATCH_LOCK_FILE = ".lock"
-"""In the temporary folder of a process, or in an output folder, which a process holds."""
+LOCK_FILE = ".lock"
+"""Lock file in an output folder, or in the temporary folder of a process."""
 MARKER_FILE = ".myna"
 """In a folder of ours, the kind of its contents."""
 
@@ -159,17 +159,15 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     A folder of that name that is not empty is refused, or with `replace` gives way to the new one. Temporary folders
     that killed processes have left for it are removed.
     """
-    from filelock import FileLock, Timeout
-
     if not replace:
         check_new_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.*/{SCRATCH_LOCK_FILE}"):
-        with suppress(Timeout), FileLock(lock, timeout=0):  # a living process holds it
-            shutil.rmtree(lock.parent, ignore_errors=True)
+    for file in folder.parent.glob(f".{glob.escape(folder.name)}.*/{LOCK_FILE}"):
+        with suppress(_LockHeldError), acquire_lock(file, _LockHeldError):
+            shutil.rmtree(file.parent, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch,
-        FileLock(Path(scratch, SCRATCH_LOCK_FILE)),
+        acquire_lock(Path(scratch, LOCK_FILE)),
     ):
         written = Path(scratch, "new")
         written.mkdir()
@@ -189,19 +187,28 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def lock_folder(folder: Path, activity: str) -> Iterator[None]:
-    """Hold an output folder of ours, for one process at a time; `activity` says what it does, as `speaking into`.
-    Files that killed processes have left half-written in it are removed."""
+    """Hold an output folder, for one process at a time; `activity` says what it does, such as `speaking into`. Files
+    that killed processes left half-written in it are removed."""
+    hint = "wait for it, or choose another --out"
+    with acquire_lock(folder / LOCK_FILE, lambda: OutputError(f"another process is {activity} {folder}", hint=hint)):
+        remove_temporary_files(folder)
+        yield
+
+
+def acquire_lock(file: Path, held: Callable[[], Exception] | None = None) -> AbstractContextManager[object]:
+    """Take a lock file until the context ends; the operating system releases it with the process, however that ends.
+    A lock held by another process is waited for, or with `held` refused with that error."""
     from filelock import FileLock, Timeout
 
     try:
-        lock = FileLock(folder / SCRATCH_LOCK_FILE).acquire(blocking=False)
+        return FileLock(file).acquire(blocking=held is None)
     except Timeout:
-        raise OutputError(
-            f"another process is {activity} {folder}", hint="wait for it, or choose another --out"
-        ) from None
-    with lock:
-        remove_temporary_files(folder)
-        yield
+        assert held is not None, "waiting has no time limit"
+        raise held() from None
+
+
+class _LockHeldError(Exception):
+    """The temporary folder of a living process."""
 
 
 def remove_temporary_files(folder: Path) -> None:

@@ -8,8 +8,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import cast
 import pyarrow as pa
 
 from myna.audio.files import AudioFileError, probe, read_audio, write_audio
-from myna.core.errors import ConfigError, DataError, OutputError
-from myna.core.io import claim_folder, save_text
+from myna.core.errors import ConfigError, DataError
+from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.decision import THRESHOLDS, decide
@@ -51,7 +50,6 @@ from myna.data.corrections import apply_corrections, apply_hand_decisions, load_
 from myna.data.segments import TABLE_FILE, DropReason
 
 INDEX_FILE = "recordings.json"
-LOCK_FILE = ".lock"
 FOLDER_KIND = "curation"
 LITTLE_KEPT = 0.25
 """Share of the audio below which a note says what costs most."""
@@ -129,7 +127,7 @@ def run_curation(
     Stopped and called again, it goes on where it was: parts that are done are not listened to again.
     """
     claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
-    with _lock(out):
+    with lock_folder(out, "curating into"):
         notes: list[str] = []
         if sources:
             context = WorkerContext(out.absolute(), with_absolute_paths(settings), open_models)
@@ -166,19 +164,6 @@ def _keep_more(result: CurationResult, settings: CurateSettings) -> list[str]:
                 f"To keep more of it:  myna curate --out {result.folder} --set keep.{threshold}=VALUE",
             ]
     return []
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    try:
-        with FileLock(folder / LOCK_FILE, timeout=0):
-            yield
-    except Timeout:
-        raise OutputError(
-            f"another process is curating into {folder}", hint="wait for it, or choose another folder with --out"
-        ) from None
 
 
 def _listen(

@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from filelock import FileLock, Timeout
 
 from myna.core.errors import DataError
-from myna.core.io import atomic_write, bytes_hash, file_hash, fsync
+from myna.core.io import LOCK_FILE, acquire_lock, atomic_write, bytes_hash, file_hash, fsync
 from myna.data.codec import Codes
 from myna.data.manifest import Span, Utterance
 
@@ -256,11 +255,8 @@ def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
     codes_folder = _codes_folder(folder, revision)
     with _write_errors(folder):
         codes_folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = FileLock(codes_folder.parent / ".lock").acquire(blocking=False)
-        except Timeout:
-            problem = f"another `myna prepare` is writing into {folder}"
-            raise DataError(problem, hint="wait until it is done, or stop it") from None
+        held = DataError(f"another `myna prepare` is writing into {folder}", hint="wait until it is done, or stop it")
+        lock = acquire_lock(codes_folder.parent / LOCK_FILE, lambda: held)
     with lock:
         with _write_errors(folder):
             codes_folder.mkdir(exist_ok=True)

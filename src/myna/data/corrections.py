@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from myna.core.config import Settings
 from myna.core.errors import ConfigError, DataError
-from myna.core.io import is_file
+from myna.core.io import acquire_lock, is_file
 from myna.data.manifest import Span, Utterance, iterate_manifest
 from myna.data.manifest_table import MANIFEST_FILE
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, move_edges, set_columns
@@ -190,11 +190,9 @@ def _split_torn(content: bytes) -> tuple[bytes, bytes]:
 
 def append_correction(folder: Path, correction: Correction) -> None:
     """Add a correction: on the disk when this returns, and not at all if it raises. Processes wait for one another."""
-    from filelock import FileLock
-
     path = folder / CORRECTIONS_FILE
     line = correction.model_dump_json(exclude_none=True).encode() + b"\n"
-    with FileLock(folder / LOCK_FILE), path.open("a+b", buffering=0) as file:
+    with acquire_lock(folder / LOCK_FILE), path.open("a+b", buffering=0) as file:
         file.seek(0)
         whole, torn = _split_torn(file.read())
         if torn:

@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from filelock import FileLock
-
 from myna.core.errors import OutputError
+from myna.core.io import acquire_lock
 from myna.core.user_folders import HOME_VARIABLE, user_folder
 from myna.provenance.origin import SpeechOrigin
 
@@ -69,7 +68,7 @@ def append_row(row: dict[str, Any], path: Path | None = None) -> None:
     line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
     with _log_errors():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock")), _open(path) as log:
+        with acquire_lock(path.with_name(f".{path.name}.lock")), _open(path) as log:
             if log.seek(0, os.SEEK_END):
                 log.seek(-1, os.SEEK_END)
                 if log.read(1) != b"\n":

@@ -11,17 +11,17 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from filelock import FileLock
 from pydantic import Field, ValidationError
 
 from myna.core.config import Settings
 from myna.core.errors import DataError
-from myna.core.io import atomic_folder, save_text, sniff_suffix
+from myna.core.io import acquire_lock, atomic_folder, save_text, sniff_suffix
 from myna.core.user_folders import user_folder
 from myna.provenance.consent_sentences import has_name
 from myna.speak.request import read_reference
@@ -222,9 +222,9 @@ class VoiceStore:
             )
         return file, recording.text
 
-    def _lock(self) -> FileLock:
+    def _lock(self) -> AbstractContextManager[object]:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return FileLock(self.folder / ".voices.lock")
+        return acquire_lock(self.folder / ".voices.lock")
 
     def _check_room(self, kind: str) -> None:
         if sum(1 for _ in (self.folder / kind).glob("*")) >= MAX_VOICES:

@@ -22,11 +22,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
 from myna.core.config import Recipe, dump_recipe, load_recipe
 from myna.core.errors import TrainingError
-from myna.core.io import is_unused, save_text
+from myna.core.io import LOCK_FILE, acquire_lock, is_unused, save_text
 from myna.core.run_folder import RECIPE_FILE, RunFolder, finite_or_none
 
 LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.early_stopping_patience", "speech_eval.patience")
@@ -54,7 +52,7 @@ CHANGEABLE_ON_RESUME = (
 )
 """Settings that say how, or how long, and not what a run learns: they may change on resume."""
 
-LOCK_FILE, LOCK_HOLDER_FILE = ".lock", ".lock.json"
+LOCK_HOLDER_FILE = ".lock.json"
 CONTINUED_FILE = ".continued"
 """There while a finished run is trained further: its result is that of fewer steps."""
 FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt", LOCK_FILE, LOCK_HOLDER_FILE)
@@ -148,9 +146,7 @@ def lock_run(folder: Path, *, new: bool) -> Iterator[None]:
     holder = folder / LOCK_HOLDER_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK_FILE).acquire(blocking=False)
-    except Timeout:
-        raise _held_error(folder, new=new) from None
+        lock = acquire_lock(folder / LOCK_FILE, lambda: _held_error(folder, new=new))
     except OSError as error:
         hint = "choose another folder with --out" if new else "make it writable, or resume a copy of it"
         raise TrainingError(f"cannot write to {folder}: {error.strerror or error}", hint=hint) from None
