@@ -9,9 +9,9 @@ import torch.nn.functional as F
 def packed_causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Causal attention inside each sequence; (positions, heads, head size) in sequence order.
+    """Attend causally inside each sequence; (positions, heads, head size) in sequence order.
 
-    One call per sequence: exact on every device, and no mask that grows with the square of a row.
+    One call per sequence is exact on every device, and needs no mask that grows with the square of a packed row.
     """
     k, v = _repeat_heads(q, k, v)
     attended = []
@@ -26,10 +26,10 @@ def packed_causal_attention(
 def padded_causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """`packed_causal_attention` in one call, quicker for many short sequences.
+    """Compute `packed_causal_attention` in one call, which is faster for many short sequences.
 
-    `places` are the positions in the batch padded to the longest sequence. Padding stands behind a sequence's end, so
-    the causal mask hides it. Where most of the batch would be padding, sequences go one by one.
+    `places` are the positions in the batch padded to the longest sequence. Padding follows the end of a sequence, so
+    the causal mask hides it. If most of the batch would be padding, sequences go one by one.
     """
     count, longest = len(lengths), max(lengths)
     if count * longest > 2 * len(q):
@@ -45,8 +45,8 @@ def padded_causal_attention(
 
 
 def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One key and value head per query head, in half precision on CUDA: with shared heads, older GPUs have no fused
-    kernel and would compute all pairs."""
+    """Repeat key and value heads for every query head, in half precision on CUDA. With shared heads, older GPUs have no
+    fused kernel and would compute all pairs."""
     if not q.is_cuda or q.dtype == torch.float32:
         return k, v
     repeats = q.shape[1] // k.shape[1]
@@ -54,7 +54,7 @@ def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[to
 
 
 class KVCache:
-    """Keys and values of every layer, one row per prompt, left-aligned; grows in blocks."""
+    """Keys and values of every layer, one left-aligned row per prompt. Grows in blocks."""
 
     BLOCK_SIZE = 256
 
@@ -65,7 +65,7 @@ class KVCache:
         self.values: list[torch.Tensor] = [torch.empty(0)] * layers
 
     def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the prompts: (positions, heads, size), packed."""
+        """Store the packed prompts: (positions, heads, size)."""
         lengths = self.lengths.tolist()
         for store, x in ((self.keys, k), (self.values, v)):
             store[layer] = torch.nn.utils.rnn.pad_sequence(list(torch.split(x, lengths)), batch_first=True)
@@ -83,7 +83,7 @@ class KVCache:
 
     @staticmethod
     def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """One query per prompt, (prompts, heads, head size), over what `append` returned."""
+        """Attend with one query per prompt, (prompts, heads, head size), to the result of `append`."""
         q, k, v, mask = q.unsqueeze(2), keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None]
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
         return attended.squeeze(2)

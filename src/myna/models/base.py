@@ -1,10 +1,9 @@
-"""Interface of model families: what training needs of any of them, and what speaking and answering need.
+"""Interface of model families: what training needs of all of them, and what speaking and answering need.
 
 A `Family` is a checkpoint opened without its weights: configuration, tokenizer and prompt format. It is cheap,
-picklable and enough for the data loader. Weights come from `load_model` as a plain `nn.Module`, so that PEFT,
-Accelerate and the training loop can wrap them.
-
-A `SpeakingFamily` generates codes of its codec, an `AnsweringFamily` generates text about a recording.
+picklable and enough for the data loader. `load_model` loads the weights as a plain `nn.Module`, so that PEFT,
+Accelerate and the training loop can wrap them. A `SpeakingFamily` generates codes of its codec in a `SpeechDecoder`, an
+`AnsweringFamily` generates text about a recording.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from myna.data.codec import Codec, Encoder
 from myna.data.conversation import Conversation
 
 IGNORE_INDEX = -100
-"""The label of a position that is not supervised, torch's default."""
+"""Label of a position that is not supervised; torch's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +50,21 @@ class RenderedSequence:
     ids: npt.NDArray[np.int64]
     """(positions,): text ids, with a placeholder where an audio frame stands."""
     codes: npt.NDArray[np.int64]
-    """(audio positions, codebooks): codes at the placeholders, in order; input features of an answering family."""
+    """(audio positions, codebooks): codes at the placeholders, in order. For an answering family, input features."""
     labels: npt.NDArray[np.int64]
     """(positions,): supervised text."""
     code_labels: npt.NDArray[np.int64]
     """(audio positions, codebooks): supervised codes."""
     spans: tuple[TokenSpan, ...]
     target_seconds: float
-    """Seconds of supervised audio; of an answering family, of the audio that the answer is about."""
+    """Seconds of supervised audio. For an answering family, seconds of the audio that the answer is about."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 def get_base_model(model: nn.Module) -> Any:
-    """The model inside PEFT's wrapper, where it has one."""
+    """Return the model inside PEFT's wrapper, or the model itself if it has none."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
@@ -74,14 +73,14 @@ class Batch:
     """Input of one forward pass: sequences end to end, and each family's own tensors. Made on the CPU by `collate`."""
 
     lengths: tuple[int, ...]
-    """Of the sequences, in positions."""
+    """Length of each sequence, in positions."""
     counts: torch.Tensor
     """(loss terms,): supervised targets in this batch, as float64; they stay on the CPU."""
     target_seconds: float
 
     @property
     def tokens(self) -> int:
-        """Real positions, padding not counted."""
+        """Number of positions without padding."""
         return sum(self.lengths)
 
     def to(self, device: torch.device) -> Self:
@@ -92,13 +91,13 @@ class Batch:
         return self._map_tensors(torch.Tensor.pin_memory)
 
     def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Every tensor but the counts."""
+        """Apply a change to every tensor except the counts."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "counts"}
         changed: dict[str, Any] = {k: change(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
         return replace(self, **changed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes arrays are pickled as they lie in memory; a tensor would be written like a file.
+        # Arrays are pickled without a copy of their memory; a tensor would be written like a file.
         values = [getattr(self, field.name) for field in fields(self)]
         return _from_arrays, (type(self), *(v.numpy() if isinstance(v, torch.Tensor) else v for v in values))
 
@@ -113,9 +112,9 @@ class LossSums(NamedTuple):
     sums: torch.Tensor
     """(loss terms,): cross-entropy summed over targets, differentiable."""
     correct: torch.Tensor
-    """(loss terms,): targets the model ranks first, for accuracy."""
+    """(loss terms,): number of targets that the model ranks first, for accuracy."""
     stops: torch.Tensor
-    """(2,): ends of stream that the model ranks first, and ends of stream in all."""
+    """(2,): ends of stream that the model ranks first, and number of all ends of stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class LoraTargets:
     adapted: tuple[str, ...]
     """Full names of the linear layers that get an adapter."""
     selected: tuple[str, ...]
-    """The same plus the heads the mode covers; a head is only ever trained in full, through `train_modules`."""
+    """`adapted` and the heads that the mode covers. A head is only ever trained in full, through `train_modules`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ class Sampling:
     repetition_window: int = 7
     """Repetition-aware sampling: frames to look back; 0 switches it off."""
     repetition_limit: int = 2
-    """A code seen this often in the window is drawn anew from the unfiltered distribution."""
+    """A code that occurs this often in the window is drawn anew from the unfiltered distribution."""
     max_seconds: float = 60.0
     seed: int = 0
 
@@ -148,7 +147,7 @@ class GeneratedAnswer(NamedTuple):
 
     text: str
     stopped: bool
-    """False when the length cap ended it."""
+    """Whether the answer came to its end; False if the length limit cut it."""
 
 
 class TransformersForward(NamedTuple):
@@ -157,30 +156,30 @@ class TransformersForward(NamedTuple):
     sums: torch.Tensor
     """(loss terms,): cross-entropy summed over targets, in float64 on the CPU."""
     logits: torch.Tensor
-    """All logits of supervised positions, in fp32 on the CPU: head after head as the objective computes them."""
+    """All logits of supervised positions, in fp32 on the CPU, one head after the other as in the objective."""
 
 
 class TransformersGeneration(NamedTuple):
     """Greedy choices of transformers' own `generate` for one prompt."""
 
     choices: npt.NDArray[np.int64]
-    """(frames or tokens, codebooks or 1), a delay undone; `IGNORE_INDEX` where it has none to compare."""
+    """(frames or tokens, codebooks or 1), without a delay; `IGNORE_INDEX` where there is nothing to compare."""
     steps: npt.NDArray[np.int64]
-    """The same shape: the step of each choice. It follows from the choices of earlier steps."""
+    """Step of each choice, in the shape of `choices`. A choice follows from the choices of earlier steps."""
     scores: npt.NDArray[np.float32]
-    """(..., classes): logits that each was chosen from; -inf where a class was not allowed."""
+    """(..., classes): logits that each choice was made from; -inf where a class was not allowed."""
     end: int
-    """The class that ends a stream."""
+    """Class that ends a stream of codes."""
 
 
 class Family(ABC):
-    """Model architecture, as far as training needs to know it."""
+    """Model architecture, as far as training has to know it."""
 
     name: str
     source: str
-    """What the user typed: a hub name, a folder or a built-in name."""
+    """Hub name, folder or built-in name, as the user typed it."""
     folder: Path | None
-    """Of the checkpoint; None for a built-in configuration."""
+    """Folder of the checkpoint; None for a built-in configuration."""
 
     @property
     @abstractmethod
@@ -195,30 +194,30 @@ class Family(ABC):
     @property
     @abstractmethod
     def prompt_revision(self) -> str:
-        """Changes whenever the same conversation would render to other ids."""
+        """Hash that changes whenever a conversation would be rendered to other ids."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """The checkpoint's own, as transformers loads it."""
+        """Tokenizer of the checkpoint, as transformers loads it."""
 
     @property
     @abstractmethod
     def has_weights(self) -> bool:
-        """False for a built-in configuration."""
+        """Whether there are weights to load; a built-in configuration has none."""
 
     @abstractmethod
     def check_weights(self) -> str:
-        """Check names and shapes of all tensors without reading one; a summary for the user."""
+        """Check names and shapes of all tensors without reading one, and return a summary for the user."""
 
     @abstractmethod
     def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
-        """The weights, checked key by key. `dtype` None keeps the stored types; device `meta` gives shapes without
+        """Load the weights, checked key by key. `dtype` None keeps the stored types; device `meta` gives shapes without
         weights."""
 
     @abstractmethod
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
-        """Whether codes of this shape are the model's."""
+        """Return whether codes of this shape fit the model."""
 
     @property
     @abstractmethod
@@ -227,42 +226,40 @@ class Family(ABC):
 
     @abstractmethod
     def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:
-        """The audio encoder of `myna prepare`: the codec, or the feature extractor of an answering family."""
+        """Load the audio encoder of `myna prepare`: the codec, or the feature extractor of an answering family."""
 
     @abstractmethod
     def render(
         self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
     ) -> RenderedSequence:
-        """The one renderer, for training and for inference."""
+        """Render a conversation, for training and for inference alike."""
 
     @property
     @abstractmethod
     def text_revision(self) -> str:
-        """Changes whenever a text may come to another number of tokens."""
+        """Hash that changes whenever a text may have another number of tokens."""
 
     @abstractmethod
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        """How many tokens each text takes as a part of a turn. A text that cannot be rendered is refused by its key,
-        the id of an utterance."""
+        """Count the tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key, the
+        id of an utterance."""
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """How many positions clips of so many frames take, up to what every clip takes."""
+        """Return the positions that clips of these numbers of frames take, without the constant part of every clip."""
         return frames
 
     @abstractmethod
     def length(self, conversation: Conversation) -> int:
-        """`len(render(conversation))`, without rendering."""
+        """Return `len(render(conversation))` without rendering."""
 
     @abstractmethod
     def show_token(self, id: int) -> str:
-        """A token as readable text."""
+        """Return a token as readable text."""
 
     @abstractmethod
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Batch:
-        """A batch of packed sequences; none attends to another.
-
-        Position t learns the label of position t + `offset`. Anything but 1 is for the alignment test alone.
-        """
+        """Pack sequences into a batch in which none attends to another. Position t learns the label of position t +
+        `offset`; any value but 1 is for the alignment test."""
 
     @abstractmethod
     def objective(
@@ -274,24 +271,24 @@ class Family(ABC):
         fused_lora: bool = False,
         compiled: bool = False,
     ) -> nn.Module:
-        """A module that maps a `Batch` to `LossSums`, with the weights as its `model`; what DDP and FSDP wrap.
+        """Build the module that maps a `Batch` to `LossSums`, with the weights as its `model`. DDP and FSDP wrap it.
 
-        The activations of the first `recompute` layers are recomputed in the backward pass; the module keeps the number
-        under that name and may be given another. `fused_lora` may rearrange frozen weights, and other layers may be
-        `compiled`; the results stay the same. `fused` of the module says whether its layers are fused.
+        The backward pass recomputes the activations of the first `recompute` layers; the module has this number as an
+        attribute that can be changed. `fused_lora` may rearrange frozen weights, and layers that are not fused may be
+        `compiled`; results stay the same. The module's `fused` says whether its layers are fused.
         """
 
     @abstractmethod
     def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
-        """The decoder layers of an objective, as modules that can be compiled or sharded."""
+        """Return the decoder layers of an objective, as modules that can be compiled or sharded."""
 
     @abstractmethod
     def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
 
     @abstractmethod
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer for
-        `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
+        """Map short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer
+        for `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
 
     @property
     @abstractmethod
@@ -300,22 +297,22 @@ class Family(ABC):
 
     @abstractmethod
     def probe(self) -> Conversation:
-        """A conversation with random audio and an answer, to compare two models by their logits."""
+        """Return a conversation with random audio and an answer, to compare two models by their logits."""
 
     @abstractmethod
     def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
-        """transformers' own forward pass with the same weights, for `myna verify`."""
+        """Run transformers' own forward pass with the same weights, for `myna verify`."""
 
     @abstractmethod
     def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
-        """transformers' own `generate`, greedy, for at least so many frames or tokens, for `myna verify`."""
+        """Run transformers' own `generate`, greedy, for at least this many frames or tokens, for `myna verify`."""
 
     @abstractmethod
     def save_model(
         self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None
     ) -> Mapping[str, torch.Tensor]:
-        """Write weights, configuration and tokenizer in a layout of the family, and a copy of the codec's folder beside
-        them; the tensors, by the names they are written under."""
+        """Write weights, configuration and tokenizer in a layout of the family, with a copy of the codec's folder.
+        Returns the tensors by the names they are written under."""
 
 
 class SpeakingFamily(Family):
@@ -323,7 +320,7 @@ class SpeakingFamily(Family):
 
     @property
     def sampling(self) -> Sampling:
-        """The checkpoint's own sampling parameters, as defaults."""
+        """Default sampling parameters of the checkpoint."""
         return Sampling()
 
     @abstractmethod
@@ -347,19 +344,17 @@ class SpeakingFamily(Family):
         *,
         exact: bool = False,
     ) -> SpeechDecoder:
-        """A decoding batch of so many rows, each with a cache of so many positions, whose rows may use `adapters`. With
-        `exact` a row's results are the same bits whatever the others do, at some cost.
-
-        The weights of a model that is not in training may be rearranged; the model stays what it was.
-        """
+        """Build a decoding batch of `rows` rows, each with a cache of `max_positions` positions, which may use
+        `adapters`. With `exact`, the bits of a row's results do not depend on the other rows, at some cost. Weights of
+        a model that is not in training may be rearranged; its function stays the same."""
 
     @abstractmethod
     def adapter_slots(self, model: nn.Module, capacity: int, rank: int) -> AdapterSlots:
-        """Room for so many adapters of at most this rank, at first."""
+        """Allocate places for adapters; the rank grows if an adapter needs more."""
 
     @abstractmethod
     def adapter_effect(self, model: nn.Module, adapters: AdapterSlots, name: str) -> float:
-        """The largest change of a logit by an adapter, for a prompt of the family's own."""
+        """Return the largest change of a logit by an adapter, for a prompt of the family's own."""
 
 
 class AnsweringFamily(Family):
@@ -369,11 +364,11 @@ class AnsweringFamily(Family):
     def answer(
         self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None
     ) -> list[GeneratedAnswer]:
-        """Greedy answers to conversations whose last turn is open; with a Lark `grammar` they follow it."""
+        """Answer conversations whose last turn is open, greedily; answers follow a Lark `grammar` if one is given."""
 
     @abstractmethod
     def greedy_ids(self, model: nn.Module, prompt: RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
-        """Token ids of the answer to one conversation, and whether its end came."""
+        """Return the token ids of the answer to one conversation, and whether it came to its end."""
 
 
 def require_speaking(family: Family) -> SpeakingFamily:
@@ -394,11 +389,11 @@ class StepResult(NamedTuple):
     """One frame of the first rows, on the host."""
 
     codes: torch.Tensor
-    """(rows, codebooks), as the model reads them: under its delay pattern."""
+    """(rows, codebooks), under the delay pattern, as the model reads them."""
     log_probs: torch.Tensor
-    """(rows, codebooks): of the codes, under the model's own distribution."""
+    """(rows, codebooks): log-probabilities of the codes under the model's own distribution."""
     active: torch.Tensor
-    """(rows,): 0 where this was the row's last frame, or where it had ended before."""
+    """(rows,): 0 where this was the row's last frame, or where the row had ended before."""
 
     def result(self) -> StepResult:
         return self
@@ -408,18 +403,18 @@ class PendingStep(Protocol):
     """A step that may still be running."""
 
     def result(self) -> StepResult:
-        """Wait for it."""
+        """Wait for the step."""
 
 
 Number = TypeVar("Number", bound=np.generic)
 StepHistory = list[npt.NDArray[Number]]
 """Codes of one row, or their log-probabilities, step by step: (codebooks,) each."""
 LoraMatrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""Full module name -> A (rank, inputs) and B (outputs, rank), the scaling in B."""
+"""Full module name -> A (rank, inputs) and B (outputs, rank); B includes the scaling."""
 
 
 class AdapterSlots(Protocol):
-    """Adapters of a decoding batch, by name: every row may use another one."""
+    """Adapters of a decoding batch, by name. Every row may use another one."""
 
     capacity: int
 
@@ -427,67 +422,68 @@ class AdapterSlots(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     def load(self, name: str, matrices: LoraMatrices) -> None:
-        """Take an adapter in while requests go on."""
+        """Load an adapter while requests go on."""
 
     def unload(self, name: str) -> None:
-        """Forget a name. Requests that use the adapter go on with it."""
+        """Remove a name. Requests that use the adapter go on with it."""
 
     def acquire(self, name: str) -> int:
-        """The slot of an adapter, kept for a request until it is released."""
+        """Return the slot of an adapter, and keep it for a request until it is released."""
 
     def release(self, slot: int) -> None: ...
 
 
 class SpeechDecoder(Protocol):
-    """Decoding batch of a speaking family.
+    """Decoding batch of a speaking family, with one row per request.
 
-    A row is filled by `prefill` or `copy_prompt`, started by `begin`, and generates with every `step` until its result
-    says that it ended. Only the first rows of a batch are processed, so a row that ended is replaced by the last one
-    with `move_row`.
+    A row is filled by `prefill` or `copy_prompt`, started by `begin`, and generates one frame in every `step` until its
+    result says that it ended. Only the first rows are processed, so the last row is moved to the place of a row that
+    ended.
     """
 
     rows: int
     max_positions: int
     steps_ahead: int
-    """How many steps may be enqueued before the result of the first is read; 0 where a step is over when it returns."""
+    """Number of steps that may be enqueued before the result of the first is read; 0 if a step is over when it returns.
+    """
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """Adapters that its rows may use."""
+        """Adapters that the rows may use."""
 
     def warm_up(self) -> None:
-        """Compile and capture what prompts of usual sizes need, before the first comes; no row may be in use."""
+        """Compile and capture what prompts of usual sizes need. No row may be in use."""
 
     def use_adapter(self, row: int, slot: int, strength: float) -> None:
-        """Let a row use an adapter, from its prefill on until it ends; slot -1 is none."""
+        """Let a row use an adapter from its prefill until it ends; slot -1 is no adapter."""
 
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
         """Process a prompt into a row of the cache."""
 
     def copy_prompt(self, source: int, target: int, positions: int) -> None:
-        """Copy so many positions of a row's cache to another row."""
+        """Copy the first positions of a row's cache to another row."""
 
     def begin(self, row: int, positions: int, sampling: Sampling, max_frames: int) -> None:
-        """Let a row generate after a prompt of so many positions, with the random stream of `sampling.seed`."""
+        """Start generation after a prompt of `positions` positions, with random numbers of `sampling.seed`."""
 
     def move_row(self, source: int, target: int, positions: int) -> None:
-        """Copy a row with its state; `positions` is how much of its cache counts."""
+        """Copy a row with its state and the first positions of its cache."""
 
     def end(self, row: int) -> None:
-        """Stop a row: it generates nothing more, and costs as little as possible until it is used again."""
+        """Stop a row. It generates nothing more, and costs as little as possible until it is used again."""
 
     def bucket(self, rows: int) -> int:
-        """The batch size that so many rows run as: all rows up to it make a step, if they have begun."""
+        """Return the batch size that a step of this many rows runs as. Rows up to it take part if they have begun."""
 
     def step(self, rows: int, longest: int) -> PendingStep:
         """Generate a frame of the first rows, whose longest context so far is `longest`."""
 
     def positions(self, prompt: RenderedSequence, max_frames: int) -> int:
-        """The most positions that a request takes."""
+        """Return the largest number of positions that a request takes."""
 
     def frames(self, delayed: StepHistory[Any], ended: bool) -> int:
-        """How many whole frames of codes a row's step results hold so far."""
+        """Return the number of whole frames of codes in a row's step results."""
 
     def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
-        """(frames, codebooks): frames of a row's step results, the delay undone. The ends of stream are the frame after
-        the last."""
+        """(frames, codebooks): frames `start` to `stop` of a row's step results, without the delay. The ends of stream
+        are the frame after the last."""

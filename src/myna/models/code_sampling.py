@@ -1,8 +1,8 @@
 """Sampling of codes under the delay pattern, with random numbers that depend on seed, frame and codebook alone.
 
-Codebook k is k frames behind codebook 0, which alone decides when to stop: after its end of stream at frame f, codebook
-k ends at frame f + k. Noise is a hash of (seed, frame, codebook, draw, class): a request's codes do not depend on what
-else is in its batch. `sample_kernel` in higgs_v2/decode/kernels.py is the same for a GPU.
+Codebook k is k frames after codebook 0, which alone decides when to stop: after its end of stream at frame f, codebook
+k ends at frame f + k. Noise is a hash of (seed, frame, codebook, draw, class), so a request's codes do not depend on
+other requests in its batch. `sample_kernel` in higgs_v2/decode/kernels.py does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from myna.models.base import Sampling
 
 SAMPLING_REVISION = "counter-1"
-"""Changes whenever the same model, prompt and settings would give other codes."""
+"""Name that changes whenever model, prompt and settings would give other codes than before."""
 MAX_REPETITION_WINDOW = 16
 """Frames of history that are kept for repetition-aware sampling."""
 _LOW = 0xFFFFFFFF
@@ -28,15 +28,15 @@ class RowState:
     codes: torch.Tensor
     """(rows, codebooks): the last frame, which the next step reads."""
     positions: torch.Tensor
-    """Position of that frame in the cache."""
+    """Position of the last frame in the cache."""
     frames: torch.Tensor
-    """Number of the frame that the next step samples; frame 0 is all begin-of-stream."""
+    """Number of the frame that the next step samples. Frame 0 is all begin-of-stream."""
     ends: torch.Tensor
-    """The frame at which codebook 0 ended, or -1."""
+    """Frame at which codebook 0 ended, or -1."""
     active: torch.Tensor
-    """1 while the row generates; a finished row's state stays as it is."""
+    """1 while the row generates. The state of a finished row does not change."""
     caps: torch.Tensor
-    """The frame at which codebook 0 ends at the latest."""
+    """Last frame at which codebook 0 must end."""
     seeds: torch.Tensor
     temperatures: torch.Tensor
     top_ks: torch.Tensor
@@ -46,11 +46,11 @@ class RowState:
     history: torch.Tensor
     """(rows, MAX_REPETITION_WINDOW, codebooks): the last frames, frame f at index f % MAX_REPETITION_WINDOW."""
     log_probs: torch.Tensor
-    """(rows, codebooks): of the last frame's codes, under the model's own distribution."""
+    """(rows, codebooks): log-probabilities of the last frame's codes under the model's own distribution."""
     adapters: torch.Tensor
     """Slot of the row's adapter, or -1."""
     strengths: torch.Tensor
-    """What the adapter's effect is multiplied by."""
+    """Factor of the adapter's effect."""
 
     @classmethod
     def create(cls, rows: int, codebooks: int, device: torch.device) -> RowState:
@@ -81,7 +81,7 @@ class RowState:
         return state
 
     def set_row(self, row: int, *, position: int, sampling: Sampling, max_frames: int, begin: int) -> None:
-        """Begin a request: the frame before its first one is all begin-of-stream."""
+        """Begin a request. The frame before its first one is all begin-of-stream."""
         values = {
             "codes": begin,
             "positions": position,
@@ -101,7 +101,7 @@ class RowState:
             getattr(self, name)[row].fill_(value)  # an assignment would wait for the device
 
     def part(self, first: int, rows: int) -> RowState:
-        """Some rows, as views."""
+        """Return some rows, as views."""
         return RowState(**{field.name: getattr(self, field.name)[first : first + rows] for field in fields(self)})
 
     def copy_row(self, source: int, target: int) -> None:
@@ -111,7 +111,8 @@ class RowState:
 
 
 def sample_frame(logits: torch.Tensor, state: RowState, rows: int, begin: int, end: int) -> torch.Tensor:
-    """The next frame of the first rows: (rows, codebooks, classes) -> (rows, codebooks). The state stays as it is."""
+    """Sample the next frame of the first rows: (rows, codebooks, classes) -> (rows, codebooks). Leaves the state
+    unchanged."""
     frames, ends, temperature = state.frames[:rows], state.ends[:rows], state.temperatures[:rows]
     books = torch.arange(logits.shape[1], device=logits.device)
     allowed = logits.clone()
@@ -131,7 +132,7 @@ def _draw(allowed: torch.Tensor, state: RowState, rows: int, books: torch.Tensor
     top_k = top_k.masked_fill(top_k == 0, classes).clamp(max=classes)
     values, ids = scaled.topk(int(top_k.max()), dim=-1)
     mass = (values - values[..., :1]).exp()
-    # With the rank instead of a threshold, a tie at the k-th place is cut rather than kept.
+    # With ranks instead of a threshold, a tie at place k is cut rather than kept.
     beyond = torch.arange(values.shape[-1], device=values.device) >= top_k[:, None, None]
     mass = mass.masked_fill(beyond, 0.0)
     above = mass.cumsum(-1) - mass
@@ -154,14 +155,14 @@ def _draw(allowed: torch.Tensor, state: RowState, rows: int, books: torch.Tensor
 
 
 def _frame_keys(state: RowState, rows: int) -> torch.Tensor:
-    """(rows,): the hash of seed and frame."""
+    """(rows,): hash of seed and frame."""
     seeds = state.seeds[:rows]
     return mix(mix(mix(seeds ^ 0x9E3779B9) ^ (seeds >> 32)) ^ state.frames[:rows])
 
 
 def _repeats(codes: torch.Tensor, state: RowState, rows: int, window: torch.Tensor) -> torch.Tensor:
-    """How often each code stands in its codebook's window. Begin and end of stream are never drawn twice, and begin
-    never at all, so what is not a code yet counts for nothing."""
+    """Count how often each code occurs in the window of its codebook. Begin and end of stream count for nothing: end is
+    never drawn twice, and begin never at all."""
     history, frames = state.history[:rows], state.frames[:rows, None]
     age = (frames - 1 - torch.arange(MAX_REPETITION_WINDOW, device=codes.device)) % MAX_REPETITION_WINDOW
     recent = (age < window) & (age < frames)
@@ -169,12 +170,12 @@ def _repeats(codes: torch.Tensor, state: RowState, rows: int, window: torch.Tens
 
 
 def log_probabilities(logits: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Of codes under the model's own distribution: without temperature, filters or bans."""
+    """Return log-probabilities of codes under the model's own distribution, without temperature, filters or bans."""
     return logits.log_softmax(-1).gather(-1, codes[..., None])[..., 0]
 
 
 def advance(state: RowState, rows: int, codes: torch.Tensor, end: int) -> None:
-    """The state after a frame, of the rows that are active."""
+    """Update the state of the active rows after a frame."""
     running = state.active[:rows] == 1
     frames, ends = state.frames[:rows], state.ends[:rows]
     state.codes[:rows] = codes
@@ -197,6 +198,6 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise of each class under a key."""
+    """Return the Gumbel noise of each class under a key."""
     uniform = ((mix(key ^ classes) >> 8).float() + 0.5) * _TINY
     return -torch.log(-torch.log(uniform))

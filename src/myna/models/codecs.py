@@ -1,4 +1,10 @@
-"""Codec lookup by the configuration in a folder."""
+"""Parts common to all codecs: checks of inputs, full precision, the revision hash, and windows of a stream of codes.
+
+A decoder is not causal: a frame's samples depend on `Codec.decode_reach` frames on either side of it. A window is
+decoded with that many frames around those whose samples are kept, fewer at the ends of the stream. Windows lie at fixed
+frames of the stream, short ones first. Finished clips are decoded in long windows if that gives the same samples, bit
+for bit, else in the windows of a stream, so that a stream always has the samples of its file.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +74,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash of a codec's settings and weights, tensor by tensor: saved in other shards it is the same codec."""
+    """Hash a codec's settings and weights, tensor by tensor, so that other shards of the same tensors are the same
+    codec."""
     lines = []
     for name, tensor in tensors:
         content = hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
@@ -78,12 +85,13 @@ def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 FIRST_WINDOW = 2
-"""Frames of the first window: speech begins when these and the frames of the reach behind them are known."""
+"""Frames of the first window. Speech begins when these and the following frames of the reach are known."""
 MAX_WINDOW = 128
-"""Frames of the windows of a long stream: with a reach of 10 frames, one frame in seven is decoded twice."""
+"""Frames of the windows of a long stream. With a reach of 10 frames, one frame in seven is decoded twice."""
 
 PROBE_FRAMES = 45
-"""Few enough to be decoded in a moment; the windows have few rows, for which libraries have kernels of their own."""
+"""Frames of the probe: few enough to be quick. Small windows count, because libraries have other kernels for few rows.
+"""
 
 
 class Window(NamedTuple):
@@ -96,10 +104,11 @@ class Window(NamedTuple):
 
 
 def plan_windows(reach: int, done: int, frames: int, ended: bool, first_window: int = FIRST_WINDOW) -> Iterator[Window]:
-    """The windows behind frame `done` of a stream of which `frames` frames are known, all of them if it has `ended`.
+    """Yield the windows after frame `done` of a stream of which `frames` frames are known, all of them if it has
+    `ended`.
 
-    A window is as long as all before it and the first: a stream that is generated at twice the pace of its playback, or
-    faster, always has its next window decoded before the last one has been played.
+    A window is as long as all windows before it and the first. If a stream is generated at twice the pace of its
+    playback or faster, its next window is decoded before the last one has been played.
     """
     while True:
         last = done + min(done + first_window, MAX_WINDOW)
@@ -112,7 +121,7 @@ def plan_windows(reach: int, done: int, frames: int, ended: bool, first_window: 
 
 
 def crop_window(window: Window, samples: Samples, hop: int) -> Samples:
-    """The kept samples of a decoded window."""
+    """Return the kept samples of a decoded window."""
     return samples[(window.first - window.start) * hop : (window.last - window.start) * hop]
 
 
@@ -127,12 +136,12 @@ def decode_in_windows(codec: Codec, codes: Codes) -> Samples:
 
 
 def clip_first_window(codec: Codec) -> int:
-    """Frames of the first window of a clip that need not be streamed."""
+    """Return the frames of the first window of a clip that is not streamed."""
     return MAX_WINDOW if codec.window_independent else FIRST_WINDOW
 
 
 def probe_window_independence(codec: Codec) -> bool:
-    """Decode random codes in one piece, and the first and the last window of a stream of them; compare all bits."""
+    """Decode random codes in one piece, then the first and last window of a stream of them, and compare all bits."""
     shape, hop = (PROBE_FRAMES, codec.codebooks), codec.hop
     codes = np.random.default_rng(0).integers(0, codec.codebook_size, shape).astype(np.uint16)
     first, *_, last = plan_windows(codec.decode_reach, 0, len(codes), ended=True)

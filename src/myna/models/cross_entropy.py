@@ -14,13 +14,14 @@ from myna.core.device import supports_triton
 from myna.models.base import IGNORE_INDEX
 
 CHUNK_LOGITS = 2**24
-"""Logits that are converted to fp32 at a time where there is no kernel."""
+"""Logits that are converted to fp32 at a time without the kernel."""
 
 
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each row in fp32, and whether its target is ranked first; (rows, classes) and (rows,).
+    """Return the cross-entropy of each row in fp32 and whether its target is ranked first, for (rows, classes) and
+    (rows,).
 
     The logits are overwritten and must not be used afterwards. Rows whose target is `IGNORE_INDEX` have loss 0.
     """

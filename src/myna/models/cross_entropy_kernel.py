@@ -1,4 +1,4 @@
-"""Triton kernel of `cross_entropy`: a row is read once or twice, and overwritten by its gradient."""
+"""Triton kernel of `cross_entropy`. A row is read once or twice, and overwritten by its gradient."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ MAX_BLOCK_SIZE = 8192
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits,
-    targets,
-    losses,
-    hits,
-    smoothing,
-    ignored,
-    CLASSES: tl.constexpr,
-    NEEDS_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, targets, losses, hits, smoothing, ignored,
+    CLASSES: tl.constexpr, NEEDS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     valid = target != ignored
@@ -34,7 +27,7 @@ def _cross_entropy_kernel(
         inside = start + column < CLASSES
         x = tl.load(line + start + column, mask=inside, other=-float("inf")).to(tl.float32)
         block_max = tl.max(x, axis=0)
-        # Ties go to the first, as with argmax.
+        # Ties go to the first class, as in argmax.
         first = tl.where(block_max > running_max, start + tl.argmax(x, axis=0), first)
         new_max = tl.maximum(running_max, block_max)
         total = total * tl.exp(running_max - new_max) + tl.sum(tl.exp(x - new_max), axis=0)
@@ -60,7 +53,7 @@ def _cross_entropy_kernel(
 def cross_entropy_in_place(
     logits: torch.Tensor, targets: torch.Tensor, smoothing: float, ignored: int, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and hits; the logits become their gradient with `needs_grad`."""
+    """Return losses and hits. With `needs_grad` the logits become their gradient."""
     rows, classes = logits.shape
     assert logits.is_contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -1,6 +1,6 @@
-"""Checkpoint folders of any family: resolving, tokenizers, safetensors, JSON, and checks of names and shapes.
+"""Checkpoint and adapter folders of any family: resolving, tokenizers, safetensors, JSON, checks of names and shapes.
 
-Weights are read from safetensors alone.
+Weights are read from safetensors alone. Importing this module imports neither torch nor PEFT.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NetworkT = TypeVar("NetworkT", bound="nn.Module")
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
-    """The folder of a checkpoint: a local path, or a download from the hub, where OWNER/NAME@REVISION names a revision
+    """Return the folder of a checkpoint: a local path, or a download from the hub. OWNER/NAME@REVISION names a revision
     too."""
     folder = Path(source).expanduser()
     if not folder.exists() and (pinned := re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", source)):
@@ -62,7 +62,8 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
 
 
 def absolute_source(source: str) -> str:
-    """A source that can be opened from any working directory: the full path of a folder, or the hub name as it is."""
+    """Return a source that can be opened from any working directory: the full path of a folder, or the hub name as it
+    is."""
     from myna.models import is_model_name
 
     folder = Path(source).expanduser()
@@ -70,7 +71,7 @@ def absolute_source(source: str) -> str:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of `tokenizer.json`, whatever class the other files name."""
+    """Load the tokenizer of `tokenizer.json`; the class that other files name does not matter."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(
@@ -90,7 +91,7 @@ def check_token_ids(
     tokenizer: PreTrainedTokenizerFast, vocab_size: int, single: Iterable[str], other_ids: Iterable[str]
 ) -> None:
     """Check that tokenizer and configuration agree: `single` tokens are single, and all ids are below the vocabulary
-    size. `other_ids` describes ids on which they differ otherwise."""
+    size. `other_ids` describes other ids on which they differ."""
     vocabulary = tokenizer.get_vocab()
     wrong = [
         f"the tokenizer has no single token {token}"
@@ -112,7 +113,7 @@ def weight_files(
     stem: str = "model",
     pickle_hint: str = "convert them to safetensors where you trust them, or use a checkpoint that has safetensors",
 ) -> list[Path]:
-    """The safetensors files of a folder: the single one, or those of its index."""
+    """Return the safetensors files of a folder: the single one, or those of its index."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if single.is_file():
         return [single]
@@ -127,7 +128,7 @@ def weight_files(
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} is damaged: it has no weight_map", hint="download the checkpoint again")
     names = sorted({str(file) for file in weight_map.values()})
-    # Names only: a path could lead to any file of this machine.
+    # Paths are refused, because they could lead to any file of this machine.
     if outside := [name for name in names if not name or re.search(r"[/\\\0]", name) or name in (".", "..")]:
         raise CheckpointError(
             f"{index} names files outside of its folder: {format_names(outside)}",
@@ -146,7 +147,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def state_dict_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing, unexpected and mis-shaped tensors, in words; none when all fit."""
+    """Describe missing, unexpected and mis-shaped tensors; an empty list if all fit."""
     problems = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [name for name in found if name not in expected],
@@ -160,8 +161,8 @@ def state_dict_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[
 
 
 def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse the weights of a folder unless every name and shape is as in the state dict that its configuration asks
-    for."""
+    """Refuse the weights of a folder unless all names and shapes are those of the state dict that its configuration
+    needs."""
     if problems := state_dict_problems(shapes_of(expected), found):
         raise CheckpointError(
             "\n  ".join([f"the weights in {folder} do not fit its config.json", *problems]),
@@ -170,7 +171,7 @@ def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, tuple[int,
 
 
 def check_unwrapped(state: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
-    """Refuse to save a model whose tensors are not those of the plain one."""
+    """Refuse to save a model whose tensors are not those of the plain model."""
     if state.keys() != plain.keys():
         raise ModelError(
             "the model is wrapped or carries an adapter, so it cannot be saved as a checkpoint",
@@ -190,7 +191,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def load_network(network: NetworkT, file: Path, device: str, *, hint: str) -> NetworkT:
-    """A small network with the weights of a safetensors file, every name and shape checked, for inference."""
+    """Load a safetensors file into a small network for inference, every name and shape checked."""
     expected = network.state_dict()
     with open_safetensors(file) as tensors:
         weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
@@ -214,7 +215,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """The tensors of a folder, from the headers."""
+    """Yield the tensors of a folder, read from the headers of its files."""
     for file in weight_files(folder):
         with open_safetensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
@@ -254,12 +255,12 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def error_summary(error: Exception) -> str:
-    """The first line of an error message."""
+    """Return the first line of an error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def format_names(names: Collection[object], limit: int = 10) -> str:
-    """A comma-separated list, cut after `limit` names."""
+    """Join names with commas, cut after `limit` names."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(str(name) for name in list(names)[:limit]) + rest
 
@@ -269,13 +270,13 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder is one that PEFT has saved."""
+    """Return whether PEFT has saved an adapter in a folder."""
     return (folder / ADAPTER_CONFIG_FILE).is_file()
 
 
 def find_adapter(source: str | os.PathLike[str]) -> Path:
-    """The PEFT folder of an adapter: that folder itself, the `adapter/` of a run or of one of its checkpoints, or a
-    download from the hub."""
+    """Return the PEFT folder of an adapter: the folder itself, the `adapter/` of a run or of one of its checkpoints, or
+    a download from the hub."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = resolve_checkpoint(Path(source).as_posix(), None)
@@ -311,7 +312,7 @@ def require_adapter_files(folder: Path) -> None:
 
 
 def adapter_base(folder: Path) -> tuple[str, str | None]:
-    """The base model that an adapter names: a hub name or a folder, and its revision."""
+    """Return the base model that an adapter names (a hub name or a folder) and its revision."""
     settings = read_json(folder / ADAPTER_CONFIG_FILE)
     source, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(source, str) or not source:
@@ -323,7 +324,7 @@ def adapter_base(folder: Path) -> tuple[str, str | None]:
 
 
 def byte_tokenizer(special_tokens: Sequence[str], *, begin: str, end: str, pad: str) -> PreTrainedTokenizerFast:
-    """256 bytes and the special tokens behind them: any text round-trips."""
+    """Make a tokenizer of 256 bytes followed by the special tokens, for small models. Any text round-trips."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Module selection by name: the LoRA targets of each mode, and the parts of a model."""
+"""Families of transformers checkpoints: module selection by name, the common part of renderers, the base class."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class ModulePatterns:
     """Short name -> pattern of full module names. Every parameter belongs to one part; heads end in `_head`."""
 
     def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
-        """LoRA targets in an unwrapped model. A head is only selected: it is trained in full or not at all."""
+        """Return the LoRA targets of an unwrapped model. A head is only selected: it is trained in full or not at
+        all."""
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         endings = custom if mode == "custom" else ()
         for ending in endings:
@@ -44,7 +45,7 @@ class ModulePatterns:
         return LoraTargets(adapted=adapted, selected=adapted + tuple(name for name in linears if name in heads))
 
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Short names to full module names; a part that was not loaded has none."""
+        """Map short names to full module names; a part that was not loaded has none."""
         names = [name for name, _ in model.named_modules()]
         return {part: tuple(n for n in names if re.fullmatch(pattern, n)) for part, pattern in self.parts.items()}
 
@@ -77,14 +78,14 @@ Ids = npt.NDArray[np.int64]
 
 
 class PromptSegment(NamedTuple):
-    """A piece of a prompt: text, a control token, or a clip between its control tokens."""
+    """Piece of a prompt: text, a control token, or a clip between its control tokens."""
 
     kind: Literal["text", "special", "audio"]
     text: str
     supervised: bool = False
     clip: AudioClip | None = None
     cached: bool = False
-    """Text that many conversations share: headers, and system prompts with their few scenes."""
+    """Whether many conversations share the text: headers, and system prompts with their few scenes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class PromptRenderer(ABC):
     tokenizer: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the caches, which every process fills by itself.
+        # Caches are left out: every process fills its own.
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -109,7 +110,7 @@ class PromptRenderer(ABC):
 
     @abstractmethod
     def _segments(self, conversation: Conversation) -> Iterator[PromptSegment]:
-        """The prompt of a conversation, in order."""
+        """Yield the prompt of a conversation, in order."""
 
     @abstractmethod
     def _clip_positions(self, clip: AudioClip) -> int: ...
@@ -153,7 +154,7 @@ class PromptRenderer(ABC):
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer, ten times as fast for a sentence as transformers' wrapper."""
+        """Rust tokenizer, which takes a tenth of the time of transformers' wrapper for a sentence."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -165,10 +166,10 @@ class PromptRenderer(ABC):
 
 
 class HFFamily(Family):
-    """Family of a transformers checkpoint; without a folder it is a configuration for counting and planning."""
+    """Family of a transformers checkpoint. Without a folder it is a configuration for counting and planning."""
 
     checkpoint: ClassVar[Any]
-    """The family's `checkpoint` module."""
+    """`checkpoint` module of the family."""
     modules: ClassVar[ModulePatterns]
     builtin_config: ClassVar[Any]
     objective_type: ClassVar[Any]
@@ -188,13 +189,13 @@ class HFFamily(Family):
 
     @classmethod
     def builtin(cls, name: str) -> Self:
-        """A true-size configuration without weights or tokenizer."""
+        """Open a true-size configuration without weights or tokenizer."""
         return cls(name, cls.builtin_config(), None)
 
     @property
     @abstractmethod
     def renderer(self) -> PromptRenderer:
-        """Conversation to token ids."""
+        """Renderer of conversations to token ids."""
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -42,7 +42,7 @@ _ADAPTER = "default"
 
 
 class SupportsLora(Protocol):
-    """The part of the `Family` interface that adapters need."""
+    """Part of the `Family` interface that adapters need."""
 
     @property
     def source(self) -> str: ...
@@ -51,7 +51,7 @@ class SupportsLora(Protocol):
 
 
 class SupportsBaseModel(SupportsLora, Protocol):
-    """The part of the `Family` interface that a look at a base model needs."""
+    """Part of the `Family` interface that reading a base model needs."""
 
     def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module: ...
 
@@ -60,7 +60,7 @@ class ParameterCounts(NamedTuple):
     """Parameters of a model, as logical weights (a byte may hold two)."""
 
     total: int
-    """Everything in memory, including the frozen original of a fully trained module."""
+    """All parameters in memory, including the frozen original of a fully trained module."""
     trainable: int
     lora: int
     """LoRA matrices and DoRA magnitudes."""
@@ -69,9 +69,9 @@ class ParameterCounts(NamedTuple):
 def make_trainable(
     model: nn.Module, family: SupportsLora, settings: AdaptSettings, dtype: torch.dtype | None = torch.float32
 ) -> nn.Module:
-    """Set up LoRA on the frozen model, or with `adapt.mode: full` the model's own parameters, as the settings say.
+    """Set up LoRA on the frozen model, or its own parameters with `adapt.mode: full`, as the settings say.
 
-    Trainable parameters become `dtype`; None leaves their types. Changes the model in place, on the meta device too.
+    Trainable parameters become `dtype`; None keeps their types. Changes the model in place, on the meta device too.
     """
     trainable = _enable_full(model, family, settings) if settings.mode == "full" else _add_lora(model, family, settings)
     return trainable if dtype is None else cast_trainable(trainable, dtype)
@@ -98,7 +98,7 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
                 hint="train it in full or with a LoRA: drop it from train_modules, or choose another mode",
             )
     config = LoraConfig(
-        task_type=None,  # a task type would put `labels=` into every forward
+        task_type=None,  # with a task type, every forward would get `labels=`
         target_modules=list(targets.adapted),
         modules_to_save=list(trained) or None,
         r=settings.rank,
@@ -112,7 +112,7 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
     with torch.device("meta") if on_meta else nullcontext():
         wrapped: nn.Module = get_peft_model(model, config)
     config.base_model_name_or_path = absolute_source(family.source)
-    # PEFT shortens long lists of names to common ends and matches modules by their ends.
+    # PEFT shortens long lists of names to common ends and matches modules by their ends, so the result is checked.
     for kind, expected in ((LoraLayer, targets.adapted), (ModulesToSaveWrapper, trained)):
         replaced = {name for name, module in wrapped.named_modules() if isinstance(module, kind)}
         assert replaced == {f"base_model.model.{name}" for name in expected}
@@ -120,14 +120,14 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
 
 
 def frozen_linear_names(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
-    """Full names of the linear layers whose own weights stay frozen, heads excluded: those that can be quantized."""
+    """Return the full names of linear layers whose own weights stay frozen, heads excluded. These can be quantized."""
     trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
     layers = family.lora_targets(model, "comprehensive").adapted
     return [name for name in layers if not any(f"{name}.".startswith(f"{module}.") for module in trained)]
 
 
 def resolve_module_names(family: SupportsLora, model: nn.Module, short_names: Iterable[str], setting: str) -> list[str]:
-    """Short names (`audio_head`) to full module names; `setting` is named in the error for a wrong one."""
+    """Map short names (`audio_head`) to full module names. `setting` is named in the error for a wrong one."""
     modules = family.module_names(model)
     full_names: list[str] = []
     for short in short_names:
@@ -164,17 +164,15 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter, by the names PEFT saves them under."""
+    """Return the tensors of an adapter by the names PEFT saves them under."""
     # Not "auto", which would look up the base model's vocabulary on the hub.
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return tensors
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's format.
-
-    The configuration goes last, so a folder that has one has its weights too.
-    """
+    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's format. The configuration goes last, so a
+    folder that has one has its weights too."""
     if not isinstance(model, PeftModel):
         raise TrainingError("the model carries no adapter to save", hint="with adapt.mode: full save the whole model")
     tensors = {name: tensor.contiguous() for name, tensor in adapter_state_dict(model).items()}
@@ -195,8 +193,9 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
     """Load a saved adapter onto a model, every key checked.
 
-    LoRA matrices are fp32. For inference it is frozen, with whole modules in the model's dtype, and refused if it has
-    no effect. `trainable` continues training: all of it is fp32, and an untrained adapter is accepted.
+    LoRA matrices are fp32. For inference the adapter is frozen, whole modules get the model's dtype, and an adapter
+    without effect is refused. With `trainable` training continues: everything is fp32, and an untrained adapter is
+    accepted.
     """
     config, tensors = _read_adapter(folder)
     config.task_type = None
@@ -221,8 +220,8 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
 
 
 def read_lora_matrices(family: SupportsBaseModel, folder: Path) -> LoraMatrices:
-    """The matrices of a saved adapter, checked against the family's model, which need not be loaded: for a batch in
-    which requests have adapters of their own."""
+    """Read the matrices of a saved adapter for a batch in which each request may use another adapter. They are checked
+    against the family's model, which need not be loaded."""
     config, tensors = _read_adapter(folder)
     hint = f"merge it first: myna merge {folder} --out MODEL, and speak with MODEL"
     if config.use_dora:
@@ -247,7 +246,7 @@ def read_lora_matrices(family: SupportsBaseModel, folder: Path) -> LoraMatrices:
 
 
 def initialize_adapter(model: nn.Module, folder: Path) -> None:
-    """Give a new adapter the weights of a saved one, which must be like it; `dropout` may differ."""
+    """Give a new adapter the weights of a saved one of the same shape; `dropout` may differ."""
     assert isinstance(model, PeftModel), "there is a LoRA to initialize"
     own, (config, tensors) = model.peft_config[_ADAPTER], _read_adapter(folder)
     merged = f"merge it into its base first (myna merge {folder} --out MODEL), and train a new adapter on that"
@@ -274,7 +273,7 @@ def initialize_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def scale_adapter(model: nn.Module, strength: float) -> None:
-    """Scale what an adapter changes: below 1 the model lies between the base and the tuned one. Whole modules get the
+    """Scale the effect of an adapter: below 1 the model lies between the base and the tuned one. Whole modules get the
     base model's dtype."""
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
@@ -290,7 +289,7 @@ def scale_adapter(model: nn.Module, strength: float) -> None:
 
 
 def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
-    """Merge the adapter, scaled by `strength`, into the model, which is returned unwrapped and in its own dtype. Each
+    """Merge the adapter, scaled by `strength`, into the model. Returns the model unwrapped and in its own dtype; each
     weight is computed in fp32 and rounded once."""
     if not isinstance(model, PeftModel):
         raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
@@ -306,7 +305,7 @@ def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
 
 @torch.no_grad()
 def _merge_layer(layer: Any) -> None:
-    """PEFT's merge of one layer, which would round to the weight's type before it adds."""
+    """Merge one layer in fp32. PEFT's own merge would round to the weight's type before it adds."""
     base = layer.get_base_layer()
     types = {name: parameter.dtype for name, parameter in base.named_parameters()}
     base.float()
@@ -319,7 +318,7 @@ def _merge_layer(layer: Any) -> None:
 
 
 def trains_text_head(folder: Path, family: SupportsBaseModel) -> bool:
-    """Whether an adapter has tensors of the text head, which is not loaded otherwise."""
+    """Return whether an adapter has tensors of the text head, which is not loaded otherwise."""
     require_adapter_files(folder)
     model = family.load_model(dtype=torch.float32, device="meta", text_head=True)
     prefixes = tuple(f"base_model.model.{name}." for name in family.module_names(model)["text_head"])
@@ -336,8 +335,8 @@ def base_model_hash(
     quantization: Quantization,
     text_head: bool,
 ) -> str:
-    """The `weights_hash` of a base model as a training of the adapter has it: in this type, quantized as it says, and
-    with the text head or without."""
+    """Return the `weights_hash` of a base model as the training of an adapter has it: in this type, with this
+    quantization, with or without the text head."""
     layers: tuple[str, ...] = ()
     if quantization != "none":
         config = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
@@ -349,7 +348,7 @@ def base_model_hash(
     names = [name for name, _ in as_trained.named_parameters() if name not in weights]
     samples = [model.get_parameter(name).flatten()[:16].to(dtype) for name in names]
     for name in layers:
-        # Its first rows are enough for the sample.
+        # The hash samples only the first rows.
         rows = model.get_parameter(f"{name}.weight").detach()[:16].to(dtype)
         linear = nn.Linear(rows.shape[1], len(rows), bias=False, device="meta")
         linear.weight = nn.Parameter(rows, requires_grad=False)
@@ -358,7 +357,7 @@ def base_model_hash(
 
 
 def weights_hash(weights: Iterable[torch.Tensor]) -> str:
-    """Hash over the beginning of every tensor: cheap, and enough to tell one base model from another."""
+    """Hash the beginning of every tensor, which is cheap and enough to tell one base model from another."""
     sample = torch.cat([torch.zeros(1), *(tensor.detach().flatten()[:16].float().cpu() for tensor in weights)])
     return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -385,7 +384,7 @@ def _wrong_model(config: Any) -> str:
 
 
 def _has_effect(layer: Any) -> bool:
-    """Whether a module has a LoRA that changes its output, or a trained copy that differs from the original."""
+    """Return whether a module has a LoRA that changes its output, or a trained copy that differs from the original."""
     if isinstance(layer, ModulesToSaveWrapper):
         copy = layer.modules_to_save[_ADAPTER].state_dict()
         return any(not torch.equal(copy[name], value) for name, value in layer.original_module.state_dict().items())
@@ -404,7 +403,8 @@ def _has_effect(layer: Any) -> bool:
 
 
 def count_model(family: SupportsBaseModel, settings: AdaptSettings) -> dict[str, Any]:
-    """Total, trainable and LoRA parameters, with shares from 0 to 1, and their modules. The text head always counts."""
+    """Count total, trainable and LoRA parameters, with shares from 0 to 1, and their modules. The model is on the meta
+    device; its text head always counts."""
     model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
     if settings.mode == "full":
         adapted = selected = 0

@@ -1,8 +1,8 @@
-"""Network of the mel codec.
+"""Mel codec of the shipped model fledgling.
 
 A mel spectrogram of a few subframes per code frame goes through ConvNeXt blocks, first per subframe, then per frame, to
 one short vector per frame, which a residual vector quantizer turns into codes. The decoder mirrors this and ends in
-spectra and an inverse STFT: no layer works at the sample rate, so the network is small and fast.
+spectra and an inverse STFT. No layer works at the sample rate, so the network is small and fast.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPECTRUM_OVERLAP = 4
 MIN_MEL_MAGNITUDE = 1e-5
 """Floor of mel magnitudes before the logarithm."""
 MAX_LOG_MAGNITUDE = 3.0
-"""Above any full-scale sine, and low enough that its exponential cannot overflow."""
+"""Upper limit of log magnitudes: above any full-scale sine, and low enough that its exponential cannot overflow."""
 INITIAL_LOG_MAGNITUDE = -4.0
 """Initial log magnitude of the decoder's spectra, near that of speech."""
 
@@ -53,7 +53,7 @@ class MelCodecConfig:
     codebooks: int = 8
     codebook_size: int = 1024
     latent: int = 64
-    """Numbers per frame that are quantised."""
+    """Values per frame that are quantized."""
     subframes: int = 4
     """Mel frames, and spectra of the decoder, per frame of codes."""
     mel_bins: int = 100
@@ -98,8 +98,8 @@ class MelCodecConfig:
 
     @property
     def decode_reach(self) -> int:
-        """Frames on either side of a frame that its samples depend on: those of the convolutions per frame, then, in
-        subframes, those of the finer convolutions and of overlapping spectra."""
+        """Frames on either side of a frame that its samples depend on: the reach of the convolutions per frame, and, in
+        subframes, of the finer convolutions and of overlapping spectra."""
         around = self.kernel // 2
         subframes = self.decoder_fine * around + SPECTRUM_OVERLAP // 2
         return self.decoder_coarse * around - -subframes // self.subframes
@@ -138,7 +138,7 @@ class MelSpectrogram(nn.Module):
         size = len(self.window)
         frames = F.pad(waves, ((size - self.hop) // 2, (size - self.hop) // 2)).unfold(1, size, self.hop)
         spectra = torch.fft.rfft(frames * self.window)
-        # Not `abs`: its gradient is NaN in digital silence.
+        # The gradient of `abs` is NaN in digital silence.
         magnitudes = (spectra.real.square() + spectra.imag.square() + 1e-14).sqrt()
         mels: torch.Tensor = magnitudes @ self.filters
         return mels
@@ -178,13 +178,13 @@ class MelEncoder(nn.Module):
 
 
 class ResidualVectorQuantizer(nn.Module):
-    """Residual vector quantizer: each codebook encodes the residual of those before it."""
+    """Residual vector quantizer. Each codebook encodes the residual of the codebooks before it."""
 
     books: torch.Tensor
 
     def __init__(self, codebooks: int, codebook_size: int, latent: int) -> None:
         super().__init__()
-        # A buffer: entries are trained as running means, without gradients.
+        # A buffer, because entries are trained as running means without gradients.
         self.register_buffer("books", torch.randn(codebooks, codebook_size, latent))
 
     def nearest(self, residual: torch.Tensor, number: int) -> torch.Tensor:
@@ -235,16 +235,14 @@ class MelDecoder(nn.Module):
 
 
 def inverse_stft(spectra: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-    """(clips, spectra, bins) -> (clips, spectra * hop): windowed overlap-add, divided by the sum of squared windows.
-
-    torch's own checks that sum on the host, which syncs with the GPU at every call.
-    """
+    """Return (clips, spectra * hop) samples of (clips, spectra, bins): windowed overlap-add over the sum of squared
+    windows. torch's own function checks that sum on the host, which waits for the GPU at every call."""
     frames = torch.fft.irfft(spectra, len(window), norm="ortho") * window
     return _overlap_add(frames) / _overlap_add(window.square().expand(1, frames.shape[1], -1))
 
 
 def _overlap_add(frames: torch.Tensor) -> torch.Tensor:
-    """Overlap-add, trimmed at both ends."""
+    """Overlap and add frames, trimmed at both ends."""
     clips, count, size = frames.shape
     hop, spare = size // SPECTRUM_OVERLAP, (size - size // SPECTRUM_OVERLAP) // 2
     parts = frames.reshape(clips, count, SPECTRUM_OVERLAP, hop)
@@ -271,11 +269,11 @@ class MelCodecNetwork(nn.Module):
             return mels.clamp(min=MIN_MEL_MAGNITUDE).log() / 5 + 1
 
     def encode(self, waves: torch.Tensor) -> torch.Tensor:
-        """(clips, frames * hop) -> codes (clips, frames, codebooks)."""
+        """Encode (clips, frames * hop) samples to codes (clips, frames, codebooks)."""
         return self.quantiser.encode(self.encoder(self.log_mel(waves)))
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes (clips, frames, codebooks) -> (clips, frames * hop)."""
+        """Decode codes (clips, frames, codebooks) to samples (clips, frames * hop)."""
         waves: torch.Tensor = self.decoder(self.quantiser.decode(codes))
         return waves
 
@@ -286,12 +284,12 @@ def _blocks(count: int, width: int, config: MelCodecConfig) -> nn.Sequential:
 
 MODEL_TYPE = "myna_mel_codec"
 MAX_SHARD_BYTES = 15_900_000
-"""Bytes of tensors in one file, which with its header stays under 16 MB."""
+"""Bytes of tensors in one file, which stays below 16 MB with its header."""
 COPY_AGAIN_HINT = "copy the codec's folder again; it came with the model"
 
 
 class MelCodec:
-    """The codec of fledgling: 24 kHz, 25 frames a second, 8 codebooks."""
+    """Codec of fledgling: 24 kHz, 25 frames a second, 8 codebooks."""
 
     def __init__(self, network: MelCodecNetwork, revision: str, device: torch.device) -> None:
         self.revision = revision
@@ -319,9 +317,10 @@ class MelCodec:
         return cls(network, codec_revision(asdict(config), tensors.items()), torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        """(clips, samples) -> (clips, frames, codebooks); one frame is enough, nothing is padded.
+        """Encode (clips, samples) to (clips, frames, codebooks). One frame is enough, nothing is padded.
 
-        Clip by clip: sums are ordered differently in another batch, and a code must not depend on its batch.
+        Clips are encoded one by one: sums are ordered differently in another batch, and a code must not depend on its
+        batch.
         """
         check_clips(self, clips)
         with full_precision(self._device):
@@ -337,14 +336,14 @@ class MelCodec:
 
     @cached_property
     def window_independent(self) -> bool:
-        """Tried once: it depends on the libraries that multiply matrices on this machine."""
+        """Whether long windows give the same bits. Probed once: it depends on the matrix libraries of this machine."""
         return probe_window_independence(self)
 
     def decode(self, codes: Codes) -> Samples:
         return decode_in_windows(self, codes)
 
     def decode_windows(self, windows: Sequence[Codes]) -> PendingSamples:
-        """One by one, as `encode`: sums may be ordered differently in another batch."""
+        """Decode windows one by one, because sums may be ordered differently in another batch."""
         decoded = [self._decode_window(window) for window in windows]
         return lambda: decoded
 
@@ -367,7 +366,7 @@ def save_mel_codec(network: MelCodecNetwork, folder: Path) -> None:
 
 
 def read_mel_codec_config(folder: Path) -> MelCodecConfig:
-    """Rates and sizes out of a codec's folder."""
+    """Read rates and sizes from a codec's folder."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -388,7 +387,7 @@ def read_mel_codec_config(folder: Path) -> MelCodecConfig:
 
 
 def read_mel_codec_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights of a codec, out of one file or several, in the precision of the files."""
+    """Read the weights of a codec from one file or several, in the precision of the files."""
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, pickle_hint=COPY_AGAIN_HINT):
         with open_safetensors(file) as stored:

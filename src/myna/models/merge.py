@@ -1,4 +1,9 @@
-"""Adapters merged into their base model: a whole model that needs neither, checked before it is written and after."""
+"""Adapters merged into their base model, and adapters extracted from fully trained models.
+
+A merged model is checked before and after it is written. Extraction takes, for each weight, the nearest update of a
+given rank by truncated SVD. Norms, heads and embeddings, which a LoRA cannot hold, are copied beside it if
+`train_modules` names them, and reported otherwise.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +29,10 @@ from myna.models.lora import SupportsLora, make_trainable, merge_lora, resolve_m
 from myna.models.metadata import USAGE_FINGERPRINTS, WeightsMetadata, read_metadata, save_metadata
 
 LOGIT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far the logits of a merged model may be from those of the adapter, as a share of the largest, by the type of the
-weights: a merged weight is rounded to it once, and the adapter's was not."""
+"""Largest difference between the logits of a merged model and those of the adapter, as a share of the largest logit, by
+the type of the weights. A merged weight is rounded to that type once, the adapter's was not."""
 MAX_LOST_SHARE = 0.5
-"""The largest part of an adapter's change of the logits that may be lost in rounding: the quotient of the two
-root-mean-squares."""
+"""Largest part of an adapter's change of the logits that rounding may lose: quotient of the two root-mean-squares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +42,21 @@ class MergeCheck:
     dtype: str
     """Type of the merged weights, in which all three were computed."""
     logits: int
-    """How many were compared."""
+    """Number of logits that were compared."""
     largest_logit: float
     largest_difference: float
-    """Between the adapter's and the merged model's."""
+    """Largest difference between the logits of the adapter and of the merged model."""
     lost_share: float
-    """Root-mean-square of that difference, as a share of that between the adapter and the base."""
+    """Root-mean-square of that difference, as a share of the one between the adapter and the base."""
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that rounding explains."""
+        """Largest difference that rounding explains."""
         return LOGIT_TOLERANCES[getattr(torch, self.dtype)] * self.largest_logit
 
     @property
     def problem(self) -> str | None:
-        """Why the merged model must not be used; None where it may."""
+        """Reason why the merged model must not be used; None if it may."""
         if not self.largest_difference <= self.tolerance:
             return (
                 f"the merged model's logits differ from the adapter's by up to {self.largest_difference:.3g}, of "
@@ -66,7 +70,7 @@ class MergeCheck:
 def merge_adapter(
     family: Family, model: nn.Module, folder: Path, *, layout: str = "transformers", strength: float = 1.0
 ) -> MergeCheck:
-    """Write the model that an adapter on its base amounts to: weights, configuration, tokenizer and codec.
+    """Merge an adapter into its base and write the model: weights, configuration, tokenizer and codec.
 
     The logits are compared before anything is written, and every tensor is read back and compared bit for bit.
     """
@@ -89,7 +93,7 @@ def merge_adapter(
 
 @torch.inference_mode()
 def probe_logits(family: Family, model: nn.Module) -> torch.Tensor:
-    """All logits of a model for the family's probe, in fp32 on the CPU: those of supervised positions, of each head."""
+    """Return the logits of a model for the family's probe: all heads at supervised positions, in fp32 on the CPU."""
     core, found = get_base_model(model), list[torch.Tensor]()
     heads = [name for part, names in family.module_names(core).items() if part.endswith("_head") for name in names]
     hooks = [
@@ -106,7 +110,7 @@ def probe_logits(family: Family, model: nn.Module) -> torch.Tensor:
 
 
 def compare_merged(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> MergeCheck:
-    """Compare logits of the probe; `dtype` is that of the merged weights."""
+    """Compare logits of the probe; `dtype` is the type of the merged weights."""
 
     def rms(tensor: torch.Tensor) -> float:
         return float(tensor.double().square().mean().sqrt())
@@ -122,7 +126,7 @@ def compare_merged(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tens
 
 
 def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read the weights of a folder back: the same names, and every tensor the same bit for bit."""
+    """Read the weights of a folder back, and check that names and bits are unchanged."""
     stored = {tensor.name: tensor.file for tensor in stored_tensors(folder)}
     if differing := sorted(stored.keys() ^ tensors.keys()):
         raise CheckpointError(f"{folder} was written with other tensors: {differing[0]}", hint="write it once more")
@@ -141,7 +145,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MAX_EXACT_SVD_SIZE = 1024
-"""Up to this many rows or columns the SVD is exact; beyond, it is randomized."""
+"""Largest number of rows or columns for an exact SVD; above it the SVD is randomized."""
 SVD_OVERSAMPLING, SVD_ITERATIONS = 32, 6
 """Additional singular vectors, and power iterations, of the randomized SVD."""
 
@@ -152,13 +156,13 @@ class ExtractionReport:
 
     rank: int
     error: float
-    """Over every weight that changed."""
+    """Error over all weights that changed."""
     modules: dict[str, float]
-    """The error of each module with a LoRA."""
+    """Error of each module with a LoRA."""
     copied: tuple[str, ...]
     """Modules that were copied in full."""
     left: dict[str, float]
-    """Parameters that changed and were dropped, with their change relative to their size."""
+    """Parameters that changed and were not extracted, with their change relative to their size."""
 
 
 def extract_adapter(
@@ -174,7 +178,7 @@ def extract_adapter(
     text_head: bool = False,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Write the adapter that turns one checkpoint into the other, as nearly as its rank allows, and return its errors.
+    """Write the adapter that turns one checkpoint into the other as closely as its rank allows, and return its errors.
 
     `train_modules` None copies every part that changed and gets no LoRA. `text_head` includes the text head, which a
     model trained on audio alone does not save. Both models are loaded in fp32.
@@ -202,7 +206,7 @@ def extract_adapter(
 def fit_lora(
     base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings
 ) -> tuple[nn.Module, ExtractionReport]:
-    """The base with a LoRA that approximates the tuned model."""
+    """Return the base with a LoRA that approximates the tuned model."""
     if settings.mode == "full" or settings.dora:
         setting = "adapt.mode: full" if settings.mode == "full" else "adapt.dora"
         raise ConfigError(f"`{setting}` is no plain LoRA, which is what can be extracted", hint="drop it")
@@ -241,7 +245,7 @@ def fit_lora(
 
 
 def _fit(layer: Any, delta: torch.Tensor) -> float:
-    """Set a layer's LoRA to the nearest update of its rank; returns the squared error."""
+    """Set a layer's LoRA to the nearest update of its rank, and return the squared error."""
     lora_a, lora_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     left, right = _low_rank_factors(delta, len(lora_a))
     lora_a.zero_()
@@ -252,7 +256,7 @@ def _fit(layer: Any, delta: torch.Tensor) -> float:
 
 
 def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, rank) and (rank, columns) of equal norm, whose product is the nearest of that rank."""
+    """Return factors (rows, rank) and (rank, columns) of equal norm, whose product is the nearest of that rank."""
     smaller = min(delta.shape)
     if smaller <= MAX_EXACT_SVD_SIZE or smaller <= 4 * (rank + SVD_OVERSAMPLING):
         left, values, right = torch.linalg.svd(delta, full_matrices=False)
@@ -267,7 +271,7 @@ def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
 
 
 def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
-    """Short names of the parts that changed and get no LoRA."""
+    """Return the short names of the parts that changed and get no LoRA."""
     before, after = _matching_parameters(base, tuned)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     adapted = family.lora_targets(base, settings.mode, settings.targets).adapted
@@ -280,7 +284,7 @@ def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, sett
 
 
 def _matching_parameters(base: nn.Module, tuned: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Parameters of both models by name, of equal names and shapes."""
+    """Return the parameters of both models by name; names and shapes must agree."""
     parameters = [dict(model.named_parameters()) for model in (base, tuned)]
     before, after = map(shapes_of, parameters)
     if odd := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):

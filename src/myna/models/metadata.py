@@ -1,4 +1,4 @@
-"""`myna.json`: what trained weights say of their training, kept beside them so that they can be moved and shared."""
+"""`myna.json`: facts about the training of weights, stored beside them so that they can be moved and shared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from myna.models.files import read_json, write_json
 
 METADATA_FILE = "myna.json"
 USAGE_FINGERPRINTS = ("prompt", "codec")
-"""Inputs of a training, as its checkpoints name them, that must be the same when any weights of it are used."""
+"""Names of training inputs that must be unchanged when any weights of that training are used."""
 FINGERPRINTS = ("base model", "precision", *USAGE_FINGERPRINTS)
-"""The same for an adapter, which needs its base model too."""
+"""Names of training inputs that must be unchanged for an adapter, which also needs its base model."""
 
 
 class WeightsMetadata(Settings):
-    """The base model, codec and prompt that trained weights belong to. The defaults are what is taken as given of
-    weights that come without."""
+    """Base model, codec and prompt that trained weights belong to. Weights without this file get the defaults."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -29,22 +28,22 @@ class WeightsMetadata(Settings):
     """Hub name or folder of the base model."""
     revision: str | None = None
     quantization: Quantization = "none"
-    """Of the base model, in training."""
+    """Quantization of the base model in training."""
     text_head: bool | None = None
-    """Whether the base model was loaded with its text head; None where it is not known."""
+    """Whether the base model was loaded with its text head; None if unknown."""
     codec: str | None = None
     """Hub name or folder of the codec; None is the base model's own."""
     reference_placement: Literal["turn", "system"] = "turn"
     scene: str = ""
-    """The one that most of the training had."""
+    """Scene of most of the training data."""
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Fingerprints, by the names in `FINGERPRINTS`."""
+    """Fingerprints of the training's inputs, by the names in `FINGERPRINTS`."""
     provenance: dict[str, Any] = Field(default_factory=dict)
-    """Of a merged model: what it was made of, and how that was checked."""
+    """Sources of a merged model, and the result of its check."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, inputs: Mapping[str, Any]) -> WeightsMetadata:
-        """That of a training, whose checkpoints hold the fingerprints."""
+        """Make the metadata of a training from its recipe and the fingerprints in its checkpoints."""
         return cls(
             source=recipe.model.source,
             revision=recipe.model.revision,
@@ -58,7 +57,7 @@ class WeightsMetadata(Settings):
 
 
 def read_metadata(folder: Path) -> WeightsMetadata | None:
-    """The metadata of a folder of weights; None where it has none."""
+    """Read the metadata of a folder of weights; None if it has none."""
     file = folder / METADATA_FILE
     if not file.is_file():
         return None

@@ -1,7 +1,7 @@
 """Quantized frozen linear layers: fp8, int8 and nf4.
 
-Under a LoRA most of a model is only read. `model.quantization` says how it is stored: fp8, multiplied as such, for
-speed; int8 or nf4, dequantized for every product, for memory. Heads and embeddings are not quantized.
+A LoRA training only reads most of a model. `model.quantization` says how those weights are stored: fp8, multiplied as
+such, for speed; int8 or nf4, dequantized for every product, for memory. Heads and embeddings are not quantized.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from myna.core.errors import ConfigError
 
 E4M3 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)
-"""The first compute capability with fp8 tensor cores."""
+"""First compute capability with fp8 tensor cores."""
 FP8_ALIGNMENT = 16
-"""Both sides of an fp8 weight must be multiples of this."""
+"""Number that both sides of an fp8 weight must be multiples of."""
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -30,15 +30,15 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""QLoRA's sixteen levels: quantiles of a normal distribution."""
+"""Sixteen levels of QLoRA: quantiles of a normal distribution."""
 NF4_BLOCK_SIZE = 64
-"""Weights that share a scale in NF4."""
+"""Number of weights that share a scale in NF4."""
 NF4_SCALE_GROUP_SIZE = 256
-"""Blocks whose scales are quantized to 8 bits, relative to the largest of them."""
+"""Number of blocks whose scales are quantized to 8 bits, relative to the largest of them."""
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Product with a weight without gradient; no tensor is saved for the backward pass."""
+    """Product with a frozen weight; no tensor is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Linear):
     scale: torch.Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)  # not nn.Linear's, which would allocate a weight
+        nn.Module.__init__(self)  # the constructor of nn.Linear would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         self.bias = linear.bias
@@ -80,41 +80,41 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute type."""
+        """Compute type."""
         return self.weight.dtype
 
     @property
     def packed_tensors(self) -> list[torch.Tensor]:
-        """The buffers that hold the weight."""
+        """Buffers that hold the weight."""
         return list(self.buffers(recurse=False))
 
     def drop_backward(self) -> None:
-        """Free what only a backward pass needs."""
+        """Free buffers that only a backward pass needs."""
 
     def weight_sample(self) -> torch.Tensor:
-        """A few numbers that identify the weight."""
+        """Return a few numbers that identify the weight."""
         return self.codes.flatten()[:16].float()
 
     @abstractmethod
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weight as buffers."""
+        """Return the weight as buffers."""
 
     @abstractmethod
     def _unpack(self, scale: torch.Tensor) -> torch.Tensor:
-        """The weight in the compute type, with this in place of `self.scale`."""
+        """Return the weight in the compute type, with this scale in place of `self.scale`."""
 
     def dequantize(self) -> torch.Tensor:
         return self._unpack(self.scale)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x W', without autograd and without bias."""
+        """Return x W', without autograd and without bias."""
         return F.linear(x, self.dequantize())
 
     def matmul_backward(self, dy: torch.Tensor) -> torch.Tensor:
-        """dy W, without autograd.
+        """Return dy W, without autograd.
 
-        A compiler would see that both passes unpack the same weight, and keep every layer's from the forward to the
-        backward pass. The empty sum, a zero, makes the weight depend on dy.
+        A compiler would see that both passes unpack the same weight, and keep it for every layer from the forward to
+        the backward pass. The empty sum, a zero, makes the weight depend on dy.
         """
         return dy @ self._unpack(self.scale + dy[..., :0].sum())
 
@@ -144,7 +144,7 @@ class Fp8Linear(QuantizedLinear):
         self.native_fp8 = self._has_native_fp8()
 
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        # Powers of two, so that layers can be joined under one scale without rounding again.
+        # Scales are powers of two, so that layers can be joined under one scale without rounding again.
         codes, scale = _quantize_rows(weight, powers_of_two=True)
         codes_back, scale_back = _quantize_rows(weight.t(), powers_of_two=True)
         return {"codes": codes, "scale": scale, "codes_back": codes_back, "scale_back": scale_back}
@@ -162,11 +162,11 @@ class Fp8Linear(QuantizedLinear):
         return self._multiply(dy, self.codes_back, self.scale_back)
 
     def weight_sample(self) -> torch.Tensor:
-        # Layers may have been joined under one scale since: the largest value of a row is unchanged.
+        # Layers may have been joined under one scale since, which leaves the largest value of a row unchanged.
         return self.codes[:16].float().abs().amax(1) * self.scale[:16, 0]
 
     def _multiply(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """x times the transpose of the coded weight."""
+        """Return x times the transpose of the coded weight."""
         x8, x_scale = _quantize_rows(x.reshape(-1, codes.shape[1]))
         if self.native_fp8 and len(x8):
             # bf16 is the only output type with row scales.
@@ -177,7 +177,7 @@ class Fp8Linear(QuantizedLinear):
 
     def _has_native_fp8(self) -> bool:
         aligned = self.in_features % FP8_ALIGNMENT == self.out_features % FP8_ALIGNMENT == 0
-        # The meta device plans for a GPU that can.
+        # A plan on the meta device is for a GPU that can.
         return aligned and (self.weight.is_meta or supports_fp8(self.weight.device))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -192,7 +192,7 @@ class Int8Linear(QuantizedLinear):
     kind = "int8"
 
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        # In the compute type already, so that the codes compensate its rounding.
+        # The scale is in the compute type, so that the codes compensate its rounding.
         scale = _nonzero(weight.abs().amax(1, keepdim=True) / 127)
         codes = (weight.float() / scale.float()).round().clamp(-127, 127).to(torch.int8)
         return {"codes": codes, "scale": scale}
@@ -210,7 +210,7 @@ class Nf4Linear(QuantizedLinear):
 
     kind = "nf4"
     block_scales: torch.Tensor
-    """(groups, 256): the absmax of each block, in 255ths of its group's absmax, which `scale` holds."""
+    """(groups, 256): absmax of each block, in 255ths of its group's absmax, which `scale` holds."""
     level_pairs: torch.Tensor
     """(256, 2): the two levels that a byte encodes."""
 
@@ -236,7 +236,7 @@ class Nf4Linear(QuantizedLinear):
         return weight[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
     def block_absmax(self) -> torch.Tensor:
-        """The absmax of each block, and of the padding behind the last, in the compute type."""
+        """Return the absmax of each block, and of the padding after the last one, in the compute type."""
         return self._absmax(self.scale)
 
     def _absmax(self, scale: torch.Tensor) -> torch.Tensor:
@@ -248,9 +248,7 @@ QUANTIZED_LINEARS: dict[str, type[QuantizedLinear]] = {kind.kind: kind for kind 
 
 def quantize(model: nn.Module, kind: Quantization, names: Iterable[str], device: torch.device | str) -> nn.Module:
     """Quantize the linear layers of these names, one by one to limit peak memory, and move the model to the device.
-
-    With `none` the model stays as it is, and where it is.
-    """
+    `none` changes and moves nothing."""
     if kind == "none":
         return model
     for name in names:
@@ -265,7 +263,7 @@ def quantized_linears(model: nn.Module) -> Iterator[QuantizedLinear]:
 
 
 def check_quantization(kind: Quantization, device: torch.device) -> None:
-    """Refuse fp8 on a device that would emulate it, slowly."""
+    """Refuse fp8 on a device that would emulate it slowly."""
     if kind == "fp8" and not supports_fp8(device):
         first = ".".join(map(str, FP8_CAPABILITY))
         raise ConfigError(
@@ -279,8 +277,8 @@ def supports_fp8(device: torch.device) -> bool:
 
 
 def _quantize_rows(x: torch.Tensor, powers_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 codes and a scale per row that maps its absmax to the largest fp8, or near it. A row that is not finite
-    becomes NaN, so that overflows are detected."""
+    """Return fp8 codes and a scale per row, which maps the row's absmax to the largest fp8 number or near it. A row
+    that is not finite becomes NaN, so that overflows are detected."""
     scale = _nonzero(x.abs().amax(-1, keepdim=True).float() / torch.finfo(E4M3).max)
     if powers_of_two:
         scale = torch.exp2(scale.log2().ceil())
@@ -288,5 +286,5 @@ def _quantize_rows(x: torch.Tensor, powers_of_two: bool = False) -> tuple[torch.
 
 
 def _nonzero(x: torch.Tensor) -> torch.Tensor:
-    """Scales to divide by: at least the smallest normal number."""
+    """Clamp scales to the smallest normal number, so that they can be divided by."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)

@@ -10,11 +10,11 @@ SUPERVISED, CONTEXT, CONTROL = "bold green", "default", "dim cyan"
 EDGE_FRAMES_SHOWN = 4
 """Frames drawn at each end of a long clip."""
 MAX_CODEBOOKS_SHOWN = 64
-"""Frames of more values than this are features, which are not shown."""
+"""Largest number of values of a frame that are shown; frames of more values are features."""
 
 
 def token_view(rendered: RenderedSequence, family: Family, *, all_frames: bool = False) -> Text:
-    """Green is supervised, plain is context, cyan is control; `·` behind a code marks it as masked."""
+    """Return the view: supervised in green, context plain, control in cyan, and `·` after a code that is masked."""
     view = Text()
     targets = int((rendered.labels != IGNORE_INDEX).sum()), int((rendered.code_labels != IGNORE_INDEX).sum())
     view.append(f"{rendered.id}: {len(rendered)} positions, {targets[0]} text and {targets[1]} code targets\n", "bold")

@@ -1,6 +1,6 @@
 """Packed batch and collator.
 
-The stream is sorted by modality: all text positions first, then all audio positions. Norms and FFNs, of which this
+The batch is sorted by modality: all text positions first, then all audio positions. Norms and FFNs, of which this
 family has one set per modality, then act on two contiguous slices; only attention needs the sequence order. The
 collator computes the permutation and shifts the labels, once.
 """
@@ -25,11 +25,11 @@ class HiggsBatch(Batch):
     codes: torch.Tensor
     """(audio positions, codebooks)"""
     to_sequence: torch.Tensor
-    """(positions,): `stream[to_sequence]` is in sequence order."""
+    """(positions,): indices that bring the residual stream, `stream[to_sequence]`, into sequence order."""
     to_stream: torch.Tensor
-    """(positions,): its inverse."""
+    """(positions,): inverse of `to_sequence`."""
     position_ids: torch.Tensor
-    """(positions,): in sequence order, starting over with every sequence."""
+    """(positions,): positions in sequence order, starting over with every sequence."""
     cu_seqlens: torch.Tensor
     """(sequences + 1,) int32: where sequences begin and end."""
     audio_predictors: torch.Tensor
@@ -39,11 +39,11 @@ class HiggsBatch(Batch):
     text_predictors: torch.Tensor
     text_targets: torch.Tensor
     output_positions: torch.Tensor
-    """Stream positions that predict anything, in order: after the last attention only these are computed."""
+    """Stream positions that predict anything, in order. After the last attention only these are computed."""
     num_text_outputs: int
-    """How many of them are text."""
+    """Number of them that are text."""
     audio_output_index: torch.Tensor
-    """(audio targets,): indices into `output_positions` of the positions that predict them."""
+    """(audio targets,): indices into `output_positions` of the positions that predict the targets."""
     text_output_index: torch.Tensor
 
 
@@ -55,7 +55,7 @@ def collate(sequences: Sequence[RenderedSequence], audio_ids: tuple[int, ...], o
     cu_seqlens = np.cumsum([0, *lengths])
     frames = np.add.reduceat(is_audio, cu_seqlens[:-1], dtype=np.int64)
     for sequence, placeholders in zip(sequences, frames.tolist(), strict=True):
-        # Per sequence: in the sum, one frame too many and one too few would cancel out.
+        # Checked per sequence: in the sum, one frame too many and one too few would cancel out.
         if not placeholders == len(sequence.codes) == len(sequence.code_labels):
             raise AssertionError(f"{placeholders} placeholders for {len(sequence.codes)} frames in {sequence.id}")
     position_ids = np.arange(len(ids)) - np.repeat(cu_seqlens[:-1], lengths)

@@ -1,8 +1,13 @@
 """Batched encoder of the Higgs codec: transformers' weights in a forward pass for clips of unequal length.
 
-Outside a clip a convolution reads zeros, never a neighbour's padding; the norm over time and attention mask it.
-Activations are (clips, time, channels), and a convolution is fused with the residual sum and activation behind it. On a
+Outside a clip a convolution reads zeros, never the padding or another clip; the norm over time and attention mask it.
+Activations are (clips, time, channels), and a convolution is fused with the residual sum and activation after it. On a
 CUDA GPU with Triton that is one kernel of `codec_kernels.py`; the torch code here is the reference for other devices.
+
+Codes are those of plain fp32 except for rounding: on an H200 at true size 99.99 % of them are equal, and 99.9 % of a
+probe must be equal before the encoder is used. The same batch on the same device gives the same codes. In another batch
+libraries may choose other kernels and, in rare cases, round to another code; therefore batches depend on the given
+clips alone.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from myna.data.codec import Codec, Codes, Samples, encode_equal_lengths
 from myna.models.codecs import full_precision
 
 Activation = Tensor | Literal["gelu", "elu"] | None
-"""The activation behind a convolution; a tensor holds the channel frequencies of a snake activation."""
+"""Activation after a convolution; a tensor holds the channel frequencies of a snake activation."""
 
 
 @cache
@@ -31,7 +36,7 @@ def _kernels() -> Any:
 
 
 def _kernel_activation(activation: Activation) -> tuple[int, Tensor | None]:
-    """The kernels' code for an activation, and the parameter of a snake."""
+    """Return the kernels' code for an activation, and the parameter of a snake."""
     if isinstance(activation, Tensor):
         return _kernels().SNAKE, activation
     return {None: _kernels().IDENTITY, "gelu": _kernels().GELU, "elu": _kernels().ELU}[activation], None
@@ -73,22 +78,23 @@ class FusedConv(nn.Module):
 
     @classmethod
     def from_linears(cls, *layers: nn.Linear) -> FusedConv:
-        """Linear layers of a common input, as one."""
+        """Join linear layers of a common input."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
         return cls(weight[..., None], torch.cat([layer.bias.detach() for layer in layers]))
 
     def length(self, time: Any) -> Any:
-        """Output length, for an int or a tensor of them."""
+        """Return the output length for an int or a tensor of them."""
         return (time + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     def forward(self, x: Tensor, ends: Tensor, residual: Tensor | None = None, activation: Activation = None) -> Tensor:
-        """(clips, time, channels), read up to `ends` -> the activated output."""
+        """Convolve (clips, time, channels), read up to `ends`, and return the activated output."""
         return self.with_sum(x, ends, residual, activation, keep=False)[1]
 
     def with_sum(
         self, x: Tensor, ends: Tensor, residual: Tensor | None = None, activation: Activation = None, keep: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The output plus `residual`, before and after the activation. Without `keep`, only the latter is valid."""
+        """Return the output plus `residual`, before and after the activation. Without `keep`, only the latter is
+        valid."""
         # Kernels of even length give one position more than HuBERT's positional convolution keeps.
         time_out = min(self.length(x.shape[1]), x.shape[1])
         if supports_triton(x):
@@ -118,7 +124,8 @@ class WaveformConv(nn.Module):
     def forward(
         self, waves: Tensor, ends: Tensor, activation: Activation, norm: nn.GroupNorm | None = None, keep: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(clips, samples) -> the output, group-normalized over each clip's time with a `norm`, and its activation."""
+        """Convolve (clips, samples) and activate; with a `norm`, the output is group-normalized over each clip's
+        time."""
         scale, shift = (None, self.bias) if norm is None else self.norm_scale_and_shift(waves, ends, norm)
         if supports_triton(waves):
             time_out = self.length(waves.shape[1])
@@ -130,7 +137,7 @@ class WaveformConv(nn.Module):
         return x, activate(x, activation)
 
     def norm_scale_and_shift(self, waves: Tensor, ends: Tensor, norm: nn.GroupNorm) -> tuple[Tensor, Tensor]:
-        """Scale and shift of each channel of each clip that normalize it over the clip's time.
+        """Return scale and shift of each channel of each clip that normalize it over the clip's time.
 
         A channel's mean and variance follow from the moments of the few samples it is a weighted sum of, before the
         channels are computed.
@@ -150,7 +157,7 @@ class WaveformConv(nn.Module):
 
 
 def snake_frequencies(snake: Any) -> Tensor:
-    """(channels,): the parameter of a snake activation."""
+    """(channels,): parameter of a snake activation."""
     return snake.alpha.detach().flatten().clone()  # type: ignore[no-any-return]
 
 
@@ -165,11 +172,11 @@ class ResidualUnits(nn.Module):
             self.register_buffer(f"alpha{number}", snake_frequencies(snake))
 
     def alpha(self, number: int) -> Tensor:
-        """Parameter of the snake before each convolution."""
+        """Return the parameter of the snake before a convolution."""
         return getattr(self, f"alpha{number}")  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, activated: Tensor, ends: Tensor, snake: Tensor) -> Tensor:
-        """The input before and after its first snake -> the output after `snake`."""
+        """Map the input before and after its first snake to the output after `snake`."""
         conv1: Any
         conv2: Any
         for number, (conv1, conv2) in enumerate(zip(self.conv1, self.conv2, strict=True), start=1):
@@ -190,7 +197,7 @@ class AcousticBlock(nn.Module):
         self.alpha = nn.Buffer(snake_frequencies(block.snake1))
 
     def forward(self, x: Tensor, activated: Tensor, ends: Tensor, snake: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """The input before and after its first snake -> the same of the output."""
+        """Map the input before and after its first snake to the output before and after its snake."""
         activated = self.units(x, activated, ends, self.alpha)
         return self.down.with_sum(activated, ends, activation=snake, keep=keep)
 
@@ -206,7 +213,7 @@ class AcousticEncoder(nn.Module):
         self.last = FusedConv.from_conv(encoder.conv2)
 
     def forward(self, waves: Tensor, ends: Tensor) -> Tensor:
-        """`ends` in samples."""
+        """Encode waves; `ends` are in samples."""
         blocks: list[Any] = list(self.blocks)
         alphas = [*(block.units.alpha(0) for block in blocks), self.alpha]
         x, activated = self.first(waves, ends, activation=alphas[0], keep=True)
@@ -218,7 +225,7 @@ class AcousticEncoder(nn.Module):
 
 
 class HubertLayer(nn.Module):
-    """A layer of HuBERT."""
+    """Layer of HuBERT."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -256,7 +263,8 @@ class HubertEncoder(nn.Module):
         self.layers = nn.ModuleList(HubertLayer(layer) for layer in model.encoder.layers)
 
     def forward(self, waves: Tensor, ends: Tensor, mixed: bool) -> Tensor:
-        """`ends` in samples; `mixed` says whether they differ, since comparing them would sync with the GPU."""
+        """Encode waves; `ends` are in samples. `mixed` says whether they differ, since comparing them would wait for
+        the GPU."""
         _, x = self.first(waves, ends, norm=self.norm_over_time, activation="gelu")
         ends = self.first.length(ends)
         conv: Any
@@ -274,7 +282,7 @@ class HubertEncoder(nn.Module):
 
 
 class SemanticEncoder(nn.Module):
-    """The convolutions behind HuBERT."""
+    """Convolutions after HuBERT."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -299,8 +307,8 @@ class SemanticEncoder(nn.Module):
 
 
 class BatchedEncoder(nn.Module):
-    """Encoder of the Higgs codec for clips of unequal length. Build it where the model stays: the format of the copied
-    weights depends on the device."""
+    """Encoder of the Higgs codec for clips of unequal length. Build it on the model's final device, which decides the
+    format of the copied weights."""
 
     def __init__(self, model: Any, resample: Callable[[Tensor, int, int], Tensor]) -> None:
         super().__init__()
@@ -315,10 +323,8 @@ class BatchedEncoder(nn.Module):
         self.join = FusedConv.from_linears(model.fc)
 
     def forward(self, waves: Tensor, frames: Tensor | None = None) -> Tensor:
-        """(clips, samples), and each clip's frames where they differ -> (clips, frames, channels).
-
-        Where an activation overflows fp16, the result is not finite.
-        """
+        """Encode (clips, samples), with each clip's frames if they differ, to (clips, frames, channels). If an
+        activation overflows fp16, the result is not finite."""
         mixed = frames is not None
         if frames is None:
             frames = torch.full((len(waves),), waves.shape[1] // self.hop, device=waves.device)
@@ -330,7 +336,7 @@ class BatchedEncoder(nn.Module):
         return out
 
     def semantic_waves(self, waves: Tensor, frames: Tensor) -> Tensor:
-        """The waves at HuBERT's rate, with the padding that the codec gives them."""
+        """Resample the waves to HuBERT's rate, with the padding that the codec gives them."""
         slow = self.resample(waves, *self.rates)
         slow = torch.where(valid_mask(slow[..., None], self._slow_ends(frames))[..., 0], slow, 0.0)
         return F.pad(slow, (160, 160))
@@ -346,7 +352,8 @@ class BatchedEncoder(nn.Module):
 
 
 def unsupported_reason(model: Any) -> str | None:
-    """Why a codec cannot use the batched encoder, which supports one form of HuBERT: that of the released codec."""
+    """Return why a codec cannot use the batched encoder, which supports only the form of HuBERT in the released
+    codec."""
     config = model.config.semantic_model_config
     if config.model_type != "hubert" or config.do_stable_layer_norm or config.feat_extract_norm != "group":
         return "its semantic model is not a HuBERT with one norm over time"
@@ -361,14 +368,14 @@ def unsupported_reason(model: Any) -> str | None:
 
 
 PROBE_SECONDS = (16.0, 12.0, 10.0, 8.0, 6.0, 4.0, 3.0, 1.0)
-"""One minute: 12,000 codes of the released codec, of which 12 may differ."""
+"""Clips of the probe: one minute, or 12,000 codes of the released codec, of which 12 may differ."""
 PROBE_BATCH_SECONDS = 48.0
-"""Gives a large and a small batch, with clips of unequal length in both."""
+"""Size of the probe's batches: a large and a small one, with clips of unequal length in both."""
 MIN_EQUAL_SHARE = 0.999
 
 
 class BatchedCodec:
-    """The batched encoder and the codec's own quantizer."""
+    """Batched encoder with the codec's own quantizer."""
 
     def __init__(
         self, model: Any, device: torch.device, resample: Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -379,14 +386,12 @@ class BatchedCodec:
 
     @property
     def max_samples(self) -> int:
-        """The longest clip: kernel offsets are 32-bit, and the first activations are the widest."""
+        """Samples of the longest clip: kernel offsets are 32-bit, and the first activations are the widest."""
         return (2**31 - 1) // max(len(self._encoder.acoustic.first.bias), len(self._encoder.hubert.first.bias))
 
     def encode(self, clips: Sequence[Samples], batch_seconds: float) -> Iterator[tuple[list[int], list[Codes] | None]]:
-        """Codes with the indices of their clips; None where an activation overflowed fp16.
-
-        While codes are fetched, the GPU computes the next batch.
-        """
+        """Yield codes with the indices of their clips; None if an activation overflowed fp16. The GPU computes the next
+        batch while codes are fetched."""
         pending = None
         for indices in self.batches([len(clip) for clip in clips], batch_seconds):
             launched = indices, self._launch([clips[index] for index in indices])
@@ -397,7 +402,7 @@ class BatchedCodec:
             yield pending[0], pending[1]()
 
     def batches(self, lengths: Sequence[int], batch_seconds: float) -> Iterator[list[int]]:
-        """Indices of clips of similar length, longest first; a batch is padded to its longest."""
+        """Yield indices of clips of similar length, longest first. A batch is padded to its longest clip."""
         waiting = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
         max_total = min(int(batch_seconds * self._rate), self.max_samples)
         while waiting:
@@ -406,7 +411,7 @@ class BatchedCodec:
             waiting = waiting[size:]
 
     def _launch(self, clips: Sequence[Samples]) -> Callable[[], list[Codes] | None]:
-        """Start a batch on the GPU; the function that it returns waits for the codes."""
+        """Start a batch on the GPU, and return a function that waits for the codes."""
         on_gpu = self._device.type == "cuda"
         frames = [len(clip) // self._hop for clip in clips]
         waves = torch.zeros(len(clips), max(map(len, clips)), pin_memory=on_gpu)
@@ -434,7 +439,8 @@ class BatchedCodec:
         return fetch
 
     def mismatch_reason(self, codec: Codec) -> str | None:
-        """Compare with `codec.encode` on a minute of synthetic speech; the reason if the codes differ, else None."""
+        """Compare with `codec.encode` on a minute of synthetic speech. Returns the reason if the codes differ, else
+        None."""
         lengths = [max(1, int(seconds * self._rate) // self._hop) * self._hop for seconds in PROBE_SECONDS]
         clips = synthetic_voices(lengths, self._rate)
         expected: dict[int, Codes] = {}
@@ -450,7 +456,7 @@ class BatchedCodec:
                 )
                 total += sum(codes.size for codes in encoded)
         except torch.OutOfMemoryError:
-            # It depends on other processes on the GPU, and the choice of encoder must not.
+            # Memory depends on other processes on the GPU, and the choice of encoder must not.
             raise
         except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises, plain fp32 remains
             return f"its kernels do not work here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
@@ -460,8 +466,8 @@ class BatchedCodec:
 
 
 def synthetic_voices(lengths: Sequence[int], rate: int, seed: int = 0) -> list[Samples]:
-    """Synthetic voices to probe a codec with, of so many samples each: gliding pitch, breath noise, syllables, at
-    various levels."""
+    """Make speech-like clips of these lengths to probe a codec: gliding pitch, breath noise, syllables, various
+    levels."""
     rng = np.random.default_rng(seed)
     voices: list[Samples] = []
     for samples in lengths:

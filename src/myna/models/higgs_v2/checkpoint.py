@@ -1,7 +1,7 @@
 """Checkpoint reading and writing in both layouts, every key and shape checked.
 
-The same tensors have two sets of names: those of transformers (`model_type` higgs_audio_v2), which we work with, and
-those of the original implementation (higgs_audio). One table renames both ways, checkpoints and adapters.
+The tensors have two sets of names: those of transformers (`model_type` higgs_audio_v2), which Myna works with, and
+those of the original implementation (higgs_audio). One table renames both ways, in checkpoints and adapters.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SAMPLING_KEYS = {
     "repetition_window": "ras_win_len",
     "repetition_limit": "ras_win_max_num_repeat",
 }
-"""Our names of sampling settings to those of `generation_config.json`."""
+"""Myna's names of sampling settings -> names in `generation_config.json`."""
 DEFAULT_SAMPLING = Sampling()
 
-MODULE_RENAMES = (  # original, transformers: names of modules
+MODULE_RENAMES = (  # module names: original, transformers
     ("embed_tokens", "model.embed_tokens"),
     ("layers", "model.layers"),
     ("norm", "model.norm"),
@@ -56,15 +56,15 @@ MODULE_RENAMES = (  # original, transformers: names of modules
     ("audio_decoder_proj.text_lm_head", "text_lm_head"),
 )
 SPLIT_TENSOR = re.compile(r"\.(?:embedding|linear)_(?:frozen|trainable)(?=\.)")
-"""The original stores a partly frozen embedding or head as two tensors, the frozen rows first."""
+"""Names of a partly frozen embedding or head, which the original stores as two tensors, the frozen rows first."""
 DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "audio_codebook_weights")
-"""Computed from the configuration; some checkpoints carry them all the same."""
+"""Tensors that are computed from the configuration; some checkpoints store them nevertheless."""
 TEXT_HEAD_WEIGHT = "text_lm_head.weight"
 PEFT_PREFIX = "base_model.model."
 """PEFT's prefix of module names."""
 MAX_SHARD_SIZE = "5GB"
 
-TEXT_SETTINGS = (  # of `text_config` in the original, of the configuration itself in transformers
+TEXT_SETTINGS = (  # settings in `text_config` of the original, and in the configuration itself of transformers
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
     *("attention_bias", "attention_dropout", "mlp_bias", "bos_token_id"),
@@ -95,7 +95,8 @@ SPECIAL_IDS = {
     "pad_token_id": "<|end_of_text|>",
     "eos_token_id": "<|eot_id|>",
 }
-"""Without `bos_token_id`: transformers' default is wrong, and it is never read."""
+"""Settings of token ids, and their tokens. `bos_token_id` is left out: transformers' default is wrong, and it is never
+read."""
 PROMPT_TOKENS = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>", DELAY_TOKEN),
@@ -103,7 +104,7 @@ PROMPT_TOKENS = (
 
 
 def read_sampling(folder: Path) -> Sampling:
-    """Sampling settings of `generation_config.json`, with our defaults for what it leaves out."""
+    """Read the sampling settings of `generation_config.json`; what it leaves out has our defaults."""
     file = folder / "generation_config.json"
     stored = files.read_json(file) if file.is_file() else {}
     settings = {ours: stored[theirs] for ours, theirs in SAMPLING_KEYS.items() if stored.get(theirs) is not None}
@@ -119,7 +120,8 @@ def read_sampling(folder: Path) -> Sampling:
 
 
 def _generation_settings(sampling: Sampling) -> dict[str, Any]:
-    """Sampling in transformers' names. It refuses temperature 0, and sampling settings without `do_sample`."""
+    """Return sampling settings in transformers' names. It refuses temperature 0, and sampling settings without
+    `do_sample`."""
     settings = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING_KEYS.items()}
     if sampling.temperature > 0:
         return settings | {"do_sample": True}
@@ -127,7 +129,7 @@ def _generation_settings(sampling: Sampling) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> HiggsAudioV2Config:
-    """The configuration of a checkpoint of either layout, checked."""
+    """Read and check the configuration of a checkpoint of either layout."""
     file = folder / "config.json"
     stored = files.read_json(file)
     kind = stored.get("model_type")
@@ -170,7 +172,7 @@ def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFa
 def meta_model(
     config: HiggsAudioV2Config, *, text_head: bool, dtype: torch.dtype | None = None
 ) -> HiggsAudioV2ForConditionalGeneration:
-    """The model on the meta device: names and shapes, no memory."""
+    """Build the model on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
         model: HiggsAudioV2ForConditionalGeneration = model_from_config(
             HiggsAudioV2ForConditionalGeneration,
@@ -185,10 +187,8 @@ def meta_model(
 def load_weights(
     folder: Path, config: HiggsAudioV2Config, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool
 ) -> HiggsAudioV2ForConditionalGeneration:
-    """The model with the weights of a folder of either layout, all names and shapes checked first.
-
-    `dtype` None keeps the stored type. Device `meta` gives the model without weights, and reads nothing.
-    """
+    """Load the weights of a folder of either layout, all names and shapes checked first. `dtype` None keeps the stored
+    type. Device `meta` gives the model without weights, and reads nothing."""
     device = torch.device(device)
     model = meta_model(config, text_head=text_head, dtype=dtype)
     if device.type == "meta":
@@ -207,7 +207,7 @@ def load_weights(
         opened = {file: stack.enter_context(files.open_safetensors(file)) for file in used}
 
         def read(name: str) -> torch.Tensor:
-            # Copied, since the tensor is a view of the file.
+            # A copy, since the tensor is a view of the file.
             parts: list[torch.Tensor] = [
                 opened[part.file].get_tensor(part.name).to(device, dtype, copy=True) for part in stored[name]
             ]
@@ -222,7 +222,7 @@ def load_weights(
             return parts[0]
 
         model.load_state_dict({name: read(name) for name in stored}, strict=True, assign=True)
-    # Computed buffers are not stored, and still on the meta device.
+    # Computed buffers are not stored, and are still on the meta device.
     inner = model.model
     inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
     offsets = torch.arange(config.num_codebooks, device=device) * config.codebook_size
@@ -247,9 +247,9 @@ def save_checkpoint(
     layout: Layout = "transformers",
     codec: Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write a checkpoint, in the transformers layout ready for `from_pretrained` and `generate`. The original layout
-    always has a text head. A `codec` folder is copied beside it. Returns the tensors by the names they are written
-    under."""
+    """Write a checkpoint; in the transformers layout it is ready for `from_pretrained` and `generate`. The original
+    layout always has a text head. A `codec` folder is copied beside it. Returns the tensors by the names they are
+    written under."""
     state: dict[str, torch.Tensor] = model.state_dict()
     text_head = TEXT_HEAD_WEIGHT in state
     files.check_unwrapped(state, meta_model(model.config, text_head=text_head).state_dict())
@@ -272,7 +272,7 @@ def save_checkpoint(
             state = {_rename(name, "original"): tensor for name, tensor in state.items()}
             save_torch_state_dict(state, written, max_shard_size=MAX_SHARD_SIZE)
             files.write_json(written / "config.json", _config_to_original(model.config, tokenizer, model.dtype))
-            # transformers 4.46, which the original needs, has the tokenizer's class under its old name.
+            # transformers 4.46, which the original needs, knows the tokenizer's class by its old name.
             file = written / "tokenizer_config.json"
             files.write_json(file, files.read_json(file) | {"tokenizer_class": "PreTrainedTokenizerFast"})
         if codec is not None:
@@ -308,7 +308,7 @@ def convert_layout(source: Path, out: Path, layout: str) -> None:
 
 
 def _rename(name: str, layout: Layout) -> str:
-    """The name of a module or tensor in `layout`; a name of that layout, or an unknown one, stays."""
+    """Return the name of a module or tensor in `layout`. A name of that layout, or an unknown one, stays."""
     for original, transformers in MODULE_RENAMES:
         old, new = (original, transformers) if layout == "transformers" else (transformers, original)
         if name == old or name.startswith(f"{old}."):
@@ -317,7 +317,7 @@ def _rename(name: str, layout: Layout) -> str:
 
 
 def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
-    """Rename an adapter's tensors, and list its modules by them, since patterns in its settings may not carry over."""
+    """Rename an adapter's tensors, and list its modules by name, since patterns in its settings may not carry over."""
     config = files.read_json(source / "adapter_config.json")
     for setting in ("trainable_token_indices", "target_parameters", "layer_replication"):
         if config.get(setting):
@@ -374,7 +374,7 @@ def _config_from_original(
     for setting, default, needed in FIXED_SETTINGS:
         require(setting, stored.get(setting, default) or False, needed)
     adapter = stored.get("audio_adapter_type", "stack")
-    if adapter != "dual_ffn_fast_forward":  # which is the same when all layers are dual
+    if adapter != "dual_ffn_fast_forward":  # equal to dual_ffn when all layers are dual
         require("audio_adapter_type", adapter, "dual_ffn")
     layers = sorted(stored.get("audio_dual_ffn_layers") or [])
     require("audio_dual_ffn_layers", layers, list(range(text.num_hidden_layers)))
@@ -434,7 +434,7 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 def _tensor_parts(folder: Path) -> dict[str, list[files.StoredTensor]]:
-    """The tensors of a folder by transformers' names; more than one where a tensor is stored in parts."""
+    """Return the tensors of a folder by transformers' names; more than one for a tensor that is stored in parts."""
     stored: defaultdict[str, list[files.StoredTensor]] = defaultdict(list)
     for part in files.stored_tensors(folder):
         name = _rename(SPLIT_TENSOR.sub("", part.name), "transformers")

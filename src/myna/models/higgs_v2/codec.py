@@ -1,4 +1,9 @@
-"""Codec of Higgs Audio v2: transformers' model with keys, lengths and codes checked."""
+"""Codec of Higgs Audio v2: transformers' model with keys, lengths and codes checked, and a batched decoder.
+
+In the batched decoder a convolution reads zeros past a window's end, as it does at the end of a clip. On a CUDA GPU
+with Triton it uses the kernels of `codec_kernels.py`, whose sums do not depend on the batch, so that a window always
+gives the same samples, alone or among others.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +43,10 @@ from myna.models.higgs_v2.batched_encoder import (
 
 MODEL_TYPE = "higgs_audio_v2_tokenizer"
 RELEASED_CODEC = "eustlb/higgs-audio-v2-tokenizer"
-"""The released codec in the transformers layout; the original repository holds a pickle."""
+"""Released codec in the transformers layout; the original repository holds a pickle."""
 
-# Settings that the codes depend on beside the tensors. A list of what counts, not of what does not: a setting that a
-# later transformers adds must not invalidate every stored code.
+# Settings that the codes depend on, besides the tensors. Only these are hashed: a setting that a later transformers
+# adds must not invalidate every stored code.
 CODEC_SETTINGS = (
     "sample_rate semantic_sample_rate hop_length semantic_downsample_factor num_quantizers codebook_size strides "
     "block_dilations kernel_size unit_kernel_size"
@@ -54,7 +59,7 @@ SEMANTIC_SETTINGS = (
 
 
 class HiggsCodec:
-    """The `Codec` of Higgs Audio v2 (24 kHz, 25 frames a second, 8 codebooks) or of any checkpoint of its class."""
+    """`Codec` of Higgs Audio v2 (24 kHz, 25 frames a second, 8 codebooks) or of any checkpoint of its class."""
 
     def __init__(self, model: Any, revision: str, device: torch.device) -> None:
         self.revision = revision
@@ -79,7 +84,7 @@ class HiggsCodec:
         return cls(_load(folder, config), _revision(config, files), torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        """(clips, samples) -> (clips, frames, codebooks); one frame is enough, nothing is padded."""
+        """Encode (clips, samples) to (clips, frames, codebooks). One frame is enough, nothing is padded."""
         check_clips(self, clips)
         waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
         with full_precision(self._device):
@@ -96,10 +101,11 @@ class HiggsCodec:
     def encode_batches(
         self, clips: Sequence[Samples], batch_seconds: float, notify: NotifyCallback
     ) -> Iterator[EncodedBatch]:
-        """Through the batched encoder where it gives the same codes, else `encode` in batches of equal length.
+        """Encode clips with the batched encoder if it gives the same codes, else with `encode` in batches of equal
+        length.
 
-        Only this method uses the batched encoder, which costs seconds of compilation at first: a single reference need
-        not pay for it. The choice depends on the codec and the GPU, not on the clips.
+        Only this method uses the batched encoder, which needs seconds of compilation at first, too long for a single
+        reference. The choice depends on the codec and the GPU, not on the clips.
         """
         batched = self._batched_codec(notify)
         if batched is None:
@@ -128,7 +134,7 @@ class HiggsCodec:
             yield [indices[number] for number in batch], codes
 
     def _batched_codec(self, notify: NotifyCallback) -> BatchedCodec | None:
-        """Chosen once, at the first call."""
+        """Return the batched encoder if it can be used; chosen once, at the first call."""
         if self._batched_checked:
             return self._batched
         weight = self._model.fc.weight
@@ -147,15 +153,16 @@ class HiggsCodec:
 
     @property
     def window_independent(self) -> bool:
-        """With the batched decoder's kernels: libraries order sums differently in another window."""
+        """Whether long windows give the same bits. They do with the batched decoder's kernels; libraries order sums
+        differently in another window."""
         return supports_triton(self._model.fc.weight)
 
     def decode(self, codes: Codes) -> Samples:
         return decode_in_windows(self, codes)
 
     def decode_windows(self, windows: Sequence[Codes]) -> PendingSamples:
-        """Stacked where the kernels of the batched decoder can run, which costs seconds of compilation at first, else
-        one by one: libraries order sums differently in another batch."""
+        """Decode windows, stacked if the kernels of the batched decoder can run (they need seconds of compilation at
+        first), else one by one, since libraries order sums differently in another batch."""
         for window in windows:
             check_codes(self, window)
         if self._window_decoder is None and self.window_independent:
@@ -171,7 +178,7 @@ class HiggsCodec:
         ]
 
     def _decode_window(self, codes: Codes) -> Samples:
-        """In plain fp32, clipped to [-1, 1] since the decoder ends without a tanh."""
+        """Decode in plain fp32, clipped to [-1, 1] since the decoder ends without a tanh."""
         ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
         with full_precision(self._device):
             wave = self._model.decode(ids.T[None]).audio_values[0, 0]
@@ -185,7 +192,8 @@ class HiggsCodec:
 
 
 def decode_reach(decoder: nn.Module, hop: int) -> int:
-    """Frames on either side of a frame that its samples depend on, from the decoder's convolutions, last to first."""
+    """Return the frames on either side of a frame that its samples depend on, from the decoder's convolutions, last to
+    first."""
     first, last = 0, hop - 1
     convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
     for conv in reversed(convolutions):
@@ -199,10 +207,10 @@ def decode_reach(decoder: nn.Module, hop: int) -> int:
 
 @cache
 def codec_classes() -> tuple[Any, Any]:
-    """Configuration and model class of the codec, with or without a working torchaudio.
+    """Return configuration and model class of the codec, with or without a working torchaudio.
 
-    transformers' module needs torchaudio for one function, and the registry's torchaudio does not load beside a CPU
-    build of torch. Where it does not load, that module gets our `sinc_resample`.
+    transformers' module imports torchaudio for one function, and the registry's torchaudio does not load beside a CPU
+    build of torch. In that case the module gets `sinc_resample` from a stand-in, the only one in Myna.
     """
     from transformers import HiggsAudioV2TokenizerConfig
     from transformers.utils import import_utils
@@ -211,7 +219,7 @@ def codec_classes() -> tuple[Any, Any]:
     try:
         importlib.import_module("torchaudio")
     except (ImportError, OSError):
-        # Called before the stand-in exists: transformers caches the answer.
+        # Called before the stand-in exists, because transformers caches the answer.
         import_utils.is_torchaudio_available()
         stand_in = ModuleType("torchaudio")
         stand_in.__spec__ = ModuleSpec("torchaudio", None)
@@ -220,7 +228,7 @@ def codec_classes() -> tuple[Any, Any]:
         try:
             module = importlib.import_module(modeling)
         finally:
-            # Only that one module keeps it.
+            # Only transformers' module keeps the stand-in.
             del sys.modules["torchaudio"]
     else:
         module = importlib.import_module(modeling)
@@ -228,11 +236,12 @@ def codec_classes() -> tuple[Any, Any]:
 
 
 def sinc_resample(waveform: torch.Tensor, orig: int, new: int) -> torch.Tensor:
-    """`torchaudio.functional.resample` with its default arguments: a sinc under a Hann window of 6 zero crossings.
+    """Resample like `torchaudio.functional.resample` with its default arguments: a sinc under a Hann window of 6 zero
+    crossings.
 
-    Output sample j sits at time j / new. With both rates divided by what they share, samples j and j + new read the
-    input through the same weights, `orig` samples further on: one strided convolution with `new` filters. The order of
-    the arithmetic is torchaudio's too, so that codes do not depend on which of the two is at work.
+    Output sample j sits at time j / new. After both rates are divided by their greatest common divisor, samples j and j
+    + new read the input through the same weights, `orig` samples apart: one strided convolution with `new` filters. The
+    order of the arithmetic is torchaudio's too, so that codes do not depend on which of the two is used.
     """
     if orig == new:
         return waveform
@@ -263,7 +272,7 @@ def _read_config(folder: Path) -> Any:
     except FileNotFoundError:
         raise ModelError(f"{folder} has no config.json", hint=f"name the codec's folder, or {RELEASED_CODEC}") from None
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        # The original configuration, for one, has no model type.
+        # The original configuration, for example, has no model type.
         raise ModelError(
             f"{path} is not a codec configuration in the transformers layout: {error!r}", hint=f"use {RELEASED_CODEC}"
         ) from None
@@ -281,7 +290,7 @@ def _load(folder: Path, config: Any) -> Any:
                 dtype=torch.float32,
                 use_safetensors=True,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # so that they are listed below with the rest
+                ignore_mismatched_sizes=True,  # mismatched tensors are listed below with the rest
                 output_loading_info=True,
             )
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
@@ -314,10 +323,10 @@ def _revision(config: Any, files: list[Path]) -> str:
 
 
 FRAME_BUCKETS = (24, 52, 84, 116, 148)
-"""Frames that windows are padded to; longer ones are decoded one by one, as they are. The windows of `codec_windows.py`
-have at most the last, with a reach of 10 frames."""
+"""Frames that windows are padded to. Windows of `codecs.py` have at most the last number, with a reach of 10 frames;
+longer ones are decoded one by one without padding."""
 WINDOW_BUCKETS = (1, 2, 4, 8, 16)
-"""Windows in a call: as many are stacked as there are, up to the last."""
+"""Numbers of windows in a call. Windows are stacked up to the last."""
 
 
 class UpsamplingBlock(nn.Module):
@@ -331,7 +340,7 @@ class UpsamplingBlock(nn.Module):
         self.phases = nn.Buffer(self.units.alpha(0).repeat(self.stride))
 
     def forward(self, activated: Tensor, ends: Tensor, snake: Tensor) -> Tensor:
-        """The input after this block's own snake -> the output after the next one's."""
+        """Map the input after this block's own snake to the output after the next one's."""
         windows, time, _ = activated.shape
         shape = (windows, time * self.stride, len(self.units.alpha(0)))
         x, activated = self.up.with_sum(activated, ends, activation=self.phases)
@@ -339,8 +348,8 @@ class UpsamplingBlock(nn.Module):
 
 
 def _transposed(conv: nn.ConvTranspose1d) -> FusedConv:
-    """A transposed convolution of two strides' length: each input position gives one stride of output, from itself and
-    its two neighbours, so that channels-last outputs need only be viewed as more time."""
+    """Fuse a transposed convolution of two strides' length. Each input position gives one stride of output, from itself
+    and its two neighbours, so that channels-last outputs only have to be viewed as more time."""
     stride, padding = conv.stride[0], int(conv.padding[0])
     weight = conv.weight.detach()
     channels, outputs, size = weight.shape
@@ -355,8 +364,8 @@ def _transposed(conv: nn.ConvTranspose1d) -> FusedConv:
 
 
 class BatchedDecoder(nn.Module):
-    """Decoder of the Higgs codec for windows of unequal length. Build it where the model stays: the format of the
-    copied weights depends on the device."""
+    """Decoder of the Higgs codec for windows of unequal length. Build it on the model's final device, which decides the
+    format of the copied weights."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -367,16 +376,18 @@ class BatchedDecoder(nn.Module):
         alphas = [*(block.snake1 for block in decoder.block), decoder.snake1]
         for number, snake in enumerate(alphas):
             self.register_buffer(f"alpha{number}", snake_frequencies(snake))
-        # Linear layers between codebooks and decoder are applied to the entries once: a frame is then a sum of entries.
+        # The linear layers between codebooks and decoder are applied to the entries once. A frame is then a sum of
+        # entries.
         entries = [layer.project_out(layer.codebook.embed) for layer in model.quantizer.quantizers]
         tables = torch.stack([entry @ model.fc2.weight.T for entry in entries]).detach()
         tables[0] += model.fc2.bias.detach()
         self.tables = nn.Buffer(tables)
 
     def forward(self, codes: Tensor, lengths: Tensor) -> Tensor:
-        """Codes (windows, frames, codebooks) and the frames of each window -> (windows, frames * hop), in [-1, 1].
+        """Decode codes (windows, frames, codebooks) with the frames of each window to (windows, frames * hop), in [-1,
+        1].
 
-        Samples past a window's frames mean nothing. Where an activation overflows fp16, samples are not finite.
+        Samples past a window's frames have no meaning. If an activation overflows fp16, samples are not finite.
         """
         x = self.tables[0][codes[..., 0]]
         for number in range(1, codes.shape[-1]):
@@ -394,7 +405,7 @@ class BatchedDecoder(nn.Module):
 
 
 class WindowDecoder:
-    """Stacked windows through the batched decoder; on a GPU in CUDA graphs, on a stream of its own."""
+    """Batched decoder for stacked windows; on a GPU in CUDA graphs, on a CUDA stream of its own."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -405,7 +416,7 @@ class WindowDecoder:
         self._pool: Any = None
 
     def launch(self, windows: Sequence[Codes]) -> Callable[[], list[Samples | None]]:
-        """Start decoding; the function that it returns waits for the samples, None where an activation overflowed."""
+        """Start decoding, and return a function that waits for the samples, with None for an overflow of fp16."""
         by_frames: defaultdict[int, list[int]] = defaultdict(list)
         for index, window in enumerate(windows):
             by_frames[next((size for size in FRAME_BUCKETS if len(window) <= size), len(window))].append(index)
@@ -434,7 +445,7 @@ class WindowDecoder:
         return fetch
 
     def _run(self, windows: Sequence[Codes], frames: int) -> Tensor:
-        """Samples (windows or more, frames * hop) on the host, once the stream has got there."""
+        """Decode to samples (windows or more, frames * hop) on the host, valid once the CUDA stream has got there."""
         count = next(size for size in WINDOW_BUCKETS if len(windows) <= size)
         codes = torch.zeros(count, frames, windows[0].shape[1], dtype=torch.int64, pin_memory=self._on_gpu)
         lengths = torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu)

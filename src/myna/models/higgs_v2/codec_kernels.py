@@ -1,12 +1,10 @@
 """Triton convolutions of `batched_encoder.py`: on tensor cores, as accurate as fp32.
 
-Tensor cores multiply fp16, of 11 significant bits. A number is split into its fp16 rounding and the residual,
-x = high + low, and x * w becomes high * w_high + high * w_low + low * w_high; the omitted term is 2^-24 of the product,
-about the rounding of fp32 itself. The residual is stored times 2^11, so that it is as far from underflow as the number.
+Tensor cores multiply fp16, of 11 significant bits. A number is split into its fp16 rounding and the residual, x = high
++ low, and x * w becomes high * w_high + high * w_low + low * w_high; the omitted term is 2^-24 of the product, about
+the rounding of fp32 itself. The residual is stored times 2^11, so that it is as far from underflow as the number.
 Tensor cores also truncate where fp32 arithmetic rounds, so they only accumulate a few dozen products; those partial
-sums are added in plain fp32.
-
-Imported only where there is a CUDA device and Triton.
+sums are added in plain fp32. Imported only with a CUDA device and Triton.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ LARGE_SHARED_MEMORY_BYTES = 200 * 1024
 
 
 def conv_tile(rows: int, columns: int, large_memory: bool = True) -> ConvTile:
-    """Tile for an output of this size. The depth, which decides where sums are rounded, does not depend on the rows: so
-    a clip's result does not depend on its batch."""
+    """Return the tile for an output of this size. The depth decides where sums are rounded, and does not depend on the
+    rows, so that a clip's result does not depend on its batch."""
     if not large_memory:
         return ConvTile(64, 64, 32, 4, 3)
     if columns < 64:
@@ -56,13 +54,13 @@ def conv_tile(rows: int, columns: int, large_memory: bool = True) -> ConvTile:
 
 @cache
 def _has_large_shared_memory(device: int) -> bool:
-    """By the limit that Triton itself checks."""
+    """Return whether the device has as much shared memory; Triton itself checks this limit."""
     return int(driver.active.utils.get_device_properties(device)["max_shared_mem"]) >= LARGE_SHARED_MEMORY_BYTES
 
 
 @triton.jit
 def _sine_up_to_sign(x):
-    """sin(x) or -sin(x), to one or two ulp: far fewer instructions than the library's."""
+    """Return sin(x) or -sin(x), to one or two ulp, with far fewer instructions than the library."""
     half_turns = tl.floor(x * 0.3183098861837907 + 0.5)
     x = tl.fma(half_turns, -3.1415927410125732, x)
     x = tl.fma(half_turns, 8.742277657347586e-08, x)
@@ -91,39 +89,12 @@ def _activate(value, alpha, column, inside, ACTIVATION: tl.constexpr):
 # Specializing on lengths that are multiples of 16, or strides of 1, would only cost compilations.
 @triton.jit(do_not_specialize=["rows", "time_in", "time_out", "column_blocks", "taps", "stride", "dilation", "padding"])
 def _conv_kernel(
-    x,
-    high,
-    low,
-    bias,
-    alpha,
-    residual,
-    total,
-    out,
-    ends,
-    rows,
-    time_in,
-    time_out,
-    width_in,
-    width_out,
-    channels,
-    channels_stored,
-    outputs,
-    outputs_stored,
-    column_blocks,
-    taps,
-    stride,
-    dilation,
-    padding,
-    SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    KEEPS_TOTAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALL_CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, high, low, bias, alpha, residual, total, out, ends, rows, time_in, time_out, width_in, width_out, channels,
+    channels_stored, outputs, outputs_stored, column_blocks, taps, stride, dilation, padding,
+    SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEPS_TOTAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALL_CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     # Neighbouring programs read the same rows, from the cache.
     block = tl.program_id(0)
     group = tl.program_id(1)
@@ -170,7 +141,7 @@ def _conv_kernel(
 
 
 def split_fp16(weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs, channels, taps) -> fp16 and scaled residual, each (groups, outputs, taps, channels), padded."""
+    """Split (outputs, channels, taps) into fp16 and scaled residual, each (groups, outputs, taps, channels), padded."""
     outputs, channels, taps = weight.shape[0] // groups, weight.shape[1], weight.shape[2]
     outputs_padded, channels_padded = (
         -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE,
@@ -197,7 +168,7 @@ def launch_conv(
     residual: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums and their activation; the sums are only valid with `keep`."""
+    """Return the sums and their activation; the sums are only valid with `keep`."""
     clips, time_in, width = x.shape
     groups, outputs_stored, taps, channels_stored = weight[0].shape
     rows, out = clips * time_out, x.new_empty(clips, time_out, outputs)
@@ -229,27 +200,10 @@ def launch_conv(
 
 @triton.jit(do_not_specialize=["time_in", "time_out", "shift_stride", "stride", "padding"])
 def _waveform_conv_kernel(
-    waves,
-    weight,
-    scale,
-    shift,
-    alpha,
-    total,
-    out,
-    ends,
-    time_in,
-    time_out,
-    channels,
-    shift_stride,
-    stride,
-    padding,
-    TAPS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    KEEPS_TOTAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    TIMES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    waves, weight, scale, shift, alpha, total, out, ends, time_in, time_out, channels, shift_stride, stride, padding,
+    TAPS: tl.constexpr, HAS_SCALE: tl.constexpr, KEEPS_TOTAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    TIMES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     clip = tl.program_id(1)
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     time = tl.program_id(0) * TIMES + tl.arange(0, TIMES)
@@ -284,7 +238,8 @@ def launch_waveform_conv(
     alpha: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weight` as (taps, channels); `scale` (clips, channels), `shift` (channels,) or (clips, channels)."""
+    """Convolve waves with `weight` (taps, channels), `scale` (clips, channels) and `shift` (channels,) or (clips,
+    channels)."""
     (clips, time_in), (taps, channels) = waves.shape, weight.shape
     out = waves.new_empty(clips, time_out, channels)
     total = torch.empty_like(out) if keep else out

@@ -1,4 +1,4 @@
-"""The Higgs Audio v2 family: joins the modules of this package to the `Family` interface."""
+"""Higgs Audio v2 as a `Family`: joins the modules of this package; its configuration and its LoRA targets."""
 
 from __future__ import annotations
 
@@ -210,5 +210,5 @@ class HiggsV2(HFFamily, SpeakingFamily):
 
 
 def _codebook_size(config: Any) -> int:
-    """Codes per codebook: the two stream ids follow them."""
+    """Return the number of codes per codebook, without the two stream ids that follow them."""
     return min(int(config.audio_stream_bos_id), int(config.audio_stream_eos_id))

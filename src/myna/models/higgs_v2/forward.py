@@ -1,4 +1,8 @@
-"""Packed sequences: causal attention inside each sequence of a stream that is sorted by modality."""
+"""Training forward pass over packed sequences, and the loss sums.
+
+Attention is causal inside each sequence. The residual stream is sorted by modality, see `batch.py`; only attention
+needs the sequence order.
+"""
 
 from __future__ import annotations
 
@@ -17,44 +21,44 @@ from myna.models.cross_entropy import cross_entropy
 from myna.models.higgs_v2.batch import HiggsBatch
 
 VARLEN_CAPABILITY = (8, 0)
-"""The first compute capability with a variable-length attention kernel in torch."""
+"""First compute capability with a variable-length attention kernel in torch."""
 TILED_CAPABILITY_MAJOR = 9
-"""The compute capability that our attention kernels were tuned on; elsewhere tiles may not fit shared memory."""
+"""Compute capability that our attention kernels were tuned on; elsewhere tiles may not fit shared memory."""
 TILED_HEAD_SIZES = (16, 32, 64, 128)
 
 
 class OutputRows(NamedTuple):
-    """The rows of a stream that the loss reads."""
+    """Positions of the residual stream that the loss reads."""
 
     rows: torch.Tensor
     num_text: int
-    """How many of them are text; they come first."""
+    """Number of text positions, which come first."""
 
 
 class PackedAttention(NamedTuple):
     """Attention over packed sequences, prepared once per batch for all layers."""
 
     to_sequence: torch.Tensor
-    """(positions,): `stream[to_sequence]` is in sequence order."""
+    """(positions,): indices that bring the residual stream, `stream[to_sequence]`, into sequence order."""
     to_stream: torch.Tensor
-    """(positions,): its inverse."""
+    """(positions,): inverse of `to_sequence`."""
     cos: torch.Tensor
     sin: torch.Tensor
     """(positions, 1, head size): rotary tables in sequence order."""
     cu_seqlens: torch.Tensor
     """(sequences + 1,) int32: where sequences begin and end."""
     lengths: tuple[int, ...]
-    """Of the sequences, where attention runs one by one; empty where one call takes all."""
+    """Lengths of the sequences if attention runs one by one; empty if one call takes all."""
     max_seqlen: int
-    """At least the longest sequence."""
+    """Upper bound of the longest sequence."""
     tiles: tuple[torch.Tensor, ...] | None = None
-    """Tile tables of our own attention kernels; None where torch's are used."""
+    """Tile tables of our own attention kernels; None if torch's kernels are used."""
 
     @classmethod
     def from_batch(cls, core: Any, batch: HiggsBatch, stream: torch.Tensor) -> PackedAttention:
         cos, sin = rotary_tables(core, batch.position_ids, stream)
         varlen = supports_varlen_attention(stream)
-        # Rounded, and without lengths: a compiled layer is recompiled for every new number.
+        # Rounded, and without lengths, because a compiled layer is recompiled for every new number.
         max_seqlen = -(-max(batch.lengths) // 1024) * 1024
         lengths = () if varlen else batch.lengths
         tiles = None
@@ -63,12 +67,12 @@ class PackedAttention(NamedTuple):
         return cls(batch.to_sequence, batch.to_stream, cos, sin, batch.cu_seqlens, lengths, max_seqlen, tiles)
 
     def rotate_and_attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`attend` with rotary embedding of queries and keys first."""
+        """Rotate queries and keys, then `attend`."""
         q, k = (apply_rotary(x, self.cos, self.sin).to(v.dtype) for x in (q, k))
         return self.attend(q, k, v)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Causal attention inside each sequence; (positions, heads, head size) in sequence order."""
+        """Attend causally inside each sequence; (positions, heads, head size) in sequence order."""
         if self.lengths:
             return packed_causal_attention(q, k, v, self.lengths)
         from myna.models.higgs_v2.varlen import varlen_causal_attention
@@ -76,7 +80,7 @@ class PackedAttention(NamedTuple):
         return varlen_causal_attention(q, k, v, self.cu_seqlens, self.max_seqlen)
 
     def attend_tiled(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`attend` by our own kernels where they apply; not inside compiled layers."""
+        """Attend with our own kernels if they apply. Not for compiled layers."""
         if self.tiles is None or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] not in TILED_HEAD_SIZES:
             return self.attend(q, k, v)
         return _TiledAttention.apply(q, k, v, self.tiles)  # type: ignore[no-untyped-call,no-any-return]
@@ -103,16 +107,14 @@ def _kernels() -> Any:
 
 
 def supports_tiled_attention(like: torch.Tensor) -> bool:
-    """Whether our own attention kernels run on this GPU. What they save: docs/benchmarks/attention.json."""
+    """Return whether our own attention kernels run on this GPU. docs/benchmarks/attention.json has what they save."""
     return supports_triton(like) and torch.cuda.get_device_capability(like.device)[0] == TILED_CAPABILITY_MAJOR
 
 
 def attention_tile_table(cu_seqlens: torch.Tensor, positions: int, size: int) -> torch.Tensor:
-    """(tiles, 3) int32: the start and length of a tile's sequence, and the tile's first position in it.
-
-    Computed on the GPU, without a sync. There are as many rows as any sequences of so many positions could need; the
-    unused ones have length 0.
-    """
+    """(tiles, 3) int32: start and length of a tile's sequence, and the tile's first position in it. Computed on the GPU
+    without waiting for it. The number of rows is the most that sequences of so many positions could need; unused rows
+    have length 0."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     ends = (-(-lengths // size)).cumsum(0)
     tile = torch.arange(positions // size + len(lengths), device=cu_seqlens.device)
@@ -124,10 +126,8 @@ def attention_tile_table(cu_seqlens: torch.Tensor, positions: int, size: int) ->
 
 
 def supports_varlen_attention(like: torch.Tensor) -> bool:
-    """Whether torch's variable-length attention runs on such a stream.
-
-    Where embeddings are trained the stream is fp32, and autocast decides what attention gets.
-    """
+    """Return whether torch's variable-length attention runs on such a residual stream. If embeddings are trained the
+    stream is fp32, and autocast decides the type that attention gets."""
     autocast = torch.is_autocast_enabled(like.device.type) if like.is_cuda else False
     dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
     capable = like.is_cuda and torch.cuda.get_device_capability(like.device) >= VARLEN_CAPABILITY
@@ -135,13 +135,13 @@ def supports_varlen_attention(like: torch.Tensor) -> bool:
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding; cos and sin are (positions, 1, head size)."""
+    """Rotate heads by their positions; cos and sin are (positions, 1, head size)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def rotary_tables(core: Any, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the positions, (positions, 1, head size)."""
+    """Return cosine and sine of the positions, (positions, 1, head size)."""
     cos, sin = core.model.rotary_emb(like, position_ids[None])
     return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
@@ -151,13 +151,14 @@ AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], to
 
 
 def embed_inputs(core: Any, text_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The residual stream before the first layer. A trained embedding is fp32 and is cast to the other's type."""
+    """Return the residual stream before the first layer. A trained embedding is fp32 and is cast to the other's
+    type."""
     text = core.model.embed_tokens(text_ids)
     return torch.cat([text, core.model.embed_audio_tokens(codes).to(text.dtype)])
 
 
 def run_layer(layer: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction) -> torch.Tensor:
-    """One decoder layer; the first `num_text` rows of the stream are text, the rest audio."""
+    """Run one decoder layer. The first `num_text` rows of the residual stream are text, the rest audio."""
     attention = layer.self_attn
     text, audio = stream[:num_text], stream[num_text:]
     x = torch.cat([layer.input_layernorm(text), layer.audio_input_layernorm(audio)])
@@ -174,12 +175,12 @@ def run_layer(layer: Any, stream: torch.Tensor, num_text: int, attend: Attention
 
 
 def permute_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """`x[order]`, where `inverse` is the inverse permutation."""
+    """Return `x[order]`; `inverse` is the inverse permutation."""
     return _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Its backward is a gather; autograd's own would sort and accumulate, as rows might repeat."""
+    """Permutation whose backward pass is a gather. Autograd's own would sort and accumulate, as rows might repeat."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -207,7 +208,7 @@ class PackedLayer(nn.Module):
         packing: PackedAttention,
         output: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `FusedLoraLayer.forward`; here no update is left to add."""
+        """Run the layer like `FusedLoraLayer.forward`, except that no update is left to add."""
         assert update is None
 
         def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -230,7 +231,7 @@ class HiggsObjective(nn.Module):
         fused_lora: bool = False,
         compiled: bool = False,
     ) -> None:
-        # Imported here: PEFT comes with it, and speaking needs only the functions above.
+        # Imported here because PEFT comes with it, which speaking does not need.
         from myna.models.higgs_v2.fused import FusedLoraLayer, can_fuse
         from myna.models.higgs_v2.fused.linear import WeightCopies
 
@@ -249,16 +250,16 @@ class HiggsObjective(nn.Module):
         self.recompute, self.fused = recompute, fused
 
     def hidden(self, batch: HiggsBatch, *, output: OutputRows | None = None) -> torch.Tensor:
-        """The stream after the last layer, before the final norm: all of it, or the `output` rows."""
+        """Return the residual stream after the last layer, before the final norm: all of it, or the `output` rows."""
         core = get_base_model(self.model)
         self._weight_copies.refresh()
         stream, update, num_text = embed_inputs(core, batch.text_ids, batch.codes), None, len(batch.text_ids)
         packing = PackedAttention.from_batch(core, batch, stream)
         for number, layer in enumerate(self.layers, start=1):
-            # The first layers: the backward pass reaches them when the others' activations are freed.
+            # The first layers are recomputed: when the backward pass reaches them, the others' activations are freed.
             recompute = number <= self.recompute and self.training
             if recompute and update is not None:
-                # The layer would fuse this addition, but then both would be kept for the recomputation.
+                # The layer would fuse this addition, but then both summands would be kept for the recomputation.
                 stream, update = stream + update, None
             arguments = (stream, update, num_text, packing, output if number == len(self.layers) else None)
             if recompute:

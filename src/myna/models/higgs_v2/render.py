@@ -1,8 +1,8 @@
 """Prompt renderer: conversation to token ids, delayed codes and labels, for training and for generation.
 
 An audio turn of T frames takes T + 9 positions (eight codebooks): a begin-of-stream frame, the codes with codebook k
-shifted by k frames, and one end-of-stream per codebook. Begin, fill and reference are never supervised; each
-codebook's first end-of-stream is, or the model would not learn to stop.
+shifted by k frames, and one end-of-stream per codebook. Begin, fill and reference are never supervised; each codebook's
+first end-of-stream is, so that the model learns to stop.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class DelayPattern:
         books = self.codebooks
         out = np.full((self.positions(len(codes)), books), self.end, dtype=np.int64)
         out[:books][_triangle(books, books).T] = self.begin
-        # Codebook k of a frame stands k positions further on: one strided view.
+        # Codebook k of a frame lies k positions further on, so this is one strided view.
         down, right = out.strides
         as_strided(out[1:], codes.shape, (down, down + right))[:] = codes
         return out
 
     def labels(self, codes: Codes) -> Ids:
-        """The same, with everything masked but the codes and one end per codebook."""
+        """Return `apply(codes)` with everything masked except the codes and one end per codebook."""
         books = self.codebooks
         out = self.apply(codes)
         out[:books][_triangle(books, books).T] = IGNORE_INDEX
@@ -65,7 +65,7 @@ class DelayPattern:
         return out
 
     def undo(self, delayed: Ids) -> Codes:
-        """The inverse of `apply`."""
+        """Undo `apply`."""
         frames = len(delayed) - self.codebooks - 1
         columns = [delayed[k + 1 : k + 1 + frames, k] for k in range(self.codebooks)]
         return np.stack(columns, axis=1).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint of the real classes, for tests: the files and names of the true one in a few megabytes."""
+"""Tiny random checkpoint of the real classes, for tests: the files and names of the true one in a few megabytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SPECIAL_TOKENS = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and the special tokens: 270 ids."""
+    """Return a tokenizer of bytes and the special tokens: 270 ids."""
     return byte_tokenizer(SPECIAL_TOKENS, begin="<|begin_of_text|>", end="<|eot_id|>", pad="<|end_of_text|>")
 
 
 def tiny_config(
     *, hidden: int = 64, layers: int = 2, codebooks: int = 8, codebook_size: int = 64
 ) -> HiggsAudioV2Config:
-    """The true architecture with few and narrow layers; ids as in `tiny_tokenizer`."""
+    """Return the true architecture with few and narrow layers; ids are those of `tiny_tokenizer`."""
     ids = tiny_tokenizer().convert_tokens_to_ids
     return HiggsAudioV2Config(
         vocab_size=len(tiny_tokenizer()),
@@ -62,7 +62,7 @@ def save_tiny(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2,
 
 
 def save_tiny_codec(folder: Path, *, seed: int = 0, codebook_size: int = 64) -> Path:
-    """The Higgs codec at a thousandth of its size, untrained: 24 kHz, 25 frames a second, 8 codebooks."""
+    """Write the Higgs codec at a thousandth of its size, untrained: 24 kHz, 25 frames a second, 8 codebooks."""
     config_class, model_class = codec_classes()
     torch.manual_seed(seed)
     bits = (codebook_size - 1).bit_length()
@@ -99,7 +99,7 @@ def save_tiny_codec(folder: Path, *, seed: int = 0, codebook_size: int = 64) -> 
 
 @torch.no_grad()
 def _calibrate(codec: Any) -> None:
-    """Make codes distinguish sounds: as initialised, little of the audio gets through, and codebooks are all zero.
+    """Make codes distinguish sounds. After initialisation little of the audio gets through, and codebooks are all zero.
 
     Convolutions preserve the level, each codebook is sampled from the residuals of a few sounds, and the decoder's
     output is scaled to the level of speech.

@@ -1,7 +1,7 @@
-"""Forward pass and greedy generation as transformers itself does them, to compare ours with.
+"""Forward pass and greedy generation as transformers itself does them, as a reference for ours.
 
-Nothing of our routing, packing, collating, delay pattern or sampling is used here: labels are shifted and codes are
-placed anew.
+None of our routing, packing, collating, delay pattern or sampling is used here: labels are shifted and codes are placed
+anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from myna.models.base import IGNORE_INDEX, RenderedSequence, TransformersForward
 
 @torch.no_grad()
 def transformers_forward(core: Any, sequence: RenderedSequence) -> TransformersForward:
-    """The model's own `forward` on one sequence, without padding."""
+    """Run the model's own `forward` on one sequence, without padding."""
     config = core.config
     hidden = core.model(**_inputs(core, sequence)).last_hidden_state[0, :-1]
     device, books = hidden.device, config.num_codebooks
@@ -39,11 +39,8 @@ def transformers_forward(core: Any, sequence: RenderedSequence) -> TransformersF
 
 @torch.no_grad()
 def transformers_generate(core: Any, prompt: RenderedSequence, frames: int) -> TransformersGeneration:
-    """The model's own `generate`, greedy.
-
-    It may choose the begin of stream as a code, or end another codebook before the first, which ours never does; from
-    there on nothing is compared.
-    """
+    """Run the model's own `generate`, greedy. It may choose the begin of stream as a code, or end another codebook
+    before the first, which our decoder never does; nothing is compared from there on."""
     config, books = core.config, core.config.num_codebooks
     known, core.generation_config = core.generation_config, GenerationConfig(eos_token_id=config.eos_token_id)
     try:
@@ -64,7 +61,7 @@ def transformers_generate(core: Any, prompt: RenderedSequence, frames: int) -> T
     ended = int(ends[:, 0].argmax()) if ends[:, 0].any() else len(delayed)
     strays = np.flatnonzero(((begins & (steps > book)) | (ends & (steps < ended + book))).any(1))
     end = int(strays[0]) if len(strays) else len(delayed)
-    # Frame f of codebook k is chosen at step 1 + f + k, behind a frame of begins.
+    # Frame f of codebook k is chosen at step 1 + f + k, after a frame of begins.
     at = 1 + np.arange(max(0, end - 1))[:, None] + book
     inside = np.minimum(at, end - 1)
     return TransformersGeneration(

@@ -1,5 +1,5 @@
-"""Torch's variable-length attention. A module of its own, imported for the first CUDA batch: the import takes most of a
-second, which a process that only speaks does not have to wait for."""
+"""Variable-length attention of torch. The import takes most of a second, so this module is imported for the first CUDA
+batch of a training; speaking does not need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 def varlen_causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
 ) -> torch.Tensor:
-    """Causal attention inside each sequence; (positions, heads, head size) in sequence order."""
+    """Attend causally inside each sequence; (positions, heads, head size) in sequence order."""
     ends = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     attended = varlen_attn(q, k, v, *ends, window_size=(-1, 0), **_GROUPED)
     assert isinstance(attended, torch.Tensor), "no auxiliary output was requested"

@@ -1,6 +1,6 @@
-"""Collation: packed token sequences, and the features of their clips.
+"""Packed batch and collator: token sequences, and the features of their clips.
 
-Here the labels are shifted by one. Features stay 16-bit codes without padding until they are on the device: as padded
+Labels are shifted by one here. Features stay 16-bit codes without padding until they are on the device: as padded
 floats they would take five times the memory in every transfer.
 """
 
@@ -24,27 +24,27 @@ class Phi4Batch(Batch):
     ids: torch.Tensor
     """(positions,)"""
     position_ids: torch.Tensor
-    """(positions,): starting over with every sequence."""
+    """(positions,): positions, starting over with every sequence."""
     padded_at: torch.Tensor
-    """(positions,): index of each in the padded (sequences, longest) layout, flattened."""
+    """(positions,): index of each position in the padded (sequences, longest) layout, flattened."""
     features: torch.Tensor
     """(spectra, bands): codes of all clips end to end, uint16 bits as int16."""
     features_at: torch.Tensor
-    """(spectra,): index of each in the padded (clips, longest) layout, flattened."""
+    """(spectra,): index of each spectrum in the padded (clips, longest) layout, flattened."""
     spectra: torch.Tensor
-    """(clips,): spectra of each."""
+    """(clips,): number of spectra."""
     max_spectra: int
-    """Of the longest clip."""
+    """Number of spectra of the longest clip."""
     audio_at: torch.Tensor
-    """(audio positions,): index of each in the packed sequence."""
+    """(audio positions,): index of each audio position in the packed sequence."""
     audio_from: torch.Tensor
-    """(audio positions,): index of its embedding in the encoder's padded output, flattened."""
+    """(audio positions,): index of the embedding in the encoder's padded output, flattened."""
     text_from: torch.Tensor
-    """(targets,): positions that predict them."""
+    """(targets,): positions that predict the targets."""
     text_targets: torch.Tensor
 
     def padded_features(self) -> torch.Tensor:
-        """(clips, spectra, bands): features as floats, zero beyond the end of a clip."""
+        """Return features as floats, (clips, spectra, bands), zero beyond the end of a clip."""
         features = (self.features.int() & MAX_CODE).float() / CODES_PER_UNIT
         clips, bands = len(self.spectra), features.shape[1]
         padded = features.new_zeros(clips * self.max_spectra, bands)
@@ -60,7 +60,7 @@ def collate(sequences: Sequence[RenderedSequence], bands: int, offset: int = 1) 
     for sequence, first in zip(sequences, bounds.tolist(), strict=False):
         for start, codes in _clips(sequence):
             clip = codes.reshape(-1, bands)
-            # The last position of a clip is filled up with FILL_CODE, which is negative as no feature is.
+            # The last position of a clip is filled up with FILL_CODE, which is negative, unlike any feature.
             clips.append(clip[: np.count_nonzero(clip[:, 0] >= 0)].astype(np.uint16))
             audio_at.append(first + start + np.arange(len(codes)))
     spectra = np.array([len(clip) for clip in clips], np.int64)
@@ -94,7 +94,7 @@ def collate(sequences: Sequence[RenderedSequence], bands: int, offset: int = 1) 
 
 
 def _clips(sequence: RenderedSequence) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """First position and codes of each clip of a sequence."""
+    """Yield the first position and the codes of each clip of a sequence."""
     used = 0
     for span in sequence.spans:
         if span.kind == "audio":

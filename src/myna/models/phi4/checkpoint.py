@@ -1,8 +1,8 @@
 """Checkpoint reading and writing, every key and shape checked.
 
 The layout is transformers' (`model_type` phi4_multimodal). The vision encoder, half a billion weights, is not loaded.
-The LoRA for speech that ships beside the released weights, `speech-lora/`, is part of the released model: it is merged
-when the weights are loaded.
+`speech-lora/`, a LoRA beside the released weights, is part of the released model and is merged when the weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def eos_ids(config: Phi4MultimodalConfig) -> tuple[int, ...]:
 
 
 def meta_model(config: Phi4MultimodalConfig, *, dtype: torch.dtype | None = None) -> Any:
-    """The model on the meta device, without its vision encoder: names and shapes, no memory."""
+    """Build the model on the meta device without its vision encoder: names and shapes, no memory."""
     with torch.device("meta"):
         model: Any = model_from_config(
             Phi4MultimodalForCausalLM, copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
@@ -85,8 +85,8 @@ def meta_model(config: Phi4MultimodalConfig, *, dtype: torch.dtype | None = None
 def load_weights(
     folder: Path, config: Phi4MultimodalConfig, *, dtype: torch.dtype | None, device: torch.device | str, **_: bool
 ) -> Any:
-    """The model with the weights of a folder, every key and shape checked before one is read, always with its text
-    head. Device `meta` gives the model without weights, and reads nothing."""
+    """Load the weights of a folder, always with the text head, every key and shape checked first. Device `meta` gives
+    the model without weights, and reads nothing."""
     device = torch.device(device)
     model = meta_model(config, dtype=dtype)
     if device.type == "meta":
@@ -94,7 +94,7 @@ def load_weights(
     stored = _check_tensors(folder, config, model)
     with ExitStack() as stack:
         opened = {file: stack.enter_context(files.open_safetensors(file)) for file in {t.file for t in stored.values()}}
-        # Copied, for a tensor of its own instead of a view of the file.
+        # A copy, since the tensor is a view of the file.
         state = {name: opened[t.file].get_tensor(name).to(device, dtype, copy=True) for name, t in stored.items()}
     _merge_speech_adapter(state, folder)
     if config.tie_word_embeddings:
@@ -102,7 +102,7 @@ def load_weights(
     model.load_state_dict(state, strict=True, assign=True)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    # The rotary frequencies are computed, not stored, and still on the meta device.
+    # The rotary frequencies are computed, not stored, and are still on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     return model
@@ -115,8 +115,8 @@ def check_weights(folder: Path, config: Phi4MultimodalConfig) -> str:
 
 
 def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: Path) -> dict[str, torch.Tensor]:
-    """Write a checkpoint that `from_pretrained` reads, with the vision encoder of `source`; its tensors. A head that
-    was trained by itself is no longer tied to the embedding, and the configuration then says so."""
+    """Write a checkpoint that `from_pretrained` reads, with the vision encoder of `source`, and return its tensors. A
+    head that was trained by itself is no longer tied to the embedding, and the configuration then says so."""
     state: dict[str, torch.Tensor] = model.state_dict()
     files.check_unwrapped(state, meta_model(model.config).state_dict())
     config = copy.deepcopy(model.config)
@@ -137,11 +137,11 @@ def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: P
 
 
 def _check_tensors(folder: Path, config: Phi4MultimodalConfig, model: Any) -> dict[str, files.StoredTensor]:
-    """Tensors to load, by name, after a check of names and shapes from the headers."""
+    """Return the tensors to load, by name, after a check of names and shapes from the headers."""
     stored = {t.name: t for t in files.stored_tensors(folder) if not t.name.startswith(VISION_PREFIXES)}
     expected = model.state_dict()
     if config.tie_word_embeddings:
-        # One tensor under two names; some checkpoints hold it twice.
+        # The tied head and embedding are one tensor under two names; some checkpoints hold it twice.
         stored.pop(HEAD, None)
         del expected[HEAD]
     files.check_state_dict(expected, {name: tensor.shape for name, tensor in stored.items()}, folder)
@@ -149,7 +149,7 @@ def _check_tensors(folder: Path, config: Phi4MultimodalConfig, model: Any) -> di
 
 
 def _merge_speech_adapter(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Merge the LoRA that ships beside the weights, where there is one."""
+    """Merge the LoRA in `speech-lora/`, if there is one."""
     adapter = folder / SPEECH_ADAPTER
     if not adapter.is_dir():
         return

@@ -1,7 +1,7 @@
 """Log-mel features of the model's own feature extractor, stored as 16-bit codes.
 
 They are stored and loaded like the codes of a codec. A feature is the logarithm of a power that is at least 1, so it
-lies between 0 and some 35; in steps of 1/1600 it fits 16 bits with a margin, and is twenty times as exact as in fp16.
+lies between 0 and some 35. In steps of 1/1600 it fits 16 bits with a margin, and is twenty times as exact as in fp16.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FEATURE_SETTINGS = (
 )
 """Settings that features depend on."""
 WINDOW_FRAMES = 3
-"""Frames under one window of the extractor: the last two frames of a clip begin no whole window."""
+"""Frames under one window of the extractor. The last two frames of a clip begin no whole window."""
 
 
 class MelFeatureEncoder:
-    """Feature extractor as an `Encoder`: a frame is one mel spectrum, a codebook one of its bands."""
+    """Feature extractor as an `Encoder`. A frame is one mel spectrum, a codebook one of its bands."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._extract = Phi4MultimodalFeatureExtractor(**settings)
@@ -53,8 +53,8 @@ class MelFeatureEncoder:
         return cls(read_settings(folder))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        """(clips, samples) -> (clips, frames, bands). A window spans three frames, so there are two spectra less: the
-        last two frames stay zero, and `valid_frames` leaves them out."""
+        """Encode (clips, samples) to (clips, frames, bands). A window spans three frames, so there are two spectra
+        fewer: the last two frames stay zero, and `valid_frames` leaves them out."""
         if clips.ndim != 2 or clips.shape[1] % self.hop or not np.isfinite(clips).all():
             raise AudioError(
                 f"features are made of finite clips in whole frames of {self.hop} samples, not of {clips.shape}",
@@ -64,7 +64,7 @@ class MelFeatureEncoder:
         codes = np.zeros((len(clips), frames, self.codebooks), np.uint16)
         if frames < WINDOW_FRAMES:
             return codes
-        # One by one: in a batch, the extractor would take clips of one length for padded ones.
+        # One by one: in a batch, the extractor would take clips of equal length for padded ones.
         for row, clip in enumerate(clips):
             spectra = self._extract(torch.from_numpy(clip), sampling_rate=self.sample_rate, return_tensors="pt")
             steps = np.rint(spectra["audio_input_features"][0].numpy() * CODES_PER_UNIT)
@@ -78,12 +78,12 @@ class MelFeatureEncoder:
 
 
 def valid_frames(codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
-    """The spectra of a clip, without the two zero frames at its end."""
+    """Return the spectra of a clip, without the two zero frames at its end."""
     return codes[: len(codes) - WINDOW_FRAMES + 1]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The feature extractor's settings; the class's defaults where the checkpoint names none."""
+    """Read the feature extractor's settings, with the class's defaults for what the checkpoint leaves out."""
     present = [folder / name for name in SETTINGS_FILES if (folder / name).is_file()]
     if not present:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The Phi-4-multimodal family: joins the modules of this package to the `Family` interface."""
+"""Phi-4-multimodal as a `Family`: joins the modules of this package; its configuration and its LoRA targets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MODULES = ModulePatterns(
 
 
 FRAME_RATE = 100.0
-"""Spectra a second."""
+"""Spectra per second."""
 
 
 class Phi4(HFFamily, AnsweringFamily):

@@ -1,8 +1,8 @@
-"""Audio encoder over padded clips of unequal length, with the result of each clip alone.
+"""Training forward pass and the loss sums, with the audio encoder over padded clips of unequal length.
 
-transformers' own forward adds 1 where there is sound and 0 where there is padding to the attention scores, so that
-padding is attended to and a clip's embedding depends on its batch. The same modules run here; padding is zeroed before
-every strided convolution and masked in attention.
+transformers' own audio encoder adds 1 for sound and 0 for padding to the attention scores, so that padding is attended
+to and a clip's embedding depends on its batch. The same modules run here, but padding is zeroed before every strided
+convolution and masked in attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from myna.models.phi4.checkpoint import eos_ids
 
 
 def encode_audio(core: Any, features: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
-    """(clips, spectra, bands) -> (clips, positions, hidden size): embeddings at the placeholders of each clip."""
+    """Encode (clips, spectra, bands) to (clips, positions, hidden size): embeddings at the placeholders of each
+    clip."""
     audio_embed = core.model.embed_tokens_extend.audio_embed
     encoder = audio_embed.encoder
     hidden = encoder.encoder_embedding(features).to(audio_embed.up_proj_for_speech.bias.dtype)
@@ -36,7 +37,7 @@ def encode_audio(core: Any, features: torch.Tensor, spectra: torch.Tensor) -> to
 
 
 def _subsample(embed: Any, hidden: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Strided convolutions before the encoder, each of which halves the length."""
+    """Apply the strided convolutions before the encoder, each of which halves the length."""
     hidden = hidden.unsqueeze(1)
     for module in embed.conv:
         if getattr(module, "stride", None) == (2, 2):
@@ -47,7 +48,7 @@ def _subsample(embed: Any, hidden: torch.Tensor, lengths: torch.Tensor) -> tuple
 
 
 def _mask(count: int, lengths: torch.Tensor) -> torch.Tensor:
-    """(clips, count): true up to each clip's length."""
+    """(clips, count): true before each clip's length."""
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
 
@@ -63,7 +64,8 @@ class RotaryTables(NamedTuple):
 
     @classmethod
     def at(cls, core: Any, position_ids: torch.Tensor) -> RotaryTables:
-        """With the frequencies of short sequences: the renderer refuses longer ones, which would need others."""
+        """Make tables with the frequencies of short sequences. Longer ones would need others, and the renderer refuses
+        them."""
         rotary = core.model.rotary_emb
         angles = position_ids[:, None].float() * rotary.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
@@ -79,7 +81,8 @@ class RotaryTables(NamedTuple):
 
 
 def embed(core: Any, batch: Phi4Batch) -> torch.Tensor:
-    """The residual stream before the first layer: token embeddings, and audio embeddings at their placeholders."""
+    """Return the residual stream before the first layer: token embeddings, and audio embeddings at their
+    placeholders."""
     stream: torch.Tensor = core.model.embed_tokens(batch.ids).float()
     if not len(batch.audio_at):
         return stream
@@ -90,7 +93,7 @@ def embed(core: Any, batch: Phi4Batch) -> torch.Tensor:
 def run_layer(
     layer: Any, stream: torch.Tensor, rotary: RotaryTables, attend: Attend, dtype: torch.dtype
 ) -> torch.Tensor:
-    """One decoder layer on the residual stream."""
+    """Run one decoder layer on the residual stream."""
     attention = layer.self_attn
     size, kv_heads = attention.head_dim, attention.num_key_value_heads
     x = attention.qkv_proj(layer.input_layernorm(stream).to(dtype)).unflatten(-1, (-1, size))
@@ -131,7 +134,7 @@ class Phi4Objective(nn.Module):
     """Training objective: batch to summed losses."""
 
     fused = False
-    """There are no fused layers for this family: `train.fused_lora` changes nothing."""
+    """Whether layers are fused. This family has no fused layers: `train.fused_lora` changes nothing."""
 
     def __init__(
         self,
@@ -150,12 +153,12 @@ class Phi4Objective(nn.Module):
         self.eos_ids, self.label_smoothing, self.recompute = eos_ids(core.config), label_smoothing, recompute
 
     def hidden(self, batch: Phi4Batch) -> torch.Tensor:
-        """The residual stream after the last layer, before the final norm."""
+        """Return the residual stream after the last layer, before the final norm."""
         core = get_base_model(self.model)
         stream, rotary, dtype = embed(core, batch), RotaryTables.at(core, batch.position_ids), compute_dtype(core)
         for number, layer in enumerate(self.layers, start=1):
             arguments = (stream, rotary, batch.padded_at, batch.lengths, dtype)
-            # The first ones: when the backward pass reaches them, the activations of all others are freed.
+            # The first layers are recomputed: when the backward pass reaches them, the others' activations are freed.
             if number <= self.recompute and self.training:
                 stream = checkpoint(layer, *arguments, use_reentrant=False)
             else:

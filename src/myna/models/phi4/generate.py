@@ -1,7 +1,7 @@
-"""Constrained decoding: answers that follow a JSON grammar and are complete within their token budget.
+"""Answers: greedy decoding, which may be constrained to a grammar and is then complete within its token budget.
 
-llguidance masks the tokens that cannot continue the grammar. It knows of no budget, so every chosen token is checked
-here: where it would leave fewer tokens than the shortest completion takes, a token of that completion comes instead.
+llguidance masks the tokens that cannot continue the grammar. It has no budget, so every chosen token is checked here:
+if it would leave fewer tokens than the shortest completion takes, a token of that completion replaces it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from myna.models.phi4.batch import Phi4Batch
 from myna.models.phi4.forward import RotaryTables, compute_dtype, embed, run_layer
 
 CLOSING_BYTES = b'"},:50'
-"""Bytes that lead to the end of a JSON object soonest, in order of preference; where none of them may come, the
-smallest byte that is no blank does: the next letter of a key, or the rest of a character."""
+"""Bytes that lead to the end of a JSON object soonest, in order of preference. If none of them is allowed, the smallest
+byte that is no blank is used: the next letter of a key, or the rest of a character."""
 LONGEST_DETOUR_BYTES = 16
-"""By how much the completion of any state may be longer than that of an empty answer: an escape or a character that
+"""Bytes by which the completion of a state may be longer than that of an empty answer: an escape or a character that
 has begun."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 class TokenGrammar:
-    """A Lark grammar compiled for one tokenizer and a head of `vocab_size` logits."""
+    """Lark grammar compiled for one tokenizer and a head of `vocab_size` logits."""
 
     def __init__(self, lark: str, tokenizer: Any, eos_ids: Sequence[int], vocab_size: int) -> None:
         try:
@@ -57,12 +57,12 @@ class TokenGrammar:
         self.is_text = np.isin(np.arange(vocab_size), list(control_ids), invert=True)
         closing = _closing_bytes(self.byte_matcher)
         self.completion = self.tokenize(closing)
-        """The shortest answer."""
+        """Tokens of the shortest answer."""
         self.max_completion = len(closing) + LONGEST_DETOUR_BYTES
 
     def tokenize(self, text: bytes) -> list[int]:
-        """Tokens of a completion by longest match, which takes fewer of them than the tokenizer's own merges may."""
-        text_start = next(index for index, byte in enumerate((*text, 0)) if byte < 0x80)  # behind a begun character
+        """Split a completion by longest match, which takes fewer tokens than the tokenizer's own merges may."""
+        text_start = next(index for index, byte in enumerate((*text, 0)) if byte < 0x80)  # after a cut character
         ids: list[int] = self.tokenizer.tokenize_bytes(text[:text_start])
         ids += self.tokenizer.greedy_tokenize(text[text_start:].decode())
         if self.tokenizer.decode_bytes(ids) != text:
@@ -87,7 +87,8 @@ class ConstrainedDecoder:
         self.tokens_left = max_tokens
 
     def choose(self, logits: torch.Tensor) -> list[int]:
-        """(answers, vocabulary) -> the likeliest token that may come in each answer; any where one has ended."""
+        """Return the likeliest allowed token of each answer for logits (answers, vocabulary); any token for an answer
+        that ended."""
         masks = torch.from_numpy(np.stack([answer.mask() for answer in self.answers])).to(logits.device)
         likeliest = logits.masked_fill(~masks, -torch.inf).argmax(-1).tolist()
         self.tokens_left -= 1
@@ -95,7 +96,7 @@ class ConstrainedDecoder:
 
 
 class _Answer:
-    """One answer as far as it goes. Its completion is kept only while the budget may come short of it."""
+    """State of one answer. Its completion is kept only while the budget may be too small for it."""
 
     def __init__(self, grammar: TokenGrammar) -> None:
         self.grammar, self.completion, self.ended = grammar, grammar.completion, False
@@ -107,7 +108,7 @@ class _Answer:
         return _allowed(self.tokens, self.grammar.vocab_size) & self.grammar.is_text
 
     def accept(self, id: int, tokens_left: int) -> int:
-        """Append a token, or the first of the completion where too few would be left; the token that came."""
+        """Append a token, or the first token of the completion if too few would be left, and return it."""
         if self.ended:
             return id
         if id not in self.grammar.eos_ids:
@@ -139,7 +140,7 @@ def _consume(matcher: Any, ids: list[int]) -> None:
 
 
 def _closing_bytes(matcher: Any) -> bytes:
-    """The shortest text that completes what a byte-level matcher has consumed."""
+    """Return the shortest text that completes what a byte-level matcher has consumed."""
     matcher, text = matcher.deep_copy(), bytearray()
     while not matcher.is_accepting():
         allowed = np.flatnonzero(_allowed(matcher, 256)).tolist()
@@ -157,7 +158,7 @@ def _allowed(matcher: Any, vocab_size: int) -> Mask:
 def generate(
     core: Any, batch: Phi4Batch, eos_ids: tuple[int, ...], max_tokens: int, decoder: ConstrainedDecoder | None = None
 ) -> list[tuple[list[int], bool]]:
-    """Generated ids of each prompt, and whether an end token came. They do not depend on the batch."""
+    """Generate ids for each prompt, and return them with whether an end token came. They do not depend on the batch."""
     cache, device = KVCache(len(core.model.layers), batch.lengths), batch.ids.device
     hidden = _prefill(core, batch, cache)
     generated: list[list[int]] = [[] for _ in batch.lengths]
@@ -176,7 +177,7 @@ def generate(
 
 
 def _prefill(core: Any, batch: Phi4Batch, cache: KVCache) -> torch.Tensor:
-    """The residual stream at each prompt's last position."""
+    """Return the residual stream at each prompt's last position."""
     stream, rotary = embed(core, batch), RotaryTables.at(core, batch.position_ids)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,7 @@ def _prefill(core: Any, batch: Phi4Batch, cache: KVCache) -> torch.Tensor:
 
 
 def _step(core: Any, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """One more token for every prompt."""
+    """Process one more token for every prompt."""
     stream: torch.Tensor = core.model.embed_tokens(ids).float()
     rotary = RotaryTables.at(core, cache.lengths.to(ids.device))
 

@@ -24,9 +24,9 @@ from myna.models.phi4.codec import WINDOW_FRAMES, valid_frames
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 FILL_CODE = -1
-"""Fills up the last position of a clip, which may have fewer spectra than a position holds."""
+"""Value that fills the last position of a clip, which may have fewer spectra than a position holds."""
 MAX_CLIP_POSITIONS = 500
-"""40 s: beyond them the encoder would cut a clip into parts that do not attend to one another."""
+"""Longest clip in positions, 40 s. The encoder would cut longer clips into parts that do not attend to one another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Phi4Renderer(PromptRenderer):
     frame_rate: float
     """Spectra per second."""
     max_positions: int
-    """Longest sequence: a longer one would need other rotary frequencies from its start on."""
+    """Longest sequence. A longer one would need other rotary frequencies from its start on."""
 
     @property
     def revision(self) -> str:
@@ -54,7 +54,7 @@ class Phi4Renderer(PromptRenderer):
         return (spectra + self.spectra_per_position - 1) // self.spectra_per_position
 
     def render(self, conversation: Conversation, **_: bool) -> RenderedSequence:
-        """The answer is all that is supervised, in any case."""
+        """Render a conversation. Only the answer is supervised, whatever is asked for."""
         ids, codes, spans, labels = [], [], [], []
         position, seconds = 0, 0.0
         for segment in self._segments(conversation):
@@ -73,7 +73,7 @@ class Phi4Renderer(PromptRenderer):
                 f"{conversation.id} takes {position} tokens, and the model was made for at most {self.max_positions}",
                 hint="shorten its answer, or lower data.seconds",
             )
-        # A single clip, as nearly always, is not copied once more.
+        # A single clip, the usual case, is not copied once more.
         empty = np.empty((0, self.spectra_per_position * self.bands), np.int64)
         stacked = codes[0] if len(codes) == 1 else np.concatenate([empty, *codes])
         return RenderedSequence(
@@ -109,7 +109,7 @@ class Phi4Renderer(PromptRenderer):
         return int(self.positions(np.array([len(clip.codes)], np.int32))[0])
 
     def _stack_spectra(self, clip: AudioClip) -> Ids:
-        """(positions, spectra of a position x bands), the last position filled up."""
+        """Return (positions, spectra of a position x bands), with the last position filled up."""
         codes: Codes = clip.codes
         if codes.ndim != 2 or codes.shape[1] != self.bands:
             raise DataError(

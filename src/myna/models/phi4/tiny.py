@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|image|>", "<|audio|>", "<|assistant|>", "<
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and the special tokens: 263 ids."""
+    """Return a tokenizer of bytes and the special tokens: 263 ids."""
     return byte_tokenizer(SPECIAL_TOKENS, begin="<|endoftext|>", end="<|endoftext|>", pad="<|endoftext|>")
 
 
@@ -33,8 +33,8 @@ def tiny_config(
     tied: bool = False,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Phi4MultimodalConfig:
-    """The true architecture with few and narrow layers, `layers` of the decoder and `blocks` of the audio encoder; ids
-    are the tokenizer's."""
+    """Return the true architecture with few and narrow layers, `layers` of the decoder and `blocks` of the audio
+    encoder; ids are the tokenizer's."""
     tokenizer = tokenizer or tiny_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     return Phi4MultimodalConfig(
@@ -90,10 +90,10 @@ def save_tiny(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast
 
 @torch.no_grad()
 def _scale_audio_encoder(audio_embed: Any) -> None:
-    """Random weights at which the output depends on the audio: as initialised, it hardly does."""
+    """Scale random weights so that the output depends on the audio, which it hardly does after initialisation."""
     for module in audio_embed.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d):
             torch.nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-    # Features of speech lie around 10, and some 5 apart.
+    # Features of speech lie around 10, with a spread of about 5.
     audio_embed.encoder.encoder_embedding.global_mean.fill_(10.0)
     audio_embed.encoder.encoder_embedding.global_invstd.fill_(0.2)

@@ -1,6 +1,6 @@
-"""Forward pass and greedy generation as transformers itself does them, to compare ours with.
+"""Forward pass and greedy generation as transformers itself does them, as a reference for ours.
 
-A clip at a time: in a batch, transformers' padding changes what the audio encoder makes of a clip.
+Clips go one at a time: in a batch, transformers' padding changes what the audio encoder makes of a clip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from myna.models.phi4.batch import Phi4Batch
 
 @torch.no_grad()
 def transformers_forward(core: Any, sequence: RenderedSequence, batch: Phi4Batch) -> TransformersForward:
-    """The model's own `forward` on one sequence; of the `batch` only the features are used."""
+    """Run the model's own `forward` on one sequence. Only the features of the `batch` are used."""
     logits = core(**_inputs(core, sequence, batch)).logits[0, :-1].float()
     targets = torch.from_numpy(sequence.labels[1:]).to(logits.device)
     total = F.cross_entropy(logits, targets, reduction="sum")
@@ -29,10 +29,8 @@ def transformers_forward(core: Any, sequence: RenderedSequence, batch: Phi4Batch
 def transformers_generate(
     core: Any, prompt: RenderedSequence, batch: Phi4Batch, tokens: int, eos_ids: tuple[int, ...]
 ) -> TransformersGeneration:
-    """The model's own `generate`, greedy, with the logits as they are before any is suppressed.
-
-    A placeholder of audio is never chosen: transformers would look for its clip.
-    """
+    """Run the model's own `generate`, greedy, with the logits before any is suppressed. A placeholder of audio is never
+    chosen, because transformers would look for its clip."""
     known = core.generation_config
     core.generation_config = GenerationConfig(
         eos_token_id=list(eos_ids), pad_token_id=eos_ids[0], suppress_tokens=[core.config.audio_config.audio_token_id]
@@ -48,7 +46,7 @@ def transformers_generate(
     finally:
         core.generation_config = known
     choices = result.sequences[0, len(prompt) :].cpu().numpy()
-    # Any of the ends stands for the first of them.
+    # Any of the ends counts as the first of them.
     is_end = np.isin(choices, eos_ids)
     scores = torch.cat(list(result.logits)).float().cpu().numpy()
     scores[:, eos_ids[0]] = scores[:, list(eos_ids)].max(1)

@@ -1,8 +1,8 @@
-"""Decoding batch of Higgs Audio v2: a cache of fixed rows, filled by prompts, one frame of every row a step.
+"""Decoding batch of Higgs Audio v2: a cache of fixed rows, filled by prompts, and one frame of every row per step.
 
-It runs on any device; `cuda.py` runs the same step as a CUDA graph. Weights that are plain are joined and read without
+It runs on any device; `cuda.py` runs the same step as a CUDA graph. Plain weights are joined and read without
 transformers' modules; a model in training, an unmerged adapter or a quantized base goes through its own modules. Each
-row may use an adapter of its own (`adapters.py`).
+row may use an adapter of its own (`weights.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from myna.models.higgs_v2.forward import AttentionFunction, apply_rotary, embed_
 from myna.models.higgs_v2.render import DelayPattern
 
 CPU_SLABS, MAX_SLAB_ROWS = 8, 8
-"""Parts of a small model's weight that a CPU multiplies with so many rows at most."""
+"""Number of parts that a CPU splits a small model's weight into, and the most rows it does so for."""
 
 
 class HiggsDecoder:
@@ -52,7 +52,7 @@ class HiggsDecoder:
         self.core, self.delay, self.rows, self.max_positions = core, delay, rows, max_positions
         self.adapters, self.exact = adapters, exact
         self._row_slots = [-1] * rows
-        """`state.adapters` as the host knows it."""
+        """Copy of `state.adapters` on the host."""
         config = core.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim: int = core.model.layers[0].self_attn.head_dim
@@ -70,7 +70,7 @@ class HiggsDecoder:
             dtype = torch.get_autocast_dtype(self.device.type)
         size = (self.rows, self.kv_heads, self.max_positions, self.head_dim)
         layers = range(len(self.core.model.layers))
-        # Zeros, since what lies behind a row's length is multiplied by a weight of zero.
+        # Zeros, because positions after a row's end are multiplied by a weight of zero.
         self.keys = [torch.zeros(size, dtype=dtype, device=self.device) for _ in layers]
         self.values = [torch.zeros(size, dtype=dtype, device=self.device) for _ in layers]
         positions = torch.arange(self.max_positions, device=self.device)
@@ -79,7 +79,7 @@ class HiggsDecoder:
         self._cos, self._sin = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
     def warm_up(self) -> None:
-        """Nothing is compiled here."""
+        """Do nothing: there is nothing to compile."""
 
     @torch.inference_mode()
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
@@ -89,8 +89,8 @@ class HiggsDecoder:
     def _prefill(
         self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, adapted: bool
     ) -> None:
-        """One sequence into its row of the cache, with the row's adapter; the stream's position i is the sequence's
-        position `order[i]`."""
+        """Process one sequence into its row of the cache, with the row's adapter. Position i of the residual stream is
+        position `order[i]` of the sequence."""
 
         def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
@@ -111,7 +111,7 @@ class HiggsDecoder:
     @torch.inference_mode()
     def copy_prompt(self, source: int, target: int, positions: int) -> None:
         caches = (*self.keys, *self.values)
-        if self.device.type == "cuda":  # whole rows, in a few launches: one for every layer takes ten times as long
+        if self.device.type == "cuda":  # whole rows in a few launches; one launch per layer takes ten times as long
             foreach_copy([cache[target] for cache in caches], [cache[source] for cache in caches])
             return
         for cache in caches:
@@ -140,7 +140,7 @@ class HiggsDecoder:
         return len(prompt) + self.delay.positions(max_frames)
 
     def frames(self, delayed: StepHistory[Any], ended: bool) -> int:
-        # Without the begin-of-stream frame, a clip of n frames is n + codebooks frames of which the last ends it all.
+        # Without the begin-of-stream frame, a clip of n frames takes n + codebooks frames; the last one ends it.
         whole = len(delayed) - self.delay.codebooks + (0 if ended else 1)
         return max(0, whole)
 
@@ -159,7 +159,7 @@ class HiggsDecoder:
         return StepResult(*(torch.cat(parts) for parts in zip(*results, strict=True)))
 
     def _step(self, first: int, rows: int, length: int) -> StepResult:
-        """A frame of some rows, whose longest context will be `length`."""
+        """Generate a frame of some rows, whose longest context will be `length`."""
         state = self.state.part(first, rows)
         hidden = self.core.model.norm(self._hidden(state, first, length))
         logits = self.core.audio_lm_head(hidden) if self._head is None else _product(hidden, self._head)
@@ -175,7 +175,7 @@ class HiggsDecoder:
         mask = (torch.arange(length, device=self.device) <= positions[:, None])[:, None, None]
 
         def attend_single(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            """`attend` for one row, in plain products: for so little, they are quicker than a fused kernel."""
+            """Attend for one row in plain products, which are faster than a fused kernel for so little work."""
             keys, values = self.keys[layer][first, :, :length], self.values[layer][first, :, :length]
             keys[:, -1], values[:, -1] = k[0], v[0]
             q = q.to(keys.dtype).reshape(self.kv_heads, -1, self.head_dim)
@@ -183,7 +183,8 @@ class HiggsDecoder:
             return torch.matmul(weights, values).view(1, self.heads, self.head_dim)
 
         def attend_many(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            """One query per row; the heads that share keys are taken as positions, so that no key is repeated."""
+            """Attend with one query per row. Heads that share keys are taken as positions, so that no key is
+            repeated."""
             keys, values = self.keys[layer], self.values[layer]
             keys[row, :, positions] = k.to(keys.dtype)
             values[row, :, positions] = v.to(keys.dtype)
@@ -243,8 +244,8 @@ def run_prompt(
     store: Callable[[int, torch.Tensor, torch.Tensor], None],
     delta: AdapterDelta | None = None,
 ) -> torch.Tensor:
-    """The stream of one sequence after the last layer; `store` gets the keys and values of every layer, (1, heads,
-    positions, head size). The stream's position i is the sequence's position `order[i]`."""
+    """Return the residual stream of one sequence after the last layer. `store` gets the keys and values of every layer,
+    (1, heads, positions, head size). Position i of the stream is position `order[i]` of the sequence."""
     stream, to_sequence = embed_inputs(core, text_ids, codes), order.argsort()
     cos, sin = rotary_tables(core, torch.arange(len(stream), device=stream.device), stream)
 
@@ -262,7 +263,7 @@ def run_prompt(
 def run_layers(
     core: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction, delta: AdapterDelta | None
 ) -> torch.Tensor:
-    """All decoder layers through transformers' modules, with what adapters add."""
+    """Run all decoder layers through transformers' modules, and add what adapters add."""
     for layer in core.model.layers:
         if delta is None:
             stream = run_layer(layer, stream, num_text, attend)
@@ -272,8 +273,8 @@ def run_layers(
 
 
 def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """`F.linear`. With few rows on a CPU as products of slabs of the weight, which take half to four fifths of the
-    time: torch multiplies a single row on one core, and at less than the memory's speed."""
+    """Compute `F.linear`, with few rows on a CPU as products of slabs of the weight. That takes half to four fifths of
+    the time: torch multiplies a single row on one core, and slower than memory is read."""
     outputs, inputs = weight.values.shape
     if weight.input_major is None or len(x) > MAX_SLAB_ROWS or outputs % CPU_SLABS:
         return F.linear(x, weight.values if weight.input_major is None else weight.input_major)
@@ -282,7 +283,7 @@ def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMS norm; torch's own takes twice as long for a single row."""
+    """Compute the RMS norm; torch's own takes twice as long for a single row."""
     wide = x.float()
     return ((wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + epsilon)).to(x.dtype)) * weight
 
@@ -290,7 +291,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
 def prompt_tensors(
     prompt: RenderedSequence, config: Any, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Text ids, codes, and the order of the stream: text, then audio."""
+    """Return text ids, codes, and the order of the residual stream: text, then audio."""
     is_audio = audio_positions(prompt, config)
     order = np.concatenate([np.flatnonzero(~is_audio), np.flatnonzero(is_audio)])
     ids, codes, places = (torch.from_numpy(x).to(device) for x in (prompt.ids[~is_audio], prompt.codes, order))
@@ -298,5 +299,5 @@ def prompt_tensors(
 
 
 def audio_positions(prompt: RenderedSequence, config: Any) -> npt.NDArray[np.bool_]:
-    """Which positions of a prompt are frames of audio."""
+    """Return a mask of the prompt's positions that are frames of audio."""
     return np.isin(prompt.ids, (config.audio_token_id, config.audio_delay_token_id))

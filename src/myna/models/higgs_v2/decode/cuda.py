@@ -1,4 +1,4 @@
-"""Decoding batch on a CUDA device: a whole step is one CUDA graph, and its results are read behind it."""
+"""Decoding batch on a CUDA device. A whole step is one CUDA graph, and its results are read asynchronously."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from myna.models.higgs_v2.forward import apply_rotary, embed_inputs
 from myna.models.higgs_v2.render import DelayPattern
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Batch sizes that graphs are captured for; a batch between two of them runs as the larger."""
+"""Batch sizes that graphs are captured for. A batch between two of them runs as the larger."""
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-"""The first compute capability with programmatic dependent launch."""
+"""First compute capability with programmatic dependent launch."""
 RESULT_BUFFERS = 4
-"""Steps whose results may wait for the host: more than `steps_ahead`."""
+"""Number of steps whose results may wait for the host, more than `steps_ahead`."""
 PROMPT_BUCKET = 64
-"""Prompts are padded to a multiple of this, in text and in audio positions, so that few graphs serve all."""
+"""Positions that prompts are padded to a multiple of, in text and in audio, so that few graphs serve all."""
 WARM_TEXT, WARM_AUDIO = 256, 448
-"""Positions of the largest prompt that a graph is captured for in advance: a reference of 17 s, and 1,000 letters."""
+"""Positions of the largest prompt that a graph is captured for in advance: 1,000 letters, and a reference of 17 s."""
 LOG2_E = 1.4426950408889634
 ADAPTER_CHUNK = 16
 """Ranks of an adapter that a kernel reads at once."""
 ROTATED_HEADS = 4
-"""Heads that a program rotates, or as many as divide their number; with adapters, one."""
+"""Largest number of heads that a program rotates. With adapters it rotates one."""
 NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
-"""Of a decoder without adapter slots and with them, in use or not: the order of a sum depends on it."""
+"""Warps of the norm kernel in a decoder without and with adapter slots, in use or not. The order of a sum depends on
+it."""
 
 
 class DecodeAttentionTile(NamedTuple):
@@ -69,16 +70,16 @@ GATE_TILE = GateTile(64, 64, 4, 3)
 
 
 def decode_attention_tile(rows: int) -> DecodeAttentionTile:
-    """Few rows share their context out among many programs; many rows are many programs already."""
+    """Choose tile sizes: few rows share their context among many programs, many rows are many programs already."""
     return DecodeAttentionTile(128, 64, 4, 2) if rows <= 8 else DecodeAttentionTile(1024, 32, 4, 4)
 
 
 class PromptGraph(NamedTuple):
-    """Prefill of a prompt of at most so many text and audio positions, as a CUDA graph."""
+    """CUDA graph of the prefill of a prompt of at most this many text and audio positions."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
-    """The row, text ids, codes, and the order of the stream, one after another."""
+    """Row, text ids, codes, and the order of the residual stream, one after another."""
 
 
 class CudaDecoder(HiggsDecoder):
@@ -119,9 +120,9 @@ class CudaDecoder(HiggsDecoder):
         self._copied = [torch.cuda.Event() for _ in range(RESULT_BUFFERS)]  # type: ignore[no-untyped-call]
         self._steps = 0
         self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
-        """By rows, slots in use and `_adapter_version`."""
+        """Graphs of steps, by rows, slots in use and `_adapter_version`."""
         self._prompt_graphs: dict[tuple[int, int, int], PromptGraph] = {}
-        """By text positions, audio positions and `_adapter_version`."""
+        """Graphs of prompts, by text positions, audio positions and `_adapter_version`."""
         self._pool: Any = None
         self._format: WeightFormat | None = "plain" if self._layers is not None else packed_format(core)
         self._packed = pack_weights(core) if self._layers is None and self._format is not None else None
@@ -130,14 +131,14 @@ class CudaDecoder(HiggsDecoder):
         if self._format == "nf4":
             pairs = core.model.layers[0].self_attn.q_proj.level_pairs
             self._levels = pairs.contiguous().view(torch.int32).flatten()
-        # Products of several rows in fp8; int8 and nf4 are unpacked for them.
+        # Products of several rows are in fp8; int8 and nf4 are unpacked for them.
         self._fp8_products = self._packed is not None and self._packed[0].qkv.values.dtype == torch.float8_e4m3fn
         if self._fp8_products:
             wide = config.intermediate_size
             self._codes8 = torch.empty(rows, max(hidden, wide), dtype=torch.float8_e4m3fn, device=device)
             self._scales8 = torch.empty(rows, 1, dtype=torch.float32, device=device)
         self._norm_warps = NORM_WARPS if adapters is None else ADAPTED_NORM_WARPS
-        # A kernel that may start while the one before it ends, on GPUs that can.
+        # The kernel may start while the one before it ends, on GPUs that support it.
         self._dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
 
     def warm_up(self) -> None:
@@ -153,8 +154,8 @@ class CudaDecoder(HiggsDecoder):
 
     @torch.inference_mode()
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
-        """Replay the graph of the prompt's size; padding stands behind its end, where nothing attends to it, and where
-        the frames that follow overwrite it."""
+        """Replay the graph of the prompt's size. Padding follows the prompt's end: no position attends to it, and the
+        following frames overwrite it."""
         is_audio = audio_positions(prompt, self.core.config)
         text, audio = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
         sizes = [-(-len(part) // PROMPT_BUCKET) * PROMPT_BUCKET for part in (text, audio)]
@@ -175,7 +176,7 @@ class CudaDecoder(HiggsDecoder):
         graph.graph.replay()
 
     def _capture_prefill(self, text: int, audio: int, adapter_version: int, inputs: torch.Tensor) -> PromptGraph:
-        """The first inputs warm it up, into the row that they are meant for."""
+        """Capture the graph of a prompt size. The first inputs warm it up, in the row that they are meant for."""
         static, books = inputs.to(self.device), self.delay.codebooks
         row, text_ids, codes, order = torch.split(static, [1, text, audio * books, text + audio])
 
@@ -191,7 +192,7 @@ class CudaDecoder(HiggsDecoder):
     def _prefill_joined(
         self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor
     ) -> None:
-        """`_prefill` for plain weights, in few kernels; of the last layer only keys and values are needed."""
+        """Run `_prefill` for plain weights in few kernels. The last layer only needs keys and values."""
         stream, texts = embed_inputs(self.core, text_ids, codes), len(text_ids)
         length, epsilon = len(stream), self.core.config.rms_norm_eps
         h, x, update = stream.float(), torch.empty_like(stream), None
@@ -247,26 +248,26 @@ class CudaDecoder(HiggsDecoder):
         return EnqueuedStep(self._host[number, :rows], self._copied[number], self.delay.codebooks)
 
     def bucket(self, rows: int) -> int:
-        """The batch size that so many rows run as."""
+        """Return the batch size that this many rows run as."""
         if self.exact:
             return self.rows
         return min((size for size in ROW_BUCKETS if rows <= size <= self.rows), default=self.rows)
 
     def _adapter_version(self, adapted: bool) -> int:
-        """0 without adapters; else it changes when the adapters' tensors are allocated anew, and graphs that read the
-        old ones are dropped."""
+        """Return 0 without adapters, else a number that changes when the adapters' tensors are allocated anew. Graphs
+        that read the old ones are dropped."""
         if self.adapters is None or not adapted:
             return 0
         version = self.adapters.version
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[-1] in (0, version)}
         self._prompt_graphs = {key: graph for key, graph in self._prompt_graphs.items() if key[-1] in (0, version)}
         if not self._graphs and not self._prompt_graphs:
-            self._pool = None  # memory of graphs is gone with the last of them
+            self._pool = None  # memory of graphs is freed with the last of them
         return version
 
     def slots_in_use(self, rows: int) -> int:
-        """How many adapter slots a step of the first rows multiplies by: as few as they need, or all if it is to be the
-        same product always."""
+        """Return the number of adapter slots that a step of the first rows multiplies by: as few as they need, or all
+        in `exact` mode, where the product must always be the same."""
         if self.adapters is None:
             return 0
         if self.exact:
@@ -275,15 +276,15 @@ class CudaDecoder(HiggsDecoder):
 
     def _capture_step(self, rows: int, adapted: bool) -> torch.cuda.CUDAGraph:
         saved = {field.name: getattr(self.state, field.name).clone() for field in fields(self.state)}
-        self.state.active.zero_()  # the warm-up moves no row on
+        self.state.active.zero_()  # the warm-up advances no row
         graph = self._captured(lambda: self._launch_step(rows, adapted))
         for name, tensor in saved.items():
             getattr(self.state, name).copy_(tensor)
         return graph
 
     def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of what a function launches; it is called once before, so that kernels are compiled. Copies of
-        weights that autocast keeps must be made inside the graph, which sees other weights every time."""
+        """Capture what a function launches. It is called once before, so that kernels are compiled. Copies of weights
+        that autocast keeps must be made inside the graph, because the weights may change between replays."""
         torch.clear_autocast_cache()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -292,7 +293,7 @@ class CudaDecoder(HiggsDecoder):
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.clear_autocast_cache()
         graph = torch.cuda.CUDAGraph()
-        # References may be encoded meanwhile, in a thread of their own.
+        # Another thread may encode references meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             launch()
         torch.clear_autocast_cache()
@@ -328,8 +329,8 @@ class CudaDecoder(HiggsDecoder):
         )
 
     def _launch_modules(self, rows: int, adapted: bool) -> None:
-        """The layers and the head through transformers' modules, for weights that no kernel reads: in training, or with
-        an adapter in the model."""
+        """Run layers and head through transformers' modules, for weights that no kernel reads: in training, or with an
+        adapter in the model."""
         core, positions = self.core, self.state.positions[:rows]
         row = torch.arange(rows, device=self.device)
         cos, sin = self._cos[positions], self._rotary_sin[positions]
@@ -348,7 +349,7 @@ class CudaDecoder(HiggsDecoder):
         self._logits[:rows] = core.audio_lm_head(core.model.norm(run_layers(core, stream, 0, attend, delta)))
 
     def _product(self, kernel: Any, outputs: int, per_program: int, *arguments: Any, **sizes: Any) -> None:
-        """Launch a product kernel: `per_program` outputs a program, and as many weights for each of them."""
+        """Launch a product kernel with `per_program` outputs per program, and as many weights for each of them."""
         kernel[(triton.cdiv(outputs, per_program),)](
             *arguments,
             **sizes,
@@ -360,7 +361,7 @@ class CudaDecoder(HiggsDecoder):
         )
 
     def _vector_layers(self) -> None:
-        """The layers and the head for a single row: five kernels a layer."""
+        """Run layers and head for a single row: five kernels a layer."""
         hidden, inner, wide = self._h.shape[1], self._q.shape[1], self._gated.shape[1]
         core, levels, epsilon = self.core, self._levels, self.core.config.rms_norm_eps
         for number, weights in enumerate(self._layers or self._packed or []):
@@ -415,8 +416,8 @@ class CudaDecoder(HiggsDecoder):
         )
 
     def _matrix_layers(self, rows: int, adapted: bool) -> None:
-        """The layers and the head for several rows: cuBLAS's products, and kernels of ours between them, which add what
-        the rows' adapters add."""
+        """Run layers and head for several rows: cuBLAS's products, with our kernels between them, which add what the
+        rows' adapters add."""
         core, layers = self.core, self._layers or self._packed or []
         x = torch.empty(rows, self._h.shape[1], dtype=self._q.dtype, device=self.device)
         batch = MatrixBatch(self, rows, adapted)
@@ -443,11 +444,11 @@ class CudaDecoder(HiggsDecoder):
 
 
 class Product(NamedTuple):
-    """Outputs of a product, and what a kernel needs to add the adapters' part to them."""
+    """Outputs of a product, and the input of the kernel that adds the adapters' part to them."""
 
     values: torch.Tensor
     shrunk: torch.Tensor | None
-    """(rows, slots, projections, rank): the input through the A of the slots in use."""
+    """(rows, slots, projections, rank): input multiplied by the A of the slots in use."""
     b: torch.Tensor | None
     state: RowState
 
@@ -461,7 +462,7 @@ class Product(NamedTuple):
 
 
 class MatrixBatch:
-    """Products of several rows in one step, with the adapters of those rows, if any has one."""
+    """Products of several rows in one step, with the adapters of those rows if there are any."""
 
     def __init__(self, decoder: CudaDecoder, rows: int, adapted: bool) -> None:
         self.decoder, self.rows = decoder, rows
@@ -472,8 +473,8 @@ class MatrixBatch:
         self.codes = (decoder._codes8, decoder._scales8) if self.quantized else (None, None)
 
     def product(self, x: torch.Tensor, weight: Weight, group: str, layer: int) -> Product:
-        """x W' and the input through the adapters' A, in one product where A lies below W. In fp8, x is read as it was
-        quantized last."""
+        """Return x W' and the input multiplied by the adapters' A, in one product if A lies below W. In fp8, x is read
+        in its last quantization."""
         decoder, state = self.decoder, self.decoder.state
         if self.adapters is None:
             return Product(self._multiply(x, weight), None, None, state)
@@ -505,7 +506,7 @@ class MatrixBatch:
         return F.linear(x, values)
 
     def add_and_normalize(self, update: Product | None, norm: torch.Tensor, x: torch.Tensor) -> None:
-        """The residual stream plus an update, and its norm in x, and in fp8 where products are."""
+        """Add an update to the residual stream, and write its norm to x, also in fp8 if products are in fp8."""
         decoder, hidden = self.decoder, x.shape[1]
         arguments: tuple[Any, ...] = (None, (None,) * 4, (0, 0))
         if update is not None:
@@ -524,7 +525,7 @@ class MatrixBatch:
         )
 
     def gate(self, gate_up: Product) -> None:
-        """SwiGLU, also in fp8 where products are."""
+        """Compute SwiGLU, also in fp8 if products are in fp8."""
         gated, rows, dependent = self.decoder._gated, self.rows, self.decoder._dependent
         wide = gated.shape[1]
         if gate_up.shrunk is None:
@@ -536,7 +537,7 @@ class MatrixBatch:
             )
             return
         ranks, tile = self.decoder.slots_in_use(rows) * self.rank, GATE_TILE
-        block_ranks = max(16, min(tile.ranks, triton.next_power_of_2(ranks)))  # 16: the least of a matrix product
+        block_ranks = max(16, min(tile.ranks, triton.next_power_of_2(ranks)))  # 16: smallest side of a product
         block_rows = min(64, max(16, triton.next_power_of_2(rows)))
         kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, tile.outputs)](
             *(gate_up.values, gated, *gate_up.adapters, rows, ranks, *gate_up.strides),
@@ -548,7 +549,7 @@ class MatrixBatch:
         self.quantize(gated[:rows])
 
     def quantize(self, x: torch.Tensor) -> None:
-        """Rows in fp8, where products are."""
+        """Quantize rows if products are in fp8."""
         if self.quantized:
             block = triton.next_power_of_2(x.shape[1])
             kernels.quantize_rows_kernel[(self.rows,)](x, *self.codes, x.shape[1], BLOCK=block)

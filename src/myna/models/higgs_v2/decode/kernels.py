@@ -1,9 +1,9 @@
 """Triton kernels of one decoding step: products with few rows, attention over the cache, sampling.
 
-A step of a single row reads every weight once and computes little, so each kernel is a product with what surrounds it:
-the norm before it, rotary embedding and cache write, residual addition or SwiGLU behind it. A program loads whole rows
-of a weight at once, before it waits for its input. With more rows, products go to cuBLAS, and the kernels further down
-do what stands between them (`cuda.py`). The residual stream is fp32.
+A step of a single row reads every weight once and computes little, so each kernel is a product with the operations
+around it: the norm before it, and rotary embedding with cache write, residual addition or SwiGLU after it. A program
+loads whole rows of a weight at once, before it waits for its input. With more rows, products go to cuBLAS, and the
+kernels further down do what stands between them (`cuda.py`). The residual stream is fp32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def _wait(DEPENDENT: tl.constexpr):
-    """Wait for the kernel before this one. With dependent launch a kernel starts while the one before it still runs:
-    what it reads ahead of this line are weights, which no kernel writes."""
+    """Wait for the previous kernel. With dependent launch a kernel starts while the previous one still runs; before
+    this line it may only read weights, which no kernel writes."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -23,13 +23,14 @@ def _wait(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def _inputs(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """The inputs that a program loads weights of; of nf4, which has two in a byte, the pairs of them."""
+    """Inputs that a program loads weights of; for nf4, which has two in a byte, the pairs of them."""
     return tl.arange(0, BLOCK_K // 2) if FORMAT == "nf4" else tl.arange(0, BLOCK_K)
 
 
 @triton.jit
 def _load_weight(w, scales, levels, rows, k, K: tl.constexpr, FORMAT: tl.constexpr):
-    """Whole rows of a weight (outputs, inputs), each read once a step; of nf4 also the second input of each pair."""
+    """Load whole rows of a weight (outputs, inputs), each read once a step; for nf4 also the second input of each
+    pair."""
     row = rows[:, None].to(tl.int64)
     if FORMAT == "nf4":
         inside = (k < K // 2)[None, :]
@@ -46,13 +47,13 @@ def _load_weight(w, scales, levels, rows, k, K: tl.constexpr, FORMAT: tl.constex
 
 @triton.jit
 def _load_scale(scales, rows, FORMAT: tl.constexpr):
-    """What to multiply each output by."""
+    """Load the factor of each output."""
     return tl.load(scales + rows) if FORMAT == "row_scales" else tl.full(rows.shape, 1.0, tl.float32)
 
 
 @triton.jit
 def _load_input(x_in, k, K: tl.constexpr, FORMAT: tl.constexpr):
-    """The input of a single row; of nf4 the first and the second of each pair."""
+    """Load the input of a single row; for nf4 the first and the second of each pair."""
     if FORMAT == "nf4":
         first = tl.load(x_in + 2 * k, mask=2 * k < K, other=0.0).to(tl.float32)
         second = tl.load(x_in + 2 * k + 1, mask=2 * k < K, other=0.0).to(tl.float32)
@@ -64,7 +65,7 @@ def _load_input(x_in, k, K: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_normed(h, norm, k, eps, K: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """RMS norm of the residual stream, rounded to the compute type; as `_load_input`."""
+    """Load the RMS norm of the residual stream, rounded to the compute type, in the form of `_load_input`."""
     first, second = _load_input(h, k, K, FORMAT)
     norm_first, norm_second = _load_input(norm, k, K, FORMAT)
     squares = tl.sum(first * first, 0)
@@ -86,7 +87,7 @@ def _product(weight, x, FORMAT: tl.constexpr):
 
 @triton.jit
 def _rotate(low, high, cos, sin, position, d, half: tl.constexpr):
-    """Rotary embedding of dimensions d of the first half of a head and their partners."""
+    """Rotate dimensions d of the first half of a head and their partners."""
     c, s = tl.load(cos + position * half + d), tl.load(sin + position * half + d)
     return low * c - high * s, high * c + low * s
 
@@ -138,7 +139,7 @@ def residual_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """h += x W'."""
+    """Add x W' to h."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = _inputs(BLOCK_K, FORMAT)
     weight = _load_weight(w, scales, levels, n, k, K, FORMAT)
@@ -188,11 +189,11 @@ def decode_attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One query per row over its cached keys and values.
+    """Attend with one query per row to its cached keys and values.
 
     A program reads SPLIT positions of one key head, for all query heads that share it. The last one to finish a row's
-    head adds the partial results, (rows, query heads, MAX_SPLITS, D), in an order that does not depend on who was last.
-    `scale` includes log2(e).
+    head adds the partial results, (rows, query heads, MAX_SPLITS, D), in an order that does not depend on which was
+    last. `scale` includes log2(e).
     """
     queries: tl.constexpr = 16  # the smallest side of a matrix product; GROUP of them are real
     b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -254,7 +255,7 @@ def decode_attention_kernel(
 
 @triton.jit
 def embed_kernel(codes, table, h, K: tl.constexpr, BOOKS: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a frame's code embeddings, as the residual stream."""
+    """Sum the embeddings of a frame's codes into the residual stream."""
     b = tl.program_id(0)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -266,7 +267,7 @@ def embed_kernel(codes, table, h, K: tl.constexpr, BOOKS: tl.constexpr, CLASSES:
 
 @triton.jit
 def _load_expansion(w, slot, first, n, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr):
-    """CHUNK ranks of a slot's B, which is (slots, RANK, N); zeros without one."""
+    """Load CHUNK ranks of a slot's B, which is (slots, RANK, N); zeros without a slot."""
     r = first + tl.arange(0, CHUNK)
     inside = (n < N)[None, :] & (slot >= 0)
     return tl.load(w + (slot * RANK + r)[:, None] * N + n[None, :], mask=inside, other=0.0)
@@ -277,8 +278,8 @@ def _expand(
     weight, shrunk, w, slot, strength, projection, n,
     PROJECTIONS: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What a row's adapter adds to outputs n: nothing without one. `weight` is the first of `_load_expansion`, and
-    `shrunk` the row's input through the A of all slots."""
+    """Compute what a row's adapter adds to outputs n, zero without an adapter. `weight` is the first result of
+    `_load_expansion`, and `shrunk` the row's input multiplied by the A of all slots."""
     total = tl.zeros(n.shape, tl.float32)
     for first in tl.static_range(0, RANK, CHUNK):
         if first > 0:
@@ -291,7 +292,7 @@ def _expand(
 
 @triton.jit
 def _store_quantized(y, codes, scale, b, k, K: tl.constexpr):
-    """A row as fp8 codes with a scale that maps its absmax to the largest fp8."""
+    """Store a row as fp8 codes with a scale that maps its absmax to the largest fp8 number."""
     largest = tl.maximum(tl.max(tl.abs(y), 0) / 448.0, 1.1754944e-38)
     tl.store(codes + b * K + k, (y / largest).to(tl.float8e4nv), mask=k < K)
     tl.store(scale + b, largest)
@@ -303,7 +304,8 @@ def add_rms_norm_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
     QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """h += update and what the row's adapter adds to it; and the norm of the result, also in fp8 if it is to be."""
+    """Add an update and what the row's adapter adds to h, and write the norm of the result, also in fp8 with
+    QUANTIZE."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     if RANK > 0:
@@ -331,8 +333,8 @@ def rotate_and_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
     CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """What the row's adapter adds, rotary embedding, and cache write of GROUP of a row's heads, all of one kind, behind
-    cuBLAS's product."""
+    """Process GROUP heads of a row, all of one kind, after cuBLAS's product: add what the row's adapter adds, rotate,
+    and write to the cache."""
     half: tl.constexpr = D // 2
     outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     b, head = tl.program_id(0), tl.program_id(1) * GROUP
@@ -375,7 +377,7 @@ def place_prompt_kernel(
     qkv, q_out, k_out, v_out, k_cache, v_cache, cos, sin, order, row, length, max_positions,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One head of one position of a prompt: rotary embedding, and to its place in the sequence, (heads, length, D), and
+    """Rotate one head of one position of a prompt, and write it to its place in the sequence, (heads, length, D), and
     in the row's cache."""
     half: tl.constexpr = D // 2
     i, head = tl.program_id(0), tl.program_id(1)
@@ -412,7 +414,7 @@ def silu_multiply_kernel(
     gate_up, out, codes, scale,
     N: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of (rows, 2 N), gate first. With QUANTIZE a program has a whole row."""
+    """Compute SwiGLU of (rows, 2 N), gate first. With QUANTIZE a program has a whole row."""
     b = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _wait(DEPENDENT)
@@ -430,8 +432,8 @@ def adapted_silu_multiply_kernel(
     N: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`silu_multiply_kernel` with what the rows' adapters add: the most of all their outputs, so that B, (ranks of all
-    slots, 2 N), is read once for all rows. A row's part of the product with another slot is zero."""
+    """Compute `silu_multiply_kernel` with what the rows' adapters add. No group has more outputs, so B, (slots, RANK,
+    2 N), is read once for all rows. A row's part of the product with another slot is zero."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot = tl.load(slots + m, mask=m < rows, other=-1)
@@ -440,7 +442,7 @@ def adapted_silu_multiply_kernel(
     is_output = (m < rows)[:, None] & (n < N)[None, :]
     _wait(DEPENDENT)
     source = gate_up + m[:, None] * gate_up_stride + n[None, :]
-    gate = tl.load(source, mask=is_output, other=0.0)  # read while B is on its way
+    gate = tl.load(source, mask=is_output, other=0.0)  # read while B is being loaded
     up = tl.load(source + N, mask=is_output, other=0.0)
     gate_added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_added = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -464,7 +466,7 @@ def adapted_silu_multiply_kernel(
 
 @triton.jit
 def quantize_rows_kernel(x, codes, scale, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows in fp8."""
+    """Quantize rows to fp8."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     _store_quantized(tl.load(x + b * K + k, mask=k < K, other=0.0).to(tl.float32), codes, scale, b, k, K)
@@ -475,7 +477,7 @@ def unpack_kernel(
     w, scales, levels, out,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """A quantized weight (outputs, inputs) in the compute type, for products of several rows."""
+    """Unpack a quantized weight (outputs, inputs) to the compute type, for products of several rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = _inputs(BLOCK_K, FORMAT)
     first, second = _load_weight(w, scales, levels, n, k, K, FORMAT)
@@ -491,7 +493,7 @@ def unpack_kernel(
 
 @triton.jit
 def _mix(x):
-    """Avalanche hash of 32 bits; `myna.models.code_sampling.mix` is the same."""
+    """Hash 32 bits, as `myna.models.code_sampling.mix` does."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -509,14 +511,14 @@ def _gumbel(key, classes):
 
 @triton.jit
 def _sortable(x):
-    """Integers in the order of the floats."""
+    """Map floats to integers of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _argmax(x, classes):
-    """The first of the largest."""
+    """Return the first of the largest."""
     return tl.min(tl.where(x == tl.max(x, 0), classes, 0x7FFFFFFF), 0)
 
 
@@ -526,10 +528,11 @@ def sample_kernel(
     BOOKS: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
     BEGIN: tl.constexpr, END: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
-    """One code: top-k, top-p, Gumbel noise keyed by seed, frame and codebook, repetition-aware redraw, delay pattern.
+    """Sample one code: top-k, top-p, Gumbel noise keyed by seed, frame and codebook, repetition-aware redraw, delay
+    pattern.
 
-    The torch version, which this one follows step by step, is `myna.models.code_sampling.sample_frame`. `result` is
-    (rows, 2 codebooks + 1): codes, log-probabilities (fp32 bits), and whether the row is still active.
+    `myna.models.code_sampling.sample_frame` does the same in torch, step by step. `result` is (rows, 2 codebooks + 1):
+    codes, log-probabilities (fp32 bits), and whether the row is still active.
     """
     b, book = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, BLOCK)
@@ -545,7 +548,7 @@ def sample_kernel(
         order = _sortable(scaled)
         low = tl.full((), -2147483648, tl.int64)
         if (k > 0) & (k < CLASSES):
-            # The k-th largest: the largest threshold that at least k logits reach.
+            # The k-th largest logit is the largest threshold that at least k logits reach.
             high = tl.max(order, 0).to(tl.int64)
             while low < high:
                 middle = (low + high + 1) >> 1
@@ -557,7 +560,7 @@ def sample_kernel(
         largest = tl.max(scaled, 0)
         mass = tl.where(kept, tl.exp(scaled - largest), 0.0)
         if p < 1:
-            # A class stays while the mass of those above it is at most p: the smallest such threshold.
+            # A class stays while the mass of the classes above it is at most p; this finds the smallest such threshold.
             bound = p * tl.sum(mass, 0)
             high = tl.max(order, 0).to(tl.int64)
             low = tl.maximum(low, tl.min(tl.where(kept, order, 0x7FFFFFFF), 0).to(tl.int64))
@@ -606,7 +609,7 @@ def advance_kernel(
     codes, result, frames, ends, positions, active, history, rows,
     BOOKS: tl.constexpr, END: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row state after a frame: its number, where it ended, the next position, the codes to look back on."""
+    """Update the row state after a frame: its number, its end, the next position, the history of codes."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     running = (b < rows) & (tl.load(active + b, mask=b < rows, other=0) != 0)
     frame, end = tl.load(frames + b, mask=running, other=0), tl.load(ends + b, mask=running, other=0)

@@ -1,4 +1,10 @@
-"""Weights of the decoder layers as a decoding step reads them: audio positions alone, related projections joined."""
+"""Weights of the decoder layers and of adapters, as a decoding step reads them.
+
+A step has audio positions alone, and related projections are joined. Each adapter has a slot in stacked tensors of
+fixed size, its rank padded with zeros, so that every row of a batch can use its own. Here adapters are applied with
+plain products; `cuda.py` does the same with its kernels: the A of all slots lie below the weight that shares their
+input and are multiplied together with it, and a kernel after the product adds B.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,11 @@ from myna.models.higgs_v2.forward import AttentionFunction
 from myna.models.quantized import NF4_BLOCK_SIZE, Fp8Linear, Int8Linear, Nf4Linear
 
 MAX_COPIED_BYTES = 2**30
-"""Models of more than this are not copied."""
+"""Largest model of which a copy is made, in bytes."""
 
 WeightFormat = Literal["plain", "row_scales", "nf4"]
-"""Of the weights that kernels read: numbers; codes with a scale per output (fp8, int8); nf4 with a scale per block."""
+"""Format of weights that kernels read: numbers; codes with a scale per output (fp8, int8); nf4 with a scale per
+block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +36,9 @@ class Weight:
     values: torch.Tensor
     """(outputs, inputs); or bytes of two nf4 levels, (outputs, inputs / 2)."""
     scales: torch.Tensor | None = None
-    """Of each output, fp32; or of each nf4 block, (outputs, inputs / 64)."""
+    """Scale of each output, fp32; or of each nf4 block, (outputs, inputs / 64)."""
     input_major: torch.Tensor | None = None
-    """The same values in a copy whose transpose is contiguous."""
+    """Copy of `values` whose transpose is contiguous."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +57,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextWeights:
-    """One decoder layer, for text positions: attention's weights are those of audio."""
+    """One decoder layer for text positions. Attention's weights are those of audio."""
 
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
@@ -59,8 +66,8 @@ class TextWeights:
 
 
 def packed_format(core: Any) -> WeightFormat | None:
-    """The format that kernels can read the layers in without unpacking them; None where they are not quantized, or not
-    in this way."""
+    """Return the format in which kernels can read the quantized layers; None if they are not quantized, or
+    differently."""
     linears = [linear for layer in core.model.layers for linear in _linears(layer)]
     kinds = {type(linear) for linear in linears}
     if len(kinds) != 1 or any(linear.bias is not None for linear in linears):
@@ -74,7 +81,7 @@ def packed_format(core: Any) -> WeightFormat | None:
 
 
 def pack_weights(core: Any) -> list[LayerWeights]:
-    """The layers' quantized weights, joined; the modules keep views of the codes."""
+    """Join the layers' quantized weights; the modules keep views of the codes."""
     return [_join_layer(layer, _pack) for layer in core.model.layers]
 
 
@@ -91,7 +98,7 @@ def _pack(linears: Sequence[Any]) -> Weight:
 
 
 def can_join(core: Any) -> bool:
-    """Whether the layers are plain: no adapter, nothing quantized, nothing in training, one type, no bias."""
+    """Return whether the layers are plain: no adapter, nothing quantized, nothing in training, one type, no bias."""
     linears = [linear for layer in core.model.layers for linear in _linears(layer)]
     plain = all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
     return (
@@ -102,16 +109,16 @@ def can_join(core: Any) -> bool:
 
 
 def join_weights(core: Any) -> list[LayerWeights]:
-    """The layers' weights, joined in place: the modules keep views, so that nothing is held twice.
+    """Join the layers' weights in place. The modules keep views, so that nothing is stored twice.
 
-    On a CPU fp32 products with many rows are quicker by a sixth with weights that lie input by input: small models get
-    a copy that does.
+    On a CPU fp32 products with many rows are faster by a sixth with weights that lie input by input, so small models
+    get a copy that does.
     """
     return [_join_layer(layer, _join_copied if _is_copied(core) else _join_weight) for layer in core.model.layers]
 
 
 def join_text_weights(core: Any) -> list[TextWeights]:
-    """What text positions have weights of their own for, joined in place."""
+    """Join the weights that only text positions use, in place."""
     return [
         TextWeights(
             attention_norm=layer.input_layernorm.weight.detach(),
@@ -124,7 +131,7 @@ def join_text_weights(core: Any) -> list[TextWeights]:
 
 
 def join_head(core: Any) -> Weight:
-    """The audio head's weight, as `join_weights` has the layers'."""
+    """Return the audio head's weight in the form of `join_weights`."""
     return (_join_copied if _is_copied(core) else _join_weight)([core.audio_lm_head])
 
 
@@ -171,7 +178,7 @@ def _join(linears: Sequence[nn.Linear]) -> torch.Tensor:
 
 
 def extend_weight(linears: Sequence[nn.Linear], rows: int) -> torch.Tensor:
-    """The joined weight of layers with so many rows more, which are not initialized; the layers keep views of it."""
+    """Join the weights of layers and append uninitialized rows; the layers keep views of the result."""
     weights = [linear.weight.detach() for linear in linears]
     outputs = sum(map(len, weights))
     extended = weights[0].new_empty(outputs + rows, weights[0].shape[1])
@@ -188,7 +195,7 @@ def _point_at(linears: Sequence[nn.Linear], joined: torch.Tensor) -> None:
 
 
 def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors one below the other: themselves, where each already begins where the one before ends."""
+    """Concatenate tensors, without a copy if each already begins at the end of the one before."""
     first, length = tensors[0], sum(map(len, tensors))
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     places = [tensor.data_ptr() for tensor in tensors]
@@ -199,7 +206,7 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 RANK_MULTIPLE = 8
-"""Ranks are padded to a power of two, and to at least this."""
+"""Smallest padded rank; ranks are padded to powers of two."""
 
 GROUPS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -216,16 +223,16 @@ AdapterDelta = Callable[[str, int, torch.Tensor], torch.Tensor]
 
 
 class GroupMatrices(NamedTuple):
-    """The matrices of a group in one layer, of all slots."""
+    """Matrices of a group in one layer, of all slots."""
 
     a: torch.Tensor
     """(slots, projections, rank, inputs)."""
     b: torch.Tensor
-    """(slots, rank, outputs of all projections), the adapter's scaling included."""
+    """(slots, rank, outputs of all projections); includes the adapter's scaling."""
     outputs: tuple[int, ...]
-    """Of each projection."""
+    """Number of outputs of each projection."""
     extended: torch.Tensor | None
-    """The group's weight with A below it, so that one product gives both; None where weights are not plain."""
+    """Weight of the group with A below it, so that one product gives both; None if weights are not plain."""
 
 
 class HiggsAdapterSlots:
@@ -234,7 +241,7 @@ class HiggsAdapterSlots:
     def __init__(self, core: Any, capacity: int, rank: int) -> None:
         self.core, self.capacity = core, capacity
         self.version = 0
-        """Changes when the tensors are allocated anew."""
+        """Number that changes when the tensors are allocated anew."""
         self._names: dict[str, int] = {}
         self._uses = [0] * capacity
         self.groups: dict[str, list[GroupMatrices]] = {}
@@ -310,7 +317,7 @@ class HiggsAdapterSlots:
         self._uses[slot] -= 1
 
     def slots_in_use(self, slots: Sequence[int]) -> int:
-        """How many of the first slots these rows' adapters lie in: none, a power of two, or all."""
+        """Return how many of the first slots contain the adapters of these rows: none, a power of two, or all."""
         last = max(slots, default=-1)
         return 0 if last < 0 else min(1 << last.bit_length(), self.capacity)
 
@@ -321,7 +328,8 @@ class HiggsAdapterSlots:
         return self._names[name]
 
     def delta(self, slot: torch.Tensor, strength: torch.Tensor) -> AdapterDelta:
-        """What one adapter adds to every position; both are tensors of one entry. No adapter is slot -1."""
+        """Return the function of what one adapter adds to every position. Both tensors have one entry; slot -1 is no
+        adapter."""
         index = slot.clamp(min=0)
         factor = torch.where(slot >= 0, strength, 0.0)
 
@@ -335,7 +343,7 @@ class HiggsAdapterSlots:
         return add
 
     def row_deltas(self, slots: torch.Tensor, strengths: torch.Tensor) -> AdapterDelta:
-        """What each row's adapter adds to it: one position per row."""
+        """Return the function of what each row's adapter adds to the one position of its row."""
         index = slots.clamp(min=0)
         factors = torch.where(slots >= 0, strengths, 0.0)[:, None]
 
@@ -352,7 +360,7 @@ class HiggsAdapterSlots:
 def run_adapted_layer(
     layer: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction, delta: AdapterDelta
 ) -> torch.Tensor:
-    """`forward.run_layer` with what adapters add to each product."""
+    """Run `forward.run_layer`, and add what adapters add to each product."""
     attention, number = layer.self_attn, layer.self_attn.layer_idx
     text, audio = stream[:num_text], stream[num_text:]
     x = torch.cat([layer.input_layernorm(text), layer.audio_input_layernorm(audio)])

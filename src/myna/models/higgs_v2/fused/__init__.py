@@ -29,7 +29,7 @@ from myna.models.higgs_v2.fused.linear import (
 
 
 class _BeforeAttention(torch.autograd.Function):
-    """A layer up to its attention: (stream, update) -> (stream with the update, q, k, v in sequence order)."""
+    """Layer up to its attention: (stream, update) -> (stream with the update, q, k, v in sequence order)."""
 
     @staticmethod
     def forward(
@@ -67,16 +67,16 @@ class _BeforeAttention(torch.autograd.Function):
             group.matmul_backward(d_qkv, d_normed)
             d = rms_norm_backward(d_normed, stream, inverse_rms, layer.first_norms, ctx.num_text, d_stream)
         else:
-            # Below the first layer nothing is trained.
+            # Nothing is trained below the first layer.
             group.project_gradient(d_qkv)
         inputs = (d if needs_stream else None, d if needs_update else None)
         return None, None, None, *inputs, *group.lora_gradients(PackedInput(x, projection), d_qkv)
 
 
 class _AfterAttention(torch.autograd.Function):
-    """A layer from its attention on: (stream, attended) -> (stream, the FFN output still to be added to it).
+    """Layer from its attention on: (stream, attended) -> (stream, the FFN output that is still to be added to it).
 
-    `order` maps rows of the stream to rows of `attended`; None where they are the same.
+    `order` maps rows of the residual stream to rows of `attended`; None if they are the same.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class _AfterAttention(torch.autograd.Function):
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         out, gate_up, down = layer.out, layer.text_gate_up, layer.text_down
-        # Detached: autograd does not unpack a saved view of an input.
+        # Detached, because autograd does not unpack a saved view of an input.
         heads = out.pack(attended.detach().flatten(1))
         update = torch.empty_like(stream)
         out.matmul(heads, update)
@@ -145,14 +145,14 @@ class _AfterAttention(torch.autograd.Function):
 
 
 class FeedForward(NamedTuple):
-    """The FFN of one modality."""
+    """FFN of one modality."""
 
     gate_up: FusedLinearGroup
     down: FusedLinearGroup
 
 
 def can_fuse(layer: Any) -> bool:
-    """Whether a decoder layer can be fused: plain LoRA on some of its linears, everything else frozen."""
+    """Return whether a decoder layer can be fused: plain LoRA on some of its linears, everything else frozen."""
     linears = [module for module in layer.modules() if isinstance(module, LoraLayer)]
     lora = {id(part) for linear in linears for factor in (linear.lora_A, linear.lora_B) for part in factor.parameters()}
     frozen = not any(parameter.requires_grad and id(parameter) not in lora for parameter in layer.parameters())
@@ -165,7 +165,7 @@ def _is_plain_lora(linear: Any) -> bool:
 
 
 class FusedLoraLayer(nn.Module):
-    """Decoder layer with fused LoRA: the same function of the same weights as the layer it is built from."""
+    """Decoder layer with fused LoRA, the same function of the same weights as the layer it is built from."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class FusedLoraLayer(nn.Module):
         self.text_down, self.audio_down = make_linear_group(text, audio), make_linear_group(audio, text)
         self.queries = self.out.inputs // self.head_size
         self.keys = (self.qkv.outputs // self.head_size - self.queries) // 2
-        # In a list, so that `parameters()` does not find it: the model holds it already.
+        # A list hides it from `parameters()`, since the model holds it already.
         self._layer = [layer]
 
     @property
@@ -195,7 +195,7 @@ class FusedLoraLayer(nn.Module):
         return _norms(self._layer[0].post_attention_layernorm, self._layer[0].audio_post_attention_layernorm)
 
     def ffns(self, num_text: int) -> Iterator[tuple[FeedForward, slice]]:
-        """The FFN of each modality with its rows of the stream."""
+        """Yield the FFN of each modality with its rows of the residual stream."""
         yield FeedForward(self.text_gate_up, self.text_down), slice(None, num_text)
         yield FeedForward(self.audio_gate_up, self.audio_down), slice(num_text, None)
 
@@ -207,10 +207,8 @@ class FusedLoraLayer(nn.Module):
         packing: PackedAttention,
         output: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream, and the update still to be added to it, which the next layer fuses into its norm.
-
-        With `output`, only those rows are computed after the attention.
-        """
+        """Return the residual stream and the update that is still to be added to it, which the next layer fuses into
+        its norm. With `output`, only those rows are computed after the attention."""
         before, after = self.qkv.lora_parameters, [part for group in self.groups[1:] for part in group.lora_parameters]
         stream, q, k, v = _BeforeAttention.apply(self, num_text, packing, stream, update, *before)  # type: ignore[no-untyped-call]
         attended = packing.attend_tiled(q, k, v)

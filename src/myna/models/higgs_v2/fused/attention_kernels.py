@@ -6,8 +6,8 @@ shared keys once per query head to sum them afterwards. Here tiles are small, ev
 program, and the program of a key head loops over the query heads that share it. Tiles are loaded by TMA, which needs no
 registers for addresses.
 
-Imported only where there is a CUDA device and Triton. Queries, keys and values are (positions, heads, head size) with
-heads contiguous; a row may hold other data beside them.
+Imported only with a CUDA device and Triton. Queries, keys and values are (positions, heads, head size) with heads
+contiguous; a row may hold other data beside them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AttentionTile(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
-    """2: tiles below the diagonal in a loop of their own, without the causal mask."""
+    """Number of loops. With 2, tiles below the diagonal have a loop of their own, without the causal mask."""
 
 
 FORWARD_TILE = AttentionTile(64, 64, 4, 1)
@@ -42,7 +42,7 @@ KEY_GRADIENT_TILE = AttentionTile(64, 64, 4, 2)
 
 
 class AttentionTileTables(NamedTuple):
-    """The tile table of each kernel, made once per batch on the GPU, without a sync."""
+    """Tile table of each kernel, made once per batch on the GPU without waiting for it."""
 
     forward: torch.Tensor
     to_queries: torch.Tensor
@@ -57,21 +57,11 @@ class AttentionTileTables(NamedTuple):
 
 @triton.jit(do_not_specialize=["positions"])
 def _forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    log2sumexp,
-    tiles,
-    positions,
-    scale,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """`log2sumexp` is the base-2 logarithm of the softmax denominator; `scale` includes log2(e)."""
+    q, k, v, out, log2sumexp, tiles, positions, scale,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Output of causal attention. `log2sumexp` is the base-2 logarithm of the softmax denominator; `scale` includes
+    log2(e)."""
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -111,24 +101,9 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["positions"])
 def _query_gradient_kernel(
-    q,
-    k,
-    v,
-    out,
-    d_out,
-    log2sumexp,
-    delta,
-    dq,
-    tiles,
-    positions,
-    scale,
-    softmax_scale,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    q, k, v, out, d_out, log2sumexp, delta, dq, tiles, positions, scale, softmax_scale,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Gradient of queries, and `delta`, the row sums of out * d_out that the softmax gradient subtracts."""
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
@@ -168,23 +143,9 @@ def _query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["positions"])
 def _key_value_gradient_kernel(
-    q,
-    k,
-    v,
-    d_out,
-    log2sumexp,
-    delta,
-    dk,
-    dv,
-    tiles,
-    positions,
-    scale,
-    softmax_scale,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    q, k, v, d_out, log2sumexp, delta, dk, dv, tiles, positions, scale, softmax_scale,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Gradients of keys and values, summed over the query heads that share them."""
     key_head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
@@ -211,7 +172,7 @@ def _key_value_gradient_kernel(
         d_tile = d_out.load([at, (key_head * GROUP + member) * SIZE])
         row_log2sumexp = tl.load(log2sumexp + member * positions + row, mask=inside, other=0.0)
         row_delta = tl.load(delta + member * positions + row, mask=inside, other=0.0)
-        # A tile may reach into the next sequence: the causal mask excludes its keys, `inside` its queries.
+        # A tile may reach into the next sequence. The causal mask excludes its keys, `inside` its queries.
         weights = tl.exp2(tl.dot(key, tl.trans(query)) * scale - row_log2sumexp[None, :])
         weights = tl.where((row[None, :] >= column[:, None]) & inside[None, :], weights, 0.0)
         d_value = tl.dot(weights.to(d_tile.dtype), d_tile, d_value)
@@ -226,7 +187,7 @@ def _key_value_gradient_kernel(
 def tiled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: AttentionTileTables
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, (positions, heads, head size), and `log2sumexp`, (heads, positions)."""
+    """Return the output, (positions, heads, head size), and `log2sumexp`, (heads, positions)."""
     positions, heads, size = q.shape
     out = q.new_empty(positions, heads, size)
     log2sumexp = q.new_empty(heads, positions, dtype=torch.float32)
@@ -249,7 +210,7 @@ def tiled_attention_backward(
     log2sumexp: torch.Tensor,
     tiles: AttentionTileTables,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values, each in its own memory."""
+    """Return the gradients of queries, keys and values, each in its own memory."""
     assert d_out.is_contiguous() and out.is_contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(log2sumexp)

@@ -1,7 +1,6 @@
 """Triton kernels of the operations in `linear.py`; each element is read and written once.
 
-Imported only where there is a CUDA device and Triton. One program handles one row, so any row count runs without
-recompilation.
+Imported only with a CUDA device and Triton. One program handles one row, so any row count runs without recompilation.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _MIN_ROW_ABSMAX = tl.constexpr(MIN_ROW_ABSMAX)
 
 @triton.jit
 def _store_fp8_row(values, absmax, inside, codes, scale):
-    """One row as fp8 codes with its scale."""
+    """Store one row as fp8 codes with its scale."""
     step = tl.maximum(absmax, _MIN_ROW_ABSMAX) / _FP8_MAX
     tl.store(scale, step)
     tl.store(codes, (values / step).to(codes.dtype.element_ty), mask=inside)
 
 
 def _fp8_arguments(out: PackedInput) -> dict[str, Any]:
-    """Where a kernel writes fp8 codes; without codes any valid pointer is passed."""
+    """Return the kernel arguments for fp8 codes; without codes any valid pointer is passed."""
     codes = out.x if out.codes is None else out.codes
     scale = out.x if out.scale is None else out.scale
     write_fp8 = out.codes is not None and out.scale is not None
@@ -38,26 +37,10 @@ def _fp8_arguments(out: PackedInput) -> dict[str, Any]:
 
 @triton.jit
 def _add_rms_norm_kernel(
-    stream,
-    update,
-    order,
-    text,
-    audio,
-    added,
-    out,
-    inverse_rms,
-    num_text,
-    width,
-    out_stride,
-    eps,
-    codes,
-    scale,
+    stream, update, order, text, audio, added, out, inverse_rms, num_text, width, out_stride, eps, codes, scale,
     code_stride,
-    HAS_UPDATE: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    WRITE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_UPDATE: tl.constexpr, HAS_ORDER: tl.constexpr, WRITE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -111,25 +94,10 @@ def launch_add_rms_norm(
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    d_normed,
-    stream,
-    inverse_rms,
-    d_stream,
-    text,
-    audio,
-    out,
-    order,
-    ordered,
-    num_text,
-    width,
-    ordered_stride,
-    codes,
-    scale,
-    code_stride,
-    HAS_ORDER: tl.constexpr,
-    WRITE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    d_normed, stream, inverse_rms, d_stream, text, audio, out, order, ordered, num_text, width, ordered_stride, codes,
+    scale, code_stride,
+    HAS_ORDER: tl.constexpr, WRITE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -217,23 +185,9 @@ def launch_rotate_qkv(
 
 @triton.jit
 def _rotate_qkv_backward_kernel(
-    dq,
-    dk,
-    dv,
-    order,
-    cos,
-    sin,
-    out,
-    queries,
-    keys,
-    out_stride,
-    codes,
-    scale,
-    code_stride,
-    WRITE_FP8: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    dq, dk, dv, order, cos, sin, out, queries, keys, out_stride, codes, scale, code_stride,
+    WRITE_FP8: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     position = tl.program_id(0).to(tl.int64)
     place = tl.load(order + position)
     head = tl.arange(0, HEADS)[:, None]
@@ -292,16 +246,9 @@ def launch_rotate_qkv_backward(
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up,
-    out,
-    width,
-    out_stride,
-    codes,
-    scale,
-    code_stride,
-    WRITE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gate_up, out, width, out_stride, codes, scale, code_stride,
+    WRITE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -323,18 +270,9 @@ def launch_swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
 
 @triton.jit
 def _swiglu_backward_kernel(
-    d,
-    gate_up,
-    out,
-    width,
-    d_stride,
-    out_stride,
-    codes,
-    scale,
-    code_stride,
-    WRITE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    d, gate_up, out, width, d_stride, out_stride, codes, scale, code_stride,
+    WRITE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -362,25 +300,16 @@ def launch_swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedIn
 
 
 def _row_grid(rows: int, width: int, *, whole: bool) -> tuple[tuple[int, int], dict[str, int]]:
-    """One program per row where the row maximum is needed, else one per block of a row."""
+    """Return the grid: one program per row if the row maximum is needed, else one per block of a row."""
     block = triton.next_power_of_2(width) if whole else min(SWIGLU_BLOCK_SIZE, triton.next_power_of_2(width))
     return (rows, triton.cdiv(width, block)), {"BLOCK": block, "num_warps": 8 if block <= 4096 else 16}
 
 
 @triton.jit
 def _copy_rows_kernel(
-    x,
-    out,
-    width,
-    x_stride,
-    out_stride,
-    codes,
-    scale,
-    code_stride,
-    COPIES: tl.constexpr,
-    WRITE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, out, width, x_stride, out_stride, codes, scale, code_stride,
+    COPIES: tl.constexpr, WRITE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -407,25 +336,16 @@ def launch_copy_rows(x: torch.Tensor, out: PackedInput) -> None:
 
 @triton.jit
 def _fp8_and_residual(values, TYPE: tl.constexpr):
-    """A value rounded to fp8, and what is missing as another fp8."""
+    """Round a value to fp8, and return what is missing as another fp8."""
     rounded = values.to(TYPE)
     return rounded, (values - rounded.to(tl.float32)).to(TYPE)
 
 
 @triton.jit
 def _append_fp8_projection_kernel(
-    x,
-    projection,
-    codes,
-    scale,
-    lora_width,
-    x_stride,
-    projection_stride,
-    code_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LORA_BLOCK: tl.constexpr,
-):
+    x, projection, codes, scale, lora_width, x_stride, projection_stride, code_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LORA_BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, LORA_BLOCK)
     inside = column < lora_width

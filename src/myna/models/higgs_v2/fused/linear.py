@@ -1,6 +1,8 @@
-"""Memory-bound operations between the matrix products of a fused LoRA layer: one pass over memory each.
+"""Matrix products with LoRA and the memory-bound operations between them, for the fused layer.
 
-Plain torch, as the reference and for any device; on a CUDA GPU with Triton each one is a kernel of `kernels.py`.
+Operations are plain torch, as the reference and for any device; on a CUDA GPU with Triton each one is a kernel of
+`kernels.py` that passes over memory once. A `FusedLinearGroup` computes the products of linear layers with a common
+input, LoRA included, as one.
 """
 
 from __future__ import annotations
@@ -19,31 +21,32 @@ from myna.core.device import supports_triton
 from myna.models.quantized import E4M3, Fp8Linear, QuantizedLinear, supports_fp8
 
 FP8_MAX = 448.0
-"""The largest number of fp8 (e4m3)."""
+"""Largest number of fp8 (e4m3)."""
 FP8_PARTS = 3
-"""fp8 columns per LoRA column. A single one would leave LoRA activations three mantissa bits, and unfused layers do not
-quantize them at all. So a value is stored as its fp8 rounding and its residual as a second fp8. Only the product of two
-residuals is negligible: inputs hold (rounded, residual, rounded) where weights hold (rounded, rounded, residual)."""
+"""fp8 columns per LoRA column. A single one would leave LoRA activations three mantissa bits, while unfused layers
+do not quantize them at all. So a value is stored as its fp8 rounding and its residual as a second fp8. Only the
+product of two residuals is negligible: inputs hold (rounded, residual, rounded) where weights hold (rounded,
+rounded, residual)."""
 MIN_ROW_ABSMAX = 1e-12
 """Lower bound of a row's largest magnitude, so that a row of zeros has a scale."""
 
 
 class ModalityNorms(NamedTuple):
-    """The text and audio RMS norm weights at one place of a layer."""
+    """Text and audio RMS norm weights at one place of a layer."""
 
     text: torch.Tensor
     audio: torch.Tensor
     eps: float
 
     def per_row(self, num_text: int, rows: int) -> torch.Tensor:
-        """(rows, width): the norm weight of each row."""
+        """(rows, width): norm weight of each row."""
         return torch.cat([self.text.expand(num_text, -1), self.audio.expand(rows - num_text, -1)]).float()
 
 
 class PackedInput(NamedTuple):
     """Input rows of a fused matrix product: values, their LoRA projection, and both as fp8 if the weights are fp8.
 
-    An operation writes `x` with `codes` and `scale`; the projection follows in `linear.py`.
+    An operation writes `x` with `codes` and `scale`; the product adds the projection.
     """
 
     x: torch.Tensor
@@ -51,11 +54,11 @@ class PackedInput(NamedTuple):
     projection: torch.Tensor
     """(rows, lora width)"""
     buffer: torch.Tensor | None = None
-    """(rows, width + lora width): both, contiguous within a row."""
+    """(rows, width + lora width): `x` and `projection`, contiguous within a row."""
     codes: torch.Tensor | None = None
-    """(rows, width + FP8_PARTS * lora width): both as fp8, the projection in parts."""
+    """(rows, width + FP8_PARTS * lora width): `x` and `projection` as fp8, the projection in parts."""
     scale: torch.Tensor | None = None
-    """(rows, 1): the factor of the fp8 codes."""
+    """(rows, 1): factor of the fp8 codes."""
 
     def select(self, rows: slice) -> PackedInput:
         return PackedInput(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
@@ -74,10 +77,8 @@ def add_rms_norm(
     num_text: int,
     out: PackedInput,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residual add and RMS norm: row `order[i]` of the update is added to row i of the stream, its norm goes to `out`.
-
-    Returns the new stream and the inverse RMS of each row.
-    """
+    """Add row `order[i]` of the update to row i of the residual stream, and write its RMS norm to `out`. Returns the
+    new stream and the inverse RMS of each row."""
     if supports_triton(stream):
         return _kernels().launch_add_rms_norm(stream, update, order, norms, num_text, out)  # type: ignore[no-any-return]
     if update is not None:
@@ -99,7 +100,8 @@ def rms_norm_backward(
     order: torch.Tensor | None = None,
     ordered: PackedInput | None = None,
 ) -> torch.Tensor:
-    """Gradient of `add_rms_norm` with respect to the stream. Row i also goes to row `order[i]` of `ordered`."""
+    """Return the gradient of `add_rms_norm` with respect to the residual stream. Row i also goes to row `order[i]` of
+    `ordered`."""
     if supports_triton(stream):
         arguments = (d_normed, stream, inverse_rms, norms, num_text, d_stream, order, ordered)
         return _kernels().launch_rms_norm_backward(*arguments)  # type: ignore[no-any-return]
@@ -116,7 +118,7 @@ def rms_norm_backward(
 def rotate_qkv(
     qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, rotated_heads: int
 ) -> torch.Tensor:
-    """Rows in the given order, with rotary embedding of the first `rotated_heads` heads of `size`."""
+    """Return rows in the given order, with rotary embedding of the first `rotated_heads` heads of `size`."""
     if supports_triton(qkv):
         return _kernels().launch_rotate_qkv(qkv, order, cos, sin, size, rotated_heads)  # type: ignore[no-any-return]
     heads = qkv[order].view(len(order), qkv.shape[1] // size, size)
@@ -135,7 +137,7 @@ def rotate_qkv_backward(
     sin: torch.Tensor,
     out: PackedInput,
 ) -> None:
-    """Gradient of `rotate_qkv`, written to the rows `order` of `out`."""
+    """Write the gradient of `rotate_qkv` to the rows `order` of `out`."""
     if supports_triton(dq):
         _kernels().launch_rotate_qkv_backward(dq, dk, dv, order, cos, sin, out)
         return
@@ -147,7 +149,7 @@ def rotate_qkv_backward(
 
 
 def swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
-    """silu of the first half of each row, times the second half."""
+    """Write silu of the first half of each row times the second half."""
     if supports_triton(gate_up):
         _kernels().launch_swiglu(gate_up, out)
         return
@@ -157,7 +159,7 @@ def swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
 
 
 def swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) -> None:
-    """Gradient of `swiglu` with respect to `gate_up`."""
+    """Write the gradient of `swiglu` with respect to `gate_up`."""
     if supports_triton(gate_up):
         _kernels().launch_swiglu_backward(d, gate_up, out)
         return
@@ -168,7 +170,7 @@ def swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) ->
 
 
 def copy_rows(x: torch.Tensor, out: PackedInput) -> None:
-    """Copy rows into a packed input; `out.x` may be the same tensor, then only the fp8 codes are written."""
+    """Copy rows into a packed input. `out.x` may be the same tensor; then only the fp8 codes are written."""
     if supports_triton(x):
         _kernels().launch_copy_rows(x, out)
         return
@@ -184,7 +186,7 @@ def _write_fp8(out: PackedInput) -> None:
 
 
 def append_fp8_projection(packed: PackedInput) -> None:
-    """Write the LoRA projection behind the fp8 codes; a row whose scale is too small for it is quantized again."""
+    """Write the LoRA projection after the fp8 codes. A row whose scale is too small for it is quantized again."""
     assert packed.codes is not None and packed.scale is not None
     if not packed.projection.shape[1]:
         return
@@ -198,30 +200,30 @@ def append_fp8_projection(packed: PackedInput) -> None:
 
 
 def _fp8_and_residual(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values rounded to fp8, and the residual rounded to fp8, both in the type they came in."""
+    """Return values rounded to fp8, and the residual rounded to fp8, both in the type of the values."""
     rounded = _round_to_fp8(values)
     return rounded, _round_to_fp8(values - rounded)
 
 
 def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
-    """Saturating, as the hardware is; not every version of torch is."""
+    """Round and saturate, as the hardware does; not every version of torch saturates."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(E4M3).to(values.dtype)
 
 
 class WeightCopy(NamedTuple):
-    """A parameter and its copy in another type, kept up to date: times `factor`, divided by `scale`."""
+    """Parameter and its copy in another type, kept up to date: times `factor`, divided by `scale`."""
 
     source: torch.Tensor
     target: torch.Tensor
-    """Of the parameter's shape. With a scale it is (FP8_PARTS, *shape), as fp8."""
+    """Copy, in the parameter's shape. With a scale it is (FP8_PARTS, *shape), as fp8."""
     factor: float = 1.0
     scale: torch.Tensor | None = None
     scale_dim: int = 0
-    """The dimension that `scale` runs along."""
+    """Dimension that `scale` runs along."""
 
 
 class WeightCopies:
-    """The copies of all LoRA parameters in the packed weights, refreshed by one kernel launch per type."""
+    """Copies of all LoRA parameters in the packed weights, refreshed by one kernel launch per type."""
 
     def __init__(self, copies: list[WeightCopy]) -> None:
         self.copies = copies
@@ -240,7 +242,7 @@ class WeightCopies:
                     value = torch.stack([rounded, rounded, residual])
                 target.copy_(value)
             return
-        # A parameter's memory may be replaced, if seldom.
+        # The memory of a parameter may be replaced, though rarely.
         pointers = tuple(copy.source.data_ptr() for copy in self.copies)
         if pointers != self._source_pointers:
             self._source_pointers, self._tables = pointers, self._pointer_tables()
@@ -273,14 +275,14 @@ class WeightCopies:
 
 
 LORA_ALIGNMENT = 16
-"""LoRA columns of a group come in multiples of this: tensor cores need it."""
+"""Number of LoRA columns of a group is a multiple of this, which tensor cores need."""
 ROW_ALIGNMENT = 64
-"""Rows begin at multiples of this many elements, for the same reason."""
+"""Number of elements that rows begin at multiples of, for the same reason."""
 SCALE_ALIGNMENT_BYTES = 16
-"""Of the address of fp8 row scales."""
+"""Alignment of the address of fp8 row scales."""
 FP8_HEADROOM = 64
-"""How many times larger than its row's largest weight a value of B may grow before fp8 saturates. As floats, the codes
-lose next to no precision by it."""
+"""Factor by which a value of B may exceed its row's largest weight before fp8 saturates. As floats, the codes lose
+almost no precision by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +294,7 @@ class LoraFactors:
     scaling: float
     outputs: slice
     columns: slice
-    """Its columns among the LoRA columns of the group."""
+    """Columns of this layer among the LoRA columns of the group."""
 
 
 class FusedLinearGroup(nn.Module):
@@ -323,7 +325,7 @@ class FusedLinearGroup(nn.Module):
         self._pack_weights(bases)
 
     def _pack_weights(self, bases: Sequence[nn.Linear]) -> None:
-        """W, B and A share one buffer (W top left, B right of it, A below), which both products read. The layers'
+        """Put W, B and A into one buffer (W top left, B right of it, A below), which both products read. The layers'
         weights become views of it, so that nothing is stored twice."""
         height, width = self.outputs + self.lora_width, self.inputs + self.lora_width
         packed = bases[0].weight.new_zeros(height, width + -width % ROW_ALIGNMENT)[:, :width]
@@ -338,45 +340,45 @@ class FusedLinearGroup(nn.Module):
 
     @property
     def lora_parameters(self) -> list[torch.Tensor]:
-        """A and B of every layer, in the order of `lora_gradients`."""
+        """Return A and B of every layer, in the order of `lora_gradients`."""
         return [parameter for factors in self.factors for parameter in (factors.a, factors.b)]
 
     def weight_copies(self) -> Iterator[WeightCopy]:
-        """Parts of the packed weight to refresh after an optimizer step."""
+        """Yield the parts of the packed weight to refresh after an optimizer step."""
         for factors in self.factors:
             yield WeightCopy(factors.a, self.lora_a[factors.columns])
             yield WeightCopy(factors.b, self.lora_b[factors.outputs, factors.columns], factors.scaling)
 
     def workspace(self, like: torch.Tensor, width: int) -> PackedInput:
-        """An uninitialized packed input of as many rows as `like`, for `width` inputs or output gradients."""
+        """Return an uninitialized packed input with the rows of `like`, for `width` inputs or output gradients."""
         whole = width + self.lora_width
         buffer = like.new_empty(len(like), whole + -whole % ROW_ALIGNMENT)[:, :whole]
         return PackedInput(buffer[:, :width], buffer[:, width:], buffer)
 
     def pack(self, x: torch.Tensor) -> PackedInput:
-        """A packed input that holds `x`."""
+        """Return a packed input that holds `x`."""
         packed = self.workspace(x, x.shape[1])
         copy_rows(x, packed)
         return packed
 
     def matmul(self, packed: PackedInput, out: torch.Tensor) -> None:
-        """(rows, inputs) -> (rows, outputs)."""
+        """Multiply (rows, inputs) to (rows, outputs)."""
         if self.lora_width:
             torch.mm(packed.x, self.lora_a.t(), out=packed.projection)
         self._matmul(packed, out)
 
     def matmul_backward(self, d: PackedInput, out: torch.Tensor) -> None:
-        """(rows, outputs) -> (rows, inputs)."""
+        """Multiply (rows, outputs) to (rows, inputs)."""
         self.project_gradient(d)
         self._matmul_backward(d, out)
 
     def project_gradient(self, d: PackedInput) -> None:
-        """dy B: the part of `matmul_backward` that the LoRA gradients need."""
+        """Compute dy B, the part of `matmul_backward` that the LoRA gradients need."""
         if self.lora_width:
             torch.mm(d.x, self.lora_b, out=d.projection)
 
     def lora_gradients(self, packed: PackedInput, d: PackedInput) -> list[torch.Tensor]:
-        """Gradients of A and B of every layer, after `matmul` and `project_gradient`."""
+        """Return the gradients of A and B of every layer, after `matmul` and `project_gradient`."""
         gradients = []
         if self.factors:
             d_a = _matmul_as(self.factors[0].a.dtype, d.projection.t(), packed.x)
@@ -398,10 +400,10 @@ class FusedLinearGroup(nn.Module):
 
 
 class DequantizedLinearGroup(FusedLinearGroup):
-    """Group of int8 or nf4 layers: the packed weight is dequantized for each product and freed after it."""
+    """Group of int8 or nf4 layers. The packed weight is dequantized for each product and freed after it."""
 
     def _pack_weights(self, bases: Sequence[nn.Linear]) -> None:
-        # In a list, so that `parameters()` does not find them: the model holds them already.
+        # A list hides them from `parameters()`, since the model holds them already.
         self._bases = cast(list[QuantizedLinear], list(bases))
         like = self._bases[0].weight
         self.register_buffer("lora_a", like.new_zeros(self.lora_width, self.inputs), persistent=False)
@@ -436,8 +438,8 @@ class Fp8LinearGroup(DequantizedLinearGroup):
         self._join("codes_back", "scale_back", self.inputs, self.outputs, layers, dim=1)
 
     def _join(self, codes: str, scale: str, rows: int, columns: int, layers: Sequence[Fp8Linear], dim: int) -> None:
-        """One buffer for the layers' codes, which become views of it. Scales are powers of two, so that nothing is
-        rounded again, and larger than W needs by `FP8_HEADROOM`."""
+        """Join the layers' codes in one buffer; the layers keep views of it. Scales are powers of two, so that nothing
+        is rounded again, and larger than W needs by `FP8_HEADROOM`."""
         scales = [getattr(layer, scale) for layer in layers]
         largest = torch.cat(scales) if dim == 0 else torch.stack(scales).amax(0)
         common = FP8_HEADROOM * torch.exp2(largest.log2().ceil())
@@ -486,13 +488,13 @@ class Fp8LinearGroup(DequantizedLinearGroup):
 
 
 def _matmul_fp8(packed: PackedInput, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """Packed fp8 rows times the transpose of fp8 weights."""
+    """Multiply packed fp8 rows by the transpose of fp8 weights."""
     append_fp8_projection(packed)
     assert packed.codes is not None and packed.scale is not None
     if supports_fp8(out.device) and len(out):
         # With row scales `scaled_mm` returns bf16 only.
         y = out if out.dtype == torch.bfloat16 else out.new_empty(out.shape, dtype=torch.bfloat16)
-        # It also wants aligned scales, which those of the audio rows may not be.
+        # It also needs aligned scales, and those of the audio rows may not be.
         aligned = packed.scale.data_ptr() % SCALE_ALIGNMENT_BYTES == 0
         row_scale = packed.scale if aligned else packed.scale.clone()
         scaled_mm(packed.codes, codes.t(), row_scale, scale.t(), y.dtype, out=y)
@@ -503,8 +505,8 @@ def _matmul_fp8(packed: PackedInput, codes: torch.Tensor, scale: torch.Tensor, o
 
 
 def make_linear_group(linears: Sequence[Any], *siblings: Sequence[Any]) -> FusedLinearGroup:
-    """The group for layers as they are stored. Its LoRA width is the largest among it and its `siblings`, so that rows
-    of all of them fit one buffer."""
+    """Make the group for layers as they are stored. Its LoRA width is the largest among it and its `siblings`, so that
+    rows of all of them fit one buffer."""
     base = linears[0].get_base_layer() if isinstance(linears[0], LoraLayer) else linears[0]
     lora_width = max(_lora_width(group) for group in (linears, *siblings))
     if isinstance(base, Fp8Linear):
@@ -513,13 +515,13 @@ def make_linear_group(linears: Sequence[Any], *siblings: Sequence[Any]) -> Fused
 
 
 def _lora_width(linears: Sequence[Any]) -> int:
-    """Sum of the ranks, aligned."""
+    """Return the sum of the ranks, aligned."""
     ranks: int = sum(linear.r[linear.active_adapters[0]] for linear in linears if isinstance(linear, LoraLayer))
     return ranks + -ranks % LORA_ALIGNMENT
 
 
 def _matmul_as(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A product in the type of the parameter it is a gradient of; it is accumulated in fp32 anyway."""
+    """Multiply in the type of the parameter that the result is a gradient of. It is accumulated in fp32 in any case."""
     if left.is_cuda and left.dtype != dtype == torch.float32:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
