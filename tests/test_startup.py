@@ -19,6 +19,7 @@ NEEDS_TRITON = (
     "myna.models.higgs_v2.codec_kernels",
     "myna.models.higgs_v2.decode.cuda",
     "myna.models.higgs_v2.decode.kernels",
+    "myna.models.higgs_v2.decode.sampling_kernels",
     "myna.models.higgs_v2.fused.attention_kernels",
     "myna.models.higgs_v2.fused.kernels",
 )

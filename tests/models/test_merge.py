@@ -14,7 +14,7 @@ from myna.core.config import AdaptSettings, Quantization
 from myna.core.errors import CheckpointError, ModelError
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
-from myna.models.files import adapter_base, find_adapter
+from myna.models.files import METADATA_FILE, WeightsMetadata, adapter_base, find_adapter, read_metadata, save_metadata
 from myna.models.lora import (
     base_model_hash,
     frozen_linear_names,
@@ -25,7 +25,6 @@ from myna.models.lora import (
     weights_hash,
 )
 from myna.models.merge import merge_adapter, probe_logits, verify_written
-from myna.models.metadata import METADATA_FILE, WeightsMetadata, read_metadata, save_metadata
 from myna.models.quantized import quantize, quantized_linears
 
 

@@ -2,7 +2,7 @@
 
 Codebook k is k frames after codebook 0, which alone decides when to stop: after its end of stream at frame f, codebook
 k ends at frame f + k. Noise is a hash of (seed, frame, codebook, draw, class), so a request's codes do not depend on
-other requests in its batch. `sample_kernel` in higgs_v2/decode/kernels.py does the same on a GPU.
+other requests in its batch. `sample_kernel` in higgs_v2/decode/sampling_kernels.py does the same on a GPU.
 """
 
 from __future__ import annotations

@@ -24,9 +24,18 @@ from myna.core.errors import CheckpointError, ConfigError, ModelError
 from myna.core.io import atomic_folder, check_new_folder
 from myna.models import open_family
 from myna.models.base import Family, get_base_model
-from myna.models.files import absolute_source, open_safetensors, resolve_checkpoint, shapes_of, stored_tensors
+from myna.models.files import (
+    USAGE_FINGERPRINTS,
+    WeightsMetadata,
+    absolute_source,
+    open_safetensors,
+    read_metadata,
+    resolve_checkpoint,
+    save_metadata,
+    shapes_of,
+    stored_tensors,
+)
 from myna.models.lora import SupportsLora, make_trainable, merge_lora, resolve_module_names, save_adapter, scale_adapter
-from myna.models.metadata import USAGE_FINGERPRINTS, WeightsMetadata, read_metadata, save_metadata
 
 LOGIT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference between the logits of a merged model and those of the adapter, as a share of the largest logit, by

@@ -12,8 +12,7 @@ from myna.core.errors import ModelError, MynaError, SpeakError
 from myna.core.io import file_sha256
 from myna.core.run_folder import RunFolder
 from myna.models import find_checkpoint, open_family
-from myna.models.files import adapter_base, find_adapter, is_adapter
-from myna.models.metadata import WeightsMetadata, read_metadata
+from myna.models.files import WeightsMetadata, adapter_base, find_adapter, is_adapter, read_metadata
 
 if TYPE_CHECKING:
     from myna.models.base import Family

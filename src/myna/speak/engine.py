@@ -26,7 +26,7 @@ from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
 from myna.data.manifest import SPEAKER_TAG
 from myna.models.base import AdapterSlots, Family, RenderedSequence, require_speaking
-from myna.models.metadata import WeightsMetadata
+from myna.models.files import WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech

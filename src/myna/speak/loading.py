@@ -13,8 +13,7 @@ from myna.core.errors import SpeakError
 from myna.core.io import file_hash
 from myna.data.codec import Encoder
 from myna.models.base import Family, LoraMatrices, require_speaking
-from myna.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
-from myna.models.metadata import WeightsMetadata
+from myna.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.train.precision import DTYPES, choose_precision

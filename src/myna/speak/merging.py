@@ -8,9 +8,8 @@ from pathlib import Path
 from myna.core.device import pick_device
 from myna.core.errors import ConfigError, ModelError
 from myna.core.io import atomic_folder, check_new_folder, file_hash
-from myna.models.files import ADAPTER_WEIGHTS_FILE, absolute_source
+from myna.models.files import ADAPTER_WEIGHTS_FILE, USAGE_FINGERPRINTS, absolute_source, save_metadata
 from myna.models.merge import MergeCheck, merge_adapter
-from myna.models.metadata import USAGE_FINGERPRINTS, save_metadata
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_adapted
 from myna.train.precision import DTYPES

@@ -39,9 +39,8 @@ from myna.core.run_folder import (
 )
 from myna.data.loader import Loader
 from myna.models.base import Batch, RenderedSequence
-from myna.models.files import absolute_source, format_names
+from myna.models.files import WeightsMetadata, absolute_source, format_names, save_metadata
 from myna.models.lora import adapter_state_dict, save_adapter, weights_hash
-from myna.models.metadata import WeightsMetadata, save_metadata
 from myna.models.quantized import quantized_linears
 from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
 from myna.train.divergence import DivergenceMonitor

@@ -8,9 +8,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from myna.core.errors import TrainingError
-from myna.models.files import find_adapter
+from myna.models.files import USAGE_FINGERPRINTS, find_adapter
 from myna.models.lora import base_model_hash, initialize_adapter
-from myna.models.metadata import USAGE_FINGERPRINTS
 from myna.models.ref import ModelRef
 from myna.train.ema import WeightEMA
 from myna.train.precision import DTYPES

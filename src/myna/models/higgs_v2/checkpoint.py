@@ -32,8 +32,7 @@ from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import atomic_folder
 from myna.models import files
 from myna.models.base import Sampling
-from myna.models.files import is_adapter, load_tokenizer
-from myna.models.metadata import METADATA_FILE
+from myna.models.files import METADATA_FILE, is_adapter, load_tokenizer
 
 Layout = Literal["transformers", "original"]
 

@@ -28,6 +28,7 @@ from myna.models.base import (
     TransformersGeneration,
     get_base_model,
 )
+from myna.models.files import read_metadata
 from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.higgs_v2 import checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
@@ -36,7 +37,6 @@ from myna.models.higgs_v2.decode import HiggsDecoder, prompt_tensors, run_prompt
 from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots
 from myna.models.higgs_v2.forward import HiggsObjective
 from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, HiggsRenderer
-from myna.models.metadata import read_metadata
 
 
 def builtin_config() -> Any:

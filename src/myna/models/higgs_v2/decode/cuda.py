@@ -313,14 +313,14 @@ class CudaDecoder(HiggsDecoder):
                 self._matrix_layers(rows, adapted)
         else:
             self._launch_modules(rows, adapted)
-        kernels.sample_kernel[rows, books](
+        sampling_kernels.sample_kernel[rows, books](
             *(self._logits, state.codes, self._result, state.frames, state.ends, state.caps, state.seeds),
             *(state.temperatures, state.top_ks, state.top_ps, state.windows, state.limits, state.history),
             *(books, self.classes, triton.next_power_of_2(self.classes), self.delay.begin, self.delay.end),
             HISTORY=MAX_REPETITION_WINDOW,
             num_warps=4,
         )
-        kernels.advance_kernel[(triton.cdiv(rows, 32),)](
+        sampling_kernels.advance_kernel[(triton.cdiv(rows, 32),)](
             *(state.codes, self._result, state.frames, state.ends, state.positions, state.active, state.history, rows),
             *(books, self.delay.end),
             HISTORY=MAX_REPETITION_WINDOW,
