@@ -9,10 +9,8 @@ import torch.nn.functional as F
 def packed_causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Attend causally inside each sequence; (positions, heads, head size) in sequence order.
-
-    One call per sequence is exact on every device, and needs no mask that grows with the square of a packed row.
-    """
+    """Attend causally inside each sequence; (positions, heads, head size) in sequence order. One call per sequence is
+    exact on every device, and needs no mask that grows with the square of a packed row."""
     k, v = _repeat_heads(q, k, v)
     attended = []
     for parts in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
@@ -26,11 +24,9 @@ def packed_causal_attention(
 def padded_causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Compute `packed_causal_attention` in one call, which is faster for many short sequences.
-
-    `places` are the positions in the batch padded to the longest sequence. Padding follows the end of a sequence, so
-    the causal mask hides it. If most of the batch would be padding, sequences go one by one.
-    """
+    """Compute `packed_causal_attention` in one call, which is faster for many short sequences. `places` are the
+    positions in the batch padded to the longest sequence. Padding follows the end of a sequence, so the causal mask
+    hides it. If most of the batch would be padding, sequences go one by one."""
     count, longest = len(lengths), max(lengths)
     if count * longest > 2 * len(q):
         return packed_causal_attention(q, k, v, lengths)

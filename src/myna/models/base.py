@@ -40,11 +40,9 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedSequence:
-    """Token ids, audio codes and labels of one conversation.
-
-    `labels` and `code_labels` hold, at each position, the token of *that* position where it is supervised, and
-    `IGNORE_INDEX` elsewhere. The shift by one happens once, in `collate`.
-    """
+    """Token ids, audio codes and labels of one conversation. `labels` and `code_labels` hold, at each position, the
+    token of *that* position where it is supervised, and `IGNORE_INDEX` elsewhere. The shift by one happens once, in
+    `collate`."""
 
     id: str
     ids: npt.NDArray[np.int64]
@@ -272,11 +270,9 @@ class Family(ABC):
         compiled: bool = False,
     ) -> nn.Module:
         """Build the module that maps a `Batch` to `LossSums`, with the weights as its `model`. DDP and FSDP wrap it.
-
         The backward pass recomputes the activations of the first `recompute` layers; the module has this number as an
         attribute that can be changed. `fused_lora` may rearrange frozen weights, and layers that are not fused may be
-        `compiled`; results stay the same. The module's `fused` says whether its layers are fused.
-        """
+        `compiled`; results stay the same. The module's `fused` says whether its layers are fused."""
 
     @abstractmethod
     def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
@@ -434,12 +430,9 @@ class AdapterSlots(Protocol):
 
 
 class SpeechDecoder(Protocol):
-    """Decoding batch of a speaking family, with one row per request.
-
-    A row is filled by `prefill` or `copy_prompt`, started by `begin`, and generates one frame in every `step` until its
-    result says that it ended. Only the first rows are processed, so the last row is moved to the place of a row that
-    ended.
-    """
+    """Decoding batch of a speaking family, with one row per request. A row is filled by `prefill` or `copy_prompt`,
+    started by `begin`, and generates one frame in every `step` until its result says that it ended. Only the first rows
+    are processed, so the last row is moved to the place of a row that ended."""
 
     rows: int
     max_positions: int

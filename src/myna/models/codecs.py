@@ -55,11 +55,9 @@ waits, otherwise it would restore them too early, or restore the changed ones.""
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute in full fp32, without autocast or TF32, because codes are computed once and stored.
-
-    Measured with the Higgs codec on an H200 at true size with random weights: fp32 gives the codes of a CPU, TF32
-    changes 4 % of the first codebook to 14 % of the last.
-    """
+    """Compute in full fp32, without autocast or TF32, because codes are computed once and stored. Measured with the
+    Higgs codec on an H200 at true size with random weights: fp32 gives the codes of a CPU, TF32 changes 4 % of the
+    first codebook to 14 % of the last."""
     with ExitStack() as stack:
         stack.enter_context(_PRECISION_LOCK)
         matmul = torch.get_float32_matmul_precision()
@@ -105,11 +103,8 @@ class Window(NamedTuple):
 
 def plan_windows(reach: int, done: int, frames: int, ended: bool, first_window: int = FIRST_WINDOW) -> Iterator[Window]:
     """Yield the windows after frame `done` of a stream of which `frames` frames are known, all of them if it has
-    `ended`.
-
-    A window is as long as all windows before it and the first. If a stream is generated at twice the pace of its
-    playback or faster, its next window is decoded before the last one has been played.
-    """
+    `ended`. A window is as long as all windows before it and the first. If a stream is generated at twice the pace of
+    its playback or faster, its next window is decoded before the last one has been played."""
     while True:
         last = done + min(done + first_window, MAX_WINDOW)
         if ended:

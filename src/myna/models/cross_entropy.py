@@ -21,10 +21,8 @@ def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy of each row in fp32 and whether its target is ranked first, for (rows, classes) and
-    (rows,).
-
-    The logits are overwritten and must not be used afterwards. Rows whose target is `IGNORE_INDEX` have loss 0.
-    """
+    (rows,). The logits are overwritten and must not be used afterwards. Rows whose target is `IGNORE_INDEX` have loss
+    0."""
     return _CrossEntropy.apply(logits, targets, label_smoothing)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -69,10 +69,8 @@ class ParameterCounts(NamedTuple):
 def make_trainable(
     model: nn.Module, family: SupportsLora, settings: AdaptSettings, dtype: torch.dtype | None = torch.float32
 ) -> nn.Module:
-    """Set up LoRA on the frozen model, or its own parameters with `adapt.mode: full`, as the settings say.
-
-    Trainable parameters become `dtype`; None keeps their types. Changes the model in place, on the meta device too.
-    """
+    """Set up LoRA on the frozen model, or its own parameters with `adapt.mode: full`, as the settings say. Trainable
+    parameters become `dtype`; None keeps their types. Changes the model in place, on the meta device too."""
     trainable = _enable_full(model, family, settings) if settings.mode == "full" else _add_lora(model, family, settings)
     return trainable if dtype is None else cast_trainable(trainable, dtype)
 
@@ -191,12 +189,9 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
-    """Load a saved adapter onto a model, every key checked.
-
-    LoRA matrices are fp32. For inference the adapter is frozen, whole modules get the model's dtype, and an adapter
-    without effect is refused. With `trainable` training continues: everything is fp32, and an untrained adapter is
-    accepted.
-    """
+    """Load a saved adapter onto a model, every key checked. LoRA matrices are fp32. For inference the adapter is
+    frozen, whole modules get the model's dtype, and an adapter without effect is refused. With `trainable` training
+    continues: everything is fp32, and an untrained adapter is accepted."""
     config, tensors = _read_adapter(folder)
     config.task_type = None
     config.inference_mode = not trainable

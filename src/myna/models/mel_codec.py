@@ -317,11 +317,8 @@ class MelCodec:
         return cls(network, codec_revision(asdict(config), tensors.items()), torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        """Encode (clips, samples) to (clips, frames, codebooks). One frame is enough, nothing is padded.
-
-        Clips are encoded one by one: sums are ordered differently in another batch, and a code must not depend on its
-        batch.
-        """
+        """Encode (clips, samples) to (clips, frames, codebooks). One frame is enough, nothing is padded. Clips are
+        encoded one by one: sums are ordered differently in another batch, and a code must not depend on its batch."""
         check_clips(self, clips)
         with full_precision(self._device):
             waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)

@@ -79,10 +79,8 @@ class MergeCheck:
 def merge_adapter(
     family: Family, model: nn.Module, folder: Path, *, layout: str = "transformers", strength: float = 1.0
 ) -> MergeCheck:
-    """Merge an adapter into its base and write the model: weights, configuration, tokenizer and codec.
-
-    The logits are compared before anything is written, and every tensor is read back and compared bit for bit.
-    """
+    """Merge an adapter into its base and write the model: weights, configuration, tokenizer and codec. The logits are
+    compared before anything is written, and every tensor is read back and compared bit for bit."""
     if not isinstance(model, PeftModel):
         raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
     with model.disable_adapter():
@@ -188,10 +186,8 @@ def extract_adapter(
     device: str = "cpu",
 ) -> dict[str, Any]:
     """Write the adapter that turns one checkpoint into the other as closely as its rank allows, and return its errors.
-
     `train_modules` None copies every part that changed and gets no LoRA. `text_head` includes the text head, which a
-    model trained on audio alone does not save. Both models are loaded in fp32.
-    """
+    model trained on audio alone does not save. Both models are loaded in fp32."""
     check_new_folder(out)
     family, tuned_family = open_family(base_source), open_family(tuned_source)
     base, tuned = (

@@ -51,11 +51,9 @@ class _FrozenMatmul(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Linear):
-    """Linear layer whose weight W (outputs, inputs) is packed into non-persistent buffers.
-
-    As an `nn.Linear` it is wrapped by PEFT like any other. Its `weight` is empty and only carries device and compute
-    type, so that multiplying by it fails.
-    """
+    """Linear layer whose weight W (outputs, inputs) is packed into non-persistent buffers. As an `nn.Linear` it is
+    wrapped by PEFT like any other. Its `weight` is empty and only carries device and compute type, so that multiplying
+    by it fails."""
 
     kind: ClassVar[str]
     codes: torch.Tensor
@@ -111,11 +109,8 @@ class QuantizedLinear(nn.Linear):
         return F.linear(x, self.dequantize())
 
     def matmul_backward(self, dy: torch.Tensor) -> torch.Tensor:
-        """Return dy W, without autograd.
-
-        A compiler would see that both passes unpack the same weight, and keep it for every layer from the forward to
-        the backward pass. The empty sum, a zero, makes the weight depend on dy.
-        """
+        """Return dy W, without autograd. A compiler would see that both passes unpack the same weight, and keep it for
+        every layer from the forward to the backward pass. The empty sum, a zero, makes the weight depend on dy."""
         return dy @ self._unpack(self.scale + dy[..., :0].sum())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,11 +122,9 @@ class QuantizedLinear(nn.Linear):
 
 
 class Fp8Linear(QuantizedLinear):
-    """fp8 (e4m3) weight with a scale per row; inputs and gradients are quantized row by row.
-
-    Forward and backward sum over different sides of W, and a scale must stay outside the sum, so W and its transpose
-    are both stored, each with its own row scales. That takes as much memory as bf16; the gain is speed.
-    """
+    """fp8 (e4m3) weight with a scale per row; inputs and gradients are quantized row by row. Forward and backward sum
+    over different sides of W, and a scale must stay outside the sum, so W and its transpose are both stored, each with
+    its own row scales. That takes as much memory as bf16; the gain is speed."""
 
     kind = "fp8"
     codes_back: torch.Tensor
@@ -202,11 +195,9 @@ class Int8Linear(QuantizedLinear):
 
 
 class Nf4Linear(QuantizedLinear):
-    """QLoRA's nf4 weight: a quarter of the memory of bf16, dequantized for every product.
-
-    A weight is the nearest of sixteen levels times the absmax of its block, which is itself quantized to 8 bits. Blocks
-    run through the rows, and the last one is zero-padded.
-    """
+    """QLoRA's nf4 weight: a quarter of the memory of bf16, dequantized for every product. A weight is the nearest of
+    sixteen levels times the absmax of its block, which is itself quantized to 8 bits. Blocks run through the rows, and
+    the last one is zero-padded."""
 
     kind = "nf4"
     block_scales: torch.Tensor

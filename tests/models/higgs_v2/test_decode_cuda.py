@@ -70,7 +70,7 @@ def test_graphs_are_the_eager_steps(family: HiggsV2, models: dict[str, Any], sam
 
 def test_the_kernel_samples_what_torch_samples() -> None:
     """Random logits, settings and seeds, row by row: the same codes, ends and log-probabilities."""
-    from myna.models.higgs_v2.decode import kernels
+    from myna.models.higgs_v2.decode import sampling_kernels as kernels
 
     rows, device = 64, torch.device("cuda")
     state = RowState.create(rows, 8, device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +33,7 @@ Activation = Tensor | Literal["gelu", "elu"] | None
 
 @cache
 def _kernels() -> Any:
-    return __import__("myna.models.higgs_v2.codec_kernels", fromlist=["codec_kernels"])
+    return import_module("myna.models.higgs_v2.codec_kernels")
 
 
 def _kernel_activation(activation: Activation) -> tuple[int, Tensor | None]:
@@ -137,11 +138,9 @@ class WaveformConv(nn.Module):
         return x, activate(x, activation)
 
     def norm_scale_and_shift(self, waves: Tensor, ends: Tensor, norm: nn.GroupNorm) -> tuple[Tensor, Tensor]:
-        """Return scale and shift of each channel of each clip that normalize it over the clip's time.
-
-        A channel's mean and variance follow from the moments of the few samples it is a weighted sum of, before the
-        channels are computed.
-        """
+        """Return scale and shift of each channel of each clip that normalize it over the clip's time. A channel's mean
+        and variance follow from the moments of the few samples it is a weighted sum of, before the channels are
+        computed."""
         windows = self._windows(waves).double()
         count = self.length(ends)[:, None, None]
         keep = valid_mask(windows, count[:, 0, 0])

@@ -102,11 +102,8 @@ class HiggsCodec:
         self, clips: Sequence[Samples], batch_seconds: float, notify: NotifyCallback
     ) -> Iterator[EncodedBatch]:
         """Encode clips with the batched encoder if it gives the same codes, else with `encode` in batches of equal
-        length.
-
-        Only this method uses the batched encoder, which needs seconds of compilation at first, too long for a single
-        reference. The choice depends on the codec and the GPU, not on the clips.
-        """
+        length. Only this method uses the batched encoder, which needs seconds of compilation at first, too long for a
+        single reference. The choice depends on the codec and the GPU, not on the clips."""
         batched = self._batched_codec(notify)
         if batched is None:
             yield from encode_equal_lengths(self, clips, batch_seconds)
@@ -207,11 +204,9 @@ def decode_reach(decoder: nn.Module, hop: int) -> int:
 
 @cache
 def codec_classes() -> tuple[Any, Any]:
-    """Return configuration and model class of the codec, with or without a working torchaudio.
-
-    transformers' module imports torchaudio for one function, and the registry's torchaudio does not load beside a CPU
-    build of torch. In that case the module gets `sinc_resample` from a stand-in, the only one in Myna.
-    """
+    """Return configuration and model class of the codec, with or without a working torchaudio. transformers' module
+    imports torchaudio for one function, and the registry's torchaudio does not load beside a CPU build of torch. In
+    that case the module gets `sinc_resample` from a stand-in, the only one in Myna."""
     from transformers import HiggsAudioV2TokenizerConfig
     from transformers.utils import import_utils
 
@@ -385,10 +380,7 @@ class BatchedDecoder(nn.Module):
 
     def forward(self, codes: Tensor, lengths: Tensor) -> Tensor:
         """Decode codes (windows, frames, codebooks) with the frames of each window to (windows, frames * hop), in [-1,
-        1].
-
-        Samples past a window's frames have no meaning. If an activation overflows fp16, samples are not finite.
-        """
+        1]. Samples past a window's frames have no meaning. If an activation overflows fp16, samples are not finite."""
         x = self.tables[0][codes[..., 0]]
         for number in range(1, codes.shape[-1]):
             x = x + self.tables[number][codes[..., number]]

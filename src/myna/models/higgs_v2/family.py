@@ -41,9 +41,7 @@ from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, HiggsRenderer
 
 def builtin_config() -> Any:
     """Return the configuration of the released model, for parameter counts and memory plans without a download.
-
-    transformers' defaults fit except for the two numbers below.
-    """
+    transformers' defaults fit except for the two numbers below."""
     from transformers import HiggsAudioV2Config
 
     return HiggsAudioV2Config(

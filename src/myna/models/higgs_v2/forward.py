@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ class _TiledAttention(torch.autograd.Function):
 
 @cache
 def _kernels() -> Any:
-    return __import__("myna.models.higgs_v2.fused.attention_kernels", fromlist=["attention_kernels"])
+    return import_module("myna.models.higgs_v2.fused.attention_kernels")
 
 
 def supports_tiled_attention(like: torch.Tensor) -> bool:

@@ -100,10 +100,8 @@ def save_tiny_codec(folder: Path, *, seed: int = 0, codebook_size: int = 64) -> 
 @torch.no_grad()
 def _calibrate(codec: Any) -> None:
     """Make codes distinguish sounds. After initialisation little of the audio gets through, and codebooks are all zero.
-
     Convolutions preserve the level, each codebook is sampled from the residuals of a few sounds, and the decoder's
-    output is scaled to the level of speech.
-    """
+    output is scaled to the level of speech."""
     init, count = torch.nn.init, 8 + codec.config.codebook_size // 8
     for stack in (codec.acoustic_encoder, codec.acoustic_decoder):
         for module in stack.modules():

@@ -35,10 +35,8 @@ from myna.models.phi4.render import Phi4Renderer
 
 
 def builtin_config() -> Any:
-    """Return the configuration of the released model, for parameter counts and memory plans without a download.
-
-    It has no rotary scaling of long sequences, which no count depends on.
-    """
+    """Return the configuration of the released model, for parameter counts and memory plans without a download. It has
+    no rotary scaling of long sequences, which no count depends on."""
     from transformers import Phi4MultimodalConfig
 
     return Phi4MultimodalConfig(

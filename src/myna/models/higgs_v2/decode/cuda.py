@@ -15,7 +15,7 @@ import triton
 from myna.core.compat import scaled_mm
 from myna.models.base import IGNORE_INDEX, RenderedSequence, StepResult
 from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
-from myna.models.higgs_v2.decode import HiggsDecoder, audio_positions, kernels, run_layers
+from myna.models.higgs_v2.decode import HiggsDecoder, audio_positions, kernels, run_layers, sampling_kernels
 from myna.models.higgs_v2.decode.weights import (
     HiggsAdapterSlots,
     Weight,

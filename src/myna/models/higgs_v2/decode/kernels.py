@@ -98,10 +98,8 @@ def qkv_kernel(
     K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norm, query-key-value product, rotary embedding of a single row; keys and values go to the cache.
-
-    A program computes BLOCK_N dimensions of the first half of a head and their partners of the second half.
-    """
+    """Norm, query-key-value product, rotary embedding of a single row; keys and values go to the cache. A program
+    computes BLOCK_N dimensions of the first half of a head and their partners of the second half."""
     half: tl.constexpr = D // 2
     blocks: tl.constexpr = half // BLOCK_N
     dtype: tl.constexpr = k_cache.dtype.element_ty
@@ -189,12 +187,9 @@ def decode_attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one query per row to its cached keys and values.
-
-    A program reads SPLIT positions of one key head, for all query heads that share it. The last one to finish a row's
-    head adds the partial results, (rows, query heads, MAX_SPLITS, D), in an order that does not depend on which was
-    last. `scale` includes log2(e).
-    """
+    """Attend with one query per row to its cached keys and values. A program reads SPLIT positions of one key head, for
+    all query heads that share it. The last one to finish a row's head adds the partial results, (rows, query heads,
+    MAX_SPLITS, D), in an order that does not depend on which was last. `scale` includes log2(e)."""
     queries: tl.constexpr = 16  # the smallest side of a matrix product; GROUP of them are real
     b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dtype: tl.constexpr = q_in.dtype.element_ty

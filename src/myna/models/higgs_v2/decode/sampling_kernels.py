@@ -44,11 +44,8 @@ def sample_kernel(
     BEGIN: tl.constexpr, END: tl.constexpr, HISTORY: tl.constexpr,
 ):  # fmt: skip
     """Sample one code: top-k, top-p, Gumbel noise keyed by seed, frame and codebook, repetition-aware redraw, delay
-    pattern.
-
-    `myna.models.code_sampling.sample_frame` does the same in torch, step by step. `result` is (rows, 2 codebooks + 1):
-    codes, log-probabilities (fp32 bits), and whether the row is still active.
-    """
+    pattern. `myna.models.code_sampling.sample_frame` does the same in torch, step by step. `result` is (rows, 2
+    codebooks + 1): codes, log-probabilities (fp32 bits), and whether the row is still active."""
     b, book = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, BLOCK)
     raw = tl.load(logits + (b * BOOKS + book) * CLASSES + c, mask=c < CLASSES, other=-float("inf"))

@@ -75,9 +75,7 @@ class _BeforeAttention(torch.autograd.Function):
 
 class _AfterAttention(torch.autograd.Function):
     """Layer from its attention on: (stream, attended) -> (stream, the FFN output that is still to be added to it).
-
-    `order` maps rows of the residual stream to rows of `attended`; None if they are the same.
-    """
+    `order` maps rows of the residual stream to rows of `attended`; None if they are the same."""
 
     @staticmethod
     def forward(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,10 +45,8 @@ class ModalityNorms(NamedTuple):
 
 
 class PackedInput(NamedTuple):
-    """Input rows of a fused matrix product: values, their LoRA projection, and both as fp8 if the weights are fp8.
-
-    An operation writes `x` with `codes` and `scale`; the product adds the projection.
-    """
+    """Input rows of a fused matrix product: values, their LoRA projection, and both as fp8 if the weights are fp8. An
+    operation writes `x` with `codes` and `scale`; the product adds the projection."""
 
     x: torch.Tensor
     """(rows, width)"""
@@ -66,7 +65,7 @@ class PackedInput(NamedTuple):
 
 @cache
 def _kernels() -> Any:
-    return __import__("myna.models.higgs_v2.fused.kernels", fromlist=["kernels"])
+    return import_module("myna.models.higgs_v2.fused.kernels")
 
 
 def add_rms_norm(
