@@ -39,10 +39,10 @@ from myna.data.loader import first_fit_decreasing
 from myna.models.base import RenderedSequence
 from myna.models.lora import make_trainable
 from myna.train.distributed import init_accelerator
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.memory_plan import LargestBatch, plan_memory
+from myna.train.optimizer import learning_rate
 from myna.train.precision import choose_precision
-from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer
 
 RECIPES = Path(__file__).parent.parent / "src/myna/recipes"
@@ -378,7 +378,7 @@ class MynaStepper:
         accelerator = init_accelerator(recipe, precision, device, folder)
         self.trainer = Trainer.from_recipe(recipe, family, precision, accelerator, lambda _: None, recomputed)
         randomize_adapter(self.trainer.trainable_parameters)
-        self.weights = stream_weights(family.loss_terms, recipe.loss)
+        self.weights = term_weights(family.loss_terms, recipe.loss)
         self.learning_rate = LEARNING_RATE
 
     def train_step(self, step: Any) -> Any:

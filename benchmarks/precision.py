@@ -39,9 +39,9 @@ from myna.models import open_family
 from myna.models.base import Batch, Family
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train.distributed import ProcessInfo, init_accelerator
-from myna.train.loss import LossAccumulator, stream_weights
+from myna.train.loss import LossAccumulator, term_weights
+from myna.train.optimizer import learning_rate
 from myna.train.precision import Precision, PrecisionName, choose_precision
-from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer
 
 STEPS, CODES, FRAMES, TOLERANCE = 200, 64, 40, 0.02
@@ -98,7 +98,7 @@ def gradients_are_finite(student: Trainer, step: Step, weights: torch.Tensor) ->
 def learn(student: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
     """One training from its first to its last step, and what it cost."""
     settings, device = student.recipe.train, student.accelerator.device
-    weights = stream_weights(student.family.loss_terms, student.recipe.loss)
+    weights = term_weights(student.family.loss_terms, student.recipe.loss)
     losses, norms, seconds = [], [], []
     for number, step in enumerate(steps, start=1):
         began = time.perf_counter()

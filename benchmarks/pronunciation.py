@@ -46,7 +46,7 @@ from myna.models.phi4.codec import CODES_PER_UNIT, MAX_CODE  # noqa: E402
 from myna.models.phi4.family import Phi4  # noqa: E402
 from myna.models.phi4.tiny import tiny_config  # noqa: E402
 from myna.train.distributed import init_accelerator  # noqa: E402
-from myna.train.loss import LossAccumulator, stream_weights  # noqa: E402
+from myna.train.loss import LossAccumulator, term_weights  # noqa: E402
 from myna.train.memory_plan import LargestBatch, plan_memory  # noqa: E402
 from myna.train.precision import choose_precision  # noqa: E402
 from myna.train.trainer import Trainer  # noqa: E402
@@ -177,7 +177,7 @@ def measure(name: str, family: RandomPhi4, device: torch.device, memory: int, ti
 def run_steps(trainer: Trainer, steps: Sequence[list[Batch]]) -> dict[str, Any]:
     """Run warm-up and timed steps, and one more backward pass to check every gradient."""
     device, settings = trainer.accelerator.device, trainer.recipe.train
-    weights = stream_weights(trainer.family.loss_terms, trainer.recipe.loss)
+    weights = term_weights(trainer.family.loss_terms, trainer.recipe.loss)
     losses, norms, seconds = [], [], []
     for step in steps:
         synchronize(device)

@@ -29,7 +29,7 @@ from myna.models.lora import make_trainable
 from myna.train import memory_plan
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision, PrecisionName, choose_precision
 from myna.train.trainer import Trainer
@@ -78,7 +78,7 @@ def first_steps(student: Trainer, count: int = 3) -> list[float]:
     """Losses of the first optimizer steps."""
     recipe = student.recipe
     loader = make_loader(recipe, student.family, recipe.data.train)
-    weights = stream_weights(student.family.loss_terms, recipe.loss)
+    weights = term_weights(student.family.loss_terms, recipe.loss)
     stream = loader.steps(recipe.train.batch_size, recipe.train.micro_batch_size, Shard())
     tallies = [student.train_step(next(stream), weights, recipe.train.learning_rate)[0] for _ in range(count)]
     return [tally.metrics(student.family.loss_terms, weights)["loss"] for tally in tallies]

@@ -17,7 +17,7 @@ from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
 from myna.train import loop
 from myna.train.distributed import ProcessInfo
-from myna.train.schedule import learning_rate
+from myna.train.optimizer import learning_rate
 
 from .conftest import TrainWith
 from .tiny_setup import make_recipe, train_run

@@ -33,8 +33,8 @@ from myna.evaluate.ranking import Constraints, StepScores, best_checkpoint, scor
 from myna.evaluate.scoring import ItemScores
 from myna.models import open_family
 from myna.train import checkpoint
+from myna.train.optimizer import learning_rate
 from myna.train.run import Run
-from myna.train.schedule import learning_rate
 from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 

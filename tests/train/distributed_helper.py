@@ -28,7 +28,7 @@ from myna.models import open_family
 from myna.models.base import Batch
 from myna.train.distributed import ProcessInfo, check_same_weights, gather_full_tensors, init_accelerator, shutdown
 from myna.train.loop import make_loader
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.precision import choose_precision
 from myna.train.trainer import Trainer
 
@@ -67,7 +67,7 @@ def learn_from_text(folder: Path) -> Trainer:
     assert text.counts[0] > 0 and text.counts[1:].sum() == 0
     place = ProcessInfo.from_environment()
     passes = [*first_rows(trainer, 1), text][place.rank :: place.world_size]
-    trainer.train_step(passes, stream_weights(trainer.family.loss_terms, trainer.recipe.loss), learning_rate=1e-3)
+    trainer.train_step(passes, term_weights(trainer.family.loss_terms, trainer.recipe.loss), learning_rate=1e-3)
     check_same_weights(trainer)
     if place.is_main:
         weights = {name: weight.detach() for name, weight in trainer.trainable_parameters.items()}
@@ -79,7 +79,7 @@ def bf16_loss(folder: Path) -> float:
     """Of full training in bf16, where the frozen part is bf16 and what learns is fp32."""
     trainer = make_trainer(load_recipe(folder / "full.yaml"), "bf16")
     place = ProcessInfo.from_environment()
-    weights = stream_weights(trainer.family.loss_terms, trainer.recipe.loss)
+    weights = term_weights(trainer.family.loss_terms, trainer.recipe.loss)
     tally, _ = trainer.train_step(first_rows(trainer, 2)[place.rank :: place.world_size], weights, learning_rate=1e-3)
     assert all(weight.dtype == torch.float32 for weight in trainer.trainable_parameters.values())
     shutdown(trainer)  # or a thread of gloo may be alive when the process ends, which then aborts
@@ -104,7 +104,7 @@ def look_at_ddp(folder: Path) -> dict[str, Any]:
     # What others did: call the model inside the wrapper, and no gradient is shared.
     ddp, trainer.objective = trainer.objective, trainer.accelerator.unwrap_model(trainer.objective)
     passes = first_rows(trainer, 2)[place.rank :: place.world_size]
-    trainer.train_step(passes, stream_weights(trainer.family.loss_terms, trainer.recipe.loss), learning_rate=1e-3)
+    trainer.train_step(passes, term_weights(trainer.family.loss_terms, trainer.recipe.loss), learning_rate=1e-3)
     seen["bypassed"] = complaint(trainer)
     trainer.objective = ddp
     reference = weakref.ref(ddp)
@@ -119,7 +119,7 @@ def look_at_fsdp(folder: Path) -> dict[str, Any]:
     whole = gather_full_tensors(trainer.trainable_parameters, keep=True)
     # Only one rank has something to judge by, and afterwards nobody keeps a weight that was put together for it.
     batches = first_rows(trainer, 1) if ProcessInfo.from_environment().is_main else []
-    heard = trainer.evaluate(batches, stream_weights(trainer.family.loss_terms, trainer.recipe.loss))
+    heard = trainer.evaluate(batches, term_weights(trainer.family.loss_terms, trainer.recipe.loss))
     seen = {
         "judged": heard["loss"],
         "taken apart again": all(isinstance(weight, DTensor) for weight in trainer.model.parameters()),

@@ -26,7 +26,7 @@ from myna.train import loop
 from myna.train.checkpoint import describe_inputs
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.memory_plan import LargestBatch, MemoryPlan, check_weights_fit, plan_memory
 from myna.train.precision import Precision, PrecisionName
 from myna.train.run import Run
@@ -71,7 +71,7 @@ def trainer_for(
 def losses(trainer: Trainer, steps: int) -> list[float]:
     recipe = trainer.recipe
     loader = make_loader(recipe, trainer.family, recipe.data.train)
-    weights, told = stream_weights(trainer.family.loss_terms, recipe.loss), []
+    weights, told = term_weights(trainer.family.loss_terms, recipe.loss), []
     stream = loader.steps(recipe.train.batch_size, 1, Shard())
     for _ in range(steps):
         tally, _ = trainer.train_step(next(stream), weights, RATE)

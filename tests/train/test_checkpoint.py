@@ -26,7 +26,7 @@ from myna.train import checkpoint, loop
 from myna.train.checkpoint import CheckpointManager, TrainingProgress
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
 from myna.train.trainer import Trainer
@@ -106,9 +106,7 @@ class Pupil:
     def train_step(self, start: int, steps: int) -> None:
         stream = self.loader.steps(2, 1, Shard(), start=start)
         for _ in range(steps):
-            self.trainer.train_step(
-                next(stream), stream_weights(self.family.loss_terms, self.trainer.recipe.loss), 1e-3
-            )
+            self.trainer.train_step(next(stream), term_weights(self.family.loss_terms, self.trainer.recipe.loss), 1e-3)
         stream.close()
 
     def state(self) -> dict[str, Any]:

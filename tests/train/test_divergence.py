@@ -8,8 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from myna.train.divergence import MAX_STEPS_ABOVE_CHANCE, MAX_ZERO_GRADIENT_STEPS, DivergenceMonitor
-from myna.train.loss import LossAccumulator
+from myna.train.loss import MAX_STEPS_ABOVE_CHANCE, MAX_ZERO_GRADIENT_STEPS, DivergenceMonitor, LossAccumulator
 
 CHANCE = (5.0, 4.0, 4.0)
 AUDIO = torch.tensor([0.0, 0.5, 0.5])

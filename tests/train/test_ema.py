@@ -15,9 +15,9 @@ from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.lora import load_adapter
 from myna.train import loop
-from myna.train.ema import WeightEMA
 from myna.train.loop import make_loader, run_training
-from myna.train.loss import stream_weights, weighted_loss
+from myna.train.loss import term_weights, weighted_loss
+from myna.train.optimizer import WeightEMA
 from myna.train.run import Run
 from tests.train.resume_helper import Notes, make_workspace, metrics, recipe_for
 
@@ -115,5 +115,5 @@ def test_what_is_evaluated_and_saved_is_the_mean(tmp_path: Path, monkeypatch: py
     with torch.no_grad():
         for batch in make_loader(recipe, family, workspace / "evaluation").evaluation_batches(1, Shard()):
             sums, counts = sums + objective(batch).sums, counts + batch.counts
-    loss = float(weighted_loss(sums, counts, stream_weights(family.loss_terms, recipe.loss)))
+    loss = float(weighted_loss(sums, counts, term_weights(family.loss_terms, recipe.loss)))
     assert loss == pytest.approx(rows["mean"][-1]["evaluation"]["loss"], abs=1e-6)

@@ -16,7 +16,7 @@ from myna.core.config import TrainSettings
 from myna.models import open_family
 from myna.models.base import LossSums
 from myna.models.higgs_v2.tiny import save_tiny
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.optimizer import make_optimizer
 from myna.train.precision import Precision, PrecisionName, choose_precision
 from myna.train.trainer import MAX_CONSECUTIVE_OVERFLOWS, Trainer
@@ -46,7 +46,7 @@ def make(source: Path, tmp_path: Path) -> Make:
 
 
 def weights_of(trainer: Trainer) -> torch.Tensor:
-    return stream_weights(trainer.family.loss_terms, trainer.recipe.loss)
+    return term_weights(trainer.family.loss_terms, trainer.recipe.loss)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,15 +29,14 @@ from myna.models.base import IGNORE_INDEX, RenderedSequence, get_base_model
 from myna.models.higgs_v2 import forward
 from myna.models.higgs_v2.batch import HiggsBatch
 from myna.models.higgs_v2.family import HiggsV2
-from myna.train import loop
+from myna.train import loop, preflight
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
-from myna.train.loss import stream_weights
+from myna.train.loss import term_weights
 from myna.train.memory_plan import largest_batch, plan_memory
 from myna.train.precision import choose_precision
-from myna.train.preflight import backward, run_preflight
-from myna.train.preflight import loss as preflight_loss
-from myna.train.preflight.context import CheckContext
+from myna.train.preflight import run_preflight
+from myna.train.preflight_data import CheckContext
 from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
@@ -141,7 +140,7 @@ def teach(workspace: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
     chosen = recipe(workspace, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
     family = opened(kind, workspace / "model")
     trainer, loader = trainer_for(chosen, family), make_loader(chosen, family, workspace / "prepared")
-    weights, stream = stream_weights(family.loss_terms, chosen.loss), loader.steps(2, 1, Shard())
+    weights, stream = term_weights(family.loss_terms, chosen.loss), loader.steps(2, 1, Shard())
     for _ in range(steps):
         trainer.train_step(next(stream), weights, 5e-3)
     family.save_model(trainer.model, out)
@@ -234,7 +233,7 @@ def test_a_sound_training_passes_and_is_shown(flight: Make, tmp_path: Path) -> N
 
 def test_it_leaves_no_trace(flight: Make) -> None:
     it = flight(adapt={"dropout": 0.2}, train={"ema_decay": 0.9})
-    weights = stream_weights(it.trainer.family.loss_terms, it.recipe.loss)
+    weights = term_weights(it.trainer.family.loss_terms, it.recipe.loss)
     it.trainer.train_step(next(it.loader.steps(2, 1, Shard())), weights, 1e-3)  # moments, and a random state in use
     before = it.state()
     it.take()
@@ -303,28 +302,28 @@ def test_misplaced_labels_are_seen_by_a_pretrained_model(flight: Make, kind: typ
 def test_one_codebook_may_waver(flight: Make) -> None:
     it = flight()
     look = CheckContext(it.trainer, it.loader, None, it.memory, it.folder, print, Shard())
-    losses = preflight_loss.measure_initial_loss(look)
-    preflight_loss.check_label_alignment(losses, look)
+    losses = preflight.measure_initial_loss(look)
+    preflight.check_label_alignment(losses, look)
     losses.by_offset[1].sums[5] = losses.by_offset[2].sums[5] * 1.01
-    preflight_loss.check_label_alignment(losses, look)
+    preflight.check_label_alignment(losses, look)
     for k in range(1, 5):
         losses.by_offset[1].sums[k] = losses.by_offset[2].sums[k] * 1.01
     with pytest.raises(TrainingError, match="misplaced"):
-        preflight_loss.check_label_alignment(losses, look)
+        preflight.check_label_alignment(losses, look)
 
 
 def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> None:
     it = flight()
     look = CheckContext(it.trainer, it.loader, None, it.memory, it.folder, print, Shard())
-    losses = preflight_loss.measure_initial_loss(look)
+    losses = preflight.measure_initial_loss(look)
     guesses = torch.tensor(losses.chance) * losses.by_offset[1].counts
     for k in losses.decisive[1:]:
         losses.by_offset[1].sums[k] = 1.5 * guesses[k]
     assert losses.mean(1) > losses.mean_chance
-    preflight_loss.check_better_than_chance(losses, look)
+    preflight.check_better_than_chance(losses, look)
     losses.by_offset[1].sums[losses.decisive[0]] = guesses[losses.decisive[0]]
     with pytest.raises(TrainingError, match="no better than chance"):
-        preflight_loss.check_better_than_chance(losses, look)
+        preflight.check_better_than_chance(losses, look)
 
 
 def test_random_weights_that_should_speak_are_refused(workspace: Path, flight: Make) -> None:
@@ -513,13 +512,13 @@ def test_out_of_memory_says_what_to_type_and_puts_everything_back(
 ) -> None:
     it = flight(train={"micro_batch_size": 2, "batch_size": 2})
     before = it.state()
-    two_steps = backward.run_two_steps
+    two_steps = preflight.run_two_steps
 
     def too_much(*arguments: Any) -> None:
         two_steps(*arguments)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(backward, "run_two_steps", too_much)
+    monkeypatch.setattr(preflight, "run_two_steps", too_much)
     told = it.refused()
     assert "out of memory in the longest pass" in told and "--set train.micro_batch_size=1" in told
     assert same(before, it.state())
@@ -529,7 +528,7 @@ def test_any_other_error_is_not_taken_for_it(flight: Make, monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr(backward, "run_two_steps", broken)
+    monkeypatch.setattr(preflight, "run_two_steps", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         flight().take()
 
@@ -575,7 +574,7 @@ def as_rank(workspace: Path, out: Path) -> None:
         it.take()
         untouched = same(before, it.state())
         passes = next(it.loader.steps(2, 1, Shard(torch.distributed.get_rank(), 2)))
-        tally, _ = it.trainer.train_step(passes, stream_weights(it.trainer.family.loss_terms, it.recipe.loss), 1e-3)
+        tally, _ = it.trainer.train_step(passes, term_weights(it.trainer.family.loss_terms, it.recipe.loss), 1e-3)
         told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
     try:
         Flight(recipe(workspace), out, MuteOnOne).take()

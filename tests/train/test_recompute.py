@@ -15,7 +15,7 @@ from myna.models.higgs_v2.tiny import save_tiny
 from myna.train import loop, memory_plan
 from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
-from myna.train.loss import LossAccumulator, stream_weights
+from myna.train.loss import LossAccumulator, term_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
 from myna.train.trainer import Trainer
@@ -57,7 +57,7 @@ def gradients(
     stream.close()
     tally.counts = torch.stack([batch.counts for batch in passes]).sum(0)
     torch.manual_seed(5)
-    trainer.backward(passes, stream_weights(family.loss_terms, recipe.loss), tally)
+    trainer.backward(passes, term_weights(family.loss_terms, recipe.loss), tally)
     found: dict[str, Any] = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
     return found | {"losses": tally.sums}, runs
 

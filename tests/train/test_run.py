@@ -11,7 +11,7 @@ import pytest
 from myna import api
 from myna.core.config import Recipe, load_recipe, parse_recipe
 from myna.core.errors import ConfigError, TrainingError
-from myna.train import loop
+from myna.train import launch
 from myna.train.run import Run, lock_run
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_run_gets_no_lock(tmp_path: Path) -> None:
 
 def test_only_rank_0_holds_it(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
-    monkeypatch.setattr(loop, "run_training", lambda *_, **__: held.append((tmp_path / "run" / ".lock").exists()))
+    monkeypatch.setattr(launch, "run_training", lambda *_, **__: held.append((tmp_path / "run" / ".lock").exists()))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)

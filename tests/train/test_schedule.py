@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from myna.core.config import TrainSettings
-from myna.train.schedule import learning_rate
+from myna.train.optimizer import learning_rate
 
 
 def rates(**settings: object) -> list[float]:

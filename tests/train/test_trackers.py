@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.train.callbacks import LoggedSample
-from myna.train.trackers import log_samples
+from myna.train.callbacks import LoggedSample, log_samples
 
 SAMPLE = LoggedSample("line", np.zeros(240, np.float32), 24_000, np.zeros((96, 1, 3), np.uint8))
 

@@ -7,6 +7,7 @@ trace in training, not even in the random states.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
@@ -100,3 +102,23 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         set_rng_states(tensors)
+
+
+def log_samples(accelerator: Accelerator, samples: Sequence[LoggedSample], step: int) -> None:
+    """Every sample to every tracker, under the same name at all steps."""
+    if not samples:
+        return
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            for sample in samples:
+                name, rate = f"speech_eval/{sample.name}", sample.sample_rate
+                tracker.tracker.add_audio(name, sample.samples, global_step=step, sample_rate=rate)
+                tracker.tracker.add_image(f"{name}/mel", sample.spectrogram, global_step=step, dataformats="HWC")
+        elif tracker.name in ("wandb", "trackio"):
+            # The two libraries share these names.
+            library = importlib.import_module(tracker.name)
+            media: dict[str, Any] = {}
+            for sample in samples:
+                media[f"speech_eval/{sample.name}"] = library.Audio(sample.samples, sample_rate=sample.sample_rate)
+                media[f"speech_eval/{sample.name}/mel"] = library.Image(sample.spectrogram)
+            tracker.tracker.log(media, step=step)

@@ -43,7 +43,7 @@ from myna.models.files import WeightsMetadata, absolute_source, format_names, sa
 from myna.models.lora import adapter_state_dict, save_adapter, weights_hash
 from myna.models.quantized import quantized_linears
 from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
-from myna.train.divergence import DivergenceMonitor
+from myna.train.loss import DivergenceMonitor
 from myna.train.run import CONTINUED_FILE, Run, changed_settings
 from myna.train.trainer import Trainer
 

@@ -29,19 +29,16 @@ from myna.data.loader import Loader, Shard, start_workers
 from myna.models import open_family
 from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.quantized import check_quantization
-from myna.train.callbacks import EvaluationCallback, SpeechScores, run_callback
+from myna.train.callbacks import EvaluationCallback, SpeechScores, log_samples, run_callback
 from myna.train.checkpoint import CheckpointManager, TrainingProgress
 from myna.train.distributed import ProcessInfo, check_same_weights, init_accelerator, shutdown
-from myna.train.divergence import SAFE_LEARNING_RATE
-from myna.train.loss import stage_weights, stream_weights
+from myna.train.loss import SAFE_LEARNING_RATE, stage_weights, term_weights
 from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
+from myna.train.optimizer import learning_rate
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
 from myna.train.run import Run
-from myna.train.schedule import learning_rate
-from myna.train.trackers import log_samples
-from myna.train.trainer import Trainer
-from myna.train.warm_start import start_from_adapter
+from myna.train.trainer import Trainer, start_from_adapter
 
 WORKER_PROCESS_DEVICES = ("cuda",)
 """Devices that keep the main Python thread busy: there, worker processes make the batches. Elsewhere threads do, which
@@ -170,7 +167,7 @@ def run_training(
         evaluate_every = settings.evaluate_every or max(1, steps // 10)
         save_every = settings.save_every or evaluate_every
         speech_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
-        final_weights = stream_weights(family.loss_terms, recipe.loss)
+        final_weights = term_weights(family.loss_terms, recipe.loss)
         log(
             f"{steps} optimizer steps of {settings.batch_size} rows; an epoch is {rows_in_epoch} rows, "
             f"{rows_in_epoch / settings.batch_size:.1f} steps"

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from myna.core.config import LossSettings, Recipe
+from myna.core.config import LossSettings, Recipe, TrainSettings
 from myna.core.errors import ConfigError
 from myna.models.base import LossSums
 
 
-def stage_weights(streams: Sequence[str], recipe: Recipe, step: int, steps: int) -> torch.Tensor:
+def stage_weights(loss_terms: Sequence[str], recipe: Recipe, step: int, steps: int) -> torch.Tensor:
     """Stream weights of this step: those of its stage, or the recipe's own after the last stage."""
     loss = recipe.loss
     for stage in recipe.train.stages:
         if step <= (stage.until * steps if stage.until <= 1 else stage.until):
             changed = {"text_weight": stage.text_weight, "audio_weight": stage.audio_weight}
-            return stream_weights(streams, loss.model_copy(update=changed))
-    return stream_weights(streams, loss)
+            return term_weights(loss_terms, loss.model_copy(update=changed))
+    return term_weights(loss_terms, loss)
 
 
-def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tensor:
+def term_weights(loss_terms: Sequence[str], settings: LossSettings) -> torch.Tensor:
     """(streams,): the text weight, and codebook weights that sum to the audio weight; a single stream weighs 1."""
-    if len(streams) == 1:
+    if len(loss_terms) == 1:
         return torch.ones(1, dtype=torch.float64)
-    codebooks = sum(name.startswith("code") for name in streams)
+    codebooks = sum(name.startswith("code") for name in loss_terms)
     named = {"uniform": [1.0] * codebooks, "1/k": [1.0 / (k + 1) for k in range(codebooks)]}
     setting = settings.codebook_weights
     audio = named[setting] if isinstance(setting, str) else [float(weight) for weight in setting]
@@ -38,7 +39,7 @@ def stream_weights(streams: Sequence[str], settings: LossSettings) -> torch.Tens
     remaining = iter(audio)
     weights = [
         settings.audio_weight * next(remaining) / sum(audio) if name.startswith("code") else settings.text_weight
-        for name in streams
+        for name in loss_terms
     ]
     return torch.tensor(weights, dtype=torch.float64)
 
@@ -49,7 +50,7 @@ def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tenso
     return (sums * per_target).sum()
 
 
-def stream_means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
+def term_means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
     """Mean loss per stream, None where there were no targets."""
     return [s / c if c else None for s, c in zip(sums.tolist(), counts.tolist(), strict=True)]
 
@@ -110,7 +111,7 @@ class LossAccumulator:
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor) -> dict[str, Any]:
         """Losses and accuracies as they are written to metrics.jsonl."""
-        losses = zip(names, stream_means(self.sums, self.counts), strict=True)
+        losses = zip(names, term_means(self.sums, self.counts), strict=True)
         correct, targets = float(self.correct.sum()), float(self.counts.sum())
         stops, ends = self.stops.tolist()
         return {
@@ -119,3 +120,67 @@ class LossAccumulator:
             "accuracy": correct / targets if targets else None,
             "stop_accuracy": stops / ends if ends else None,
         }
+
+
+# Divergence
+
+
+MAX_ZERO_GRADIENT_STEPS = 3
+"""Steps in a row with a gradient of exactly zero before a training is given up."""
+MAX_STEPS_ABOVE_CHANCE = 50
+"""Steps in a row with a loss above chance, after it was well below, before a training is given up: it may recover from
+some."""
+MAX_FINAL_STEPS = 2
+"""The same for either, at the end of a run, which leaves no time to recover."""
+WELL_BELOW_CHANCE = 0.8
+"""Share of a uniform guess's loss that only a model has which knows something."""
+SAFE_LEARNING_RATE = TrainSettings().learning_rate
+
+
+@dataclass(slots=True)
+class DivergenceMonitor:
+    """Watches the loss and the gradient norm, step by step. Every rank sees the same; checkpoints keep its state.
+
+    Steps that a loss scale skips are not counted: the trainer stops by itself when there are too many.
+    """
+
+    since: int | None = None
+    """First of the steps in a row that taught nothing; None while the training is well."""
+    zero_gradients: int = 0
+    """Such steps with a gradient of zero, up to now."""
+    above_chance: int = 0
+    """Such steps with a loss above chance."""
+    lowest: float | None = None
+    """Lowest loss so far, as a share of chance."""
+    streams: list[bool] | None = None
+    """Streams that had a weight in the last step. Losses of others cannot be compared."""
+    message: str = ""
+
+    def update(
+        self, step: int, losses: LossAccumulator, norm: float, chance: tuple[float, ...], weights: torch.Tensor
+    ) -> None:
+        """`chance` is that of the family's streams, which come first; a guess is nothing to compare others with."""
+        sums, counts, weights = (part[: len(chance)] for part in (losses.sums, losses.counts, weights))
+        uniform = torch.tensor(chance, dtype=torch.float64) * counts
+        loss, guess = (float(weighted_loss(part, counts, weights)) for part in (sums, uniform))
+        if self.streams != (weighted := (weights > 0).tolist()):
+            self.streams, self.lowest, self.above_chance = weighted, None, 0
+        if not norm < float("inf") or guess == 0:
+            return
+        self.zero_gradients = self.zero_gradients + 1 if norm == 0 and loss > 0 else 0
+        is_above = self.lowest is not None and self.lowest <= WELL_BELOW_CHANCE and loss >= guess
+        self.above_chance = self.above_chance + 1 if is_above else 0
+        self.lowest = loss / guess if self.lowest is None else min(self.lowest, loss / guess)
+        if not self.zero_gradients and not self.above_chance:
+            self.since = None
+            return
+        self.since = step if self.since is None else self.since
+        fault = "the gradient is exactly zero" if self.zero_gradients else "the loss is not better than chance"
+        self.message = f"{fault} since step {self.since}, at a loss of {loss:.2f} where a guess has {guess:.2f}"
+
+    def diagnose(self, *, is_last: bool = False) -> str | None:
+        """What is wrong, once it is certain; at the end of a run sooner."""
+        zero, above = MAX_ZERO_GRADIENT_STEPS, MAX_STEPS_ABOVE_CHANCE
+        if is_last:
+            zero = above = MAX_FINAL_STEPS
+        return self.message if self.zero_gradients >= zero or self.above_chance >= above else None

@@ -1,9 +1,10 @@
-"""AdamW, and a variant with Kahan summation for weights that are themselves fp16."""
+"""Optimizer, learning rate schedule and running mean of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,26 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from myna.core.compat import foreach_lerp
 from myna.core.config import TrainSettings
 from myna.train.precision import Precision
+
+
+def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
+    """Learning rate of step 1 to `steps`: linear warm-up to the full rate, then the schedule towards its end.
+
+    The end lies one step past the last, which would otherwise have a rate of 0.
+    """
+    warmup = round(settings.warmup * steps) if settings.warmup < 1 else int(settings.warmup)
+    if step <= warmup:
+        return settings.learning_rate * step / warmup
+    progress = (step - 1 - warmup) / max(1, steps - warmup)
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    factor = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    floor = settings.final_learning_rate_ratio
+    return settings.learning_rate * (floor + (1.0 - floor) * factor)
+
 
 INITIAL_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**16, 2.0**24
 """Loss scale in pure fp16. The initial one is that of torch's scaler."""
@@ -108,3 +127,34 @@ class KahanAdamW(Optimizer):
         exact.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
         parameter.copy_(exact)
         state["compensation"].copy_((exact - parameter.float()) / COMPENSATION_UNIT)
+
+
+class WeightEMA:
+    """Averages in fp32 of parameters, by name."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self.steps = 0
+        self.averages = {name: parameter.detach().clone().float() for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Early on the decay is shorter, or the average would never forget the initial weights."""
+        self.steps += 1
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        # All at once: on a GPU, launching a kernel for each would take longer than the kernels do.
+        weights = [parameter.detach().float() for parameter in parameters.values()]
+        foreach_lerp([self.averages[name] for name in parameters], weights, 1 - decay)
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """The averages replace the weights inside the block."""
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(self.averages[name])
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])

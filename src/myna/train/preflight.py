@@ -1,0 +1,382 @@
+"""Preflight checks before the first training step.
+
+Every check is a small function that either passes or raises an error with its cause and what to type. They run on every
+rank, on its own targets, and leave nothing behind: a run with them is bit for bit the run without them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from myna.core.config import Recipe
+from myna.core.errors import TrainingError
+from myna.core.system_memory import is_out_of_memory
+from myna.data.loader import Loader, Shard
+from myna.models.base import Batch, RenderedSequence
+from myna.models.files import format_names
+from myna.train.loss import LossAccumulator, term_means, term_weights, weighted_loss
+from myna.train.memory_plan import MemoryPlan, format_bytes, out_of_memory_error, peak_memory
+from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer
+from myna.train.preflight_data import (
+    CheckContext,
+    check_evaluation_unseen,
+    check_labels_present,
+    check_no_leakage,
+    check_references_differ,
+    on_all_ranks,
+    preserve_training_state,
+    write_samples,
+)
+from myna.train.trainer import Trainer
+
+
+def run_preflight(
+    trainer: Trainer,
+    loader: Loader[RenderedSequence, Batch],
+    evaluation: Loader[RenderedSequence, Batch] | None,
+    log: Callable[[str], None],
+    *,
+    memory: MemoryPlan,
+    folder: Path | None,
+    trained: bool = False,
+) -> None:
+    """All checks, cheapest first. `memory` was planned for the largest micro-batch of this rank. Samples are written
+    to the `folder`, if there is one. A model that is `trained` may have learned the data already."""
+    start, accelerator = time.perf_counter(), trainer.accelerator
+    # Sharded ranks must run the model together: they all look at the same samples.
+    shard = Shard() if trainer.sharded else Shard(accelerator.process_index, accelerator.num_processes)
+    context = CheckContext(trainer, loader, evaluation, memory, folder, log, shard)
+    with preserve_training_state(trainer):
+        for check in (
+            write_samples,
+            check_evaluation_unseen,
+            check_references_differ,
+            check_trainable_parameters,
+            check_labels_present,
+        ):
+            on_all_ranks(trainer, partial(check, context))
+        initial = InitialLoss.over_ranks(on_all_ranks(trainer, partial(measure_initial_loss, context)))
+        log(initial.message)
+        check_loss_finite(initial, context)
+        check_stop_labels(initial, context)
+        if not trained:
+            check_not_solved(initial, context)
+        if trainer.recipe.model.check_pretrained:
+            check_better_than_chance(initial, context)
+            check_label_alignment(initial, context)
+        else:
+            log("model.check_pretrained is false: chance and the alignment of the labels are not checked")
+        on_all_ranks(trainer, partial(check_no_leakage, context))
+        # Sharded ranks run the model together: none can wait for another that has run out of memory.
+        fits = partial(check_largest_batch_fits, context)
+        peak = fits() if trainer.sharded else max(on_all_ranks(trainer, fits))
+    where = "" if accelerator.device.type == "cuda" else ", by the whole process"
+    planned, measured = format_bytes(memory.total), format_bytes(peak)
+    log(f"memory: {planned} planned, {measured} measured in two steps of the longest pass{where}")
+    log(f"preflight passed in {time.perf_counter() - start:.1f} s")
+
+
+# Loss before training
+
+
+LABEL_OFFSETS = (-1, 0, 1, 2)
+CHANCE_SHARE = 0.97
+"""A loss above this share of a uniform guess's is that of an untrained model."""
+MAX_INITIAL_ACCURACY = 0.98
+"""Share of targets that no model gets right before it was trained on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitialLoss:
+    """Loss before training, per offset of the labels; the same on every rank."""
+
+    loss_terms: tuple[str, ...]
+    chance: tuple[float, ...]
+    by_offset: dict[int, LossAccumulator]
+    sequences: int
+
+    @classmethod
+    def over_ranks(cls, ranks: list[InitialLoss]) -> InitialLoss:
+        def total(offset: int, part: str) -> torch.Tensor:
+            return torch.stack([getattr(loss.by_offset[offset], part) for loss in ranks]).sum(0)
+
+        parts = ("sums", "correct", "stops", "counts")
+        by_offset = {offset: LossAccumulator(*(total(offset, part) for part in parts)) for offset in ranks[0].by_offset}
+        return replace(ranks[0], by_offset=by_offset, sequences=sum(loss.sequences for loss in ranks))
+
+    @property
+    def decisive(self) -> list[int]:
+        """Streams to compare: the codebooks, or the text where there is no audio, which else has few targets."""
+        present = [k for k, count in enumerate(self.by_offset[1].counts.tolist()) if count]
+        return [k for k in present if self.loss_terms[k].startswith("code")] or present
+
+    def per_stream(self, offset: int) -> dict[str, float]:
+        means = term_means(self.by_offset[offset].sums, self.by_offset[offset].counts)
+        return {name: mean for name, mean in zip(self.loss_terms, means, strict=True) if mean is not None}
+
+    def mean(self, offset: int) -> float:
+        """Unweighted mean over the decisive streams."""
+        per_stream = self.per_stream(offset)
+        losses = [per_stream[self.loss_terms[k]] for k in self.decisive if self.loss_terms[k] in per_stream]
+        return sum(losses) / len(losses) if losses else math.inf
+
+    @property
+    def mean_chance(self) -> float:
+        return sum(self.chance[k] for k in self.decisive) / len(self.decisive)
+
+    @property
+    def accuracy(self) -> float:
+        losses = self.by_offset[1]
+        return float(losses.correct[self.decisive].sum() / losses.counts[self.decisive].sum())
+
+    @property
+    def message(self) -> str:
+        per_stream = ", ".join(f"{name} {loss:.2f}" for name, loss in self.per_stream(1).items())
+        return f"before training: loss {self.mean(1):.2f}, where chance is {self.mean_chance:.2f} ({per_stream})"
+
+    @property
+    def table(self) -> str:
+        names = (*(self.loss_terms[k] for k in self.decisive), "mean")
+        rows = [self.per_stream(offset) | {"mean": self.mean(offset)} for offset in self.by_offset]
+        lines = [f"{name:>10}" + "".join(f"{row.get(name, math.nan):9.3f}" for row in rows) for name in names]
+        return "\n".join([f"{'offset':>10}" + "".join(f"{offset:+9d}" for offset in self.by_offset), *lines])
+
+
+def measure_initial_loss(context: CheckContext) -> InitialLoss:
+    """Loss with the labels at offset +1, and for a pretrained model also at the others."""
+    family = context.trainer.family
+    by_offset = {}
+    for offset in LABEL_OFFSETS if context.recipe.model.check_pretrained else (1,):
+        losses = by_offset[offset] = LossAccumulator.zeros(len(family.loss_terms))
+        for sequences in _micro_batches(context.samples, context.recipe):
+            batch = family.collate(sequences, offset=offset)
+            losses.counts += batch.counts
+            context.forward(batch, losses)
+    return InitialLoss(family.loss_terms, family.chance, by_offset, len(context.samples))
+
+
+def check_loss_finite(loss: InitialLoss, context: CheckContext) -> None:
+    if torch.isfinite(loss.by_offset[1].sums).all():
+        return
+    infinite = [name for name, mean in loss.per_stream(1).items() if not math.isfinite(mean)]
+    precision = context.trainer.precision
+    other = "bf16, or fp32 where there is none" if precision.may_overflow else "fp32, to find the cause"
+    raise TrainingError(
+        f"before training the loss of {format_names(infinite)} is not finite, in {precision.name}",
+        hint=f"--set train.precision={other}",
+    )
+
+
+def check_stop_labels(loss: InitialLoss, context: CheckContext) -> None:
+    """A model learns to stop from the ends of stream alone."""
+    ends = int(loss.by_offset[1].stops[1])
+    if ends < loss.sequences and any(loss.loss_terms[k].startswith("code") for k in loss.decisive):
+        raise TrainingError(
+            f"{loss.sequences} samples have {ends} ends of stream among their labels: speech would not learn to stop",
+            hint=context.render_hint(context.targets[0].id) + " --frames",
+        )
+
+
+def check_not_solved(loss: InitialLoss, context: CheckContext) -> None:
+    if loss.accuracy > MAX_INITIAL_ACCURACY:
+        raise TrainingError(
+            f"before the first step {loss.accuracy:.1%} of the targets are right, at a loss of {loss.mean(1):.4f} "
+            f"where chance is {loss.mean_chance:.2f}: the labels are what the model is given to read, a copy task, or "
+            "it has learned these very clips before",
+            hint=context.render_hint(context.targets[0].id) + " --frames",
+        )
+
+
+def check_better_than_chance(loss: InitialLoss, context: CheckContext) -> None:
+    """One codebook is enough. On an unfamiliar voice, a small model may be wrong about the last ones with confidence,
+    which weighs more in a mean than what it knows of the first."""
+    means = loss.per_stream(1)
+    if all(means.get(loss.loss_terms[k], math.inf) >= CHANCE_SHARE * loss.chance[k] for k in loss.decisive):
+        model = context.recipe.model.source
+        raise TrainingError(
+            f"{model} is no better than chance on this data: {loss.mean(1):.2f}, where a uniform "
+            f"guess has {loss.mean_chance:.2f}. Its weights are random, or the codes are another codec's",
+            hint=f"myna prepare SOURCE --out {context.recipe.data.train} --model {model} makes the "
+            "codes anew; to train from random weights, --set model.check_pretrained=false",
+        )
+
+
+def check_label_alignment(loss: InitialLoss, context: CheckContext) -> None:
+    """A pretrained model predicts best what it was trained for: labels at offset +1.
+
+    The mean must be lowest there, and most codebooks must agree: one alone may waver, and one confident error weighs
+    much in a mean.
+    """
+    means = {offset: loss.mean(offset) for offset in loss.by_offset}
+    rows = {offset: loss.per_stream(offset) for offset in loss.by_offset}
+    names = [loss.loss_terms[k] for k in loss.decisive]
+    best = [min(rows, key=lambda offset: rows[offset].get(name, math.inf)) for name in names]
+    others = [offset for offset in means if offset != 1]
+    if all(means[1] < means[other] and best.count(1) > best.count(other) for other in others):
+        return
+    lowest = min(others, key=lambda offset: means[offset])
+    raise TrainingError(
+        f"the labels are misplaced: {context.recipe.model.source} predicts them best at offset {lowest:+d} instead of "
+        f"+1\n{loss.table}",
+        hint="the family's `collate` or `render` is wrong: python -m pytest tests/models; if the model was never "
+        "trained to speak, --set model.check_pretrained=false",
+    )
+
+
+def _micro_batches(samples: list[RenderedSequence], recipe: Recipe) -> Iterator[list[RenderedSequence]]:
+    """Samples in batches no larger than a micro-batch."""
+    max_tokens = recipe.data.row_tokens * recipe.train.micro_batch_size
+    batch: list[RenderedSequence] = []
+    for sample in samples:
+        if batch and sum(map(len, batch)) + len(sample) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(sample)
+    yield batch
+
+
+# Backward pass
+
+
+T = TypeVar("T")
+
+
+def check_trainable_parameters(context: CheckContext) -> None:
+    """There are trainable parameters, a LoRA among them if the recipe has one, and the optimizer holds all of them."""
+    trainer, mode = context.trainer, context.recipe.adapt.mode
+    trainable = [name for name, parameter in trainer.trainable_parameters.items() if parameter.requires_grad]
+    if not trainable:
+        raise TrainingError("no weight would learn: everything is frozen", hint="--set adapt.mode=comprehensive")
+    if mode != "full" and not any("lora_" in name for name in trainable):
+        raise TrainingError(
+            f"adapt.mode {mode} has put a LoRA on nothing; what would learn: {format_names(trainable)}",
+            hint=f"myna model stats {context.recipe.model.source} --lora {mode} lists what a mode meets",
+        )
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name in trainable if id(trainer.trainable_parameters[name]) not in held]
+    if missing:
+        raise TrainingError(
+            f"the optimizer does not hold {len(missing)} of {len(trainable)} trainable weights: "
+            f"{format_names(missing)}",
+            hint="it was made before the model was adapted: make the trainer anew",
+        )
+
+
+def check_largest_batch_fits(context: CheckContext) -> int:
+    """The largest micro-batch through two optimizer steps, as in training; returns the peak memory."""
+    trainer, device = context.trainer, context.trainer.accelerator.device
+    batch = trainer.family.collate(context.memory.sequences)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with _preserve_weights(trainer):
+        try:
+            run_two_steps(trainer, batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory_error(context.memory, trainer.family, context.recipe, device) from error
+    return peak_memory(device)
+
+
+def run_two_steps(trainer: Trainer, batch: Batch) -> None:
+    """Two optimizer steps on the unwrapped objective, so that a rank that fails fails alone, with another optimizer."""
+    settings, accelerator = trainer.recipe.train, trainer.accelerator
+    objective = accelerator.unwrap_model(trainer.objective).train()
+    parameters = list(trainer.trainable_parameters.values())
+    optimizer = make_optimizer(parameters, settings, trainer.precision)
+    weights = term_weights(trainer.family.loss_terms, trainer.recipe.loss)
+    accumulates = settings.batch_size > settings.micro_batch_size * accelerator.num_processes
+    scale = INITIAL_LOSS_SCALE if trainer.precision.may_overflow else 1.0
+
+    def overflows() -> bool:
+        return not all(parameter.grad is None or _is_finite(parameter.grad) for parameter in parameters)
+
+    for _ in range(2):
+        while True:
+            with accelerator.autocast():
+                sums = objective(batch.to(accelerator.device)).sums
+                loss = weighted_loss(sums, batch.counts, weights)
+            torch.autograd.backward(loss * scale)
+            if scale == 1.0 or not any(_on_sharded_ranks(trainer, overflows)):
+                break
+            # As the gradient scaler would: a step that overflows is tried again at half the scale.
+            scale /= 2
+            optimizer.zero_grad(set_to_none=True)
+        _on_sharded_ranks(trainer, partial(check_gradients, trainer))
+        optimizer.step()
+        if not accumulates:
+            # Else gradients stay, as they do when a step has several micro-batches.
+            optimizer.zero_grad(set_to_none=True)
+
+
+def check_gradients(trainer: Trainer) -> None:
+    """Every trainable parameter has a finite gradient, and not all are zero. Those of a new LoRA's A are."""
+    gradients = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
+    if missing:
+        raise TrainingError(
+            f"{len(missing)} of {len(gradients)} trainable weights get no gradient: {format_names(missing)}",
+            hint="the loss does not reach them: take them out of adapt.train_modules, or add them to adapt.freeze",
+        )
+    infinite = [name for name, gradient in gradients.items() if gradient is not None and not _is_finite(gradient)]
+    if infinite:
+        raise TrainingError(
+            f"{len(infinite)} of {len(gradients)} gradients are not finite: {format_names(infinite)}",
+            hint="--set train.precision=bf16"
+            if trainer.precision.may_overflow
+            else "lower train.learning_rate, or find the cause with --set train.precision=fp32",
+        )
+    if not any(bool(_local_shard(gradient).any()) for gradient in gradients.values() if gradient is not None):
+        raise TrainingError(
+            f"all {len(gradients)} gradients are zero: nothing would be learned",
+            hint="look at the weights of the loss: loss.codebook_weights, loss.text_weight, loss.audio_weight",
+        )
+
+
+@contextmanager
+def _preserve_weights(trainer: Trainer) -> Iterator[None]:
+    """Restore the trained weights from host memory, where the optimizer state of a resumed run waits too: the steps
+    inside have a state of their own, and a training never has both."""
+    weights = [_local_shard(parameter.detach()) for parameter in trainer.trainable_parameters.values()]
+    saved = [weight.to("cpu", copy=True) for weight in weights]
+    offloaded = [
+        (state, key, value.device)
+        for state in trainer.optimizer.state.values()
+        for key, value in state.items()
+        if torch.is_tensor(value) and not isinstance(value, DTensor)
+    ]
+    for state, key, _ in offloaded:
+        state[key] = state[key].cpu()
+    try:
+        yield
+    finally:
+        for parameter in trainer.trainable_parameters.values():
+            parameter.grad = None
+        for weight, before in zip(weights, saved, strict=True):
+            weight.copy_(before)
+        for state, key, device in offloaded:
+            state[key] = state[key].to(device)
+
+
+def _on_sharded_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
+    """Inside a check, where sharded ranks must stay together, and others must not wait for one another."""
+    return on_all_ranks(trainer, check) if trainer.sharded else [check()]
+
+
+def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(_local_shard(tensor)).all())
