@@ -7,7 +7,7 @@ import os
 import random
 import time
 
-from myna.core.pools.process_pool import ProcessPool
+from myna.core.pools import ProcessPool
 
 
 def _square(_worker: str, number: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from myna.core.errors import DataError
-from myna.core.pools.process_pool import MAX_ATTEMPTS
+from myna.core.pools import MAX_ATTEMPTS
 from myna.curate.curation import run_curation
 from myna.curate.first_pass import OpenModels
 from myna.curate.models import CurationModels

@@ -15,7 +15,7 @@ import torch
 
 from myna import api
 from myna.core.errors import AudioError, ConfigError, DataError
-from myna.core.pools.process_pool import MAX_ATTEMPTS
+from myna.core.pools import MAX_ATTEMPTS
 from myna.data.encoding import encode_dataset
 from myna.data.manifest import read_manifest, write_manifest
 from myna.models import save_tiny_model

@@ -11,8 +11,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
+from myna.core.device import memory_limit
 from myna.core.errors import TrainingError
-from myna.core.system_memory import memory_limit
 from myna.train import memory_plan
 from myna.train.memory_plan import available_memory, peak_memory
 

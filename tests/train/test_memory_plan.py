@@ -12,8 +12,8 @@ import torch
 
 from myna.api import prepare
 from myna.core.config import Recipe, override, parse_recipe
+from myna.core.device import is_out_of_memory
 from myna.core.errors import TrainingError
-from myna.core.system_memory import is_out_of_memory
 from myna.data.loader import Shard
 from myna.models import open_family, save_tiny_model
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence

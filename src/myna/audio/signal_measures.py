@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 
 Array = npt.NDArray[np.float64]
 SpeechSpan = tuple[float, float]

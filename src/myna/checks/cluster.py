@@ -61,8 +61,7 @@ def check_cluster(
 
     With `model` also its codec, with `asr` the recogniser of `myna curate`; `shared` is to be one folder for all.
     """
-    from myna.core.pools import absolute_folder
-    from myna.core.pools.ray_pool import call_on_nodes, cluster_nodes
+    from myna.core.pools import absolute_folder, call_on_nodes, cluster_nodes
     from myna.listen.models import DEFAULT_FOLDER
     from myna.models import is_model_name
 

@@ -281,7 +281,7 @@ def _disk_space(name: str, folder: Path, wanted: float, hint: str) -> Check:
 def check_memory(root: Path = Path("/")) -> Iterator[Check]:
     import psutil  # type: ignore[import-untyped]
 
-    from myna.core.system_memory import cgroups
+    from myna.core.device import cgroups
 
     free = psutil.virtual_memory().available
     detail = f"{free / 1e9:.1f} GB free of {psutil.virtual_memory().total / 1e9:.1f}"

@@ -1,15 +1,18 @@
-"""The exception tree: what can go wrong, as documentation.
+"""Exceptions of Myna.
 
-Every message names the file, line or setting at fault, and every error carries a hint: what to type or change next.
-The command line prints both without a traceback; anything that is not a `MynaError` is a bug of ours.
+Every message names the file, line or setting at fault, and every error has a hint: what to type or change next. The
+command line prints both without a traceback. Any other exception is a bug.
 """
 
+from __future__ import annotations
+
+import importlib
 from functools import partial
 from typing import Any
 
 
 class MynaError(Exception):
-    """Something the user can act on. `hint` says how and is never empty."""
+    """An error that the user can act on. `hint` says how and is never empty."""
 
     def __init__(self, what: str, *, hint: str) -> None:
         super().__init__(f"{what}\n  → {hint}")
@@ -17,7 +20,7 @@ class MynaError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes. As an exception does it by itself, the hint would be lost.
+        # Pickling between processes would lose the hint: exceptions are made again from `args` alone.
         return partial(type(self), hint=self.hint), (self.what,)
 
 
@@ -54,4 +57,12 @@ class OutputError(MynaError):
 
 
 class ReferenceWarning(UserWarning):
-    """A reference recording that a voice can be taken from, but not well: noisy, clipped, narrow, too short."""
+    """A reference recording gives a poor voice: noisy, clipped, narrow, or too short."""
+
+
+def import_optional(module: str, *commands: str) -> Any:
+    """Import an optional package; without it, raise a `ConfigError` with the commands that install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{module} cannot be imported: {error}", hint=" && ".join(commands)) from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 ProgressCallback = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and of how much (None where that is not known)."""
+"""Function called with the stage, the amount done, and the total amount (None if unknown)."""
 
 
 def silent(stage: str, done: int, total: int | None) -> None:
-    """The default progress callback: shows nothing."""
+    """Show no progress: the default callback."""

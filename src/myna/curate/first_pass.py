@@ -22,10 +22,9 @@ import soundfile
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
-from myna.core.device import pick_device
+from myna.core.device import memory_limit, pick_device, release_free_memory
 from myna.core.io import atomic_write, fsync
 from myna.core.pools import absolute_folder
-from myna.core.system_memory import memory_limit, release_free_memory
 from myna.curate.cutting import (
     CutClip,
     RecognisedWord,

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myna.core.errors import ConfigError, DataError, MynaError
+from myna.core.errors import ConfigError, DataError, MynaError, import_optional
 from myna.core.io import atomic_write, bytes_hash
-from myna.core.optional import import_optional
 from myna.core.statistics import CONFIDENCE_LEVEL
 from myna.data.hash_rng import string_hash
 from myna.evaluate.scoring import ItemScores

@@ -18,10 +18,8 @@ import torch
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
 from myna.core.compat import set_beam_reordering
-from myna.core.device import pick_device
-from myna.core.errors import ModelError
-from myna.core.optional import import_optional
-from myna.core.system_memory import is_out_of_memory
+from myna.core.device import is_out_of_memory, pick_device
+from myna.core.errors import ModelError, import_optional
 from myna.listen.torch_whisper import open_torch_whisper
 from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
 from myna.listen.whisper_windows import BEAMS, DecodedClip, decode_clips

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 from myna.listen.models import AnalysisModels, require
 from myna.listen.speaker_encoders import embed_speakers
 from myna.listen.weights import INSTALL, remake_hint

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz
-from myna.core.errors import AudioError
-from myna.core.optional import import_optional
+from myna.core.errors import AudioError, import_optional
 from myna.listen.weights import remake_hint
 from myna.models.files import load_network
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 from myna.listen.weights import INSTALL, open_onnx
 
 DENOISER_RATE = 48_000

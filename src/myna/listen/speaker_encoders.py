@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
 from myna.core.compat import conv_output_length
-from myna.core.errors import CheckpointError, ModelError
+from myna.core.device import release_free_memory
+from myna.core.errors import CheckpointError, ModelError, import_optional
 from myna.core.io import file_hash
-from myna.core.optional import import_optional
-from myna.core.system_memory import release_free_memory
 from myna.listen.models import map_batches
 from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
 from myna.models.files import format_names, load_network, read_json, weight_files

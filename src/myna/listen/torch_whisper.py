@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 
 MAX_TOKENS = 448
 """Of a window, its prompt among them."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.audio.signal_measures import SpeechSpan
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 from myna.listen.weights import INSTALL
 
 SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from myna.core.errors import CheckpointError, ModelError
+from myna.core.errors import CheckpointError, ModelError, import_optional
 from myna.core.io import bytes_hash, file_hash
-from myna.core.optional import import_optional
 from myna.models.files import error_summary, format_names, quiet_transformers, weight_files
 
 INSTALL = 'pip install "myna[curate]"'

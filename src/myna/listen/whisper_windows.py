@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 
 BEAMS = 5
 MAX_INITIAL_TIMESTAMP = 50

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from myna.core.config import Quantization, Recipe, Settings
 from myna.core.errors import CheckpointError, ModelError
@@ -327,6 +325,9 @@ def adapter_base(folder: Path) -> tuple[str, str | None]:
 
 def byte_tokenizer(special_tokens: Sequence[str], *, begin: str, end: str, pad: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer of 256 bytes followed by the special tokens, for small models. Any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

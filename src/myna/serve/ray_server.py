@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from myna.core.errors import ConfigError, SpeakError
-from myna.core.ray_cluster import connect_cluster
+from myna.core.pools import connect_cluster
 from myna.serve.context import ServerSettings
 from myna.serve.messages import EngineInfo, EngineSettings
 from myna.serve.sources import resolve_sources

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from myna.audio.files import Samples, check_not_silent, read_audio
 from myna.core.errors import AudioError
 from myna.core.io import sniff_suffix
-from myna.core.pools.process_pool import end_with_parent
+from myna.core.pools import end_with_parent
 from myna.serve.api_errors import ApiError
 from myna.speak.request import MAX_REFERENCE_SECONDS
 

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from typing import Any
 
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 from myna.text.normalization import TATWEEL, base_language
 
 ONES = [

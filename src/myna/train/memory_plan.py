@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from myna.core.config import Quantization, Recipe
+from myna.core.device import memory_limit, peak_process_memory
 from myna.core.errors import TrainingError
-from myna.core.system_memory import memory_limit, peak_process_memory
 from myna.data.loader import first_fit_decreasing
 from myna.models.base import Batch, Family, RenderedSequence
 from myna.train.activation_memory import ActivationMemory, measure_activations, storage_bytes

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from myna.core.config import Recipe
+from myna.core.device import is_out_of_memory
 from myna.core.errors import TrainingError
-from myna.core.system_memory import is_out_of_memory
 from myna.data.loader import Loader, Shard
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import format_names

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from myna.audio.files import Samples
 from myna.audio.mono import LISTENING_RATE
-from myna.core.optional import import_optional
+from myna.core.errors import import_optional
 from myna.listen.asr import ASR
 from myna.listen.speaker_encoders import EcapaEncoder, ResemblyzerEncoder, cosine_similarity
 from myna.text.wer import word_errors
