@@ -32,7 +32,8 @@ from myna.data.manifest import Span, Utterance
 FORMAT = "1"
 INDEX_FILE = "index.arrow"
 MAX_MAPPED_SHARDS = 1024
-"""A process may have only so many memory maps, and the pages it reads in them count as its own memory."""
+"""Maximum number of shards mapped at a time: a process has a limit of memory maps, and pages read in them count as its
+memory."""
 ClipKeys = Mapping[tuple[Path, Span | None], str]
 """Keys by audio file and span."""
 
@@ -55,16 +56,16 @@ def write_index(
 
 
 class CodeLocation(NamedTuple):
-    """Where the codes of many clips are stored."""
+    """Locations of the codes of many clips."""
 
     shard: npt.NDArray[np.int32]
-    """Below zero for a clip without codes."""
+    """Shard numbers, negative for a clip without codes."""
     offset: npt.NDArray[np.int64]
-    """In bytes, from the beginning of the file."""
+    """Bytes from the beginning of the file."""
 
 
 class CodeStore:
-    """All codes of one codec in a prepared folder. Opening lists the shards; a shard is mapped on first access."""
+    """All codes of one codec in a prepared folder. Opening only lists the shards; each is mapped on first access."""
 
     def __init__(self, folder: Path, revision: str, shards: dict[int, Path]) -> None:
         self.folder, self.revision, self._shards = folder, revision, shards
@@ -81,11 +82,11 @@ class CodeStore:
         return cls(folder, revision, shard_paths(codes_folder))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A loader's worker maps the files itself, rather than being sent what they hold.
+        # A worker process maps the files itself instead of receiving their content.
         return CodeStore.open, (self.folder, self.revision)
 
     def codes(self, shard: int, offset: int, shape: tuple[int, int]) -> Codes:
-        """(frames, codebooks), a read-only view of the file."""
+        """Return the codes of a clip, (frames, codebooks), as a read-only view of the file."""
         with _read_errors(self._shards[shard]):
             return np.frombuffer(self._map(shard), np.uint16, shape[0] * shape[1], offset).reshape(shape)
 
@@ -94,12 +95,12 @@ class CodeStore:
         return read_arrow(self.codes_folder / INDEX_FILE, self.revision)
 
     def locate(self, keys: Any) -> CodeLocation:
-        """Where the codes of each key are stored. Reads every shard's keys, and checks every shard."""
+        """Find where the codes of each key are stored. Reads the keys of every shard, and checks every shard."""
         stored, shards, offsets = [pa.array([], pa.string())], [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for number, path in self._shards.items():
             shard = _read_shard(path, self.revision)
             with _read_errors(path):
-                stored.append(pa.array(shard.keys.to_pylist(), pa.string()))  # copied, or every shard would stay mapped
+                stored.append(pa.array(shard.keys.to_pylist(), pa.string()))  # a view would keep every shard mapped
             shards.append(np.full(len(shard.keys), number, np.int32))
             offsets.append(shard.offsets)
         positions = pc.fill_null(pc.index_in(keys, value_set=pa.concat_arrays(stored)), -1)
@@ -109,7 +110,7 @@ class CodeStore:
         return CodeLocation(shard_of[selected], offset_of[selected])
 
     def fingerprint(self) -> str:
-        """Changes whenever a location may hold the codes of another utterance."""
+        """Fingerprint that changes whenever a location may hold the codes of another utterance."""
         sizes = [(path.name, path.stat().st_size) for path in self._shards.values()]
         return f"{file_hash(self.codes_folder / INDEX_FILE)}-{bytes_hash(json.dumps(sizes).encode())}"
 
@@ -118,13 +119,13 @@ class _ShardContents(NamedTuple):
     keys: Any
     frames: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
-    """Where codes begin, in bytes from the beginning of the file."""
+    """Beginning of each clip's codes, in bytes from the beginning of the file."""
 
 
 def write_index_file(
     folder: Path, utterances: list[Utterance], keys: list[str], frames: dict[str, int], revision: str, sample_rate: int
 ) -> None:
-    """Write the index, by whoever holds the lock; `frames` are those of all keys that have codes."""
+    """Write the index; the caller holds the lock. `frames` are those of all keys that have codes."""
     spans = [span_bounds(utterance.span) for utterance in utterances]
     columns = {
         "id": pa.array([utterance.id for utterance in utterances], pa.string()),
@@ -181,17 +182,14 @@ def _read_shard(path: Path, revision: str) -> _ShardContents:
 
 
 def read_arrow(path: Path, revision: str, *, strings: bool = True) -> Any:
-    """A file's one record batch, memory-mapped.
-
-    All of its offsets are checked, so that no damage can crash the process. To check that `strings` are UTF-8 as well,
-    all of them are read.
-    """
+    """Read the one record batch of a file, memory-mapped. All of its offsets are checked, so that a damaged file cannot
+    crash the process. `strings` also checks that all strings are UTF-8, which reads all of them."""
     with _read_errors(path):
         return _parse_checked(_map(path), revision, strings=strings)
 
 
 def read_cached_arrow(path: Path, revision: str, metadata: Mapping[str, str], *, strings: bool = True) -> Any:
-    """`read_arrow` of a file that can be made anew: None unless it is there, intact, and has this metadata."""
+    """Read a cache file with `read_arrow`; None unless it exists, is intact and has this metadata."""
     if not path.is_file():
         return None
     try:
@@ -203,7 +201,7 @@ def read_cached_arrow(path: Path, revision: str, metadata: Mapping[str, str], *,
 
 
 def _map(path: Path) -> Any:
-    """A whole file as a memory-mapped buffer. The map outlives the closed file, so that it costs no descriptor."""
+    """Map a whole file into memory. The map outlives the closed file, so that it costs no descriptor."""
     with pa.memory_map(str(path)) as file:
         return file.read_buffer()
 
@@ -219,7 +217,7 @@ def _parse_checked(buffer: Any, revision: str, *, strings: bool = True) -> Any:
 
 
 def _as_binary(column: Any) -> Any:
-    """The same column, with strings as bytes that need not be UTF-8."""
+    """Convert a string column to bytes, which need not be UTF-8."""
     if pa.types.is_dictionary(column.type):
         return pa.DictionaryArray.from_arrays(column.indices, _as_binary(column.dictionary), safe=True)
     binary_type = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
@@ -248,10 +246,8 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
-    """The folder for codes, without what a killed run left half-written, for one writer at a time.
-
-    The operating system releases the lock with its process, however that ends.
-    """
+    """Lock the folder of codes for one writer, and remove half-written files of a killed run. The operating system
+    releases the lock when the process ends, however it ends."""
     codes_folder = _codes_folder(folder, revision)
     with _write_errors(folder):
         codes_folder.parent.mkdir(parents=True, exist_ok=True)
@@ -267,7 +263,7 @@ def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
 
 
 def check_unique_ids(utterances: Sequence[Utterance]) -> None:
-    """Refuse utterances of which two have one id."""
+    """Raise an error if two utterances have the same id."""
     [(id, uses)] = Counter(utterance.id for utterance in utterances).most_common(1) or [("", 0)]
     if uses > 1:
         raise DataError(f"two utterances have the id {id}", hint="give each a name of its own")
@@ -278,7 +274,8 @@ def _codes_folder(folder: Path, revision: str) -> Path:
 
 
 def relative_audio_path(audio: Path, folder: Path) -> str:
-    """Relative inside the folder, so that it can be moved or copied as a whole; absolute outside."""
+    """Path of audio relative to the folder if it is inside, so that the folder can be moved as a whole; absolute
+    otherwise."""
     # Without resolving links, which would make two names of one folder differ.
     return os.path.normpath(audio.absolute()).removeprefix(f"{os.path.normpath(folder.absolute())}/")
 

@@ -19,10 +19,10 @@ EncodedBatch = tuple[list[int], list[Codes]]
 """Codes of some clips, and the clips' positions among all that were given."""
 
 PendingSamples = Callable[[], list[Samples]]
-"""Waits for samples that are being decoded: those of each window, in the order of the windows."""
+"""Function that waits for samples that are being decoded: those of each window, in the order of the windows."""
 
 NotifyCallback = Callable[[str], None]
-"""Called with a sentence for the user."""
+"""Function called with a sentence for the user."""
 
 
 class Encoder(Protocol):
@@ -34,7 +34,7 @@ class Encoder(Protocol):
 
     @property
     def revision(self) -> str:
-        """A hash over configuration and weights: equal revisions give equal codes."""
+        """Hash of configuration and weights: equal revisions give equal codes."""
 
     @property
     def sample_rate(self) -> int: ...
@@ -54,7 +54,7 @@ class Encoder(Protocol):
         """Frames per second: `sample_rate / hop`."""
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-        """(clips, samples) -> (clips, frames, codebooks)."""
+        """Encode (clips, samples) to (clips, frames, codebooks)."""
 
     def encode_batches(
         self, clips: Sequence[Samples], batch_seconds: float, notify: NotifyCallback, /
@@ -78,7 +78,7 @@ class Codec(Encoder, Protocol):
         """Whether a frame's samples are the same, bit for bit, in all windows that hold its reach."""
 
     def decode(self, codes: Codes) -> Samples:
-        """(frames, codebooks) -> (frames * hop,)."""
+        """Decode (frames, codebooks) to (frames * hop,) samples."""
 
     def decode_windows(self, windows: Sequence[Codes], /) -> PendingSamples:
         """Start decoding windows of any lengths, each as if it were a whole clip.

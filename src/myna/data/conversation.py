@@ -18,7 +18,7 @@ class AudioClip:
     codes: Codes
     target: bool = False
     reference_only: bool = False
-    """Never supervised, not even where references are."""
+    """Whether the clip is never supervised, even if the recipe supervises references."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order, with an optional scene. A family supplies its own system prompt where there is no system turn.
+    """Turns in order, with an optional scene. A family adds its own system prompt if there is no system turn.
 
     If the last turn is the user's, the family renders an open assistant turn for generation.
     """
@@ -63,10 +63,10 @@ def speech_conversation(
     scene: str = "",
     reference_placement: ReferencePlacement = "turn",
 ) -> Conversation:
-    """Text-to-speech conversation: `text` spoken in the voices of `references`, where given.
+    """Text-to-speech conversation: `text` spoken in the voices of `references`, if there are any.
 
-    Where `text` has tags for several speakers, `[SPEAKER0] ... [SPEAKER1] ...`, their references carry them too.
-    Without a `target` the conversation is open, a prompt for generation.
+    A `text` with tags for several speakers, `[SPEAKER0] ... [SPEAKER1] ...`, has references with the same tags. Without
+    a `target` the conversation is open: a prompt for generation.
     """
     turns: list[Turn] = []
     if reference_placement == "system" and references:

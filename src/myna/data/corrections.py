@@ -33,7 +33,7 @@ CORRECTIONS_FILE = "corrections.jsonl"
 LOCK_FILE = ".corrections.lock"
 NEEDED_COLUMNS = [name for name in SCHEMA.names if name not in ("embedding", "fingerprint")]
 CORRECTED = "corrected"
-"""Source of a text that a person has given."""
+"""Value of `text_source` for a text that a person gave."""
 DROPPED_BY_HAND = "dropped by hand"
 RECOGNITION_MEASURES = (
     "avg_log_prob",
@@ -43,7 +43,7 @@ RECOGNITION_MEASURES = (
     "characters_per_second",
     "unique_word_share",
 )
-"""Measures of a recognised text, which say nothing of one that a person has given."""
+"""Measures of a recognised text. They do not apply to a text that a person gave."""
 
 
 def _spoken_text(text: str) -> str:
@@ -71,14 +71,14 @@ class TextCorrection(_CorrectionLine):
 
 
 class ClipDrop(_CorrectionLine):
-    """A clip not to be used."""
+    """Exclusion of a clip."""
 
     action: Literal["drop"] = "drop"
     clip: Name
 
 
 class ClipRestore(_CorrectionLine):
-    """A clip to be used, whatever dropped it."""
+    """Inclusion of a clip, whatever excluded it."""
 
     action: Literal["restore"] = "restore"
     clip: Name
@@ -93,7 +93,7 @@ class SpeakerCorrection(_CorrectionLine):
 
 
 class SpeakerMerge(_CorrectionLine):
-    """A speaker who is another one."""
+    """Two speaker names for the same person."""
 
     action: Literal["merge"] = "merge"
     speaker: Name
@@ -101,7 +101,7 @@ class SpeakerMerge(_CorrectionLine):
 
 
 class EdgeMove(_CorrectionLine):
-    """Where a clip begins and ends in its recording; None leaves an edge where it is."""
+    """New edges of a clip in its recording; None leaves an edge unchanged."""
 
     action: Literal["edges"] = "edges"
     clip: Name
@@ -110,7 +110,7 @@ class EdgeMove(_CorrectionLine):
 
 
 class TornLine(_CorrectionLine):
-    """What a process left that was killed while it wrote: kept, and without effect."""
+    """Incomplete line of a process that was killed while writing. It is kept, and has no effect."""
 
     action: Literal["torn"] = "torn"
     content: str
@@ -130,7 +130,7 @@ def make_correction(
     start: float | None = None,
     end: float | None = None,
 ) -> Correction:
-    """A correction from what a person gives: exactly one thing, and a clip unless it is two speakers, A=B."""
+    """Make a correction from command options: exactly one change, and a clip unless it merges two speakers, A=B."""
     moved = start is not None or end is not None
     if (text is not None) + drop + restore + (speaker is not None) + moved != 1:
         options = "--text, --drop, --restore, --speaker, or --start and --end"
@@ -158,7 +158,8 @@ def make_correction(
 
 
 def load_corrections(folder: Path, notify: Notify = lambda _: None) -> list[Correction]:
-    """The corrections of a folder in their order; none without a file. A torn last line is left out, and told."""
+    """Load the corrections of a folder in order; none without a file. An incomplete last line is left out with a
+    note."""
     path = folder / CORRECTIONS_FILE
     if not is_file(path):
         return []
@@ -179,7 +180,7 @@ def load_corrections(folder: Path, notify: Notify = lambda _: None) -> list[Corr
 
 
 def _split_torn(content: bytes) -> tuple[bytes, bytes]:
-    """The whole lines, and what follows the last of them if that is no correction."""
+    """Split a log into its whole lines and an incomplete rest."""
     whole, newline, tail = content.rpartition(b"\n")
     try:
         _LINE.validate_json(tail)
@@ -189,7 +190,8 @@ def _split_torn(content: bytes) -> tuple[bytes, bytes]:
 
 
 def append_correction(folder: Path, correction: Correction) -> None:
-    """Add a correction: on the disk when this returns, and not at all if it raises. Processes wait for one another."""
+    """Append a correction to the log. It is on the disk when this returns, or not at all if it raises. Processes wait
+    for one another."""
     path = folder / CORRECTIONS_FILE
     line = correction.model_dump_json(exclude_none=True).encode() + b"\n"
     with acquire_lock(folder / LOCK_FILE), path.open("a+b", buffering=0) as file:
@@ -216,9 +218,9 @@ def append_correction(folder: Path, correction: Correction) -> None:
 
 
 def apply_corrections(table: pa.Table, corrections: Sequence[Correction], notify: Notify = lambda _: None) -> pa.Table:
-    """A curation table with the texts, speakers and edges that were given by hand, still tiling every recording.
+    """Apply corrections of texts, speakers and edges to a curation table, whose rows still tile every recording.
 
-    To be called before the decision. A correction of a clip that is not there any more has no effect, and is told.
+    Call it before the decision. A correction of a clip that no longer exists has no effect, with a note.
     """
     rows = _RowIndex(table, corrections)
     for correction in corrections:
@@ -232,7 +234,7 @@ def apply_corrections(table: pa.Table, corrections: Sequence[Correction], notify
 
 
 def apply_hand_decisions(table: pa.Table, corrections: Sequence[Correction]) -> pa.Table:
-    """A decided table with the clips that were dropped or restored by hand; to be called after the decision."""
+    """Apply exclusions and inclusions by hand to a decided table. Call it after the decision."""
     rows = _RowIndex(table, corrections)
     decisions = [c for c in corrections if isinstance(c, ClipDrop | ClipRestore) and c.clip in rows]
     keep = {rows[c.clip]: isinstance(c, ClipRestore) for c in decisions}
@@ -252,7 +254,7 @@ def is_corrected(table: pa.Table, corrections: Sequence[Correction]) -> bool:
 
 
 def check_correction(table: pa.Table, corrections: Sequence[Correction], correction: Correction) -> None:
-    """Refuse a correction that would have no effect on a table that `corrections` were applied to."""
+    """Raise an error for a correction that would have no effect on a table to which `corrections` were applied."""
     if isinstance(correction, SpeakerMerge | SpeakerCorrection):
         target = correction.into if isinstance(correction, SpeakerMerge) else correction.speaker
         merged = {c.speaker: c.into for c in corrections if isinstance(c, SpeakerMerge)}
@@ -354,7 +356,7 @@ def add_correction(folder: Path, correction: Correction, notify: Notify = lambda
 
 
 def _manifest_table(folder: Path, corrections: Sequence[Correction], correction: Correction) -> pa.Table:
-    """A table of the utterances, each a recording of its own with all the room that a new edge needs."""
+    """Build a table of the utterances, each as a recording of its own with unlimited room for a new edge."""
     utterances = correct_utterances(iterate_manifest(folder / MANIFEST_FILE), corrections, keep_dropped=True)
     rows = []
     for one in utterances:
@@ -367,7 +369,7 @@ def _manifest_table(folder: Path, corrections: Sequence[Correction], correction:
 
 
 def check_corrections_applied(folder: Path) -> None:
-    """Refuse a curated folder with corrections that were made after it was decided."""
+    """Raise an error for a curated folder with corrections that were made after its last decision."""
     corrections = load_corrections(folder)
     if not corrections or not (folder / TABLE_FILE).is_file():
         return
@@ -377,7 +379,8 @@ def check_corrections_applied(folder: Path) -> None:
 
 
 def corrected_utterances(folder: Path, utterances: list[Utterance], notify: Notify = lambda _: None) -> list[Utterance]:
-    """Utterances of a folder as it was corrected; those of a curated one are corrected when it is decided."""
+    """Apply the corrections of a folder to its utterances. In a curated folder `myna curate` has applied them
+    already."""
     corrections = load_corrections(folder, notify)
     if not corrections or (folder / TABLE_FILE).is_file():
         return utterances
@@ -388,7 +391,7 @@ def corrected_utterances(folder: Path, utterances: list[Utterance], notify: Noti
 def correct_utterances(
     utterances: Iterable[Utterance], corrections: Sequence[Correction], *, keep_dropped: bool = False
 ) -> list[Utterance]:
-    """Utterances of a manifest as they were corrected, without those that were dropped."""
+    """Apply corrections to the utterances of a manifest, and drop those that are excluded."""
     by_clip: dict[str, list[tuple[int, Correction]]] = {}
     for pair in enumerate(corrections):
         by_clip.setdefault(getattr(pair[1], "clip", ""), []).append(pair)

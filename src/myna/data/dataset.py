@@ -120,7 +120,7 @@ class PreparedDataset:
         return index
 
     def key(self, utterance: Utterance) -> str:
-        """The key of an utterance's codes; equal keys are equal audio."""
+        """Key of an utterance's codes; equal keys are equal audio."""
         return self.table.key.value_at(self.index_of(utterance))
 
     def codes(self, utterance: Utterance) -> Codes:
@@ -141,7 +141,7 @@ class PreparedDataset:
 
 
 class Utterances(Sequence[Utterance]):
-    """A selection of a manifest table's utterances, each built on access."""
+    """Selection of a manifest table's utterances, each built on access."""
 
     def __init__(self, table: ManifestTable, indices: Indices) -> None:
         self.table, self.indices = table, indices
@@ -170,7 +170,7 @@ class Utterances(Sequence[Utterance]):
         return Utterances(self.table, self.indices[selected])
 
     def keys_among(self, keys: Sequence[str]) -> set[str]:
-        """Those of the keys that one of these utterances has."""
+        """Return the keys that at least one of these utterances has."""
         key = self.table.key
         is_present = np.isin(key.indices_of(keys), key.indices[self.indices])
         return {name for name, present in zip(keys, is_present.tolist(), strict=True) if present}

@@ -43,8 +43,8 @@ from myna.data.manifest import Span, Utterance
 
 READER_THREADS = min(8, os.cpu_count() or 1)
 GPU_SHARDS = 8
-"""Shards of a call to a worker with a GPU, which reads the next while it encodes one. Without a GPU encoding takes so
-much longer than reading that a call has one."""
+"""Shards per call to a worker with a GPU, which reads the next while it encodes one. Other workers get one: without a
+GPU encoding takes much longer than reading."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -78,7 +78,7 @@ class PlannedClip(NamedTuple):
     span: Span | None
     text: str
     frames: int
-    """As the header has it; none where there may turn out to be none."""
+    """Frames according to the header of the file; 0 if there may turn out to be none."""
 
 
 class PlannedShard(NamedTuple):
@@ -86,7 +86,7 @@ class PlannedShard(NamedTuple):
 
     path: Path
     revision: str
-    """Of the codec."""
+    """Revision of the codec."""
     batch_seconds: float
     clips: Sequence[PlannedClip]
 
@@ -95,13 +95,13 @@ class EncodedClips(NamedTuple):
     """Clips that a worker is done with."""
 
     frames: dict[str, int]
-    """By key; 0 for a clip shorter than one frame."""
+    """Frames by key; 0 for a clip shorter than one frame."""
     notes: tuple[str, ...] = ()
-    """For the user."""
+    """Sentences for the user."""
 
 
 class PendingClip(NamedTuple):
-    """A clip that was read, its samples trimmed to whole frames."""
+    """Clip that was read, its samples trimmed to whole frames."""
 
     key: str
     text: str
@@ -120,11 +120,11 @@ def encode_dataset(
     progress: ProgressCallback = silent,
     notify: NotifyCallback = lambda _message: None,
 ) -> EncodeReport:
-    """Bring the store up to date: encode what is new, then write the index of `utterances`.
+    """Encode what is new, then write the index of `utterances`.
 
     Longer shards find more clips of similar length to encode together; shorter ones lose less to a kill. A shard is
-    always encoded as a whole, so that it does not matter to any clip where a run was stopped. Workers of `pool` encode
-    with codecs of the same revision; without one this process does.
+    always encoded as a whole, so that no clip depends on where a run was stopped. Workers of `pool` encode with codecs
+    of the same revision; without a pool this process encodes.
     """
     utterances = list(utterances)
     check_unique_ids(utterances)
@@ -144,7 +144,7 @@ def encode_dataset(
             encoded |= result.frames
             progress("encoding", len(encoded), len(clips))
             for note in result.notes:
-                if note not in notes:  # of another worker
+                if note not in notes:  # another worker gave the same note
                     notes.add(note)
                     notify(note)
         frames |= {key: number for key, number in encoded.items() if number}
@@ -163,7 +163,7 @@ def encode_dataset(
 def _plan_clips(
     utterances: Sequence[Utterance], codec: Encoder, frames: dict[str, int]
 ) -> tuple[list[str], list[PlannedClip]]:
-    """The key of each utterance, and what has to be encoded: the clips that no shard has."""
+    """Return the key of each utterance, and the clips that no shard has."""
     by_audio = {utterance.audio: utterance for utterance in utterances}
     with ThreadPoolExecutor(READER_THREADS) as threads:
         recordings = dict(zip(by_audio, _prefetch(threads, _probe_recording, by_audio.values()), strict=True))
@@ -173,7 +173,7 @@ def _plan_clips(
     for key, one in new.items():
         start, end = span_bounds(one.span)
         seconds = (recordings[one.audio].seconds if end is None else end) - start
-        # A clip without codes is planned again by every run: if it had weight, a run that goes on would cut otherwise.
+        # A clip without codes is planned again by every run. It counts as empty, so that a resumed run cuts alike.
         may_be_empty = seconds < MAX_MISSING_SECONDS + 1 / codec.frame_rate
         planned = 0 if may_be_empty else int(seconds * codec.frame_rate + 1e-6)
         clips.append(PlannedClip(key, one.id, one.audio.absolute(), one.span, one.text, planned))
@@ -181,10 +181,10 @@ def _plan_clips(
 
 
 def group_into_shards(clips: Iterable[PlannedClip], limit: float) -> Iterator[list[PlannedClip]]:
-    """Groups of `limit` frames or a little more, the last one with what is left.
+    """Yield groups of `limit` frames or a little more; the last one has the rest.
 
-    Each depends only on the clips since the group before it, so that a run that goes on, whichever shards there are,
-    groups as before.
+    Each depends only on the clips since the group before it, so that a resumed run groups as before, whichever shards
+    exist.
     """
     shard: list[PlannedClip] = []
     filled = 0
@@ -211,7 +211,8 @@ def _encode_shards(
 
 
 class ShardEncoder:
-    """Worker that encodes shards, and commits each to its file; `open_codec` is called when it is first needed."""
+    """Worker that encodes shards and commits each to its file. `open_codec` is called when the codec is first
+    needed."""
 
     def __init__(self, open_codec: Callable[[], Encoder]) -> None:
         self._open_codec = open_codec
@@ -224,7 +225,7 @@ class ShardEncoder:
         return list(self.encode_batches(shards))
 
     def encode_batches(self, shards: Sequence[PlannedShard]) -> Iterator[EncodedClips]:
-        """What was encoded, batch by batch. The next shard is read while one is encoded."""
+        """Yield what was encoded, batch by batch. The next shard is read while one is encoded."""
         largest = max((sum(clip.frames for clip in shard.clips) for shard in shards), default=0)
         with ThreadPoolExecutor(READER_THREADS) as threads:
             planned = (clip for shard in shards for clip in shard.clips)

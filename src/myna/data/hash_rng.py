@@ -21,7 +21,7 @@ def string_hash(text: str) -> int:
 
 
 def random_bits(ids: IdHashes, stream: str) -> npt.NDArray[np.uint64]:
-    """64 random bits for each id, independent between streams (the finalizer of splitmix64)."""
+    """64 random bits for each id, independent between purposes (the finalizer of splitmix64)."""
     bits = ids + np.uint64(string_hash(stream))
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,9 @@
 """Sequence lengths before rendering, exact to the token.
 
-A text takes as many tokens wherever it stands, and frames take as many positions as the family says. What else a
-sequence holds depends on its form alone: the scene, how many references there are and which speakers its texts have
-tags for; of a clip with an answer, the question. So the tokens of each text are counted once and kept beside the codes,
-one sequence of each form is measured by the family, and all others are sums.
+A text always has the same number of tokens, and the family says how many positions frames take. Everything else in a
+sequence depends on its form: the scene, the number of references and the speaker tags of the texts, or the question of
+a clip with an answer. The tokens of each text are counted once and kept beside the codes, the family measures one
+sequence of each form, and all other lengths are sums.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ TEXTS_PER_BATCH = 1 << 14
 
 
 class LengthEstimator(Protocol):
-    """What the loader needs of a family to know lengths without rendering."""
+    """Parts of a family that the loader needs to know lengths without rendering."""
 
     @property
     def text_revision(self) -> str:
-        """Changes whenever a text may come to another number of tokens."""
+        """Revision that changes whenever the number of tokens of a text may change."""
 
     def count_tokens(self, texts: Mapping[str, str]) -> Sequence[int]:
         """Tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key, the id of an
         utterance."""
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Positions that clips of so many frames take, up to a constant that every clip takes."""
+        """Positions that clips with these numbers of frames take, up to a constant that every clip takes."""
 
     def length(self, conversation: Conversation) -> int:
         """Positions that a conversation takes."""
@@ -86,12 +86,12 @@ class SequenceLengths:
         tokens, frames = count_text_tokens(dataset, estimator), estimator.positions(dataset.table.frames)
         self.as_target = (tokens + frames).astype(np.int64)
         self.as_reference = self.as_target if self._in_turns else frames.astype(np.int64)
-        """What a clip adds to a sequence, up to what every other clip adds too."""
+        """Positions that a clip adds to a sequence, up to a constant that every clip adds."""
         self.kinds = dataset.table.speaker_tags.indices.astype(np.int64) * self._in_turns
-        """A number for each clip: references of one kind make for the same form."""
+        """Number of each clip's form: references of the same kind give the same form."""
 
     def of(self, targets: Indices, references: ReferenceLists) -> Indices:
-        """The length of each target's sequence with its references."""
+        """Return the length of each target's sequence with its references."""
         table, counts, offsets = self._table, references.counts, references.offsets
         owners = np.repeat(np.arange(len(targets)), counts)
         lengths = self.as_target[targets]
@@ -122,7 +122,7 @@ class SequenceLengths:
         if not self._in_turns or self._table.speaker_tags.value_at(target) == "":
             scene, tags = int(self._table.scene.indices[target]), int(self._table.speaker_tags.indices[target])
             return length + self._speech_overhead(scene, tags, tuple(self.kinds[list(references)].tolist()))
-        # Tags of a dialogue are put before the texts of its references, which then come to other tokens.
+        # Tags of a dialogue are put before the texts of its references, which changes their tokens.
         return self._dialogue_length(target, references)
 
     def _measure_answer_overhead(self, question: int) -> int:
@@ -152,6 +152,6 @@ class SequenceLengths:
 
 
 def _per_form(forms: npt.NDArray[np.signedinteger], measure: Callable[[int], int]) -> Indices:
-    """`measure` of each form, called once for each distinct one."""
+    """Map each form to its `measure`, called once for each distinct form."""
     distinct, inverse = np.unique(forms, return_inverse=True)
     return np.array([measure(form) for form in distinct.tolist()], np.int64)[inverse]

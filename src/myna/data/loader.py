@@ -71,12 +71,12 @@ BatchT = TypeVar("BatchT")
 
 
 class PlannedSequence(NamedTuple):
-    """A sequence to be rendered: its utterances as indices into the manifest table."""
+    """Sequence to be rendered, with its utterances as indices into the manifest table."""
 
     target: int
     references: tuple[int, ...]
     length: int | None
-    """In tokens; None where nothing is packed."""
+    """Length in tokens; None if nothing is packed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +123,10 @@ class BatchBuilder(Generic[SequenceT, BatchT]):
 
 
 PREFETCH_STEPS = 2
-"""Steps that are built ahead, if those are enough to keep all workers busy."""
+"""Steps that are built ahead, unless more are needed to keep all workers busy."""
 STREAM_VERSION = 2
-"""Raised whenever the same data, settings and seed give other rows: no run continues with another stream than it began
-with."""
+"""Version of the row order. It changes whenever the same data, settings and seed give other rows, so that no run
+continues with other rows than it began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Loader(Generic[SequenceT, BatchT]):
         seed: int,
         finish: Callable[[BatchT], BatchT] | None = None,
     ) -> None:
-        """`finish` is applied to every batch in this process, wherever it was built."""
+        """Make a loader; `finish` is applied to every batch in this process, wherever it was built."""
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.reference_sampler = ReferenceSampler(dataset, settings, seed)
         self.builder = BatchBuilder(dataset, settings, render, collate)
@@ -182,7 +182,8 @@ class Loader(Generic[SequenceT, BatchT]):
     def steps(
         self, batch_size: int, micro_batch_size: int, shard: Shard, start: int = 0
     ) -> Generator[list[BatchT], None, None]:
-        """The micro-batches of each optimizer step for one rank, endless from step `start`. Sizes are in rows.
+        """Yield the micro-batches of each optimizer step for one rank, without end, from step `start`. Sizes are in
+        rows.
 
         An error is raised at the step it belongs to. Closing the iterator ends its threads.
         """
@@ -191,7 +192,7 @@ class Loader(Generic[SequenceT, BatchT]):
         return self._prefetch(self._plan_steps(batch_size, micro_batch_size, shard, start), per_step)
 
     def evaluation_batches(self, micro_batch_size: int, shard: Shard) -> Generator[BatchT, None, None]:
-        """One rank's share of all targets, each once."""
+        """Yield one rank's share of all targets, each once."""
         targets = self.reference_sampler.targets.indices[shard.rank :: shard.world_size]
         size = self.settings.packing_window
         windows = (self._pack(targets[start : start + size], epoch=0) for start in range(0, len(targets), size))
@@ -210,16 +211,17 @@ class Loader(Generic[SequenceT, BatchT]):
 
     @property
     def row_counts(self) -> dict[tuple[int, int], int]:
-        """Rows of every (epoch, window) packed so far: a window with a count can be skipped without packing it."""
+        """Number of rows of every (epoch, window) packed so far. A window with a known count can be skipped without
+        packing it."""
         return dict(self._row_counts)
 
     def restore_row_counts(self, row_counts: Mapping[tuple[int, int], int]) -> None:
-        """Row counts of an earlier loader with the same data, settings and seed."""
+        """Take over the row counts of an earlier loader with the same data, settings and seed."""
         self._row_counts |= row_counts
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything but the settings that rows are built from; where files lie does not count."""
+        """Hash of everything that rows are built from, except the settings and the places of files."""
         content = bytes_hash(f"{self.dataset.table.fingerprint} in stream {STREAM_VERSION}".encode())
         return f"{len(self.dataset.table)} utterances {content[:16]}"
 
@@ -235,7 +237,7 @@ class Loader(Generic[SequenceT, BatchT]):
         return SequenceLengths(self.dataset, self.settings, self._length_estimator, self.builder.conversation)
 
     def check_lengths(self) -> None:
-        """Every sequence that can be sampled must fit a row, since nothing is ever truncated."""
+        """Raise an error if a sequence that can be sampled does not fit a row, since nothing is ever truncated."""
         if not self.settings.pack:
             return
         budget, targets, kinds = self.settings.row_tokens, self.reference_sampler.targets, self.lengths.kinds
@@ -261,7 +263,7 @@ class Loader(Generic[SequenceT, BatchT]):
             yield list(_micro_batches(step[shard.rank :: shard.world_size], micro_batch_size))
 
     def _rows(self, skip: int, epochs: Iterable[int] | None = None) -> Iterator[_Row]:
-        """The stream of rows without its first `skip`, endless unless `epochs` are given."""
+        """Yield rows without the first `skip`; without end unless `epochs` are given."""
         window, id_hash = self.settings.packing_window, self.dataset.table.id_hash
         targets = self.reference_sampler.targets.indices
         for epoch in count() if epochs is None else epochs:
@@ -295,7 +297,7 @@ class Loader(Generic[SequenceT, BatchT]):
         return batch if self._finish is None else self._finish(batch)
 
     def _prefetch(self, plans: _StepPlans, per_step: int) -> Generator[list[BatchT], None, None]:
-        """The batches of every planned step, in order, built ahead; a step has `per_step` micro-batches."""
+        """Yield the batches of every planned step in order, built ahead. A step has `per_step` micro-batches."""
         workers = self.settings.workers
         if not workers:
             for plan in plans:
@@ -319,7 +321,7 @@ class Loader(Generic[SequenceT, BatchT]):
 
 
 def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> WorkerPool:
-    """Worker processes that build the batches of these loaders from now on. The caller closes them."""
+    """Start worker processes that build the batches of these loaders from now on. The caller closes them."""
     workers = WorkerPool(number, [loader.builder for loader in loaders])
     for position, loader in enumerate(loaders):
         loader._build = partial(workers.build, position)

@@ -21,18 +21,18 @@ TASKS = (
     "multi_speaker_voice_cloning",
 )
 SPEAKER_TAG = re.compile(r"\[SPEAKER(\d+)\]")
-"""Says who speaks from there on, in a text of several speakers."""
+"""Speaker tag in a text of several speakers: says who speaks from there on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a recording, in seconds. `end` None means up to the end of the file."""
+    """Part of a recording in seconds; `end` None means the end of the file."""
 
     start: float
     end: float | None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < (math.inf if self.end is None else self.end):  # so written that NaN fails too
+        if not 0 <= self.start < (math.inf if self.end is None else self.end):  # written so that NaN fails too
             raise ValueError(f"a span must run forwards from 0 or later, not {self.start} to {self.end}")
 
 
@@ -61,14 +61,14 @@ class Utterance:
 
     @property
     def references(self) -> tuple[str, ...] | None:
-        """The references that the source names; None where one is to be sampled."""
+        """Ids of the references that the source names; None if one is to be sampled."""
         if self.answer:
             return ()
         return tuple(self.extras["references"]) if "references" in self.extras else None
 
     @property
     def answer(self) -> str:
-        """The answer to be learned of the clip; empty for a speech target."""
+        """Answer to be learned about the clip; empty for a speech target."""
         return str(self.extras.get("answer") or "")
 
     @property
@@ -77,7 +77,7 @@ class Utterance:
 
     @property
     def is_dialogue(self) -> bool:
-        """Whether several people speak in the clip: by its task, or by the speaker tags of its text."""
+        """Whether several people speak in the clip, according to its task or the speaker tags of its text."""
         is_multi_speaker = str(self.extras.get("task") or "").startswith("multi_speaker")
         return is_multi_speaker or len(set(SPEAKER_TAG.findall(self.text))) > 1
 
@@ -85,7 +85,7 @@ class Utterance:
         return self.to_line(self.audio.as_posix())
 
     def to_line(self, audio: str) -> dict[str, Any]:
-        """A manifest line with `audio` as its path. Written out, since `asdict` copies every path and every extra."""
+        """Return the manifest line with `audio` as its path. Not `asdict`, which copies every path and all extras."""
         line: dict[str, Any] = {"id": self.id} if self.id else {}
         line |= {"audio": audio, "text": self.text, "speaker": self.speaker}
         if self.language:
@@ -98,7 +98,7 @@ class Utterance:
 
     @classmethod
     def from_json(cls, line: dict[str, Any], folder: Path) -> Utterance:
-        """A manifest line; relative audio paths are relative to the manifest's folder."""
+        """Make an utterance from a manifest line; relative audio paths are relative to the manifest's folder."""
         span = line.get("span")
         return cls(
             id=str(line["id"]),
@@ -119,7 +119,7 @@ FIELD_TYPES = {"id": str, "audio": str, "text": str, "speaker": str, "language":
 
 
 class SpanError(ValueError):
-    """A line's `span` is not a pair of times."""
+    """Error of a line whose `span` is not a pair of times."""
 
 
 def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
@@ -131,12 +131,13 @@ def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
 
 
 def read_manifest(path: Path) -> list[Utterance]:
-    """Every utterance, or a `DataError` that names the first bad line."""
+    """Read all utterances; a `DataError` names the first bad line."""
     return list(iterate_manifest(path))
 
 
 def iterate_manifest(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[Utterance]:
-    """Utterances one by one: a manifest may be larger than memory. Lines that are not `wanted` are not parsed."""
+    """Yield utterances one by one, since a manifest may be larger than memory. Lines that are not `wanted` are not
+    parsed."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):
@@ -157,7 +158,7 @@ def missing_manifest_error(path: Path) -> DataError:
 
 
 def parse_manifest_line(line: Any, folder: Path) -> Utterance:
-    """A manifest line as an utterance; a `ValueError` says what is wrong with it."""
+    """Check and convert a manifest line; a `ValueError` says what is wrong with it."""
     if not isinstance(line, dict):
         raise ValueError("the line is not a JSON object")
     for key in REQUIRED_FIELDS:
@@ -198,6 +199,6 @@ class _StoredPaths:
         if ".." in path or path == "." or audio.drive:
             audio = audio.resolve() if ".." in audio.parts else audio.absolute()
             return (audio.relative_to(self._folder) if audio.is_relative_to(self._folder) else audio).as_posix()
-        # As strings where that is enough: `pathlib` is most of the time that a long manifest takes.
+        # Strings are faster: `pathlib` would take most of the time of writing a long manifest.
         path = path if audio.is_absolute() else self._cwd_prefix + path
         return path.removeprefix(self._folder_prefix) if path + "/" != self._folder_prefix else "."

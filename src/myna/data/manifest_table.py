@@ -49,7 +49,7 @@ class DictionaryColumn(NamedTuple):
         return str(self.dictionary[int(self.indices[index])].as_py())
 
     def indices_of(self, values: Sequence[str]) -> Int32Array:
-        """Below zero for a value that does not occur."""
+        """Return the index of each value, negative if it does not occur."""
         return _positions(pa.array(values, pa.string()), self.dictionary)
 
 
@@ -59,38 +59,38 @@ class ManifestTable:
 
     folder: Path
     path: Path | None
-    """The file that holds it; None where none could be written."""
+    """File of the table; None if it could not be written."""
     columns: Any
     """The Arrow record batch."""
     fingerprint: str
-    """Hash of everything that conversations are built from; where files lie does not count."""
+    """Hash of everything that conversations are built from, except the places of files."""
     id: Any
     id_hash: IdHashes
     text: Any
     answer: Any
-    """The text to be learned of a clip that is an input; empty where the clip is to be spoken."""
+    """Text to be learned about a clip that is an input; empty for a clip that is to be spoken."""
     extras: Any
     audio: DictionaryColumn
     start: npt.NDArray[np.float64]
     end: npt.NDArray[np.float64]
-    """Infinite where the file's end is meant."""
+    """Ends in seconds; infinite for the end of the file."""
     has_span: npt.NDArray[np.uint8]
     speaker: DictionaryColumn
     language: DictionaryColumn
     scene: DictionaryColumn
     question: DictionaryColumn
-    """Empty where there is no answer."""
+    """Question about the clip; empty without an answer."""
     speaker_tags: DictionaryColumn
-    """The speakers that a text has tags for, as their numbers in order: "0 1"."""
+    """Numbers of the speakers that a text has tags for, in order: "0 1"."""
     is_target: npt.NDArray[np.uint8]
     is_dialogue: npt.NDArray[np.uint8]
     """Whether several people speak in the clip."""
     has_references: npt.NDArray[np.uint8]
-    """Whether the manifest names the references, be it none."""
+    """Whether the manifest names the references, even if it names none."""
     reference_bounds: Int32Array
-    """(utterances + 1,): where an utterance's own list of references begins and ends in `reference_indices`."""
+    """Beginning and end of each utterance's own list in `reference_indices`, (utterances + 1,)."""
     reference_indices: Int32Array
-    """Below zero for a reference that has no codes."""
+    """References as utterances, negative for a reference without codes."""
     key: DictionaryColumn
     shard: Int32Array
     offset: npt.NDArray[np.int64]
@@ -100,7 +100,7 @@ class ManifestTable:
         return len(self.frames)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A loader's worker maps the file itself, rather than being sent what it holds.
+        # A worker process maps the file itself instead of receiving its content.
         if self.path is None:
             return _from_arrow, (self.folder, self.path, self.columns)
         metadata = self.columns.schema.metadata
@@ -108,12 +108,12 @@ class ManifestTable:
 
     @property
     def has_answer(self) -> npt.NDArray[np.bool_]:
-        """Clips that are an input to be answered in text, neither speech targets nor anyone's reference."""
+        """Clips that are an input to be answered in text; they are neither speech targets nor references."""
         has_answer: npt.NDArray[np.bool_] = pc.not_equal(self.answer, "").to_numpy(zero_copy_only=False)
         return has_answer
 
     def learned_texts(self, part: slice) -> list[str]:
-        """The text in each sequence whose length varies by utterance: the transcript, or the answer."""
+        """Texts whose length varies by utterance: the answer if there is one, else the transcript."""
         answers, texts = self.answer[part].to_pylist(), self.text[part].to_pylist()
         return [answer or text for answer, text in zip(answers, texts, strict=True)]
 
@@ -131,7 +131,7 @@ class ManifestTable:
 
 
 def open_manifest_table(folder: Path, store: CodeStore) -> tuple[ManifestTable, tuple[str, ...]]:
-    """The table, and notes for the user on how it was opened."""
+    """Open the table; also return notes for the user on how it was opened."""
     manifest, path = folder / MANIFEST_FILE, store.codes_folder / TABLE_FILE
     try:
         fingerprint = f"{FORMAT}-{file_hash(manifest)}-{store.fingerprint()}"
@@ -151,7 +151,7 @@ def open_manifest_table(folder: Path, store: CodeStore) -> tuple[ManifestTable, 
 
 
 def _reopen(folder: Path, path: Path, revision: str, fingerprint: str) -> ManifestTable:
-    """The table that the sending process has opened."""
+    """Open the table that the sending process has opened."""
     stored = read_cached_arrow(path, revision, {"fingerprint": fingerprint}, strings=False)
     if stored is None:
         raise DataError(f"{path} was changed or removed while it was in use", hint="start again, once nobody writes it")
@@ -179,7 +179,7 @@ def _positions(values: Any, value_set: Any) -> Int32Array:
 
 
 def _build(folder: Path, store: CodeStore, fingerprint: str) -> Any:
-    """All columns, from the lines of the manifest and the index."""
+    """Build all columns from the lines of the manifest and the index."""
     lines = pa.concat_tables(_read_lines(folder))
     _check_unique_ids(folder, lines["id"])
     index = _match_index(folder, store, lines)
@@ -216,7 +216,7 @@ SCHEMA = pa.schema(
 
 
 def _read_lines(folder: Path) -> Iterator[Any]:
-    """The manifest, as tables of many lines each."""
+    """Yield the manifest as tables of many lines each."""
     yield SCHEMA.empty_table()
     utterances = iterate_manifest(folder / MANIFEST_FILE)
     while part := [_line(utterance, folder) for utterance in islice(utterances, LINES_PER_BATCH)]:
@@ -257,8 +257,8 @@ def _check_unique_ids(folder: Path, ids: Any) -> None:
 
 
 def _match_index(folder: Path, store: CodeStore, lines: Any) -> Any:
-    """The index's entry for each line, which must be of the same audio. No audio is read: that a file was changed in
-    place is for `prepare` to find."""
+    """Find the index entry of each line, and check that it has the same audio span. No audio is read: `prepare` detects
+    files that were changed in place."""
     index = store.index()
     positions = pc.index_in(lines["id"], value_set=index["id"])
     ids, is_indexed = lines["id"], pc.is_valid(positions).to_numpy()

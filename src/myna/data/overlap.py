@@ -21,18 +21,18 @@ OverlapKind = Literal["audio", "words"]
 
 
 class ComparedClip(NamedTuple):
-    """A clip, or a text alone, that is looked for in training data."""
+    """Clip, or a text alone, to be searched for in training data."""
 
     id: str
     speaker: str
     text: str
     key: str = ""
-    """As `PreparedDataset.key` gives it; empty without audio."""
+    """Key from `PreparedDataset.key`; empty without audio."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedClips:
-    """The clips that a recipe trains on."""
+    """Clips that a recipe trains on."""
 
     utterances: Utterances
     codec_revision: str
@@ -44,7 +44,7 @@ class TrainedClips:
         return cls(dataset.utterances if recipe.loss.supervise_references else targets, dataset.info.codec_revision)
 
     def key(self, audio: Path, span: Span | None = None) -> str:
-        """The key that a clip of this audio has here, wherever the file is."""
+        """Key of a clip of this audio in the training data, wherever the file is."""
         return codes_key(file_hash(audio), span, self.codec_revision)
 
     def find(self, clips: Sequence[ComparedClip], *, unnamed_speakers: bool = False) -> dict[str, OverlapKind]:
@@ -54,11 +54,11 @@ class TrainedClips:
 def find_overlap(
     trained: Utterances, clips: Sequence[ComparedClip], *, unnamed_speakers: bool = False
 ) -> dict[str, OverlapKind]:
-    """Ids of the clips that are among the trained ones, and why. With `unnamed_speakers`, words are the same too where
-    one of the two names no speaker."""
+    """Find the clips that are among the trained ones, and why, by id. With `unnamed_speakers`, equal words count too if
+    one of the two clips names no speaker."""
     keys = trained.keys_among([clip.key for clip in clips if clip.key])
     speakers = {clip.speaker for clip in clips}
-    # There may be a million trained ones, so that only those that can be equal are compared.
+    # There may be a million trained clips, so only those that can be equal are compared.
     if unnamed_speakers:
         compared = trained if "" in speakers else trained.by_speakers({*speakers, ""})
     else:
@@ -76,6 +76,6 @@ def find_overlap(
 
 
 def plain_words(text: str) -> str:
-    """A text without its case and punctuation."""
+    """Remove case and punctuation from a text."""
     letters = (c for c in normalise_text(text).casefold() if not unicodedata.category(c).startswith("P"))
     return " ".join("".join(letters).split())

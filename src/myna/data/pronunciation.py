@@ -30,7 +30,7 @@ def _to_tuple(values: Any) -> Any:
 
 
 def _to_phones(phones: Any) -> Any:
-    """A list, or one string with blanks. Stress marks belong to the word's score, not to its phones."""
+    """Split a string at blanks, and remove stress marks, which belong to the score of the word."""
     phones = phones.split() if isinstance(phones, str) else phones
     if not isinstance(phones, list | tuple):
         return phones
@@ -64,9 +64,9 @@ class AssessedWord(_StrictModel):
     total: Score | None = None
     phones: Phones = ()
     phone_scores: PhoneScores = ()
-    """One for each of `phones`: 2 right, 1 with an accent, 0 wrong or missing."""
+    """Score of each of `phones`: 2 right, 1 with an accent, 0 wrong or missing."""
     pronounced: Phones = ()
-    """By default the same as `phones`."""
+    """Phones as pronounced; by default `phones`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,9 +102,9 @@ class Assessment(_StrictModel):
 
 
 class AssessmentAnswer(_StrictModel):
-    """The answer that a model is trained to give: phones as pronounced, transcript, scores.
+    """Answer that a model is trained to give: phones as pronounced, transcript, scores.
 
-    In this order, since each is conditioned on those before it: phones after the words would be those of the
+    The order matters, since each part is conditioned on those before it: phones after the words would be those of the
     dictionary, and scores before the phones would be guesses.
     """
 
@@ -116,13 +116,13 @@ class AssessmentAnswer(_StrictModel):
     total: Score
 
     def to_json(self) -> str:
-        """The one way to write it: keys in order, whole scores without a fraction."""
+        """Write the answer in its only form: keys in order, whole scores without a fraction."""
         scores = {name: int(value) if value == int(value) else value for name, value in self if name in SCORES}
         return json.dumps({"phones": self.phones, "text": self.text} | scores, ensure_ascii=False)
 
 
 class AnswerFormatError(ValueError):
-    """A line that is no answer. `reason` is one of a few, to be counted."""
+    """Error of a line that is not an answer. `reason` is one of a few, to be counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -130,7 +130,7 @@ class AnswerFormatError(ValueError):
 
 
 def read_assessment(tree: Any) -> Assessment:
-    """A `ValueError` says which score is missing or wrong."""
+    """Read an assessment; a `ValueError` says which score is missing or wrong."""
     try:
         return Assessment.model_validate(tree)
     except ValidationError as error:
@@ -158,7 +158,7 @@ def read_answer(line: str) -> AssessmentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswers:
-    """Parsed answers of a model, None for those that are none, and the reasons why not."""
+    """Parsed answers of a model, None for unreadable ones, and the number of those by reason."""
 
     answers: tuple[AssessmentAnswer | None, ...]
     unreadable: Counter[str]
@@ -208,7 +208,7 @@ SCORE: /10(\.0+)?|[0-9](\.[0-9]+)?/
 
 
 def answer_grammar() -> str:
-    """One rule for every set of keys that may be left."""
+    """Return the grammar, with one rule for every set of remaining keys."""
     rules = [f'start: ws "{{" ws {_rule(KEYS)} ws {TERMINALS}']
     for count in range(1, len(KEYS) + 1):
         rules += [
@@ -231,19 +231,19 @@ def _pair(key: str, keys: tuple[str, ...]) -> str:
 
 
 MIDDLE_SCORE = 5.0
-"""The score of an answer that gives none."""
+"""Score assumed for an answer without one."""
 CORRELATION = "correlation"
 CANONICAL, ALL_WRONG = "canonical phones", "everything is wrong"
-"""Baselines: the phones of the dictionary, so that nothing is mispronounced; and no phone as it should be."""
+"""Names of the baselines: the dictionary's phones, so that nothing is mispronounced, and no right phone at all."""
 RIGHT_BY_DEFINITION = "right by definition"
-"""In place of what a baseline takes from the assessment itself."""
+"""Text in place of a metric that a baseline takes from the assessment itself."""
 WER, PER, MISPRONUNCIATION_F1 = "word error rate", "phone error rate", "F1 of mistakes"
 PUBLISHED_CORPUS = "speechocean762"
 PUBLISHED_FIGURES = {
     **{"accuracy": 0.656, "fluency": 0.727, "prosodic": 0.711, "total": 0.675},
     **{WER: 0.140, PER: 0.114, MISPRONUNCIATION_F1: 0.724},
 }
-"""What "English Pronunciation Evaluation without Complex Joint Training" reports on SpeechOcean762."""
+"""Figures of "English Pronunciation Evaluation without Complex Joint Training" on SpeechOcean762."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class AnswerScores:
     unreadable: dict[str, int]
     """Answers that cannot be parsed, by reason."""
     undefined: dict[str, str]
-    """Figures that have no value, and why."""
+    """Reasons of figures that have no value."""
 
     def to_json(self) -> dict[str, Any]:
         figures = {
@@ -274,7 +274,7 @@ class AnswerScores:
 
 
 class AssessmentTable(NamedTuple):
-    """Metrics as text, for a terminal or a page, and the same for a JSON file."""
+    """Metrics as text for a terminal or a page, and as values for a JSON file."""
 
     title: str
     header: tuple[str, ...]
@@ -283,14 +283,14 @@ class AssessmentTable(NamedTuple):
 
 
 def stored_assessment(utterance: Utterance) -> Assessment | None:
-    """The assessment of a manifest line; None where its answer is none."""
+    """Return the assessment of a manifest line; None if it has none."""
     tree = utterance.extras.get("assessment")
     return read_assessment(tree) if tree else None
 
 
 def assessment_table(utterances: Iterable[Utterance], answers: Mapping[str, str]) -> AssessmentTable | None:
-    """Metrics of answers by utterance id, beside those of two baselines and, on the same corpus, the published ones.
-    None where an utterance has no assessment."""
+    """Compute the metrics of answers by utterance id, with those of two baselines and, on the same corpus, the
+    published ones. None if an utterance has no assessment."""
     answered = [utterance for utterance in utterances if utterance.id in answers]
     stored = [stored_assessment(utterance) for utterance in answered]
     references = [assessment for assessment in stored if assessment is not None]
@@ -324,7 +324,7 @@ def assessment_table(utterances: Iterable[Utterance], answers: Mapping[str, str]
 
 
 def score_answers(references: Sequence[Assessment], answers: Sequence[str], language: str = "en") -> AnswerScores:
-    """Metrics of answers as a model generated them, in the order of the references."""
+    """Compute the metrics of generated answers, in the order of the references."""
     parsed = ParsedAnswers.of(answers)
     pairs = list(zip(references, parsed.answers, strict=True))
     figures = {
@@ -346,12 +346,12 @@ def canonical_answers(references: Sequence[Assessment]) -> list[str]:
 
 
 def baseline_answers(references: Sequence[Assessment], phones: Callable[[Assessment], str]) -> list[str]:
-    """The right transcript and scores with other phones; without any, every phone is wrong."""
+    """Answers with the right transcript and scores, but other phones; without any, every phone is wrong."""
     return [ref.answer.model_copy(update={"phones": phones(ref)}).to_json() for ref in references]
 
 
 def _undefined_reason(name: str, pairs: Sequence[tuple[Assessment, AssessmentAnswer | None]]) -> str:
-    """Why a figure has no value."""
+    """Return the reason why a figure has no value."""
     if not pairs:
         return "there are no utterances"
     if name == MISPRONUNCIATION_F1:
@@ -365,7 +365,7 @@ def _undefined_reason(name: str, pairs: Sequence[tuple[Assessment, AssessmentAns
 
 
 def pearson_correlation(pairs: Sequence[tuple[float, float]]) -> Estimate:
-    """Pearson correlation with a bootstrap interval over pairs. None where one side is constant."""
+    """Pearson correlation with a bootstrap interval over pairs. It has no value if one side is constant."""
     table = np.array(pairs, np.float64).reshape(-1, 2)
     count = len(table)
     if not count or (np.ptp(table, axis=0) == 0).any():
@@ -377,7 +377,7 @@ def pearson_correlation(pairs: Sequence[tuple[float, float]]) -> Estimate:
     def pearson(weights: Any) -> Any:
         x, y, xx, yy, xy = (weights @ moments / count).T
         variance = (xx - x * x) * (yy - y * y)
-        # A draw may hold one pair many times over, and then varies in rounding alone.
+        # A draw may repeat one pair so often that it only varies by rounding.
         return np.where(variance > 1e-12, (xy - x * y) / np.sqrt(np.maximum(variance, 1e-12)), np.nan)
 
     tail = 100 * (1 - CONFIDENCE_LEVEL) / 2
@@ -386,9 +386,10 @@ def pearson_correlation(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 
 def mispronounced(canonical: Sequence[str], pronounced: Sequence[str]) -> tuple[bool, ...]:
-    """For each canonical phone, whether it is substituted or deleted in an alignment with the fewest errors.
+    """Tell for each canonical phone whether it is substituted or deleted in an alignment with the fewest errors.
 
-    Of several such alignments, the one with the most substitutions from the end; rapidfuzz leaves it open which.
+    Of several such alignments, the one with the most substitutions from the end is used; rapidfuzz does not define
+    which.
     """
     costs = np.zeros((len(canonical) + 1, len(pronounced) + 1), np.int64)
     costs[:, 0], costs[0] = np.arange(len(canonical) + 1), np.arange(len(pronounced) + 1)

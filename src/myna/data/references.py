@@ -1,4 +1,4 @@
-"""Reference sampling: which clip sets the voice of which target."""
+"""Reference sampling: the clip that sets the voice of each target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class ReferenceLists(NamedTuple):
-    """The references of many targets as a ragged array: how many each has, and all their indices end to end."""
+    """References of many targets as a ragged array: how many each has, and all their indices end to end."""
 
     counts: Indices
     indices: Indices
@@ -48,7 +48,7 @@ class ReferenceSampler:
         table = dataset.table
         seconds = table.frames / dataset.info.frame_rate
         shortest, longest = settings.reference_seconds
-        # Clips without a speaker's name may be anyone's, and a dialogue is not its speaker's alone.
+        # A clip without a speaker's name may be of any person, and a dialogue has several.
         is_named = (table.speaker.indices != table.speaker.indices_of([""])) & ~table.has_answer
         is_one_voice = is_named & ~table.is_dialogue.astype(bool)
         fits = (shortest <= seconds) & (seconds <= longest)
@@ -62,7 +62,7 @@ class ReferenceSampler:
         self._check_given()
         unpaired = self.sample(self.targets.indices, epoch=0).counts == 0
         self.without_reference = Utterances(table, self.targets.indices[unpaired])
-        """Targets that no reference was found for."""
+        """Targets without any possible reference."""
         self.outside_seconds = Utterances(table, np.flatnonzero(is_target & ~fits))
         """Utterances left out as too short or too long."""
         if settings.require_reference and unpaired.any():
@@ -80,7 +80,7 @@ class ReferenceSampler:
 
     @property
     def usual_scene(self) -> str:
-        """The scene that most targets are trained with: that of the data, or the recipe's where the data names none."""
+        """Scene that most targets are trained with, from the data, or from the recipe if the data names none."""
         scene = self.dataset.table.scene
         scenes = Counter[str]()
         for index, count in enumerate(np.bincount(scene.indices[self.targets.indices])):
@@ -88,12 +88,12 @@ class ReferenceSampler:
         return scenes.most_common(1)[0][0]
 
     def references(self, target: Utterance, epoch: int) -> tuple[Utterance, ...]:
-        """The references of one target: those its manifest line names, or one that is drawn."""
+        """Return the references of one target: those of its manifest line, or a drawn one."""
         sampled = self.sample(np.array([self.dataset.index_of(target)]), epoch)
         return tuple(self.dataset.table.utterance(int(index)) for index in sampled.indices)
 
     def sample(self, targets: Indices, epoch: int) -> ReferenceLists:
-        """The references of many targets."""
+        """Sample the references of many targets."""
         table, pool = self.dataset.table, self._pool
         is_random, drawn = self._random_mask(targets), np.full(len(targets), -1)
         own = pool.position[targets]
@@ -120,10 +120,8 @@ class ReferenceSampler:
         return self._with_given(targets, is_random, drawn)
 
     def longest_references(self, sizes: Indices) -> ReferenceLists:
-        """For every target the references that make its longest sequence; `sizes` is what each clip adds to one.
-
-        Clips with a size below zero are not considered.
-        """
+        """Find for every target the references that make its longest sequence. `sizes` is what each clip adds to a
+        sequence; clips with a negative size are not considered."""
         table, targets = self.dataset.table, self.targets.indices
         is_random, longest = self._random_mask(targets), np.full(len(targets), -1)
         by_size = self._pool.indices[np.argsort(-sizes[self._pool.indices], kind="stable")]
@@ -143,12 +141,14 @@ class ReferenceSampler:
         return self.settings.reference == "same_speaker"
 
     def _random_mask(self, targets: Indices) -> Mask:
-        """Targets whose reference is drawn: of one speaker, where the manifest names none."""
+        """Return a mask of the targets whose reference is drawn: they have one speaker, and the manifest names no
+        reference."""
         table = self.dataset.table
         return ~(table.has_references[targets] | table.is_dialogue[targets]).astype(bool) & self._is_random
 
     def _with_given(self, targets: Indices, is_random: Mask, chosen: Indices) -> ReferenceLists:
-        """`chosen` for random targets (below zero: none), and what the manifest names for all others."""
+        """Combine `chosen` references of random targets (negative: none) with those the manifest names for all
+        others."""
         given = self._given(targets)
         counts = np.where(is_random, chosen >= 0, given.counts)
         references = ReferenceLists(counts, np.empty(counts.sum(), np.int64))
@@ -165,7 +165,7 @@ class ReferenceSampler:
         return ReferenceLists(counts, table.reference_indices[np.repeat(starts, counts) + within].astype(np.int64))
 
     def _check_given(self) -> None:
-        """Named references must have codes, and be other audio than the target's."""
+        """Check that named references have codes and other audio than the target."""
         table, targets = self.dataset.table, self.targets.indices
         given = self._given(targets)
         owners = np.repeat(targets, given.counts)
@@ -185,15 +185,15 @@ class _ReferencePool(NamedTuple):
 
     indices: Indices
     start: Indices
-    """(speakers,): where a speaker's clips begin in `indices`."""
+    """Index of each speaker's first clip in `indices`, (speakers,)."""
     clip_count: Indices
-    """(speakers,): how many clips a speaker has."""
+    """Number of clips of each speaker, (speakers,)."""
     position: Indices
-    """(utterances,): a clip's position among its speaker's, below zero if it is not in the pool."""
+    """Position of each clip among its speaker's, negative if it is not in the pool, (utterances,)."""
 
     @classmethod
     def of(cls, table: ManifestTable, indices: Indices) -> _ReferencePool:
-        """The clips of a speaker keep the order they are given in."""
+        """Group clips by speaker; the clips of a speaker keep their order."""
         speakers = table.speaker.indices[indices]
         indices = indices[np.argsort(speakers, kind="stable")]
         count = np.bincount(speakers, minlength=len(table.speaker.dictionary))
@@ -204,7 +204,7 @@ class _ReferencePool(NamedTuple):
 
 
 def _share_audio(table: ManifestTable, first: Indices, second: Indices) -> Mask:
-    """Whether clips are equal audio, or overlapping spans of one recording."""
+    """Tell whether clips are equal audio or overlapping spans of one recording."""
     overlap = np.maximum(table.start[first], table.start[second]) < np.minimum(table.end[first], table.end[second])
     same_recording = table.audio.indices[first] == table.audio.indices[second]
     return (same_recording & overlap) | (table.key.indices[first] == table.key.indices[second])  # type: ignore[no-any-return]

@@ -63,7 +63,7 @@ MEASURES = (
     "start_gap_ms",
     "end_gap_ms",
 )
-"""Columns of numbers that decisions are made by; NaN where a measure could not be made."""
+"""Numeric columns that decisions are made by; NaN if a measure could not be made."""
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # of recording hash, start and end: the same segment has the same id in every run
@@ -95,11 +95,11 @@ SCHEMA = pa.schema(
 )
 TABLE_FILE = "segments.parquet"
 SETTINGS_FILE = "curate.yaml"
-"""Beside the table: the settings it was decided with."""
+"""File beside the table with the settings it was decided with."""
 
 
 def empty_row() -> dict[str, Any]:
-    """A row with nothing in it: empty strings and lists, NaN for measures."""
+    """Return an empty row: empty strings and lists, NaN for measures."""
     empty: dict[str, Any] = {}
     for column in SCHEMA:
         if pa.types.is_string(column.type):
@@ -135,10 +135,11 @@ class _Segment:
 def move_edges(
     table: pa.Table, moves: Sequence[tuple[int, int | None, int | None]], notify: Callable[[str], None]
 ) -> pa.Table:
-    """A clip grows into the gaps beside it, and leaves gaps where it shrinks; other clips are never touched.
+    """Move the edges of clips: a clip grows into the gaps beside it and leaves gaps where it shrinks; other clips never
+    change.
 
-    `moves` are row, start and end in milliseconds, in the order they were made; None leaves an edge. What cannot be
-    moved that far stays, and `notify` is told.
+    `moves` are row, start and end in milliseconds, in the order they were made; None leaves an edge. An edge that
+    cannot be moved that far stays, and `notify` is told.
     """
     places = list(zip(table["recording"].to_pylist(), table["audio"].to_pylist(), strict=True))
     times = zip(table["start_ms"].to_pylist(), table["end_ms"].to_pylist(), table["kind"].to_pylist(), strict=True)
@@ -165,7 +166,7 @@ def move_edges(
 
 
 def _room(segments: Sequence[_Segment], row: int) -> tuple[int, int]:
-    """The first and the last moment that a clip can be moved to."""
+    """Return the earliest start and the latest end that a clip can be given."""
     at = next(n for n, one in enumerate(segments) if one.row == row and not one.new_id)
     first = at - 1 if at and segments[at - 1].is_gap else at
     last = at + 1 if segments[at + 1 : at + 2] and segments[at + 1].is_gap else at
@@ -187,7 +188,7 @@ def _move(segments: list[_Segment], row: int, new_start: int | None, new_end: in
 
 
 def _rebuild(table: pa.Table, segments: dict[int, list[_Segment]]) -> pa.Table:
-    """The table with the rows of `segments` replaced; a new gap holds nothing but its place."""
+    """Replace the rows of `segments` in the table; a new gap has only its position."""
     pieces, done = [], 0
     for row in sorted(segments):
         pieces.append(table.slice(done, row - done))

@@ -35,12 +35,12 @@ from myna.text.normalization import alphanumeric
 Subset = Literal["train", "held_out_texts", "held_out_speakers"]
 TRAIN, TEXTS, SPEAKERS = SUBSETS = cast(tuple[Subset, Subset, Subset], get_args(Subset))
 Groups = dict[str, Hashable]
-"""The group of each id; a group stays in one subset."""
+"""Group of each id; all members of a group are in one subset."""
 SPLIT_FILE = "split.json"
 MIN_HELD_OUT_CLIPS = 2
-"""Clips that a held-out speaker must have, so that each can be the other's reference."""
+"""Minimum number of clips of a held-out speaker, so that each can be the other's reference."""
 MAX_NAMED_TARGETS = 5
-"""Targets that a note names one by one."""
+"""Maximum number of targets that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class DatasetSplit:
 
     seed: int
     speakers: int
-    """How many speakers were to be held out."""
+    """Number of speakers to hold out."""
     texts: int
-    """How many texts."""
+    """Number of texts to hold out."""
     subset_of: Mapping[str, Subset]
-    """By id."""
+    """Subset by id."""
 
     def ids(self, subset: Subset) -> list[str]:
         return [id for id, assigned in self.subset_of.items() if assigned == subset]
@@ -67,7 +67,7 @@ class DatasetSplit:
 
     @classmethod
     def read(cls, folder: Path) -> DatasetSplit | None:
-        """None where no split was made."""
+        """Read the split of a folder; None if there is none."""
         try:
             return cls(**json.loads((folder / SPLIT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -115,10 +115,10 @@ def split_dataset(
 
 
 def subset_members(split: DatasetSplit, subset: Subset, utterances: Sequence[Utterance]) -> list[Utterance]:
-    """The utterances of a subset, and the clips that they name as references, in the order of the dataset.
+    """Return the utterances of a subset, and the clips that they name as references, in the order of the dataset.
 
     A held-out target keeps its references wherever they are: those of another subset are only references here. Training
-    is given nothing that is held out, not even as a reference; `lost_references` lists the targets that lose one.
+    gets no held-out clip, not even as a reference; `lost_references` lists the targets that lose one.
     """
     ids = set(split.ids(subset))
     lost = set(lost_references(split, utterances)) if subset == TRAIN else set()
@@ -130,7 +130,7 @@ def subset_members(split: DatasetSplit, subset: Subset, utterances: Sequence[Utt
 
 
 def lost_references(split: DatasetSplit, utterances: Iterable[Utterance]) -> list[str]:
-    """The ids of training targets that name a held-out clip as a reference, and are trained without it."""
+    """Return the ids of training targets that name a held-out clip as a reference, and are trained without it."""
     return [
         utterance.id
         for utterance in utterances
@@ -145,7 +145,7 @@ def _as_reference(utterance: Utterance) -> Utterance:
 
 
 def _without_references(utterance: Utterance) -> Utterance:
-    """Without the references it names: the sampler then draws one, but for a dialogue."""
+    """Remove the references that an utterance names. The sampler then draws one, except for a dialogue."""
     return replace(utterance, extras={key: value for key, value in utterance.extras.items() if key != "references"})
 
 
@@ -202,11 +202,11 @@ def _leak(problem: str) -> DataError:
 
 
 def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
-    """A group for each id: speakers that share audio are one, since one voice may have several names, and so are those
-    of a target and of the references that it names."""
+    """Assign each id to a group. Speakers that share audio are one group, since one person may have several names; so
+    are the speakers of a target and of the references that it names."""
 
     def speaker(utterance: Utterance) -> Hashable:
-        # Clips without a speaker's name may be anyone's, each for itself.
+        # A clip without a speaker's name may be of any person: each is a speaker of its own.
         return "speaker", utterance.speaker or utterance.id
 
     joined = UnionFind()
@@ -221,11 +221,11 @@ def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], 
 
 
 def _draw_speakers(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:
-    """The groups of speakers to hold out."""
+    """Draw the groups of speakers to hold out."""
     members: defaultdict[Hashable, list[Utterance]] = defaultdict(list)
     for utterance in utterances:
         members[groups[utterance.id]].append(utterance)
-    # By their speakers' names, and not by how they were joined.
+    # Keyed by speaker names, which do not depend on how the groups were joined.
     names = {
         group: min(utterance.speaker for utterance in clips)
         for group, clips in members.items()
@@ -241,7 +241,7 @@ def _draw_speakers(utterances: Sequence[Utterance], groups: Groups, count: int, 
 
 
 def _group_texts(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
-    """A group for each id: equal texts and equal audio stay together."""
+    """Assign each id to a group: equal texts and equal audio stay together."""
     joined = UnionFind()
     for utterance in utterances:
         joined.union(("id", utterance.id), ("text", alphanumeric(utterance.text)), ("key", key(utterance)))
@@ -251,7 +251,7 @@ def _group_texts(utterances: Sequence[Utterance], key: Callable[[Utterance], str
 
 
 def _draw_texts(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:
-    """The groups of texts to hold out."""
+    """Draw the groups of texts to hold out."""
     names: dict[Hashable, str] = {}
     for utterance in utterances:
         if (text := alphanumeric(utterance.text)) and utterance.is_target:
@@ -264,7 +264,7 @@ def _draw_texts(utterances: Sequence[Utterance], groups: Groups, count: int, see
 
 
 def _overlapping(utterances: Iterable[Utterance]) -> Iterable[tuple[Utterance, Utterance]]:
-    """Pairs of utterances whose spans of one recording overlap, enough of them to join all that do."""
+    """Yield pairs of utterances whose spans of one recording overlap, enough of them to join all that do."""
     spans: defaultdict[Path, list[tuple[float, float, Utterance]]] = defaultdict(list)
     for utterance in utterances:
         start, end = span_bounds(utterance.span)

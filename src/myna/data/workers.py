@@ -28,15 +28,15 @@ from myna.core.errors import DataError, MynaError
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 EXIT_SECONDS = 5.0
-"""From the end of a worker's socket to its exit code."""
+"""Seconds from the end of a worker's socket to its exit code."""
 SIZE = struct.Struct("<Q")
 
 Builder = Callable[[Any], Any]
 
 
 class WorkerPool:
-    """`number` processes, each of which holds all `builders`. They start at once, and are ready when they have imported
-    what those need."""
+    """Pool of `number` processes, each of which holds all `builders`. They start at once, and are ready when they have
+    imported what the builders need."""
 
     def __init__(self, number: int, builders: Sequence[Builder]) -> None:
         message = _pickle(list(builders))
@@ -47,7 +47,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def build(self, builder: int, plan: Any) -> Any:
-        """What `builders[builder](plan)` returns or raises, in an idle worker, while this thread waits."""
+        """Return or raise what `builders[builder](plan)` does, in an idle worker, while this thread waits."""
         worker = self._idle.get()
         try:
             return worker.request((builder, plan))
@@ -66,13 +66,13 @@ class _Worker:
         self._socket, child_socket = socket.socketpair()
         with child_socket:
             fd = child_socket.fileno()
-            # With our path, since builders are not only of installed modules.
+            # This process's path, since builders may come from modules that are not installed.
             code = f"import sys; sys.path[:] = {sys.path!r}; from myna.data import workers; workers.worker_main({fd})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output is the training's
+                stdout=2,  # standard output belongs to the training process
                 env=os.environ | ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C is for the training process, which may still finish its step
             )
@@ -90,7 +90,7 @@ class _Worker:
         return result
 
     def kill(self) -> None:
-        with suppress(OSError):  # where it is closed already
+        with suppress(OSError):  # it may be closed already
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
         self._socket.close()
         self._process.kill()
@@ -113,10 +113,10 @@ class _Worker:
 
 
 def worker_main(fd: int) -> None:
-    """The main loop of a worker process: batches out of plans, until the socket is closed."""
+    """Main loop of a worker process: builds a batch from each plan until the socket is closed."""
     with socket.socket(fileno=fd) as trainer, suppress(EOFError, ConnectionError):
         builders, load_error = _try(_unpickle, _receive(trainer))
-        # Imported modules stay. To search them for garbage would take longer than building a batch.
+        # Searching imported modules for garbage would take longer than building a batch.
         gc.freeze()
         while True:
             builder, plan = _unpickle(_receive(trainer))
@@ -127,7 +127,7 @@ def worker_main(fd: int) -> None:
 
 
 def _try(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
-    """The result, or an error that can be pickled."""
+    """Return the result, or an error that can be pickled."""
     try:
         return function(argument), None
     except MynaError as error:
@@ -167,7 +167,7 @@ def _receive(source: socket.socket) -> list[Any]:
 
 
 def _read(source: socket.socket, size: int) -> Any:
-    """`size` bytes, as a rule in one call, in which the kernel fills the array without the GIL."""
+    """Read `size` bytes, usually in one call, in which the kernel fills the array without the GIL."""
     array = np.empty(size, np.uint8)
     remaining = array.data
     while remaining:

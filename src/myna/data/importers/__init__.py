@@ -1,7 +1,7 @@
 """Importers: recordings and transcripts in any of ten layouts, read into one manifest.
 
-Each layout is a module with the same three names: `DESCRIPTION`, `matches` and `read`. All that they read is validated
-by `validation`; what cannot be used is named in `rejected.jsonl`, and too much of it stops the import.
+Each layout is an `Importer` with a description, `matches` and `read`. The module `validation` checks everything they
+read; `rejected.jsonl` names what cannot be used, and too much of it stops the import.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FORMATS: dict[str, Importer] = {
 }
 RECORDING_SUFFIXES = frozenset((*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES))
 MAX_NAMED_REJECTIONS = 5
-"""Rejected records that an error spells out; the others are in `rejected.jsonl`."""
+"""Maximum number of rejected records that an error names; the others are in `rejected.jsonl`."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class ImportResult:
 
     @property
     def counts(self) -> dict[RejectionReason, int]:
-        """How many were rejected for which reason, the commonest first."""
+        """Number of rejected records by reason, the most frequent first."""
         return dict(Counter(item.reason for item in self.rejected).most_common())
 
     @property
@@ -78,7 +78,7 @@ class ImportResult:
 
 
 def detect_format(source: str) -> str:
-    """The layout of a source, by its names and first bytes."""
+    """Detect the layout of a source by its names and first bytes."""
     path = Path(source)
     matching = _matching_formats(path)
     if len(matching) == 1 or matching[:1] == ["myna"]:  # the codes of a prepared folder look like a dataset
@@ -96,7 +96,8 @@ def detect_format(source: str) -> str:
 
 
 def check_source(source: str, format: str | None = None) -> str:
-    """The layout of a source, given or detected. Refuses what is not there, without reading any of it."""
+    """Return the layout of a source, given or detected. Raises an error if the source does not exist, without reading
+    it."""
     if format is not None and format not in FORMATS:
         raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
     if format not in (None, "hf") and not Path(source).exists():
@@ -140,7 +141,7 @@ def _matching_formats(path: Path) -> list[str]:
 
 
 def _is_raw(path: Path) -> bool:
-    """Whether it is a recording, or a folder of nothing but recordings."""
+    """Whether the path is a recording, or a folder of nothing but recordings."""
     if path.is_dir():
         files = [entry for entry in path.rglob("*") if entry.is_file() and not entry.name.startswith(".")]
         return bool(files) and all(file.suffix.lower() in RECORDING_SUFFIXES for file in files)
@@ -161,11 +162,12 @@ def _wrong_format(source: str, format: str, reason: str) -> DataError:
 
 
 def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) -> None:
-    """Write `rejected.jsonl` and `manifest.jsonl`; above `max_bad` only the former, and raise with the reasons."""
+    """Write `rejected.jsonl` and `manifest.jsonl`; above `max_bad` write only the former and raise an error with the
+    reasons."""
     rejected = out / "rejected.jsonl"
     with atomic_write(rejected) as temporary:
         lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in imported.rejected)
-        temporary.write_bytes(lines.encode(errors="backslashreplace"))  # what is no character becomes JSON's escape
+        temporary.write_bytes(lines.encode(errors="backslashreplace"))  # invalid characters become JSON escapes
     bad, good, share = len(imported.rejected), len(imported.utterances), imported.rejected_share
     if good and share <= max_bad:
         write_manifest(out / "manifest.jsonl", imported.utterances)
@@ -183,7 +185,7 @@ def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) ->
 
 
 def _describe_path(path: Path) -> str:
-    """The content of a folder, or the beginning of a file, for an error message."""
+    """Describe the content of a folder or the beginning of a file for an error message."""
     if path.is_dir():
         names = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
         return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"

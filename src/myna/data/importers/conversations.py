@@ -30,7 +30,7 @@ from myna.text.normalization import normalise_text
 
 T = TypeVar("T")
 INSTRUCTION = "Please generate speech for given text in reference audio's voice:"
-"""A prefix of the target's text in the user's turn, in the Arabic data."""
+"""Prefix of the target's text in the user's turn, in the Arabic data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ImportedConversation:
     speaker: str
     language: str
     start: int = 0
-    """The first turn whose clips are targets."""
+    """Number of the first turn whose clips are targets."""
     reference_text: str = ""
     target_text: str = ""
     """Transcripts of clips whose turns have no text."""
@@ -62,19 +62,21 @@ class ImportedConversation:
 def read_conversations(
     source: Path, context: ImportContext, parse: Callable[[SourceRecord], ImportedConversation]
 ) -> Iterator[ImportItem]:
-    """The utterances of a JSON or JSONL file whose objects `parse` turns into conversations; it sets their ids too."""
+    """Read the utterances of a JSON or JSONL file whose objects `parse` turns into conversations; it sets their ids
+    too."""
     return build_utterances(json_records(source), lambda record: _utterances(parse(record), context))
 
 
 def read_messages(sample: Mapping[str, Any], content_type: type[T]) -> Iterator[tuple[str, T]]:
-    """Role and content of each message of a sample."""
+    """Yield role and content of each message of a sample."""
     for message in require_field(sample, "messages", list):
         message = require_type(message, dict, "messages")
         yield require_field(message, "role", str), require_field(message, "content", content_type)
 
 
 def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterator[Utterance]:
-    """The assistant's clips from `start` on are targets; all clips before a target are its references."""
+    """Yield the utterances of a conversation: the assistant's clips from `start` on are targets, all clips before a
+    target its references."""
     clips = list(transcribed_clips(sample))
     target_count = sum(is_target for _, _, is_target in clips)
     if not target_count:
@@ -97,7 +99,8 @@ def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterato
 
 
 def transcribed_clips(sample: ImportedConversation) -> Iterator[tuple[ImportedClip, str, bool]]:
-    """Each clip, its transcript (its own turn's, or for the assistant's clip the user's last), if it is a target."""
+    """Yield each clip, its transcript, and whether it is a target. The transcript is the text of its own turn, or for
+    the assistant's clip the last text of the user."""
     user_texts: list[str] = []
     for number, turn in enumerate(sample.turns):
         turn_texts: list[str] = []
@@ -120,7 +123,7 @@ def transcribed_clips(sample: ImportedConversation) -> Iterator[tuple[ImportedCl
 
 
 def open_text(sample: ImportedConversation) -> str:
-    """The user's words behind the last clip and the last answer: what is left to be spoken."""
+    """Return the user's words after the last clip and the last answer: the text to be spoken."""
     texts: list[str] = []
     for turn in sample.turns:
         for part in turn.parts:
@@ -149,7 +152,7 @@ def _read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
 
 
 def parse_conversation(record: SourceRecord, context: ImportContext) -> ImportedConversation:
-    """One sample; its id goes into the record too."""
+    """Parse one sample; its id is also set in the record."""
     sample = record.data
     misc = require_type(sample.get("misc") or {}, dict, "misc")
     record.id = str(misc.get("sample_id") or sample.get("id") or f"{record.source.stem}-{record.line}")
@@ -200,7 +203,7 @@ def _chatml_clip(content: Mapping[str, Any], context: ImportContext, folder: Pat
 
 
 def _system_extras(turns: list[ImportedTurn]) -> dict[str, str]:
-    """The scene, and the rest of the system message."""
+    """Extract the scene, and the rest of the system message."""
     parts = (part for turn in turns if turn.role == "system" for part in turn.parts)
     text = "".join(part for part in parts if isinstance(part, str))
     scene = SCENE.search(text)
@@ -247,7 +250,8 @@ def _read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]
 
 
 def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
-    """Turns with each clip at its placeholder. A lone clip without one is spoken in the assistant's only turn."""
+    """Return turns with each clip at its placeholder. A single clip without a placeholder is spoken in the assistant's
+    only turn."""
     placeholders = sum(text.count(PLACEHOLDER) for _, text in messages)
     answers = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
     is_transcript = len(clips) == len(answers) == 1 and PLACEHOLDER not in messages[answers[0]][1]

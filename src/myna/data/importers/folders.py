@@ -63,9 +63,9 @@ MYNA_MANIFEST = Importer(
 
 TEXT_SUFFIXES = (".txt", ".lab")
 INDEX_FILES = ("manifest.jsonl", "metadata.json", "metadata.csv")
-"""With one of these the folder is another layout."""
+"""Index files of other layouts: a folder with one of them is not this layout."""
 DOCUMENT_NAMES = ("readme", "license", "licence", "copying", "notice", "changelog")
-"""Text files that are no transcripts."""
+"""Names of text files that are not transcripts."""
 
 
 def _matches_folder(source: Path) -> bool:

@@ -33,7 +33,7 @@ REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
 MAPPED_FIELDS = ("id", "audio_file", "transcript_file", "speaker_id", "language", "task_type", *REFERENCE_FIELDS)
 """Fields of a sample that become fields or references of an utterance; the others become extras."""
 MAX_DURATION_ERROR_SECONDS = 1.0
-"""By which `duration` may differ from the recording's length: sources round."""
+"""Seconds by which `duration` may differ from the recording's length, since sources round."""
 
 
 def _matches(source: Path) -> bool:
@@ -81,7 +81,7 @@ def _read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
 
 
 def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    """The references of a sample, in the order of their speaker tags."""
+    """Return the references of a sample in the order of their speaker tags."""
     if str(sample.get("task_type")).endswith("smart_voice"):
         return []
     if sample.get("ref_speakers"):
@@ -100,7 +100,7 @@ def _tag_numbers(reference: dict[str, Any]) -> list[float]:
 
 
 def _check_references(references: list[dict[str, Any]], text: str) -> None:
-    """Each reference has a text, and each speaker of the text a reference of their own, in order."""
+    """Check that each reference has a text, and each speaker of the text their own reference, in order."""
     files = [require_field(fields, "ref_audio_file", str) for fields in references]
     for file, fields in zip(files, references, strict=True):
         if not normalise_text(require_type(fields.get("ref_transcript") or "", str, "ref_transcript")):
@@ -119,7 +119,7 @@ def _check_references(references: list[dict[str, Any]], text: str) -> None:
 
 
 def _check_duration(duration: Any, audio: Path) -> None:
-    """Refuse a length that is not the recording's; a recording that cannot be opened is refused later."""
+    """Raise an error for a wrong length. A recording that cannot be opened is rejected later."""
     if not duration:
         return
     if not isinstance(duration, int | float):
@@ -128,7 +128,7 @@ def _check_duration(duration: Any, audio: Path) -> None:
         seconds = probe(audio).seconds
     except AudioError:
         return
-    if not abs(duration - seconds) <= MAX_DURATION_ERROR_SECONDS:  # so written that NaN fails too
+    if not abs(duration - seconds) <= MAX_DURATION_ERROR_SECONDS:  # written so that NaN fails too
         raise RecordError("wrong duration", f"`duration` is {duration} s, and {audio} has {seconds:.2f} s")
 
 

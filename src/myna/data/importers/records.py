@@ -1,4 +1,5 @@
-"""Records of a source: items with file and line, their fields and files, and the interface of an importer."""
+"""Records of a source: items with file and line, their fields, the files they are read from, and the `Importer` of a
+layout."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ RejectionReason = Literal[AudioDefect, RecordDefect, ReferenceDefect]
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """An item that cannot be used. `line` counts lines, samples or rows of `source` from 1."""
+    """Item that cannot be used. `line` counts lines, samples or rows of `source` from 1."""
 
     source: str
     line: int | None
@@ -52,7 +53,7 @@ class RejectedRecord:
 
 @dataclass(frozen=True, slots=True)
 class ImportedUtterance:
-    """An utterance and the source line it comes from."""
+    """Utterance and the source line it comes from."""
 
     utterance: Utterance
     source: str
@@ -66,7 +67,8 @@ ImportItem = ImportedUtterance | RejectedRecord
 
 
 class RecordError(Exception):
-    """One record cannot be used. Raised and caught within the importers; `line` is for a file that is one record."""
+    """Error of one record that cannot be used. Raised and caught within the importers; `line` is for a file that is one
+    record."""
 
     def __init__(self, reason: RejectionReason, detail: str = "", line: int | None = None) -> None:
         super().__init__(reason, detail)
@@ -75,12 +77,12 @@ class RecordError(Exception):
 
 @dataclass(slots=True)
 class SourceRecord:
-    """A raw item of a source with its file and line; `id` is filled in as soon as the format knows it."""
+    """Raw item of a source with its file and line; `id` is set as soon as the layout knows it."""
 
     source: Path
     line: int | None
     data: Any
-    """A `RecordError` where the item cannot be read."""
+    """Fields of the item; a `RecordError` if the item cannot be read."""
     id: str | None = None
 
     def rejected(self, error: RecordError) -> RejectedRecord:
@@ -98,7 +100,7 @@ class ImportContext:
     _reference_ids: dict[tuple[Path, Span | None, str], str] = field(default_factory=dict)
 
     def save_embedded_audio(self, data: bytes) -> Path:
-        """Write embedded audio once, under its hash."""
+        """Write embedded audio once, named after its hash."""
         path = self.media / f"{bytes_hash(data)}{sniff_suffix(data)}"
         if not path.exists():
             with atomic_write(path) as temporary:
@@ -108,7 +110,7 @@ class ImportContext:
     def register_reference(
         self, id: str, audio: Path, text: str, speaker: str, language: str, span: Span | None = None
     ) -> tuple[str, list[Utterance]]:
-        """The id under which targets name this reference, and its utterance where it is new."""
+        """Return the id under which targets name this reference, and its utterance if it is new."""
         key = (audio, span, normalise_text(text))
         if key in self._reference_ids:
             return self._reference_ids[key], []
@@ -129,7 +131,7 @@ class Importer(NamedTuple):
 def build_utterances(
     records: Iterable[SourceRecord], make: Callable[[SourceRecord], Iterable[Utterance]]
 ) -> Iterator[ImportItem]:
-    """The utterances of each record; a `RecordError` rejects that record alone."""
+    """Build the utterances of each record; a `RecordError` rejects only its record."""
     for record in records:
         try:
             if isinstance(record.data, RecordError):
@@ -161,7 +163,7 @@ def require_field(data: Mapping[str, Any], key: str, kind: type[T]) -> T:
 
 
 def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None:
-    """A span from start, end or duration in seconds; None where the source gives none of them."""
+    """Make a span from start, end or duration in seconds; None if the source gives none of them."""
     if start is None and end is None and duration is None:
         return None
     try:
@@ -175,7 +177,8 @@ def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None
 
 
 def collect_extras(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields without a place of their own, as JSON values. Names reserved by Myna get a prefix unless they fit."""
+    """Collect fields without an attribute of their own as JSON values. Names reserved by Myna get a prefix unless they
+    fit."""
     extras = {}
     for key, value in data.items():
         value = _to_json_value(value)
@@ -209,13 +212,13 @@ OTHER_AUDIO_SUFFIXES = (
     *(".m4a", ".m4b", ".aac", ".mp4", ".mov", ".m4v", ".mkv", ".mka", ".webm", ".avi", ".3gp", ".3g2", ".amr", ".wma"),
     *(".aiff", ".aif", ".caf", ".au", ".oga", ".wv", ".ape"),
 )
-"""Of files that may be the film, or the original, of a recording beside them; the likeliest first."""
+"""Suffixes of files that may be the film or the original of a recording beside them, the most likely first."""
 OUTPUT_FILES = ("rejected.jsonl", "prepared.json")
-"""One of these is in every folder that `myna import` and `myna prepare` have written to."""
+"""Files of which at least one is in every folder that `myna import` or `myna prepare` wrote."""
 
 
 def json_records(path: Path) -> Iterator[SourceRecord]:
-    """The objects of a JSONL file by line, or of a JSON file as its list of samples or its only one."""
+    """Yield the objects of a JSONL file by line, or of a JSON file, which holds a list of samples or one sample."""
     tree = None if path.suffix == ".jsonl" else parse_json(path.read_bytes())
     if tree is None or (isinstance(tree, RecordError) and tree.detail.startswith("Extra data")):
         lines = ((number, parse_json(line)) for number, line in nonblank_lines(path))
@@ -225,7 +228,7 @@ def json_records(path: Path) -> Iterator[SourceRecord]:
 
 
 def json_samples(path: Path, samples: list[Any] | RecordError) -> Iterator[SourceRecord]:
-    """The list of samples that a JSON file holds, or the error with which it was read."""
+    """Yield the samples of a JSON file, or the error that reading it gave."""
     return _objects(path, [(None, samples)] if isinstance(samples, RecordError) else enumerate(samples, start=1))
 
 
@@ -239,7 +242,7 @@ def _objects(
 
 
 def parse_json(content: bytes) -> Any:
-    """A JSON tree, or a `RecordError` that says why it is none."""
+    """Parse a JSON tree; a `RecordError` that is returned says why it is invalid."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -251,7 +254,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers, without line ends or byte order mark."""
+    """Yield the nonblank lines with their numbers, without line ends or byte order mark."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")
@@ -260,7 +263,7 @@ def nonblank_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_transcript(path: Path) -> str:
-    if not is_file(path):  # a device or a pipe may have no end
+    if not is_file(path):  # reading a device or a pipe might never end
         raise RecordError("missing file", str(path))
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -271,7 +274,7 @@ def read_transcript(path: Path) -> str:
 
 
 def read_head(path: Path, *suffixes: str) -> str:
-    """The first 64 KiB of a file, to detect its format; empty if it is none, or has none of the suffixes."""
+    """Read the first 64 KiB of a file to detect its layout; empty without a file or with another suffix."""
     if (suffixes and path.suffix not in suffixes) or not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -279,13 +282,13 @@ def read_head(path: Path, *suffixes: str) -> str:
 
 
 def index_file(source: Path, name: str) -> Path:
-    """The file that lists the items of a source: the source itself, or the file of this name in its folder."""
+    """Return the file that lists the items of a source: the source itself, or the file of this name in its folder."""
     return source / name if source.is_dir() else source
 
 
 def list_files(folder: Path, *suffixes: str) -> list[Path]:
-    """Files below a folder with one of the suffixes, sorted, without hidden ones (and the `._` files of macOS) and
-    without what is in a folder that an import has written."""
+    """List files below a folder with one of the suffixes, sorted, without hidden ones (and the `._` files of macOS) and
+    without folders that an import wrote."""
     files: list[Path] = []
     for parent, folders, names in os.walk(folder):
         here = Path(parent)
@@ -297,7 +300,8 @@ def list_files(folder: Path, *suffixes: str) -> list[Path]:
 
 
 def list_recordings(folder: Path) -> list[Path]:
-    """Recordings below a folder. One with another suffix than `AUDIO_SUFFIXES` counts if no other has its name."""
+    """List recordings below a folder. A file with a suffix outside `AUDIO_SUFFIXES` counts if no other file has its
+    name."""
     recordings = list_files(folder, *AUDIO_SUFFIXES)
     others: dict[Path, Path] = {}
     for path in sorted(list_files(folder, *OTHER_AUDIO_SUFFIXES), key=_suffix_order):
@@ -311,6 +315,6 @@ def _suffix_order(path: Path) -> int:
 
 
 def find_file(name: str, *folders: Path) -> Path:
-    """The path of a file that a source names: in the first folder that has it, else in the first."""
+    """Find a file that a source names: in the first folder that has it, else in the first."""
     candidates = [folder / name for folder in folders]
     return next((path for path in candidates if is_file(path)), candidates[0])

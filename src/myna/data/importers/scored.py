@@ -88,7 +88,7 @@ def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportIt
             raise RecordError("empty text", f"{source / 'text'} has no line for it")
         if not isinstance(scores, dict) or record.id not in scores:
             raise RecordError("bad score", f"{path} has none for it")
-        # From here on errors are those of the scores.
+        # From here on errors belong to the scores.
         record.source, record.line = path, line_numbers.get(record.id)
         audio = find_file(name, source, source.parent, Path())
         speaker = speakers.get(record.id, context.speaker)
@@ -131,14 +131,14 @@ def _scores_file(source: Path) -> Path:
 
 
 def _kaldi_lines(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Line number, key and value."""
+    """Yield line number, key and value."""
     for number, line in nonblank_lines(path) if path.is_file() else ():
         key, _, value = line.decode("utf-8", errors="replace").replace("\t", " ").partition(" ")
         yield number, (key, value.strip())
 
 
 def _line_numbers(path: Path) -> dict[str, int]:
-    """The line of the JSON file on which each sentence begins, for error messages."""
+    """Find the line of the JSON file on which each sentence begins, for error messages."""
     begins = re.compile(rb'"([^"]+)"\s*:\s*\{')
     return {
         key.decode(errors="replace"): number for number, line in nonblank_lines(path) for key in begins.findall(line)

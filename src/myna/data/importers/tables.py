@@ -37,23 +37,23 @@ COLUMNS = {
     "end": ("end",),
     "duration": ("duration",),
 }
-"""Column names of each field, the likeliest first."""
+"""Column names of each field, the most likely first."""
 
 
 def map_columns(columns: Iterable[str]) -> dict[str, str]:
-    """The column that holds each field."""
+    """Map each field to the column that holds it."""
     present = {column.strip().lower(): column for column in columns}
     return {field: present[name] for field, names in COLUMNS.items() for name in names[::-1] if name in present}
 
 
 def utterance_from_row(record: SourceRecord, context: ImportContext, folders: Iterable[Path]) -> Utterance:
-    """A record with columns as an utterance; columns without a field become extras."""
+    """Make an utterance from a record with columns; columns without a field become extras."""
     row: Mapping[str, Any] = record.data
     columns = {field: column for field, column in map_columns(row).items() if row[column] not in (None, "")}
     embedded = [column for column, item in row.items() if isinstance(item, dict) and "bytes" in item]
     if embedded and columns.get("audio") not in embedded:
         columns["audio"] = embedded[0]
-    if "start" not in columns or "end" in columns:  # then the duration is only information
+    if "start" not in columns or "end" in columns:  # the duration is redundant then
         columns.pop("duration", None)
     value = {field: row[column] for field, column in columns.items()}
     record.id = str(value["id"]) if "id" in value else None
@@ -67,7 +67,7 @@ def utterance_from_row(record: SourceRecord, context: ImportContext, folders: It
 
 
 def _row_audio(value: Any, context: ImportContext, folders: Iterable[Path]) -> tuple[Path, str]:
-    """The file, and an id for the clip if it has no other."""
+    """Return the audio file, and an id for the clip if it has no other."""
     match value:
         case {"bytes": bytes(data), **rest}:
             path = context.save_embedded_audio(data)
@@ -91,7 +91,7 @@ def _clip_name(audio: str) -> str:
 
 TABLE_SUFFIXES = (".csv", ".tsv")
 CLIPS = "clips"
-"""Where Common Voice keeps the audio its tables name."""
+"""Folder in which Common Voice keeps the audio its tables name."""
 
 
 def _matches_table(source: Path) -> bool:
@@ -106,14 +106,14 @@ def _read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
 
 
 def _table(source: Path) -> Path | None:
-    """The file itself, or the only table in a folder."""
+    """Return the file itself, or the only table in a folder."""
     tables = [source] if source.is_file() else sorted(source.glob("[!.]*")) if source.is_dir() else []
     tables = [path for path in tables if path.suffix.lower() in TABLE_SUFFIXES]
     return tables[0] if len(tables) == 1 else None
 
 
 def _header(file: Path) -> tuple[str, list[str]]:
-    """The delimiter under which the first line has most known columns, and the columns."""
+    """Return the delimiter that gives the first line most known columns, and the columns."""
     first = read_head(file).removeprefix("\ufeff").splitlines()[:1]
     splits = [(delimiter, next(_parse(iter(first), delimiter), list[str]())) for delimiter in ",\t;|"]
     return max(splits, key=lambda split: (len(map_columns(split[1])), len(split[1])))
@@ -143,7 +143,7 @@ def _rows(file: Path) -> Iterator[SourceRecord]:
 
 
 def _parse(lines: Iterator[str], delimiter: str) -> Any:
-    """With tabs and bars, which no text holds, quotes are literal."""
+    """Parse delimited lines. Quotes are literal with tabs and bars, which never occur in texts."""
     return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL)
 
 
@@ -156,7 +156,7 @@ def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str
 
 
 def _unquoted(cell: str) -> str:
-    """A cell without the quotes that a spreadsheet puts around the whole of it."""
+    """Remove the quotes that a spreadsheet puts around a whole cell."""
     inner = cell[1:-1]
     if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner.replace('""', ""):
         return inner.replace('""', '"')
@@ -177,7 +177,7 @@ HF_SUFFIXES = (".parquet", ".arrow")
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", *HF_SUFFIXES)
 RECORDS_PER_BATCH = 64
-"""Records in memory at a time."""
+"""Maximum number of records in memory at a time."""
 
 
 def _matches_hub(source: Path) -> bool:
@@ -213,7 +213,7 @@ def _local_records(file: Path) -> Iterator[SourceRecord]:
                     yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
                 except UnicodeDecodeError as error:
                     yield SourceRecord(file, number, RecordError("not UTF-8", str(error)))
-                except (ValueError, OverflowError) as error:  # a date that Python has no number for
+                except (ValueError, OverflowError) as error:  # a date outside Python's range
                     yield SourceRecord(file, number, RecordError("malformed", str(error)))
     except (pa.ArrowException, OSError) as error:
         yield SourceRecord(file, number + 1, RecordError("malformed", str(error)))
@@ -237,7 +237,7 @@ def _local_batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _hub_records(source: Path) -> Iterator[SourceRecord]:
-    """Records of a dataset on the hub, audio undecoded."""
+    """Yield the records of a dataset on the hub, with undecoded audio."""
     import datasets  # slow to import, and only needed here
 
     name = HUB.fullmatch(source.as_posix())

@@ -21,28 +21,28 @@ from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 
 SPAN_TOLERANCE_SECONDS = 0.05
-"""By which a span may exceed its recording: sources round."""
+"""Seconds by which a span may exceed its recording, since sources round."""
 MAX_NESTED_LEVELS = 50
-"""Of lists and objects in an utterance's extras: a manifest must be readable from any depth of the stack."""
+"""Maximum depth of lists and objects in an utterance's extras, so that any code can parse the manifest."""
 CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]+\|>")
-"""The form of control tokens in the vocabularies of language models."""
+"""Pattern of control tokens in the vocabularies of language models."""
 MAX_CHARACTERS_PER_SECOND = 50
-"""Speech in a hurry has 25 to 35: seven syllables a second, of three letters and a space in Vietnamese, of two letters
-and two vowel signs in Arabic, of one character in Chinese."""
+"""Maximum characters per second of speech. Fast speech has 25 to 35: seven syllables a second, of three letters and a
+space in Vietnamese, of two letters and two vowel signs in Arabic, of one character in Chinese."""
 PACE_GRACE_SECONDS = 1.0
-"""Added to the length of a clip before its pace is judged: for tags, and for clips cut close."""
+"""Seconds added to a clip before its pace is checked, for tags and for clips cut close."""
 
 TextCheck = Callable[[Mapping[str, str]], object]
-"""Raises a `DataError` for a text, by its id, that a model cannot take."""
+"""Function that raises a `DataError` for a text, given by its id, that a model cannot take."""
 
 
 def validate_utterances(
     items: Iterable[ImportItem], progress: ProgressCallback = silent, check_text: TextCheck | None = None
 ) -> tuple[list[Utterance], list[RejectedRecord]]:
-    """Usable utterances, and rejected records with their reason; both in the order of the source.
+    """Return usable utterances, and rejected records with their reason; both in the order of the source.
 
-    A reference whose targets were all rejected is left out with them; one that no target names serves its speaker, if
-    it has a text.
+    A reference whose targets were all rejected is left out with them. One that no target names serves its speaker if it
+    has a text.
     """
     imported = list(items)
     checked = list(_check_each(imported, progress, check_text))
@@ -88,7 +88,7 @@ def _check_each(
 def _check_utterance(
     utterance: Utterance, recording: Future[AudioInfo], ids: set[str], check_text: TextCheck | None
 ) -> Utterance:
-    """The utterance, normalised. A reference may come without its text; a target may not."""
+    """Check and normalise an utterance. A reference may lack its text; a target may not."""
     if not utterance.id:
         raise RecordError("malformed", "the id is empty")
     text = normalise_text(utterance.text)
@@ -113,7 +113,7 @@ def _check_utterance(
 
 
 def _check_prompt_texts(utterance: Utterance, check_text: TextCheck | None) -> None:
-    """Refuse control tokens in whatever becomes a part of a prompt."""
+    """Reject control tokens in every text that becomes part of a prompt."""
     extras = utterance.extras
     for text in (utterance.text, utterance.answer, *(str(extras.get(key) or "") for key in ("scene", "question"))):
         if token := CONTROL_TOKEN.search(text):
@@ -126,7 +126,7 @@ def _check_prompt_texts(utterance: Utterance, check_text: TextCheck | None) -> N
 
 
 def _check_speech(utterance: Utterance, recording: AudioInfo) -> None:
-    """Refuse a clip in which nothing is heard, and a text that nobody could say in its time."""
+    """Reject a silent clip, and a text that is too long to be spoken in the time."""
     start, end = (utterance.span.start, utterance.span.end) if utterance.span else (0.0, None)
     seconds = (recording.seconds if end is None else end) - start
     if recording.is_silent(start, end):
@@ -141,13 +141,13 @@ def _shorten(text: str) -> str:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Whether a JSON tree is nested deeper than so many levels."""
+    """Whether a JSON tree is nested deeper than `levels`."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels < 0 or any(_is_nested(item, levels - 1) for item in items)
 
 
 def _fit_span(span: Span | None, recording: AudioInfo) -> Span | None:
-    """The span within the recording; None where it is all of it."""
+    """Fit a span into the recording; None if it is all of it."""
     if span is None:
         return None
     frame, length = 1 / recording.sample_rate, recording.seconds
@@ -160,7 +160,8 @@ def _fit_span(span: Span | None, recording: AudioInfo) -> Span | None:
 
 
 def _check_all_references(items: list[ImportItem]) -> None:
-    """Reject, in place, targets without a valid reference; a rejected one may be another's reference, so repeat."""
+    """Reject, in place, targets without a valid reference. A rejected one may be another's reference, so this
+    repeats."""
     content_hash = functools.cache(file_hash)
     while True:
         utterances = {item.utterance.id: item.utterance for item in items if isinstance(item, ImportedUtterance)}
