@@ -119,7 +119,7 @@ def test_an_adapter_of_attention_alone_is_merged_speech_too(family: HiggsV2, mod
 
 
 def test_takes_share_a_prefill_only_with_the_same_adapter(engine: Engine) -> None:
-    scheduler = engine._scheduler_of(4, 256)
+    scheduler = engine._batch_of(4, 256).scheduler
     prompt = engine.family.render(engine._conversation(SpeechRequest("hello"), (), "hello"))
     generations = [
         scheduler.submit(prompt, Sampling(**GREEDY), 9, adapter, strength)
@@ -197,7 +197,7 @@ def test_exact_speech_is_the_same_alone_and_in_a_crowd(model: Path, adapters: di
 def test_exact_log_probabilities_are_the_same_bits(model: Path) -> None:
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu", exact=True)
     engine.max_rows = 4
-    scheduler = engine._scheduler_of(1, 256)
+    scheduler = engine._batch_of(1, 256).scheduler
     prompts = [
         engine.family.render(engine._conversation(request, (), request.text)) for request in requests("", count=4)
     ]

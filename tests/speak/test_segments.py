@@ -14,9 +14,9 @@ import torch
 from myna.data.conversation import AudioClip, Conversation, Reference
 from myna.models import open_family, save_tiny_model
 from myna.models.base import RenderedSequence, require_speaking
+from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine
 from myna.speak.request import SpeechRequest
-from myna.speak.segments import SpeechPlan
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, voice_pace
 
 SENTENCE = "The wind blew over the hills all night, and in the morning the river had risen above its banks. "
@@ -112,13 +112,13 @@ def test_each_segment_continues_the_conversation(engine: Engine, conversations: 
     first, second, third = plan.segments[:3]
     del conversations[1:-1]
     with ending(engine, 4, 12 + 5):  # eight codebooks end one after another
-        generation = engine._begin(plan, engine._scheduler_of(1, plan.max_positions))
-        while len(generation._finished) < 2:
-            generation._scheduler.advance()
-            generation.follow()
-        generation.cancel()
-    codes = [part.tobytes() for part in generation._finished[:2]]
-    assert [len(part) for part in generation._finished[:2]] == [4, 5] and not generation.warnings
+        batch = engine._batch_of(1, plan.max_positions)
+        running = batch.start(plan)
+        while len(running._finished) < 2:
+            batch.step()
+        batch.cancel(running)
+    codes = [part.tobytes() for part in running._finished[:2]]
+    assert [len(part) for part in running._finished[:2]] == [4, 5] and not running.warnings
     opening = [("user", voice.text), ("assistant", voice.clip.codes.tobytes())]
     said = [turns(conversation) for conversation in conversations if conversation.turns[-1].parts == (third,)]
     assert said[-1] == [*opening, ("user", second), ("assistant", codes[1]), ("user", third)], "the last one stays"
@@ -183,9 +183,9 @@ def test_a_context_that_does_not_fit_is_left_out(engine: Engine, conversations: 
 
 def test_takes_share_a_prompt_and_are_what_their_seeds_say(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = engine.plan(SpeechRequest("hello there", **SHORT))
-    engine._scheduler_of(3, plan.max_positions)
+    engine._batch_of(3, plan.max_positions)
     assert engine._batch is not None
-    decoder, prefills = engine._batch.decoder, list[int]()
+    decoder, prefills = engine._batch.scheduler.decoder, list[int]()
     prefill = decoder.prefill
 
     def record(row: int, prompt: RenderedSequence) -> None:
@@ -207,5 +207,5 @@ def test_plans_that_nobody_waits_for_give_their_rows_back(engine: Engine) -> Non
     assert next(spoken)[0] == 0
     spoken.close()  # type: ignore[attr-defined]
     assert engine._batch is not None
-    engine._batch.advance()
+    engine._batch.step()
     assert not engine._batch.busy

@@ -15,11 +15,11 @@ import torch
 
 from myna.models.base import SpeechDecoder
 from myna.models.ref import ModelRef
+from myna.speak.batch import RunningRequest
 from myna.speak.engine import Engine, SpeechStream
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from myna.speak.scheduler import BatchScheduler, Generation
-from myna.speak.segments import SegmentedGeneration
 
 REQUESTS, WARM_UP, OPEN, ROWS = 2_000, 400, 12, 8
 MAX_GROWTH_BLOCKS = REQUESTS // 4
@@ -73,11 +73,10 @@ class Clients:
 
 def idle_batch(engine: Engine) -> BatchScheduler:
     """The engine's batch, with nothing in it."""
-    scheduler = engine._batch
-    assert scheduler is not None
-    while scheduler.busy:
-        scheduler.advance()
-    return scheduler
+    assert engine._batch is not None
+    while engine._batch.busy:
+        engine._batch.step()
+    return engine._batch.scheduler
 
 
 def living(kind: type) -> int:
@@ -109,7 +108,7 @@ def soak(model: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert clients.left > REQUESTS / 5 and clients.finished > REQUESTS / 5, "both happen"
     assert len(batches) == 1, "one cache for all of them"
     assert not scheduler._rows and not scheduler._waiting and not scheduler._pending
-    assert living(Generation) <= generations and living(SegmentedGeneration) == 0
+    assert living(Generation) <= generations and living(RunningRequest) == 0
     assert (threading.active_count(), open_files()) == (threads, files)
     assert grown < MAX_GROWTH_BLOCKS, f"{grown:,} blocks of Python's memory"
     assert resident_bytes() - resident < MAX_RESIDENT_GROWTH_BYTES

@@ -17,11 +17,11 @@ from myna.evaluate.items import EvalItem, EvalSet, load_clip, load_eval_set, rec
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
 from myna.models.ref import ModelRef, split_name
+from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, encode_clip
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
-from myna.speak.segments import SpeechPlan
 from myna.text.normalization import normalise_text
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"

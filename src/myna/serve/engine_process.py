@@ -41,10 +41,9 @@ from myna.serve.messages import (
 from myna.serve.reference_encoder import ReferenceEncoder
 from myna.serve.tempo import TempoFilter
 from myna.speak.answering import AnswerEngine, AudioQuestion
+from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
 from myna.speak.engine import Engine, encode_clip
-from myna.speak.live import LiveBatch, StreamEvent
 from myna.speak.request import SpeechRequest
-from myna.speak.segments import MAX_CONTEXT_SECONDS, SpeechPlan, SpokenSegment
 from myna.text.normalization import normalise_text
 
 REPORT_SECONDS = 0.25
@@ -168,9 +167,10 @@ def open_worker(settings: EngineSettings) -> EngineWorker:
 
 
 class _Encoding(NamedTuple):
-    """A request whose references are being encoded."""
+    """A request whose references are being encoded, with its place in the queue."""
 
-    message: SpeakMessage
+    id: str
+    request: SpeechRequest
     place: int
     clips: tuple[Future[AudioClip], ...]
 
@@ -187,26 +187,19 @@ class SpeechWorker:
         engine.max_adapters = settings.max_adapters
         device = next(engine.model.parameters()).device
         # What is left for the host is tiny, and threads that wait for more of it burn cores.
-        single_thread = device.type == "cuda" or engine._single_thread
+        single_thread = device.type == "cuda" or engine.single_thread
         if single_thread:
             torch.set_num_threads(1)
         if settings.watermark:
             check_installed()
         self._device, self._marked = device, settings.watermark
-        self._batch = LiveBatch(
-            engine,
-            rows=settings.rows,
-            positions=settings.positions,
-            max_waiting=settings.max_waiting,
-            adapter_rank=settings.adapter_rank,
-        )
+        self._batch = engine.open_batch(settings.rows, settings.positions, adapter_rank=settings.adapter_rank)
         for name, source in settings.adapters.items():
             engine.load_adapter(name, source)
         self._encoder = ReferenceEncoder(engine.codec, device, single_thread=single_thread)
         self._encoding: dict[str, _Encoding] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._sessions: dict[str, list[SpokenSegment]] = {}
-        self._session_of: dict[str, tuple[str, str]] = {}
-        """Session and text of requests that belong to one."""
         self._warm_up()
         self.info = EngineInfo(
             engine.codec.sample_rate, False, engine.adapters, MARK_NAME if settings.watermark else "", str(device)
@@ -233,10 +226,10 @@ class SpeechWorker:
         or loaded is so then."""
         self._encoder.encode(np.zeros(self._engine.codec.sample_rate, np.float32)).result()
         batch, frame = self._batch, 1 / self._engine.codec.frame_rate
-        for number in range(batch.rows):
+        for number in range(batch.slots):
             text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
             plan = self._engine.plan(SpeechRequest(text, max_seconds=(number + 1.5) * frame), split=False)
-            batch.submit(f"warm-up {number}", plan, watermark=self._watermark())
+            batch.submit(plan, watermark=self._watermark())
         while batch.busy:
             batch.step()
 
@@ -246,14 +239,13 @@ class SpeechWorker:
                 message.request.check()
                 recordings = (one.audio for one in message.request.recordings)
                 clips = tuple(self._encoder.encode(audio) for audio in recordings if isinstance(audio, np.ndarray))
-                self._encoding[message.id] = _Encoding(message, self._batch.reserve(), clips)
-            case CancelMessage() if (request := self._encoding.pop(message.id, None)) is not None:
-                self._batch.give_back()
-                for clip in set(request.clips).difference(*(other.clips for other in self._encoding.values())):
+                self._encoding[message.id] = _Encoding(message.id, message.request, self._batch.reserve(), clips)
+            case CancelMessage() if (waiting := self._encoding.pop(message.id, None)) is not None:
+                for clip in set(waiting.clips).difference(*(other.clips for other in self._encoding.values())):
                     clip.cancel()
                 return [RequestEnd(message.id, "cancelled")]
-            case CancelMessage():
-                self._batch.cancel(message.id)
+            case CancelMessage() if (running := self._running.get(message.id)) is not None:
+                self._batch.cancel(running)
             case EndSessionMessage():
                 self._sessions.pop(message.session, None)
             case AdapterMessage():
@@ -274,37 +266,38 @@ class SpeechWorker:
                 FIRST_COMPLETED,
             )
         events: list[RequestEvent] = []
-        for request in [one for one in self._encoding.values() if one.ready]:
-            del self._encoding[request.message.id]
-            events += _attempt(request.message.id, partial(self._submit, request))
-        return events + [one for event in self._batch.step() for one in self._report(event)]
+        for waiting in [one for one in self._encoding.values() if one.ready]:
+            del self._encoding[waiting.id]
+            events += _attempt(waiting.id, partial(self._submit, waiting))
+        return events + [event for running in self._batch.step() for event in self._report(running)]
 
-    def _submit(self, request: _Encoding) -> list[RequestEvent]:
+    def _submit(self, waiting: _Encoding) -> list[RequestEvent]:
         """Queue a request whose references are encoded, in the place that it has."""
-        message, rate = request.message.request, self._engine.codec.sample_rate
-        id = request.message.id
-        try:
-            plan = self._plan(message, [clip.result() for clip in request.clips])
-        except BaseException:
-            self._batch.give_back()
-            raise
-        filters = [TempoFilter(message.speed, rate)] if message.speed != 1.0 else []
-        mark, priority = self._watermark(), message.priority
-        self._batch.submit(id, plan, filters=filters, watermark=mark, priority=priority, place=request.place)
-        if message.session:
-            self._session_of[id] = message.session, normalise_text(message.text)
+        request, rate = waiting.request, self._engine.codec.sample_rate
+        plan = self._plan(request, [clip.result() for clip in waiting.clips])
+        filters = [TempoFilter(request.speed, rate)] if request.speed != 1.0 else []
+        self._running[waiting.id] = self._batch.submit(
+            plan, id=waiting.id, filters=filters, watermark=self._watermark(), place=waiting.place
+        )
         return []
 
-    def _report(self, event: StreamEvent) -> list[RequestEvent]:
-        pieces: list[RequestEvent] = [AudioPiece(event.id, pcm16(event.samples))] if len(event.samples) else []
-        if (end := event.end) is None:
+    def _report(self, running: RunningRequest) -> list[RequestEvent]:
+        """Turn what a step has brought for a request into messages."""
+        if running.id not in self._running:
+            return []
+        samples, request = running.take_samples(), running.plan.request
+        pieces: list[RequestEvent] = [AudioPiece(running.id, pcm16(samples))] if len(samples) else []
+        if not running.ended:
             return pieces
-        session, text = self._session_of.pop(event.id, ("", ""))
-        if session and end.finish_reason == "stop" and len(end.codes):
-            self._sessions[session] = [*self._sessions.get(session, [])[:1], (text, end.codes)]
-        failure = Failure.of(end.error) if end.error is not None else None
-        tokens = end.prompt_tokens, len(end.codes)
-        return [*pieces, RequestEnd(event.id, end.finish_reason, end.warnings, *tokens, failure=failure)]
+        del self._running[running.id]
+        codes = running.codes()
+        if request.session and running.finish_reason == "stop" and len(codes):
+            segment = normalise_text(request.text), codes
+            self._sessions[request.session] = [*self._sessions.get(request.session, [])[:1], segment]
+        failure = Failure.of(running.error) if running.error is not None else None
+        tokens = len(running.plan.prompt), len(codes)
+        warnings = tuple(running.warnings)
+        return [*pieces, RequestEnd(running.id, running.finish_reason, warnings, *tokens, failure=failure)]
 
     def _plan(self, request: SpeechRequest, clips: Sequence[AudioClip]) -> SpeechPlan:
         engine = self._engine
@@ -317,7 +310,7 @@ class SpeechWorker:
         # left out.
         for earlier in (context[-1:] if references else context, context[-1:]):
             if earlier and sum(len(codes) for _, codes in earlier) <= MAX_CONTEXT_SECONDS * engine.codec.frame_rate:
-                prompt = engine._render(request, references, plan.segments[0], tuple(earlier))
+                prompt = engine.render(request, references, plan.segments[0], tuple(earlier))
                 if self._batch.fits(prompt, plan.max_frames[0]):
                     return replace(plan, prompt=prompt)
         return plan

@@ -6,10 +6,11 @@ import base64
 import io
 import itertools
 import os
+import time
 import warnings
 import wave
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +26,14 @@ from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
 from myna.data.manifest import SPEAKER_TAG
-from myna.models.base import AdapterSlots, Family, RenderedSequence, require_speaking
+from myna.models.base import AdapterSlots, Family, RenderedSequence, SpeechDecoder, require_speaking
 from myna.models.files import WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.provenance.origin import SpeechOrigin
 from myna.provenance.record import write_speech
+from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechBatch, SpeechPlan, SpokenSegment
 from myna.speak.request import ReferenceRecording, SpeechRequest, open_reference
-from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason
-from myna.speak.segments import MAX_CONTEXT_SECONDS, SegmentedGeneration, SpeechPlan, SpokenSegment
-from myna.speak.streaming import StreamDecoder
+from myna.speak.scheduler import SPARE_POSITIONS, FinishReason
 from myna.text.normalization import normalise_text
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 
@@ -127,7 +127,7 @@ class Engine:
         self.family, self.model, self.codec = require_speaking(family), model.eval(), codec
         self.reference_placement, self.autocast, self.scene = reference_placement, autocast, scene
         self.max_rows, self.exact, self.max_adapters = max_rows, exact, max_adapters
-        self._batch: BatchScheduler | None = None
+        self._batch: SpeechBatch | None = None
         self._adapter_slots: AdapterSlots | None = None
         self._adapters: dict[str, WeightsMetadata] = {}
         self._adapter_hashes: dict[str, str] = {}
@@ -135,7 +135,7 @@ class Engine:
         """The run that is merged into the model: adapters need the base model."""
         parameters = list(model.parameters())
         is_small = sum(parameter.nbytes for parameter in parameters) < MAX_SINGLE_THREAD_BYTES
-        self._single_thread = is_small and parameters[0].device.type == "cpu"
+        self.single_thread = is_small and parameters[0].device.type == "cpu"
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Engine:
             self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, rank)
         slots = self._adapter_slots
         slots.load(name, matrices)
-        with self._computing():
+        with self.computing():
             effect = self.family.adapter_effect(self.model, slots, name)
         if not effect > 0:
             slots.unload(name)
@@ -232,12 +232,12 @@ class Engine:
             if estimate_seconds(text, pace) > MAX_SEGMENT_SECONDS and not SPEAKER_TAG.search(text):
                 segments = [segment.strip() for segment in split_long_text(request.text, request.language, pace)]
             budgets = tuple(min(cap, frame_budget(segment, frame_rate, pace)) for segment in segments)
-        prompt = self._render(request, references, segments[0])
+        prompt = self.render(request, references, segments[0])
         if len(segments) == 1:
             positions = len(prompt) + cap + SPARE_POSITIONS
             return SpeechPlan(request, references, sampling, (text,), budgets, prompt, positions)
         # Prompts are not known before the codes in them are. Each has the references, its text, and up to two more.
-        lengths = [len(self._render(request, (), segment)) for segment in segments]
+        lengths = [len(self.render(request, (), segment)) for segment in segments]
         context = 2 * max(lengths) + int(MAX_CONTEXT_SECONDS * frame_rate) + 3 * SPARE_POSITIONS
         positions = len(prompt) - lengths[0] + max(lengths) + context + max(budgets)
         return SpeechPlan(request, references, sampling, tuple(segments), budgets, prompt, positions)
@@ -249,43 +249,41 @@ class Engine:
         *,
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Speech]]:
-        """Speak plans together, yielding each as it ends with its place among them; `on_frame` is called with the
-        number of whole frames of the longest. Plans may be made one by one: they are read twice a batch ahead. A caller
-        that stops reading ends those that are left."""
-        source, spoken, frames = enumerate(plans), dict[int, SegmentedGeneration](), 0
+        """Speak plans together, yielding each as it ends with its place among them.
+
+        `on_frame` is called with the number of whole frames of the longest. Plans may be made one by one: they are read
+        twice a batch ahead. A caller that stops reading ends those that are left.
+        """
+        source, spoken, frames = enumerate(plans), dict[RunningRequest, int](), 0
         waiting = deque(itertools.islice(source, 2 * (batch_size or self.max_rows)))
-        rows = min(len(waiting), batch_size or self.max_rows)
+        slots = min(len(waiting), batch_size or self.max_rows)
+        batch: SpeechBatch | None = None
         try:
             while True:
-                # Some wait in the scheduler, so that a row that is free is filled at once.
-                waiting.extend(itertools.islice(source, max(0, 2 * rows - len(spoken) - len(waiting))))
+                # Some wait in the scheduler, so that a slot that is free is filled at once.
+                waiting.extend(itertools.islice(source, max(0, 2 * slots - len(spoken) - len(waiting))))
                 if not spoken:
                     if not waiting:
                         break
-                    with self._computing():
-                        scheduler = self._scheduler_of(rows, max(plan.max_positions for _, plan in waiting))
+                    batch = None  # freed where a new one is made
+                    batch = self._batch_of(slots, max(plan.max_positions for _, plan in waiting))
+                assert batch is not None
                 # One that does not fit the batch waits until all before it have ended: then the batch is made anew.
-                while waiting and len(spoken) < 2 * rows:
-                    if waiting[0][1].max_positions > scheduler.decoder.max_positions:
-                        break
+                while waiting and len(spoken) < 2 * slots and waiting[0][1].max_positions <= batch.positions:
                     number, plan = waiting.popleft()
-                    spoken[number] = self._begin(plan, scheduler)
-                with self._computing():
-                    scheduler.advance()
-                for generation in spoken.values():
-                    generation.follow()
-                if on_frame is not None and (longest := max(one.frames for one in spoken.values())) > frames:
+                    spoken[batch.start(plan, streamed=False)] = number
+                batch.step()
+                if on_frame is not None and (longest := max(one.frames for one in spoken)) > frames:
                     frames = longest
                     on_frame(frames)
-                for number in [number for number, generation in spoken.items() if generation.finish_reason]:
-                    ended = spoken.pop(number)
-                    yield number, self._speech(ended.codes(), ended.finish_reason, ended.warnings)
-            if rows:
-                with self._computing():
-                    scheduler.release_finished()  # not only with the next step: an adapter may be unloaded before it
+                for running in [running for running in spoken if running.ended]:
+                    yield spoken.pop(running), self._speech(running)
+            if batch is not None:
+                batch.release()
         finally:
-            for generation in spoken.values():
-                generation.cancel()
+            if batch is not None:
+                for running in spoken:
+                    batch.cancel(running)
 
     def stream(self, request: SpeechRequest) -> SpeechStream:
         """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit.
@@ -295,22 +293,37 @@ class Engine:
         return self.stream_plan(self.plan(request, split=False))
 
     def stream_plan(self, plan: SpeechPlan) -> SpeechStream:
-        """The same for a plan: the samples are those of `speak_plans`."""
-        with self._computing():
-            scheduler = self._scheduler_of(1, plan.max_positions)
-        return SpeechStream(self, self._begin(plan, scheduler), scheduler)
+        """Speak one plan as `stream` does. The samples are those of `speak_plans`."""
+        batch = self._batch_of(1, plan.max_positions)
+        return SpeechStream(self, batch, batch.start(plan))
+
+    def open_batch(
+        self,
+        slots: int,
+        positions: int,
+        *,
+        adapter_rank: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> SpeechBatch:
+        """Allocate a batch for listeners: all that it will need, with room for adapters up to a rank."""
+        with self.computing():
+            if adapter_rank is not None and self._adapter_slots is None:
+                self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, adapter_rank)
+        batch = SpeechBatch(self, self._decoder(slots, positions), paced=True, clock=clock)
+        batch.warm_up()
+        return batch
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """Context of all that runs the model: the types of its training, and its threads."""
-        with self._threads(), self.autocast():
+        with self.threads(), self.autocast():
             yield
 
     @contextmanager
-    def _threads(self) -> Iterator[None]:
-        """On a CPU, one thread for a small model and its codec: their products are so short that two threads wait for
-        one another most of the time, and nearly all of it where another process has the second core."""
-        if not self._single_thread:
+    def threads(self) -> Iterator[None]:
+        """Context of one thread on a CPU, for a small model and its codec: their products are so short that two threads
+        wait for one another most of the time, and nearly all of it where another process has the second core."""
+        if not self.single_thread:
             yield
             return
         threads = torch.get_num_threads()
@@ -320,34 +333,38 @@ class Engine:
         finally:
             torch.set_num_threads(threads)
 
-    def _begin(self, plan: SpeechPlan, scheduler: BatchScheduler) -> SegmentedGeneration:
-        return SegmentedGeneration(plan, scheduler, self._render, self.codec.frame_rate)
-
-    def _speech(self, codes: Codes, finish_reason: FinishReason | None, warnings: Sequence[str] = ()) -> Speech:
-        assert finish_reason is not None
-        with self._threads():
+    def _speech(self, running: RunningRequest) -> Speech:
+        if running.error is not None:
+            raise running.error
+        assert running.finish_reason is not None
+        codes = running.codes()
+        with self.threads():
             samples = self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32)
-        return Speech(samples, codes, finish_reason, self.codec.sample_rate, tuple(warnings))
+        return Speech(samples, codes, running.finish_reason, self.codec.sample_rate, tuple(running.warnings))
 
-    def _scheduler_of(self, requests: int, positions: int) -> BatchScheduler:
-        """The batch, made anew where these requests do not fit it."""
-        rows = max(1, min(requests, self.max_rows))
+    def _decoder(self, slots: int, positions: int) -> SpeechDecoder:
+        with self.computing():
+            return self.family.speech_decoder(self.model, slots, positions, self._adapter_slots, exact=self.exact)
+
+    def _batch_of(self, requests: int, positions: int) -> SpeechBatch:
+        """Return the engine's own batch, made anew where these requests do not fit it."""
+        slots = max(1, min(requests, self.max_rows))
         if self.exact:
             if positions > EXACT_POSITIONS:
                 raise SpeakError(
                     f"an exact batch has {EXACT_POSITIONS} positions, this needs {positions}",
                     hint="use a shorter reference or a lower limit of seconds, or leave out exact",
                 )
-            rows, positions = self.max_rows, EXACT_POSITIONS
+            slots, positions = self.max_rows, EXACT_POSITIONS
         current = self._batch
-        if current is None or current.decoder.rows < rows or current.decoder.max_positions < positions:
+        if current is None or current.slots < slots or current.positions < positions:
             positions = -(-positions // POSITION_BLOCK) * POSITION_BLOCK
+            del current
             self._batch = None  # freed before the next is allocated
-            decoder = self.family.speech_decoder(self.model, rows, positions, self._adapter_slots, exact=self.exact)
-            self._batch = current = BatchScheduler(decoder)
+            self._batch = current = SpeechBatch(self, self._decoder(slots, positions))
         return current
 
-    def _render(
+    def render(
         self,
         request: SpeechRequest,
         references: tuple[Reference, ...],
@@ -380,51 +397,37 @@ class Engine:
 class SpeechStream(Iterator[Samples]):
     """Samples of one request as they are generated. `close` ends the request."""
 
-    def __init__(self, engine: Engine, generation: SegmentedGeneration, scheduler: BatchScheduler) -> None:
+    def __init__(self, engine: Engine, batch: SpeechBatch, running: RunningRequest) -> None:
         self.sample_rate = engine.codec.sample_rate
-        self._generation = generation
-        self._samples = self._generate(engine, generation, scheduler)
+        self._engine, self._batch, self._running = engine, batch, running  # the batch itself does not keep the engine
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """As of `Speech`, once all is generated."""
-        return self._generation.finish_reason
+        """Reason of the end, as of `Speech`, once all is generated."""
+        return self._running.finish_reason
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As of `Speech`, for what is generated so far."""
-        return tuple(self._generation.warnings)
+        """Warnings, as of `Speech`, for what is generated so far."""
+        return tuple(self._running.warnings)
 
     def __next__(self) -> Samples:
-        return next(self._samples)
+        running = self._running
+        if running.cancelled and running.error is None:
+            raise StopIteration
+        while not len(samples := running.take_samples()):
+            if running.error is not None:
+                raise running.error
+            if running.ended:
+                raise StopIteration
+            self._batch.step()
+        return samples
 
     def close(self) -> None:
-        self._samples.close()
-        self._generation.cancel()
+        self._batch.cancel(self._running)
 
     def __del__(self) -> None:
-        self._generation.cancel()
-
-    @staticmethod
-    def _generate(
-        engine: Engine, generation: SegmentedGeneration, scheduler: BatchScheduler
-    ) -> Generator[Samples, None, None]:
-        decoder, done = StreamDecoder(engine.codec), 0
-        try:
-            while generation.finish_reason is None:
-                with engine._computing():
-                    scheduler.advance()
-                generation.follow()
-                if (frames := generation.frames) > done:
-                    with engine._threads():
-                        samples = decoder.decode(generation.codes(done))
-                    done = frames
-                    if len(samples):
-                        yield samples
-        finally:
-            generation.cancel()
-        if len(samples := decoder.finish()):
-            yield samples
+        self._batch.cancel(self._running)
 
 
 def encode_clip(codec: Encoder, samples: Samples) -> Codes:

@@ -25,13 +25,13 @@ from myna.core.io import bytes_hash, file_hash, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.data.conversation import Reference
 from myna.models.code_sampling import SAMPLING_REVISION
+from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, Speech
 from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.lines import SPOKEN_FILE, SpeechLine
 from myna.speak.marking import SpeechMarker
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 from myna.speak.scheduler import SPARE_POSITIONS
-from myna.speak.segments import SpeechPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from myna.evaluate.takes import TakeRanker, TakeRanking
     from myna.models.ref import ModelRef
     from myna.provenance.origin import SpeechOrigin
+    from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
     from myna.speak.lines_output import SpokenLines
     from myna.speak.marking import MarkedStream, SpeechMarker
     from myna.speak.request import SpeechOptions, SpeechRequest
-    from myna.speak.segments import SpeechPlan
     from myna.train.run import Run
 
 PathLike = str | os.PathLike[str]

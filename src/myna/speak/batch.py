@@ -1,0 +1,531 @@
+"""The batch loop: requests come and go at any time and are spoken together, step by step.
+
+A long text is spoken in segments, one after another: each continues the conversation of those before it. The codes of
+all segments are one clip to the codec. Its decoder joins them as it joins any two frames, so a boundary has no click,
+and the pause there is what the model has spoken at the end of one segment and the beginning of the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from queue import Empty, SimpleQueue
+from textwrap import shorten
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from myna.audio.files import join_samples
+from myna.core.errors import MynaError
+from myna.data.codec import Codes, PendingSamples, Samples
+from myna.data.conversation import Reference
+from myna.models.base import RenderedSequence, Sampling, SpeechDecoder
+from myna.speak.request import SpeechRequest
+from myna.speak.scheduler import BatchScheduler, FinishReason, Generation, request_sampling
+from myna.speak.streaming import CodeStream, decode_streams, warm_up
+
+if TYPE_CHECKING:
+    from myna.provenance.watermark import StreamWatermark
+    from myna.speak.engine import Engine
+
+MAX_CONTEXT_SECONDS = 20.0
+"""Longest speech of earlier segments in a prompt; what is longer is left out."""
+LEAD_SECONDS = 1.0
+"""A listener who has this much more to hear leaves the codec to the others."""
+SHORT_LEAD_SECONDS = 0.25
+"""While a listener has no more than this to hear, at most one request is let in a step."""
+FRAME_SECONDS = 0.02
+"""Upper bound in seconds for generating one frame. Half of the 40 ms playback time is left for the codec."""
+FEW_REQUESTS, HOLD_SECONDS = 4, 0.1
+"""Among no more requests than this, one with more time to spare is left out of steps while another has made no sound
+yet or has a short lead: few slots are stepped sooner than many. Of more, those that wait would soon be too many."""
+CROWD_REQUESTS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
+"""Of more requests than this, so many are stepped then: that is nearly as much speech in less time. One with more than
+the second to spare is left out until it has less than the first."""
+START_SECONDS = ((64, 150, 1.0), (16, 100, 0.2))
+"""Where so many are spoken, or so many spoken or listened to, a request begins with this many seconds: its second
+window might be late. A listener asks again: of so many, few may be spoken at the moment, and many at the next."""
+
+SpokenSegment = tuple[str, Codes]
+"""Text and codes of an earlier segment."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeechPlan:
+    """A request as it will be spoken: its segments, and the frames that each may take."""
+
+    request: SpeechRequest
+    references: tuple[Reference, ...]
+    """Encoded references of the request."""
+    sampling: Sampling
+    """Complete settings: those of the request, else those of the model."""
+    segments: tuple[str, ...]
+    max_frames: tuple[int, ...]
+    prompt: RenderedSequence
+    """Prompt of the first segment. Takes of one request share it, and its prefill."""
+    max_positions: int
+    """Upper bound for the longest prompt and its frames."""
+
+    def take(self, number: int) -> SpeechPlan:
+        """Return the same plan with another seed. Take 0 is the plan itself."""
+        sampling = replace(self.sampling, seed=self.sampling.seed + number)
+        return replace(self, request=self.request.take(number), sampling=sampling)
+
+
+class SampleFilter(Protocol):
+    """Change of the samples of one request before they are marked and given out, such as another tempo."""
+
+    def push(self, samples: Samples, /) -> Samples:
+        """Take the next samples, and return those that are ready."""
+
+    def finish(self) -> Samples:
+        """Return the last samples."""
+
+
+class RunningRequest:
+    """One request in the batch: its segments, its codes, and its samples as they are decoded.
+
+    A prompt holds the references and the last segment before it; where there is no reference, the first segment too,
+    which then is the voice of the text. A segment that failed is in no prompt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: SpeechPlan,
+        *,
+        id: str = "",
+        streamed: bool = True,
+        filters: Sequence[SampleFilter] = (),
+        watermark: StreamWatermark | None = None,
+    ) -> None:
+        self.plan, self.id, self.watermark = plan, id, watermark
+        self.windows = CodeStream(engine.codec) if streamed else None
+        """Codes that are not decoded yet; None where the codes alone are wanted."""
+        self.warnings: list[str] = []
+        """Segments that failed, in words."""
+        self.error: MynaError | None = None
+        self.ended = False
+        """Whether nothing more comes: no codes, no samples."""
+        self.playback_ends: float | None = None
+        """Time at which a client that plays from the first sample on has played all that it was given."""
+        self._engine, self._codec, self._filters = engine, engine.codec, filters
+        self._scheduler: BatchScheduler | None = None
+        self._finished: list[Codes] = []
+        self._context: list[SpokenSegment] = []
+        """The first segment that succeeded, and the last."""
+        self._was_cut = self._cancelled = False
+        self._current: Generation | None = None
+        self._samples: list[Samples] = []
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the codes ended: `length` where any segment was cut; None before, and after an error."""
+        if self._cancelled:
+            return None if self.error is not None else "cancelled"
+        return None if self._current is not None or self._scheduler is None else "length" if self._was_cut else "stop"
+
+    @property
+    def generated(self) -> bool:
+        """Whether all of its codes are here."""
+        return self._cancelled or (self._current is None and self._scheduler is not None)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @property
+    def held(self) -> bool:
+        return self._current is not None and self._current.held
+
+    @property
+    def frames(self) -> int:
+        """Whole frames that are here."""
+        return sum(map(len, self._finished)) + (self._current.frames if self._current is not None else 0)
+
+    def codes(self, start: int = 0) -> Codes:
+        """Return the whole frames from `start` on, shape (frames, codebooks)."""
+        parts: list[Codes] = [np.zeros((0, self._codec.codebooks), np.uint16)]
+        for codes in self._finished:
+            parts.append(codes[start:])
+            start = max(0, start - len(codes))
+        if self._current is not None:
+            parts.append(self._current.codes(start))
+        return np.concatenate(parts)
+
+    def take_samples(self) -> Samples:
+        """Return the samples that have come since the last call."""
+        taken, self._samples = self._samples, []
+        return join_samples(taken)
+
+    # For the batch.
+
+    def begin(self, scheduler: BatchScheduler) -> None:
+        """Submit the first segment."""
+        self._scheduler = scheduler
+        self._current = self._submit(self.plan.prompt)
+
+    def follow(self) -> None:
+        """Submit the next segment, if one has ended. To be called after every step that ended any generation."""
+        if self._current is None or not self._current.finished:
+            return
+        codes, reason = self._current.codes(), self._current.finish_reason
+        text = self.plan.segments[len(self._finished)]
+        seconds, quoted = len(codes) / self._codec.frame_rate, f'"{shorten(text, 60, placeholder=" ...")}"'
+        if reason == "length":
+            self._was_cut = True
+            self.warnings.append(f"cut after {seconds:.1f} s, where it had found no end: {quoted}")
+        elif not len(codes):
+            self.warnings.append(f"ended at once, nothing was said: {quoted}")
+        else:
+            self._context = [*self._context[:1], (text, codes)]
+        self._finished.append(codes)
+        self._current = None
+        if len(self._finished) < len(self.plan.segments):
+            self._current = self._submit(self._next_prompt())
+
+    def hold(self, held: bool) -> None:
+        """Let steps leave it out, or no longer."""
+        if self._current is not None:
+            self._current.held = held
+
+    def cancel(self, error: MynaError | None = None) -> None:
+        """Give the slot back with the next step."""
+        self._cancelled, self.error = True, error
+        if self._current is not None:
+            self._current.cancel()
+            self._finished.append(self._current.codes())
+            self._current = None
+
+    def lead(self, now: float) -> float:
+        """Return the seconds of speech that its listener has not heard yet; 0 before the first sound."""
+        return self.playback_ends - now if self.playback_ends is not None else 0.0
+
+    def spare_seconds(self, now: float) -> float:
+        """Return how long it could wait and still have its next window in time; 0 before its first sound."""
+        if self.playback_ends is None or self.windows is None:
+            return 0.0
+        ready, missing = self.windows.outlook(self.frames)
+        return self.lead(now) + ready / self._codec.frame_rate - missing * FRAME_SECONDS
+
+    def filtered(self, samples: Samples, *, last: bool) -> Samples:
+        """Pass samples through the filters, one after another; `last` flushes each into the next."""
+        for one in self._filters:
+            samples = one.push(samples)
+            if last:
+                samples = np.concatenate([samples, one.finish()])
+        return samples
+
+    def give(self, samples: Samples) -> None:
+        """Add samples for `take_samples`."""
+        if len(samples):
+            self._samples.append(samples)
+
+    def _submit(self, prompt: RenderedSequence) -> Generation:
+        assert self._scheduler is not None
+        number, plan = len(self._finished), self.plan
+        sampling = request_sampling(plan.sampling, f"{prompt.id}/{number}" if number else prompt.id)
+        request = plan.request
+        return self._scheduler.submit(prompt, sampling, plan.max_frames[number], request.adapter, request.strength)
+
+    def _next_prompt(self) -> RenderedSequence:
+        assert self._scheduler is not None
+        number, plan = len(self._finished), self.plan
+        context = tuple(self._context[-1:] if plan.references else self._context)
+        decoder, limit = self._scheduler.decoder, MAX_CONTEXT_SECONDS * self._codec.frame_rate
+        while True:
+            prompt = self._engine.render(plan.request, plan.references, plan.segments[number], context)
+            fits = decoder.positions(prompt, plan.max_frames[number]) <= decoder.max_positions
+            if not context or (fits and sum(len(codes) for _, codes in context) <= limit):
+                return prompt
+            context = context[1:]
+
+
+class SpeechBatch:
+    """The running batch of an engine: the one loop that drives the scheduler and the codec.
+
+    Requests are started at once (`start`, in the order of the calls), or wait for a free slot (`submit`, from any
+    thread, by priority). `step` advances all of them by one frame. The samples of a streamed request are those of its
+    finished clip, bit for bit, whatever else is in the batch.
+
+    A `paced` batch serves listeners: it holds back what is well ahead of its playback, and lets the codec run beside
+    the steps. Otherwise every window is decoded as soon as its frames are there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: SpeechDecoder,
+        *,
+        paced: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine: Engine = weakref.proxy(engine)  # which keeps its batch, and must be freed with its last user
+        self._codec, self._paced, self._clock = engine.codec, paced, clock
+        self.scheduler = BatchScheduler(decoder)
+        self._inbox: SimpleQueue[tuple[int, int, RunningRequest] | RunningRequest] = SimpleQueue()
+        """Requests that were submitted, or cancelled, since the last step."""
+        self._queue: list[tuple[int, int, RunningRequest]] = []
+        """A heap: priority, place, request."""
+        self._running: list[RunningRequest] = []
+        self._held: list[RunningRequest] = []
+        self._unsent: dict[RunningRequest, Samples] = {}
+        """First samples in a crowd, which are not given out before there are more."""
+        self._played_until: list[float] = []
+        """A heap: the times at which the playback of requests that were given out to their end is over."""
+        self._decoding: tuple[list[RunningRequest], PendingSamples] | None = None
+        self._news: list[RunningRequest] = []
+        self._places = itertools.count()
+
+    @property
+    def slots(self) -> int:
+        """Requests that are spoken at a time."""
+        return self.scheduler.decoder.rows
+
+    @property
+    def positions(self) -> int:
+        """Positions of a slot, for a prompt and its frames."""
+        return self.scheduler.decoder.max_positions
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._queue or self._running or self.scheduler.busy or not self._inbox.empty())
+
+    @property
+    def speaking(self) -> int:
+        """Requests that have a slot."""
+        return sum(not running.generated for running in self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have none yet."""
+        return len(self._queue)
+
+    def fits(self, prompt: RenderedSequence, max_frames: int) -> bool:
+        """Return whether a prompt and its frames find room in a slot."""
+        return self.scheduler.decoder.positions(prompt, max_frames) <= self.positions
+
+    def warm_up(self) -> None:
+        """Have model and codec compile, capture and probe what they need."""
+        with self._engine.computing():
+            self.scheduler.decoder.warm_up()
+            warm_up(self._codec, self.slots)
+
+    def start(self, plan: SpeechPlan, *, streamed: bool = True) -> RunningRequest:
+        """Begin a request with the next step; with `streamed` off, its codes alone are wanted."""
+        running = RunningRequest(self._engine, plan, streamed=streamed)
+        running.begin(self.scheduler)
+        self._running.append(running)
+        return running
+
+    def reserve(self) -> int:
+        """Return the next place among requests of one priority, for one that has no plan yet."""
+        return next(self._places)
+
+    def submit(
+        self,
+        plan: SpeechPlan,
+        *,
+        id: str = "",
+        filters: Sequence[SampleFilter] = (),
+        watermark: StreamWatermark | None = None,
+        place: int | None = None,
+    ) -> RunningRequest:
+        """Queue a request. A lower priority comes first, then a lower place. What fails ends this request alone."""
+        running = RunningRequest(self._engine, plan, id=id, filters=filters, watermark=watermark)
+        self._inbox.put((plan.request.priority, self.reserve() if place is None else place, running))
+        return running
+
+    def cancel(self, running: RunningRequest) -> None:
+        """End a request; its slot is free with the next step. One that has ended stays as it is."""
+        if not running.ended:
+            running.cancel()
+            self._inbox.put(running)
+
+    def release(self) -> None:
+        """Free what has ended, without a step: an adapter may be unloaded before the next."""
+        with self._engine.computing():
+            self.scheduler.release_finished()
+
+    def step(self) -> list[RunningRequest]:
+        """Advance all requests by one frame. Return those with new samples, and those that have ended."""
+        self._read_inbox()
+        self._let_in()
+        if self._paced:
+            self._hold()
+        if self.scheduler.busy:
+            with self._engine.computing():
+                has_ended = self.scheduler.advance()
+            if has_ended:
+                self._follow()
+        # Where steps run behind the host, so does the codec: the next step is enqueued before its samples are awaited.
+        is_behind = self._paced and self.scheduler.decoder.steps_ahead > 0
+        if is_behind:
+            self._fetch()
+        self._decode()
+        if not is_behind or not self.scheduler.busy:
+            self._fetch()
+        news, self._news = self._news, []
+        return news
+
+    def _end(self, running: RunningRequest) -> None:
+        running.ended = True
+        self._unsent.pop(running, None)
+        self._news.append(running)
+
+    def _read_inbox(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                return
+            if isinstance(message, tuple):
+                heapq.heappush(self._queue, message)
+            elif not message.ended:  # cancelled
+                if message in self._running:
+                    self._running.remove(message)
+                else:
+                    self._queue = [one for one in self._queue if one[2] is not message]
+                    heapq.heapify(self._queue)
+                self._end(message)
+
+    def _let_in(self) -> None:
+        """Give free slots to requests that wait; one a step while a listener has little left to hear."""
+        if not self._queue:
+            return
+        now = self._clock()
+        leads = [running.lead(now) for running in self._running if running.playback_ends is not None]
+        allowed = 1 if min(leads, default=LEAD_SECONDS) < SHORT_LEAD_SECONDS else self.slots
+        while self._queue and self.speaking < self.slots and allowed:
+            allowed -= 1
+            running = heapq.heappop(self._queue)[2]
+            try:
+                running.begin(self.scheduler)
+            except MynaError as error:
+                running.cancel(error)
+                self._end(running)
+                continue
+            self._running.append(running)
+
+    def _hold(self) -> None:
+        """Leave out of the next step what is well ahead of its playback, while another has made no sound yet or has a
+        short lead. While requests wait for a slot, all go on to the end."""
+        now, spoken = self._clock(), [running for running in self._running if not running.generated]
+        has_room = len(spoken) < self.slots or not self._queue
+        allowed = len(spoken) - (1 if len(spoken) <= FEW_REQUESTS else CROWD_REQUESTS) if has_room else 0
+        ahead: list[tuple[bool, float, RunningRequest]] = []
+        if allowed > 0 and any(running.lead(now) < SHORT_LEAD_SECONDS for running in spoken):
+            least, most = (HOLD_SECONDS, HOLD_SECONDS) if len(spoken) <= FEW_REQUESTS else CROWD_HOLD_SECONDS
+            for running in spoken:
+                held, spare = running.held, running.spare_seconds(now)
+                if spare > (least if held else most):
+                    ahead.append((not held, -spare, running))
+            # Those that were held stay so for a while: to hold another means to move slots.
+            ahead.sort(key=itemgetter(0, 1))
+        for running in self._held:
+            running.hold(False)
+        self._held = [running for _, _, running in ahead[:allowed]]
+        for running in self._held:
+            running.hold(True)
+
+    def _follow(self) -> None:
+        """Go on with the next segments, where one has ended."""
+        for running in [running for running in self._running if not running.generated]:
+            try:
+                running.follow()
+            except MynaError as error:  # it does not fit
+                running.cancel(error)
+            if running.error is not None or (running.generated and running.windows is None):
+                self._running.remove(running)
+                self._end(running)
+
+    def _decode(self) -> None:
+        """Start decoding the windows of all requests that have one, unless their listeners have enough to hear. Frames
+        are only passed on where they make a window: most requests need nothing in most steps."""
+        now, due, streams = self._clock(), list[RunningRequest](), list[CodeStream]()
+        for running in self._running:
+            windows, generated = running.windows, running.generated
+            if windows is None or (not generated and running.lead(now) >= LEAD_SECONDS):
+                continue
+            frames = running.frames
+            if not generated and frames < windows.next_frames:
+                continue
+            if frames > windows.frames:
+                windows.push(running.codes(windows.frames))
+            if generated:
+                windows.end()
+            due.append(running)
+            streams.append(windows)
+        if due:
+            with self._engine.threads():
+                self._decoding = due, decode_streams(self._codec, streams)
+
+    def _fetch(self) -> None:
+        """Give out the samples that were being decoded."""
+        if self._decoding is None:
+            return
+        requests, pending = self._decoding
+        self._decoding = None
+        with self._engine.threads():  # for the watermark too, which computes as little at a time as the model
+            decoded = [
+                (running, running.filtered(samples, last=_is_last(running)))
+                for running, samples in zip(requests, pending(), strict=True)
+                if not running.cancelled
+            ]
+            marks = [running.watermark for running, _ in decoded if running.watermark is not None]
+            for running, samples in decoded:
+                if running.watermark is not None:
+                    running.watermark.add(samples, last=_is_last(running))
+            marked = iter(_mark(marks))
+        for running, samples in decoded:
+            self._give_out(running, samples if running.watermark is None else next(marked))
+
+    def _give_out(self, running: RunningRequest, samples: Samples) -> None:
+        """Give out samples of a request; the first ones in a crowd when there are enough of them."""
+        if running in self._unsent:
+            samples = np.concatenate([self._unsent.pop(running), samples])
+        is_last = _is_last(running)
+        if self._paced:
+            now, rate = self._clock(), self._codec.sample_rate
+            is_early = running.playback_ends is None and len(samples) < self._start_seconds(now) * rate
+            if is_early and not is_last:
+                self._unsent[running] = samples
+                return
+            if len(samples):
+                start = running.playback_ends if running.playback_ends is not None else now
+                running.playback_ends = start + len(samples) / rate
+        running.give(samples)
+        if is_last:
+            self._running.remove(running)
+            if running.playback_ends is not None:
+                heapq.heappush(self._played_until, running.playback_ends)
+            self._end(running)
+        elif len(samples):
+            self._news.append(running)
+
+    def _start_seconds(self, now: float) -> float:
+        """Return the seconds that a request begins with at the least."""
+        while self._played_until and self._played_until[0] <= now:
+            heapq.heappop(self._played_until)
+        spoken = len(self._running)
+        listening = spoken + len(self._played_until)
+        enough = (seconds for many, crowd, seconds in START_SECONDS if spoken >= many or listening >= crowd)
+        return next(enough, 0.0)
+
+
+def _is_last(running: RunningRequest) -> bool:
+    return running.windows is not None and running.windows.finished
+
+
+def _mark(marks: Sequence[StreamWatermark]) -> list[Samples]:
+    if not marks:
+        return []
+    from myna.provenance.watermark import mark_streams
+
+    return mark_streams(marks)
