@@ -1,6 +1,7 @@
 """Checkpoint and adapter folders of any family: resolving, tokenizers, safetensors, JSON, checks of names and shapes.
 
-Weights are read from safetensors alone. Importing this module imports neither torch nor PEFT.
+Weights are read from safetensors alone. `myna.json` beside weights stores facts about their
+training, so that they can be moved and shared. Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from myna.core.errors import CheckpointError, ModelError
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerFast
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+METADATA_FILE = "myna.json"
+USAGE_FINGERPRINTS = ("prompt", "codec")
+"""Names of training inputs that must be unchanged when any weights of that training are used."""
+FINGERPRINTS = ("base model", "precision", *USAGE_FINGERPRINTS)
+"""Names of training inputs that must be unchanged for an adapter, which also needs its base model."""
 
 NetworkT = TypeVar("NetworkT", bound="nn.Module")
 
@@ -192,12 +201,10 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 def load_network(network: NetworkT, file: Path, device: str, *, hint: str) -> NetworkT:
     """Load a safetensors file into a small network for inference, every name and shape checked."""
-    expected = network.state_dict()
     with open_safetensors(file) as tensors:
         weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
-    wrong = expected.keys() ^ weights.keys()
-    wrong |= {name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape}
-    if wrong:
+    expected, found = shapes_of(network.state_dict()), shapes_of(weights)
+    if wrong := [name for name in expected | found if expected.get(name) != found.get(name)]:
         raise CheckpointError(
             f"{file} does not fit {type(network).__name__}; these differ: {format_names(sorted(wrong))}",
             hint=hint,
@@ -263,10 +270,6 @@ def format_names(names: Collection[object], limit: int = 10) -> str:
     """Join names with commas, cut after `limit` names."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(str(name) for name in list(names)[:limit]) + rest
-
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -336,13 +339,6 @@ def byte_tokenizer(special_tokens: Sequence[str], *, begin: str, end: str, pad: 
     return PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token=begin, eos_token=end, pad_token=pad, clean_up_tokenization_spaces=False
     )
-
-
-METADATA_FILE = "myna.json"
-USAGE_FINGERPRINTS = ("prompt", "codec")
-"""Names of training inputs that must be unchanged when any weights of that training are used."""
-FINGERPRINTS = ("base model", "precision", *USAGE_FINGERPRINTS)
-"""Names of training inputs that must be unchanged for an adapter, which also needs its base model."""
 
 
 class WeightsMetadata(Settings):
