@@ -25,8 +25,8 @@ from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.speak.scheduler import BatchScheduler, Generation
 from myna.train.loop import make_loader
 from myna.train.run import Run
+from tests.models.helpers import sampled_frames
 from tests.models.higgs_v2.conftest import generate
-from tests.models.test_code_sampling import sampled_frames
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
 
 from .conftest import TrainWith

@@ -1,36 +1,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from myna.models.base import Sampling
-from myna.models.code_sampling import RowState, advance, gumbel_noise, log_probabilities, mix, sample_frame
+from myna.models.code_sampling import advance, gumbel_noise, log_probabilities, mix, sample_frame
+from tests.models.helpers import BEGIN, END, new_state, sampled_frames
 
-BEGIN, END = 64, 65
 GREEDY = Sampling(temperature=0)
-
-
-def new_state(samplings: Sequence[Sampling], max_frames: int = 1000) -> RowState:
-    state = RowState.create(len(samplings), 8, torch.device("cpu"))
-    for row, sampling in enumerate(samplings):
-        state.set_row(row, position=10, sampling=sampling, max_frames=max_frames, begin=BEGIN)
-    return state
-
-
-def sampled_frames(logits: Sequence[torch.Tensor], sampling: Sampling, max_frames: int = 1000) -> torch.Tensor:
-    """(steps, codebooks): the frames of one row whose model says these logits, one after another, until it ends."""
-    state, frames = new_state([sampling], max_frames), []
-    for one in logits:
-        frame = sample_frame(one, state, 1, BEGIN, END)
-        advance(state, 1, frame, END)
-        frames.append(frame[0])
-        if not state.active[0]:
-            break
-    return torch.stack(frames)
 
 
 def saying(track: list[int]) -> list[torch.Tensor]:

@@ -23,46 +23,13 @@ from myna.models.higgs_v2.family import HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny, save_tiny_codec
 from myna.models.mel_codec import MelCodec, MelCodecConfig, MelCodecNetwork, inverse_stft, mel_filters, save_mel_codec
 from tests.models.codec_contract import CodecContract, Tensors, edit, noise, tone
-
-SMALL = MelCodecConfig(
-    codebook_size=64,
-    latent=8,
-    mel_bins=40,
-    expansion=2,
-    encoder_width=16,
-    encoder_fine=1,
-    encoder_frame_width=16,
-    encoder_coarse=1,
-    decoder_frame_width=16,
-    decoder_coarse=1,
-    decoder_width=16,
-    decoder_fine=1,
-)
-
-
-def listening(config: MelCodecConfig) -> MelCodecNetwork:
-    """Untrained but not deaf: codebooks lie where the sounds of a few clips do."""
-    torch.manual_seed(0)
-    network = MelCodecNetwork(config)
-    second = torch.arange(24_000) / 24_000
-    pitches, levels = 80 * 40 ** torch.rand(48, 1), 10 ** -torch.rand(48, 1)
-    sounds = levels * (torch.sin(2 * torch.pi * pitches * second * (1 + second)) + 0.1 * torch.randn(48, 24_000))
-    with torch.no_grad():
-        # As initialised, all sounds look much alike.
-        rest = network.encoder(network.log_mel(sounds)).flatten(0, 1)
-        network.encoder.leave.weight.mul_(1 / rest.std(0)[:, None])
-        network.encoder.leave.bias.mul_(1 / rest.std(0))
-        rest = network.encoder(network.log_mel(sounds)).flatten(0, 1)
-        for number, book in enumerate(network.quantiser.books):
-            book.copy_(rest[torch.randperm(len(rest))[: len(book)]])
-            rest = rest - book[network.quantiser.nearest(rest, number)]
-    return network
+from tests.models.helpers import SMALL_MEL_CODEC, calibrated_network
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("codecs") / "small"
-    save_mel_codec(listening(SMALL), made)
+    save_mel_codec(calibrated_network(SMALL_MEL_CODEC), made)
     return made
 
 
@@ -122,7 +89,7 @@ def test_a_tone_is_heard_where_it_is() -> None:
 
 def test_silence_outside_a_clip_does_not_reach_far() -> None:
     """What lies a second away changes nothing, so that a longer clip has the same codes at its beginning."""
-    network, clip = listening(SMALL), torch.from_numpy(noise(1, 80))
+    network, clip = calibrated_network(SMALL_MEL_CODEC), torch.from_numpy(noise(1, 80))
     with torch.no_grad():
         whole, part = network.encode(clip), network.encode(clip[:, : 60 * 960])
     assert torch.equal(whole[:, :30], part[:, :30])
@@ -223,7 +190,7 @@ def test_a_codec_in_shards_is_the_same_codec(
 
 def test_a_new_codec_takes_the_place_of_the_old_one(copied: Path) -> None:
     (copied / "model-00001-of-00002.safetensors").write_bytes(b"left over")
-    save_mel_codec(listening(MelCodecConfig()), copied)
+    save_mel_codec(calibrated_network(MelCodecConfig()), copied)
     assert sorted(path.name for path in copied.iterdir()) == ["config.json", "model.safetensors"]
     assert MelCodec.open(copied).codebook_size == 1024
     assert [path.name for path in copied.parent.iterdir()] == ["copied"]

@@ -26,26 +26,12 @@ from myna.models.lora import (
 )
 from myna.models.merge import merge_adapter, probe_logits, verify_written
 from myna.models.quantized import quantize, quantized_linears
+from tests.models.helpers import load_model, random_adapter
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return open_family(str(save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")))
-
-
-def load(family: Family, dtype: torch.dtype | None = torch.float32, *, text_head: bool = False) -> Any:
-    return family.load_model(dtype=dtype, device="cpu", text_head=text_head)
-
-
-def random_adapter(
-    family: Family, folder: Path, scale: float = 0.05, *, text_head: bool = True, **settings: Any
-) -> Path:
-    model = make_trainable(load(family, text_head=text_head), family, AdaptSettings(rank=4, **settings))
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data += scale * torch.randn_like(parameter) * parameter.requires_grad
-    save_adapter(model, folder)
-    return folder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,7 +41,7 @@ def test_a_base_model_has_the_hash_that_its_training_has(
     family: Family, tmp_path: Path, dtype: torch.dtype, quantization: Quantization, text_head: bool
 ) -> None:
     settings = AdaptSettings(rank=4, train_modules=("audio_head", "text_head") if text_head else ("audio_head",))
-    model = load(family, dtype, text_head=text_head)
+    model = load_model(family, dtype, text_head=text_head)
     quantize(model, quantization, frozen_linear_names(model, family, settings), "cpu")
     model = make_trainable(model, family, settings)
     family.objective(model, fused_lora=True)
@@ -63,7 +49,7 @@ def test_a_base_model_has_the_hash_that_its_training_has(
     expected = weights_hash([*frozen, *(layer.weight_sample() for layer in quantized_linears(model))])
     save_adapter(model, tmp_path)
     usage: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "text_head": text_head}
-    for loaded in (load(family, dtype, text_head=True), load(family, text_head=True)):
+    for loaded in (load_model(family, dtype, text_head=True), load_model(family, text_head=True)):
         assert base_model_hash(loaded, family, tmp_path, **usage) == expected
         loaded.audio_lm_head.weight.data[0, 0] += 1
         assert base_model_hash(loaded, family, tmp_path, **usage) != expected
@@ -73,18 +59,18 @@ def test_a_base_model_has_the_hash_that_its_training_has(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_tells_what_was_compared(family: Family, tmp_path: Path, dtype: torch.dtype) -> None:
     adapter = random_adapter(family, tmp_path / "adapter", 0.1)
-    model = load_adapter(load(family, dtype, text_head=True), adapter)
+    model = load_adapter(load_model(family, dtype, text_head=True), adapter)
     check = merge_adapter(family, model, tmp_path / "merged")
     merged = open_family(str(tmp_path / "merged"))
-    assert {tensor.dtype for tensor in load(merged, None, text_head=True).parameters()} == {dtype}
-    assert check.logits == len(probe_logits(merged, load(merged, None, text_head=True)))
+    assert {tensor.dtype for tensor in load_model(merged, None, text_head=True).parameters()} == {dtype}
+    assert check.logits == len(probe_logits(merged, load_model(merged, None, text_head=True)))
     assert check.dtype == str(dtype).removeprefix("torch.")
     assert 0 <= check.largest_difference <= 0.05 * check.largest_logit and check.lost_share < 0.5
 
 
 def test_a_merge_that_went_wrong_is_found(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = random_adapter(family, tmp_path / "adapter")
-    model = load_adapter(load(family), adapter)
+    model = load_adapter(load_model(family), adapter)
     # As if one layer had been left out.
     monkeypatch.setattr("myna.models.lora._merge_layer", lambda layer: layer.merged_adapters.append("default"))
     with pytest.raises(ModelError, match="more than rounding to float32 explains"):
@@ -93,7 +79,7 @@ def test_a_merge_that_went_wrong_is_found(family: Family, tmp_path: Path, monkey
 
 
 def test_a_file_that_is_not_what_was_written_is_found(family: Family, tmp_path: Path) -> None:
-    tensors = dict(family.save_model(load(family), tmp_path / "saved"))
+    tensors = dict(family.save_model(load_model(family), tmp_path / "saved"))
     verify_written(tmp_path / "saved", tensors)
     file = tmp_path / "saved" / "model.safetensors"
     stored = load_file(file)

@@ -13,7 +13,7 @@ from myna.serve.api_errors import ApiError
 from myna.serve.engine_client import EngineClient, EngineJob
 from myna.serve.messages import EngineSettings, SpeakMessage
 from myna.speak.request import SpeechRequest
-from tests.models.test_merge import random_adapter
+from tests.models.helpers import random_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import MARK_NAME, watermark
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
-from tests.models.test_merge import random_adapter
+from tests.models.helpers import random_adapter
 from tests.serve.conftest import start_server
 
 pytestmark = pytest.mark.slow

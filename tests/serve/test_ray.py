@@ -28,7 +28,7 @@ from myna.serve.messages import EngineSettings
 from myna.serve.ray_server import deployment_options, parse_replicas
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
-from tests.models.test_merge import random_adapter
+from tests.models.helpers import random_adapter
 from tests.ray_nodes import ray_nodes
 from tests.serve.conftest import RunningServer, start_server
 

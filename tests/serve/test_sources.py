@@ -16,7 +16,7 @@ from myna.serve.api_errors import ApiError
 from myna.serve.guard import RequestGuard, local_hosts
 from myna.serve.sources import ServedSources, resolve_sources
 from myna.serve.uploads import recording_bytes
-from tests.models.test_merge import random_adapter
+from tests.models.helpers import random_adapter
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from myna.core.errors import CheckpointError, ConfigError, DataError
 from myna.data.manifest import Utterance, write_manifest
 from myna.listen.speaker_encoders import EcapaNetwork
 from myna.models.mel_codec import MelCodecNetwork, save_mel_codec
-from tests.models.test_mel_codec import SMALL, listening
+from tests.models.helpers import SMALL_MEL_CODEC, calibrated_network
 
 STRANGERS = [name for name in (f"bert{n}" for n in range(99)) if is_held_out(name)][:2]
 QUIET = ["--no-stoi", "--no-pesq"]
@@ -69,7 +69,7 @@ def test_the_confidence_interval_shrinks_with_more_clips() -> None:
 
 
 def test_a_codec_is_scored_and_its_codes_are_counted(folder: Path, tmp_path: Path) -> None:
-    save_mel_codec(listening(SMALL), tmp_path / "codec")
+    save_mel_codec(calibrated_network(SMALL_MEL_CODEC), tmp_path / "codec")
     options = ["--codec", str(tmp_path / "codec"), "--source", str(folder), "--samples", str(tmp_path / "samples")]
     report = evaluate_codec.evaluate(evaluate_codec.parser().parse_args([*options, *QUIET, "--all-speakers"]))
     found = report["sources"][folder.stem]
@@ -111,7 +111,7 @@ def test_ecapa_takes_its_own_weights_and_no_others(tmp_path: Path) -> None:
     metric = metrics.ecapa_similarity(tmp_path / "ecapa.safetensors")
     wave = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
     assert metric("", wave, wave)["ecapa"] == pytest.approx(1.0, abs=1e-5)
-    save_file(MelCodecNetwork(SMALL).state_dict(), tmp_path / "other.safetensors")
+    save_file(MelCodecNetwork(SMALL_MEL_CODEC).state_dict(), tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"other\.safetensors does not fit"):
         metrics.ecapa_similarity(tmp_path / "other.safetensors")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Phi4MultimodalForCausalLM
+from transformers import Phi4MultimodalFeatureExtractor, Phi4MultimodalForCausalLM
 
 from myna.data.codec import Codes, Samples
 from myna.data.conversation import AudioClip, Conversation, answer_conversation
@@ -17,6 +17,11 @@ from myna.models.phi4.family import Phi4
 from myna.models.phi4.tiny import save_tiny
 
 FRAMES = (57, 100, 33, 19)
+FEATURE_EXTRACTOR = Phi4MultimodalFeatureExtractor()
+
+
+def transformers_features(wave: Samples) -> dict[str, Any]:
+    return dict(FEATURE_EXTRACTOR(torch.from_numpy(wave), sampling_rate=16_000, return_tensors="pt"))
 
 
 @pytest.fixture(scope="session")

@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Phi4MultimodalFeatureExtractor
 
 from myna.core.errors import AudioError, ModelError
 from myna.data.codec import Codes, Samples
 from myna.models.phi4.codec import CODES_PER_UNIT, MAX_CODE, MelFeatureEncoder, valid_frames
 from myna.models.phi4.family import Phi4
-
-EXTRACT = Phi4MultimodalFeatureExtractor()
+from tests.models.phi4.conftest import FEATURE_EXTRACTOR
 
 
 def test_they_are_the_extractors_to_half_a_step(waves: list[Samples], codes: list[Codes]) -> None:
     for wave, one in zip(waves, codes, strict=True):
         assert one.shape == (len(wave) // 160, 80) and one.dtype == np.uint16
-        due = EXTRACT(torch.from_numpy(wave), sampling_rate=16_000, return_tensors="pt")["audio_input_features"][0]
+        due = FEATURE_EXTRACTOR(torch.from_numpy(wave), sampling_rate=16_000, return_tensors="pt")[
+            "audio_input_features"
+        ][0]
         assert np.abs(valid_frames(one) / CODES_PER_UNIT - due.numpy()).max() <= 0.51 / CODES_PER_UNIT
 
 

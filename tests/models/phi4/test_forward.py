@@ -18,11 +18,7 @@ from myna.models import open_family
 from myna.models.base import IGNORE_INDEX
 from myna.models.lora import make_trainable
 from myna.models.phi4.family import Phi4
-from tests.models.phi4.test_codec import EXTRACT
-
-
-def heard_by_stock(wave: Samples) -> dict[str, Any]:
-    return dict(EXTRACT(torch.from_numpy(wave), sampling_rate=16_000, return_tensors="pt"))
+from tests.models.phi4.conftest import FEATURE_EXTRACTOR, transformers_features
 
 
 def loss(family: Phi4, model: Any, conversations: list[Conversation], **options: Any) -> float:
@@ -38,7 +34,7 @@ def test_the_loss_is_transformers_own(
     rendered = family.render(asked[number])
     ids, labels = torch.from_numpy(rendered.ids)[None], torch.from_numpy(rendered.labels)[None]
     with torch.no_grad():
-        due = stock(input_ids=ids, labels=labels, **heard_by_stock(waves[number])).loss
+        due = stock(input_ids=ids, labels=labels, **transformers_features(waves[number])).loss
     assert loss(family, model, [asked[number]]) == pytest.approx(float(due * (labels != IGNORE_INDEX).sum()), rel=1e-5)
 
 
@@ -57,7 +53,7 @@ def test_the_true_ones_rotary_positions_are_transformers_own(
     rendered = family.render(asked[1])
     ids, labels = torch.from_numpy(rendered.ids)[None], torch.from_numpy(rendered.labels)[None]
     with torch.no_grad():
-        due = stock(input_ids=ids, labels=labels, **heard_by_stock(waves[1])).loss
+        due = stock(input_ids=ids, labels=labels, **transformers_features(waves[1])).loss
     model: Any = family.load_model(dtype=torch.float32, device="cpu", text_head=True)
     assert model.model.rotary_emb.attention_scaling > 1.1
     assert loss(family, model, [asked[1]]) == pytest.approx(float(due * (labels != IGNORE_INDEX).sum()), rel=1e-5)
@@ -71,8 +67,8 @@ def test_company_changes_no_loss(family: Phi4, model: Any, asked: list[Conversat
 def test_in_transformers_own_forward_it_does(stock: Any, waves: list[Samples]) -> None:
     """Why clips are not padded as transformers does: the same clip is heard otherwise beside a longer one."""
     encoder = stock.model.embed_tokens_extend.audio_embed.encoder
-    pair = EXTRACT([*waves[:2]], sampling_rate=16_000, return_tensors="pt")
-    single = heard_by_stock(waves[0])["audio_input_features"]
+    pair = FEATURE_EXTRACTOR([*waves[:2]], sampling_rate=16_000, return_tensors="pt")
+    single = transformers_features(waves[0])["audio_input_features"]
     with torch.no_grad():
         alone, together = encoder(single, None), encoder(pair["audio_input_features"], pair["audio_attention_mask"])
     assert not torch.allclose(alone[0], together[0, : alone.shape[1]], atol=1e-3)

@@ -13,7 +13,7 @@ from myna.data.conversation import Conversation
 from myna.data.pronunciation import ParsedAnswers, answer_grammar, read_answer
 from myna.models.phi4.checkpoint import eos_ids
 from myna.models.phi4.family import Phi4
-from tests.models.phi4.test_forward import heard_by_stock
+from tests.models.phi4.conftest import transformers_features
 
 TOKENS = 12
 
@@ -39,7 +39,7 @@ def test_answers_are_transformers_own(
     due = []
     for prompt, wave in zip(prompts, waves, strict=True):
         ids = torch.from_numpy(prompt.ids)[None]
-        said = stock.generate(input_ids=ids, do_sample=False, max_new_tokens=TOKENS, **heard_by_stock(wave))
+        said = stock.generate(input_ids=ids, do_sample=False, max_new_tokens=TOKENS, **transformers_features(wave))
         answer = said[0, len(prompt) :].tolist()
         due.append(family.tokenizer.decode(list(takewhile(lambda id: id not in ends, answer))))
     answers = family.answer(model, prompts, TOKENS)

@@ -119,7 +119,7 @@ def _peak_kib() -> int:
 
 @pytest.mark.slow
 def test_nothing_is_allocated() -> None:
-    command = [sys.executable, "-c", "from tests.models.test_stats import measure; measure()"]
+    command = [sys.executable, "-c", "from tests.models.test_count_model import measure; measure()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["total"] == 6_255_168_512
