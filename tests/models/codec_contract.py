@@ -1,4 +1,4 @@
-"""What must hold for every codec of 24 kHz and 25 frames a second; each test module gives its own as `codec`."""
+"""Requirements of every codec of 24 kHz and 25 frames a second. Each test module gives its own as fixture `codec`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def edit(folder: Path, change: Callable[[Tensors], Any]) -> Path:
-    """The codec in a folder with other weights."""
+    """Change the weights of the codec in a folder."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -39,12 +39,12 @@ def random_codes(frames: int, seed: int = 0) -> Any:
 
 
 class CodecContract:
-    def test_it_is_a_codec_and_says_so(self, codec: Codec) -> None:
+    def test_properties_of_the_codec(self, codec: Codec) -> None:
         numbers = (codec.sample_rate, codec.hop, codec.frame_rate, codec.codebooks, codec.codebook_size)
         assert numbers == (24_000, 960, 25.0, 8, 64)
 
     @pytest.mark.parametrize("frames", [1, 2, 3, 7, 26])
-    def test_any_whole_number_of_frames_goes_there_and_back(self, codec: Codec, frames: int) -> None:
+    def test_any_whole_number_of_frames_round_trips(self, codec: Codec, frames: int) -> None:
         clips = noise(2, frames)
         codes = codec.encode(clips)
         assert codes.shape == (2, frames, 8) and codes.dtype == np.uint16 and codes.max() < 64
@@ -71,11 +71,11 @@ class CodecContract:
             torch.set_float32_matmul_precision("highest")
 
     @pytest.mark.parametrize("shape", [(1, 959), (1, 961), (1, 0), (0, 960), (960,)])
-    def test_what_is_not_whole_frames_is_refused(self, codec: Codec, shape: tuple[int, ...]) -> None:
+    def test_clips_not_in_whole_frames_are_refused(self, codec: Codec, shape: tuple[int, ...]) -> None:
         with pytest.raises(AudioError, match="960"):
             codec.encode(np.zeros(shape, np.float32))
 
-    def test_what_is_not_finite_is_refused(self, codec: Codec) -> None:
+    def test_samples_that_are_not_finite_are_refused(self, codec: Codec) -> None:
         clips = noise(1, 2)
         clips[0, 5] = np.nan
         with pytest.raises(AudioError, match="not finite"):
@@ -87,7 +87,7 @@ class CodecContract:
         other[50] = (codes[50] + 1) % 64
         one, two = (codec.decode_windows([given])()[0].reshape(101, 960) for given in (codes, other))
         changed = np.flatnonzero((one != two).any(1)) - 50
-        # Bits are compared: what is out of reach is computed by the same sums.
+        # Bits are compared: samples out of reach are computed by the same sums.
         assert (changed.min(), changed.max()) == (-reach, reach)
 
     @pytest.mark.parametrize("frames", [1, 2, 3, 7, 30, 130, 300])
@@ -110,7 +110,7 @@ class CodecContract:
             assert np.array_equal(samples, codec.decode_windows([window])()[0])
         assert codec.decode_windows([])() == []
 
-    def test_codes_it_does_not_know_are_refused(self, codec: Codec) -> None:
+    def test_codes_outside_the_codebooks_are_refused(self, codec: Codec) -> None:
         with pytest.raises(ModelError, match="0 to 63"):
             codec.decode(np.full((3, 8), 64, np.uint16))
         with pytest.raises(ModelError, match="shape"):

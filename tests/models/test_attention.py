@@ -1,4 +1,4 @@
-"""Attention side by side is attention within each sequence, forward and backward."""
+"""Padded attention equals attention within each sequence, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADS, KEYS, SIZE = 4, 2, 8
 
 
 def drawn(lengths: tuple[int, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Queries, keys and values, and where positions stand side by side."""
+    """Return queries, keys and values, and the places of positions in the padded batch."""
     stream = torch.Generator().manual_seed(0)
 
     def draw(heads: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def drawn(lengths: tuple[int, ...]) -> tuple[tuple[torch.Tensor, torch.Tensor, t
 
 
 @pytest.mark.parametrize("lengths", [(5,), (7, 5, 9), (1, 1, 1), (30, 2, 2, 2)])
-def test_side_by_side_is_each_by_itself(lengths: tuple[int, ...]) -> None:
+def test_padded_attention_equals_attention_per_sequence(lengths: tuple[int, ...]) -> None:
     qkv, places = drawn(lengths)
     weights = torch.randn(sum(lengths), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
     results = []
@@ -34,7 +34,7 @@ def test_side_by_side_is_each_by_itself(lengths: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_what_would_mostly_be_filling_is_attended_to_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mostly_padding_is_attended_to_sequence_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
 
     def apart(q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

@@ -14,7 +14,8 @@ GREEDY = Sampling(temperature=0)
 
 
 def saying(track: list[int]) -> list[torch.Tensor]:
-    """Logits of a model whose codebook 0 says `track`, and 1 ever after; the others always 7."""
+    """Return logits of a model whose codebook 0 follows `track`, and is 1 afterwards; the other codebooks are always
+    7."""
     steps = []
     for code in [*track, *[1] * 400]:
         logits = torch.zeros(1, 8, 66)
@@ -38,7 +39,7 @@ def test_an_immediate_end_and_the_cap() -> None:
     assert (frames[:50, 0] == 5).all() and (frames[50:, 0] == END).all() and len(frames) == 58
 
 
-def test_a_row_that_ended_stays_as_it_is() -> None:
+def test_the_state_of_a_row_that_ended_does_not_change() -> None:
     state = new_state([GREEDY, GREEDY])
     for step in range(12):
         frame = sample_frame(torch.cat([saying([END])[0], saying([5])[0]]), state, 2, BEGIN, END)

@@ -1,4 +1,4 @@
-"""Counting, held to the numbers of the true model."""
+"""Parameter counts, compared with those of the released model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class TrueSize:
-    """The built-in model behind as much of the seam as counting needs."""
+    """Built-in model with the part of the interface that counting needs."""
 
     source = "higgs-v2"
     lora_targets = staticmethod(MODULES.lora_targets)
@@ -110,7 +110,7 @@ def measure() -> None:
 
 
 def _peak_kib() -> int:
-    """Since the program began; getrusage may report the parent's peak after a fork."""
+    """Return the peak since the program began; getrusage may report the parent's peak after a fork."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0])

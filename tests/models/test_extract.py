@@ -1,4 +1,4 @@
-"""A LoRA out of full training: exact where it can be, the nearest of its rank elsewhere, and honest about the rest."""
+"""Extraction of a LoRA from full training: exact if possible, else the nearest of its rank, and all losses reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = tiny_config()
 
 
 class Tiny:
-    """As much of a family as adapters need."""
+    """Part of a family that adapters need."""
 
     source = "someone/tiny-higgs"
     lora_targets = staticmethod(MODULES.lora_targets)
@@ -40,7 +40,8 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @torch.no_grad()
 def tuned_from(base: nn.Module, *, rank: int | None, others: tuple[str, ...] = ()) -> nn.Module:
-    """Every projection with an update of a rank, or of all ranks; `others` are parameters that change at will."""
+    """Return a model whose projections have an update of a rank, or of full rank; `others` are parameters that change
+    too."""
     tuned, dice = copy.deepcopy(base), torch.Generator().manual_seed(1)
     for name in MODULES.lora_targets(base, "comprehensive").adapted:
         weight = tuned.get_parameter(f"{name}.weight")
@@ -106,7 +107,7 @@ def test_few_singular_values_of_a_large_weight_are_enough(monkeypatch: pytest.Mo
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-3)
 
 
-def test_what_a_lora_cannot_carry_is_copied_or_reported() -> None:
+def test_changes_outside_of_a_lora_are_copied_or_reported() -> None:
     base = make_model()
     others = ("audio_lm_head.weight", "model.layers.0.input_layernorm.weight")
     tuned = tuned_from(base, rank=2, others=others)
@@ -121,7 +122,7 @@ def test_what_a_lora_cannot_carry_is_copied_or_reported() -> None:
     assert distance(merge_lora(model), tuned) < 1e-5
 
 
-def test_what_changed_outside_the_mode_is_reported() -> None:
+def test_changes_outside_the_mode_are_reported() -> None:
     base = make_model()
     _, report = fit_lora(copy.deepcopy(base), tuned_from(base, rank=2), Tiny(), settings(2, mode="attention_only"))
     assert all("self_attn" in name for name in report.modules)
@@ -145,7 +146,7 @@ def test_half_precision_models_are_compared_in_full() -> None:
     assert distance(merge_lora(model).float(), tuned.float()) < 2e-3, "but for the last bit of bf16"
 
 
-def test_what_cannot_be_extracted_is_refused() -> None:
+def test_unsupported_extractions_are_refused() -> None:
     base = make_model()
     with pytest.raises(ConfigError, match=r"adapt\.dora"):
         fit_lora(base, base, Tiny(), settings(2, dora=True))
@@ -161,7 +162,7 @@ def test_what_cannot_be_extracted_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and what full training made of it."""
+    """Folders of a checkpoint and of a full training of it."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny(folder / "base")
     family = open_family(str(folder / "base"))

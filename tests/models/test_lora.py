@@ -1,4 +1,4 @@
-"""Adapters on the tiny model: wrapped, trained a step, saved, opened, merged, and refused when they are wrong."""
+"""Adapters on the tiny model: added, trained for a step, saved, opened, merged, and refused when they are wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = tiny_config()
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Matrices this small lose more to waiting threads than they gain."""
+    """Use one thread: matrices this small lose more to waiting threads than they gain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Tiny:
-    """As much of a family as adapters need."""
+    """Part of a family that adapters need."""
 
     source = "someone/tiny-higgs"
     lora_targets = staticmethod(MODULES.lora_targets)
@@ -100,7 +100,7 @@ def test_a_fresh_adapter_changes_nothing_and_needs_no_labels(kind: str) -> None:
 
 
 @every_kind
-def test_a_step_changes_what_is_trainable_and_only_that(kind: str) -> None:
+def test_a_step_changes_only_trainable_parameters(kind: str) -> None:
     model = adapted(kind)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -111,7 +111,7 @@ def test_a_step_changes_what_is_trainable_and_only_that(kind: str) -> None:
 
 
 @every_kind
-def test_saved_and_opened_it_says_the_same(kind: str, tmp_path: Path) -> None:
+def test_a_saved_adapter_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     model = train(adapted(kind))
     save_adapter(model, tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
@@ -129,7 +129,7 @@ def test_saved_and_opened_it_says_the_same(kind: str, tmp_path: Path) -> None:
 
 
 @every_kind
-def test_merged_it_says_the_same(kind: str) -> None:
+def test_a_merged_adapter_gives_the_same_logits(kind: str) -> None:
     model = train(adapted(kind))
     expected = logits_of(model)
     merged = merge_lora(model)
@@ -139,7 +139,7 @@ def test_merged_it_says_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "lora_with_heads"])
-def test_a_share_of_what_was_learned_lies_between_both(kind: str) -> None:
+def test_a_scaled_adapter_lies_between_base_and_tuned(kind: str) -> None:
     base, whole = make_model().state_dict(), merge_lora(train(adapted(kind))).state_dict()
     for strength in (0.0, 0.25, 1.0):
         merged = merge_lora(train(adapted(kind)), strength).state_dict()
@@ -148,7 +148,7 @@ def test_a_share_of_what_was_learned_lies_between_both(kind: str) -> None:
     assert any(not torch.equal(base[name], whole[name]) for name in base)
 
 
-def test_a_dora_has_no_share() -> None:
+def test_a_dora_cannot_be_scaled() -> None:
     with pytest.raises(ModelError, match="applied as a whole"):
         merge_lora(train(adapted("dora")), 0.5)
 
@@ -251,7 +251,7 @@ def test_counts() -> None:
     assert counts.total == base.total + counts.lora + copies
 
 
-# What is refused.
+# Refusals
 
 
 @pytest.mark.parametrize("key", ["train_modules", "freeze"])
@@ -265,7 +265,7 @@ def test_an_unknown_part_is_refused_with_the_nearest(key: str) -> None:
     assert "`audio_head`" in caught.value.hint
 
 
-def test_a_name_like_no_other_is_refused_with_all() -> None:
+def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"known: text_embedding, .*audio_head"):
         make_trainable(make_model(), Tiny(), AdaptSettings(train_modules=("zzz",)))
 
@@ -287,7 +287,7 @@ def test_freezing_everything_is_refused() -> None:
         )
 
 
-def test_a_target_that_meets_nothing_is_refused() -> None:
+def test_a_target_without_a_layer_is_refused() -> None:
     with pytest.raises(ModelError, match=r"`self_attn\.q_proj`"):
         make_trainable(make_model(), Tiny(), AdaptSettings(mode="custom", targets=("self_attn.q_porj",)))
 
@@ -301,7 +301,7 @@ def test_an_adapter_that_changes_nothing_is_refused(kind: str, dtype: torch.dtyp
     load_adapter(make_model(dtype=dtype), tmp_path, trainable=True)  # training may begin with it
 
 
-def test_a_head_alone_is_change_enough(tmp_path: Path) -> None:
+def test_a_trained_head_counts_as_an_effect(tmp_path: Path) -> None:
     model = adapted("lora_with_heads")
     with torch.no_grad():
         model.get_parameter("base_model.model.audio_lm_head.modules_to_save.default.weight")[0, 0] += 1
@@ -347,7 +347,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(nn.Sequential(nn.Linear(4, 4)), tmp_path)
 
 
-def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
+def test_files_without_an_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
         load_adapter(make_model(), tmp_path / "nowhere")
     save_adapter(adapted("lora"), tmp_path)

@@ -1,4 +1,4 @@
-"""The small codec: exact lengths, the same codes in any company, spectra that come back as sound, and files checked."""
+"""The mel codec: exact lengths, codes that do not depend on the batch, and checked files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 # The network
 
 
-def test_it_is_small_enough_for_one_file_of_16_megabytes(tmp_path: Path) -> None:
+def test_weights_fit_one_file_of_16_megabytes(tmp_path: Path) -> None:
     network = MelCodecNetwork(MelCodecConfig())
     assert sum(tensor.numel() for tensor in network.state_dict().values()) < 8_000_000
     save_mel_codec(network, tmp_path / "codec")
@@ -58,7 +58,7 @@ def test_it_is_small_enough_for_one_file_of_16_megabytes(tmp_path: Path) -> None
     assert codes.shape == (1, 3, 8) and opened.decode(codes[0]).shape == (2880,)
 
 
-def test_spectra_of_a_sound_become_that_sound_again() -> None:
+def test_inverse_stft_restores_a_sound() -> None:
     window, samples = torch.hann_window(960), torch.randn(2, 7 * 240)
     frames = torch.nn.functional.pad(samples, (360, 360)).unfold(1, 960, 240)
     spectra = torch.fft.rfft(frames * window, norm="ortho")
@@ -77,7 +77,7 @@ def test_mel_filters_are_those_of_slaney() -> None:
     assert filters.shape == (513, 100) and bool((filters.sum(0) > 0).all())
 
 
-def test_a_tone_is_heard_where_it_is() -> None:
+def test_a_tone_excites_the_mel_bin_of_its_pitch() -> None:
     network = MelCodecNetwork(MelCodecConfig())
     heard = network.log_mel(torch.from_numpy(np.stack([tone(300), tone(3000)])))
     assert heard.shape == (2, 100, 100)
@@ -87,8 +87,8 @@ def test_a_tone_is_heard_where_it_is() -> None:
         assert abs(float(filters[:, loudest].argmax()) * 24_000 / 1024 - hertz) < 60
 
 
-def test_silence_outside_a_clip_does_not_reach_far() -> None:
-    """What lies a second away changes nothing, so that a longer clip has the same codes at its beginning."""
+def test_audio_a_second_away_changes_no_code() -> None:
+    """Audio a second away changes nothing, so a longer clip begins with the same codes."""
     network, clip = calibrated_network(SMALL_MEL_CODEC), torch.from_numpy(noise(1, 80))
     with torch.no_grad():
         whole, part = network.encode(clip), network.encode(clip[:, : 60 * 960])
@@ -107,7 +107,7 @@ def test_silence_outside_a_clip_does_not_reach_far() -> None:
         ({"codebook_size": 70_000}, "16 bits"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(settings_: dict[str, Any], said: str) -> None:
+def test_impossible_sizes_are_refused(settings_: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         MelCodecConfig(**settings_)
 
@@ -116,12 +116,12 @@ def test_sizes_that_cannot_be_are_refused(settings_: dict[str, Any], said: str) 
 
 
 class TestContract(CodecContract):
-    """With this codec."""
+    """The contract for this codec."""
 
 
 @settings(max_examples=25, deadline=None)
 @given(frames=st.integers(1, 60), clips=st.integers(1, 3), seed=st.integers(0, 9))
-def test_any_whole_number_of_frames_goes_there_and_back(codec: MelCodec, frames: int, clips: int, seed: int) -> None:
+def test_any_whole_number_of_frames_round_trips(codec: MelCodec, frames: int, clips: int, seed: int) -> None:
     waves = noise(clips, frames, seed)
     codes = codec.encode(waves)
     assert codes.shape == (clips, frames, 8) and codes.dtype == np.uint16 and codes.max() < 64
@@ -150,14 +150,14 @@ def test_a_gpu_makes_the_codes_of_a_cpu(folder: Path, codec: MelCodec) -> None:
     assert np.allclose(there.decode(codes[0]), codec.decode(codes[0]), atol=1e-4)
 
 
-def test_codes_tell_sounds_apart(codec: MelCodec) -> None:
+def test_different_sounds_have_different_codes(codec: MelCodec) -> None:
     low, high, hiss = codec.encode(np.stack([tone(220), tone(2000), noise(1, 25)[0]]))
     for one, other in ((low, high), (low, hiss), (high, hiss)):
         assert (one == other).all(1).mean() < 0.1
     assert not np.allclose(codec.decode(low), codec.decode(hiss), atol=1e-3)
 
 
-def test_later_codebooks_write_down_what_is_left(codec: MelCodec) -> None:
+def test_later_codebooks_encode_the_residual(codec: MelCodec) -> None:
     quantiser = codec._network.quantiser
     latent = quantiser.books.sum(0) + 0.01
     codes = quantiser.encode(latent)
@@ -172,7 +172,7 @@ def test_later_codebooks_write_down_what_is_left(codec: MelCodec) -> None:
 # Files
 
 
-def test_weights_are_kept_in_half_precision_and_used_in_full(folder: Path, codec: MelCodec) -> None:
+def test_weights_are_stored_in_half_and_used_in_full_precision(folder: Path, codec: MelCodec) -> None:
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
     assert {tensor.dtype for tensor in codec._network.state_dict().values()} == {torch.float32}
 
@@ -188,7 +188,7 @@ def test_a_codec_in_shards_is_the_same_codec(
     assert np.array_equal(opened.encode(noise(1, 9)), codec.encode(noise(1, 9)))
 
 
-def test_a_new_codec_takes_the_place_of_the_old_one(copied: Path) -> None:
+def test_saving_replaces_the_codec_in_a_folder(copied: Path) -> None:
     (copied / "model-00001-of-00002.safetensors").write_bytes(b"left over")
     save_mel_codec(calibrated_network(MelCodecConfig()), copied)
     assert sorted(path.name for path in copied.iterdir()) == ["config.json", "model.safetensors"]
@@ -218,13 +218,13 @@ def test_the_revision_changes_with_a_weight_and_with_a_setting(copied: Path, cod
         (lambda tensors: tensors.update({"encoder.enter.bias": torch.zeros(16, dtype=torch.int8)}), "not finite"),
     ],
 )
-def test_every_tensor_must_find_its_place(copied: Path, change: Callable[[Tensors], Any], named: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(copied: Path, change: Callable[[Tensors], Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         MelCodec.open(edit(copied, change))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "codec.pt"])
-def test_a_pickle_stays_shut(copied: Path, name: str) -> None:
+def test_a_pickle_is_refused(copied: Path, name: str) -> None:
     (copied / "model.safetensors").rename(copied / name)
     with pytest.raises(CheckpointError, match=rf"pickles \({name}\)"):
         MelCodec.open(copied)
@@ -262,7 +262,7 @@ def test_a_list_of_shards_is_checked(copied: Path) -> None:
         ('{"model_type": "myna_mel_codec", "hop": 960}', "missing or unknown: codebook_size"),
     ],
 )
-def test_what_is_no_codec_is_refused(copied: Path, config: str | None, said: str) -> None:
+def test_a_folder_without_a_codec_is_refused(copied: Path, config: str | None, said: str) -> None:
     (copied / "config.json").unlink()
     if config is not None:
         (copied / "config.json").write_text(config)
@@ -270,7 +270,7 @@ def test_what_is_no_codec_is_refused(copied: Path, config: str | None, said: str
         MelCodec.open(copied)
 
 
-def test_a_setting_that_cannot_be_is_named_with_its_file(copied: Path) -> None:
+def test_an_impossible_setting_is_named_with_its_file(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"kernel": 4, "colour": "red"}))
     with pytest.raises(ModelError, match=r"config\.json: settings missing or unknown: colour"):
@@ -283,12 +283,12 @@ def test_a_setting_that_cannot_be_is_named_with_its_file(copied: Path) -> None:
 # Which codec a folder holds
 
 
-def test_a_folder_says_which_codec_it_is(folder: Path, tmp_path: Path) -> None:
+def test_the_codec_follows_from_the_folder(folder: Path, tmp_path: Path) -> None:
     assert isinstance(open_codec(folder), MelCodec)
     assert isinstance(open_codec(str(save_tiny_codec(tmp_path / "higgs"))), HiggsCodec)
 
 
-def test_what_is_neither_is_told(tmp_path: Path) -> None:
+def test_a_folder_with_neither_codec_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         open_codec(tmp_path)
     (tmp_path / "config.json").write_text("[]")

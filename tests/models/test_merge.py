@@ -57,7 +57,7 @@ def test_a_base_model_has_the_hash_that_its_training_has(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_tells_what_was_compared(family: Family, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_merge_check_describes_the_comparison(family: Family, tmp_path: Path, dtype: torch.dtype) -> None:
     adapter = random_adapter(family, tmp_path / "adapter", 0.1)
     model = load_adapter(load_model(family, dtype, text_head=True), adapter)
     check = merge_adapter(family, model, tmp_path / "merged")
@@ -68,17 +68,17 @@ def test_the_check_tells_what_was_compared(family: Family, tmp_path: Path, dtype
     assert 0 <= check.largest_difference <= 0.05 * check.largest_logit and check.lost_share < 0.5
 
 
-def test_a_merge_that_went_wrong_is_found(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_merge_is_found(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = random_adapter(family, tmp_path / "adapter")
     model = load_adapter(load_model(family), adapter)
-    # As if one layer had been left out.
+    # One layer is left out.
     monkeypatch.setattr("myna.models.lora._merge_layer", lambda layer: layer.merged_adapters.append("default"))
     with pytest.raises(ModelError, match="more than rounding to float32 explains"):
         merge_adapter(family, model, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_file_that_is_not_what_was_written_is_found(family: Family, tmp_path: Path) -> None:
+def test_a_changed_file_is_found(family: Family, tmp_path: Path) -> None:
     tensors = dict(family.save_model(load_model(family), tmp_path / "saved"))
     verify_written(tmp_path / "saved", tensors)
     file = tmp_path / "saved" / "model.safetensors"
@@ -94,7 +94,7 @@ def test_a_file_that_is_not_what_was_written_is_found(family: Family, tmp_path: 
         verify_written(tmp_path / "saved", tensors)
 
 
-def test_an_adapter_is_found_where_it_is(family: Family, tmp_path: Path) -> None:
+def test_an_adapter_is_found_in_a_run(family: Family, tmp_path: Path) -> None:
     adapter = random_adapter(family, tmp_path / "run" / "adapter")
     assert find_adapter(tmp_path / "run") == find_adapter(str(adapter)) == adapter
     assert adapter_base(adapter) == (family.source, None)

@@ -1,4 +1,4 @@
-"""Models by name: those that come with the package."""
+"""Models that come with the package, opened by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_model_of_the_package_has_no_revisions() -> None:
         open_family("fledgling", revision="main")
 
 
-def test_the_package_takes_the_folders_along() -> None:
+def test_package_data_contains_the_shipped_folders() -> None:
     package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["myna"]
     for folder in SHIPPED.values():
         inside = folder.relative_to(ROOT / "src" / "myna")

@@ -1,4 +1,4 @@
-"""Frozen layers in fewer bits: what comes back, what is multiplied by what, and that nothing large is kept."""
+"""Quantized layers: accuracy of weights and products, and memory for the backward pass."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from myna.models.quantized import (
 
 KIND = pytest.mark.parametrize("kind", QUANTIZED_LINEARS.values(), ids=list(QUANTIZED_LINEARS))
 UNPACKED = pytest.mark.parametrize("kind", [Int8Linear, Nf4Linear], ids=["int8", "nf4"])
-"""The kinds that turn their weight back into the compute type."""
+"""Kinds that unpack their weight to the compute type."""
 SHAPE = pytest.mark.parametrize("shape", [(7, 9), (1, 1), (65, 3), (64, 128), (96, 100)], ids=str)
-"""(outputs, inputs): most of them end in the middle of a block, and in the middle of a byte."""
+"""Shapes (outputs, inputs): most of them end in the middle of a block, and in the middle of a byte."""
 GIB = 2**30
 
 
@@ -53,7 +53,7 @@ def random_linear(shape: tuple[int, int], seed: int = 0, dtype: torch.dtype = to
 
 @contextmanager
 def kept_for_backward(*known: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Tensors that a forward pass keeps, beside those that are there anyway."""
+    """Collect the tensors that a forward pass keeps, except for known ones."""
     there, kept = {tensor.untyped_storage().data_ptr() for tensor in known}, list[torch.Tensor]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,12 +65,12 @@ def kept_for_backward(*known: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         yield kept
 
 
-# What comes back
+# Accuracy of weights
 
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, shares and scales of whole blocks, each with a weight at one of its ends as packing leaves it."""
+    """Draw codes, shares and scales of whole blocks, each with a weight at one of its ends, as after packing."""
     blocks = draw(st.integers(1, 2 * NF4_SCALE_GROUP_SIZE))
     dice = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     codes = torch.randint(0, 16, (blocks, NF4_BLOCK_SIZE), generator=dice)
@@ -85,7 +85,7 @@ def packed(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @settings(deadline=None, max_examples=30)
 @given(packed())
-def test_every_weight_that_nf4_can_say_comes_back(made: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def test_weights_on_nf4_levels_are_restored_exactly(made: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     codes, shares, scale = made
     layer = Nf4Linear.from_linear(nn.Linear(NF4_BLOCK_SIZE, 2 * len(codes) // NF4_BLOCK_SIZE, bias=False))
     layer.codes, layer.block_scales, layer.scale = codes, shares, scale
@@ -112,7 +112,7 @@ def test_nf4_is_as_near_as_its_levels(shape: tuple[int, int], seed: int, size: f
         .amax(1)
         .repeat_interleave(NF4_SCALE_GROUP_SIZE)
     )
-    # Half the widest gap between two levels, and half of what a share of the group's largest can tell.
+    # Half the widest gap between two levels, and half a step of a share of the group's largest.
     gap = max(high - low for low, high in pairwise(NF4_LEVELS))
     allowed = (largest * gap / 2 + in_group[: len(largest)] / 255 / 2) * 1.0001
     assert (off <= allowed.repeat_interleave(NF4_BLOCK_SIZE)[: len(off)]).all()
@@ -140,18 +140,18 @@ def test_fp8_is_as_near_as_four_bits_can_tell(shape: tuple[int, int]) -> None:
 
 
 @KIND
-def test_zeros_stay_zeros_and_a_lone_weight_is_itself(kind: type[QuantizedLinear]) -> None:
+def test_zeros_and_single_weights_are_exact(kind: type[QuantizedLinear]) -> None:
     assert not kind.from_linear(linear_of(torch.zeros(3, 70))).dequantize().any()
     lone = torch.zeros(3, 70)
     lone[1, 5] = -0.3
-    # The scales of fp8 are powers of two, so that even the largest of a row is only as near as its bits.
+    # The scales of fp8 are powers of two, so that even the largest of a row has the error of its bits.
     near = 2**-4 if kind is Fp8Linear else 1e-6
     torch.testing.assert_close(kind.from_linear(linear_of(lone)).dequantize(), lone, rtol=near, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fp8", 2.01), ("int8", 1.01), ("nf4", 0.517)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bytes_a_weight(kind: str, most: float, dtype: torch.dtype) -> None:
+def test_bytes_per_weight(kind: str, most: float, dtype: torch.dtype) -> None:
     layer = QUANTIZED_LINEARS[kind].from_linear(random_linear((1024, 3072), dtype=dtype))
     taken = sum(tensor.nbytes for tensor in layer.packed_tensors)
     assert taken <= most * 1024 * 3072
@@ -159,7 +159,7 @@ def test_bytes_a_weight(kind: str, most: float, dtype: torch.dtype) -> None:
     assert [(t.shape, t.dtype) for t in on_meta.packed_tensors] == [(t.shape, t.dtype) for t in layer.packed_tensors]
 
 
-# What is multiplied by what
+# Products
 
 
 @UNPACKED
@@ -191,7 +191,7 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @KIND
-def test_products_are_near_those_of_the_weight_that_came(kind: type[QuantizedLinear]) -> None:
+def test_products_are_near_those_of_the_original_weight(kind: type[QuantizedLinear]) -> None:
     linear = random_linear((256, 192))
     layer, x, dy = kind.from_linear(linear), torch.randn(32, 192), torch.randn(32, 256)
     allowed = {"fp8": 0.04, "int8": 0.01, "nf4": 0.11}[layer.kind]
@@ -221,7 +221,7 @@ def test_bias_is_kept_and_frozen(kind: type[QuantizedLinear]) -> None:
 
 
 @KIND
-def test_no_rows_are_no_trouble(kind: type[QuantizedLinear]) -> None:
+def test_products_without_rows_are_empty(kind: type[QuantizedLinear]) -> None:
     layer, x = kind.from_linear(random_linear((12, 20))), torch.empty(0, 20, requires_grad=True)
     y = layer(x)
     y.sum().backward()
@@ -233,7 +233,7 @@ def test_gradients_too_small_for_8_bits_have_a_scale() -> None:
     torch.testing.assert_close(layer.matmul_backward(dy * 1e-25) * 1e25, layer.matmul_backward(dy))
 
 
-def test_an_overflow_shows_after_8_bits_and_only_in_its_row() -> None:
+def test_an_overflow_is_visible_in_its_row_alone() -> None:
     dy = torch.randn(3, 12)
     dy[1, 4] = torch.inf
     assert Fp8Linear.from_linear(random_linear((12, 20))).matmul_backward(dy).isfinite().all(1).tolist() == [
@@ -243,7 +243,7 @@ def test_an_overflow_shows_after_8_bits_and_only_in_its_row() -> None:
     ]
 
 
-# What is kept
+# Memory for the backward pass
 
 
 @KIND
@@ -255,7 +255,7 @@ def test_nothing_is_kept_for_the_backward_pass(kind: type[QuantizedLinear]) -> N
 
 
 class Chain(nn.Module):
-    """Two layers with a LoRA beside each."""
+    """Two layers, each with a LoRA."""
 
     def __init__(self, kind: type[QuantizedLinear]) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_a_compiler_keeps_no_weight_either(kind: type[QuantizedLinear]) -> None:
 
 
 @KIND
-def test_no_checkpoint_carries_what_is_packed(kind: type[QuantizedLinear]) -> None:
+def test_packed_weights_are_not_in_checkpoints(kind: type[QuantizedLinear]) -> None:
     layer = kind.from_linear(random_linear((96, 100)))
     assert {name: tensor.numel() for name, tensor in layer.state_dict().items()} == {"weight": 0}
     assert not any(parameter.requires_grad for parameter in layer.parameters())
@@ -297,7 +297,7 @@ def family() -> HiggsV2:
 
 
 def model_of(family: HiggsV2) -> nn.Module:
-    """Random weights, on the CPU."""
+    """Make a model with random weights on the CPU."""
     torch.manual_seed(0)
     return type(family.load_model(dtype=torch.float32, device="meta", text_head=True))(
         family.config, use_text_head=True
@@ -317,7 +317,7 @@ def test_layers_are_frozen_and_heads_are_not(family: HiggsV2) -> None:
     assert frozen(family, "none", AdaptSettings()).state_dict().keys() == model_of(family).state_dict().keys()
 
 
-def test_what_is_trained_in_full_stays_as_it_came(family: HiggsV2) -> None:
+def test_fully_trained_modules_are_not_quantized(family: HiggsV2) -> None:
     settings = AdaptSettings(mode="attention_only", train_modules=("text_ffn", "audio_head"))
     model = frozen(family, "nf4", settings)
     layer = model.get_submodule("model.layers.0")
@@ -328,7 +328,7 @@ def test_what_is_trained_in_full_stays_as_it_came(family: HiggsV2) -> None:
 
 
 @KIND
-def test_an_adapter_on_it_is_the_adapter_on_the_plain_model(family: HiggsV2, kind: type[QuantizedLinear]) -> None:
+def test_an_adapter_works_as_on_the_plain_model(family: HiggsV2, kind: type[QuantizedLinear]) -> None:
     settings = AdaptSettings(rank=4, train_modules=("audio_head",))
     plain = make_trainable(model_of(family), family, settings)
     packed = make_trainable(frozen(family, kind.kind, settings), family, settings)
@@ -339,8 +339,8 @@ def test_an_adapter_on_it_is_the_adapter_on_the_plain_model(family: HiggsV2, kin
     assert learning == [name for name, p in plain.named_parameters() if p.requires_grad]
 
 
-def test_one_weight_at_a_time_is_moved_and_let_go(family: HiggsV2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands for a card that the whole model would not fit."""
+def test_weights_are_moved_and_freed_one_at_a_time(family: HiggsV2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU that the whole model would not fit on."""
     model = model_of(family)
     weights = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
     gone, pack = list[int](), Int8Linear.from_linear
@@ -357,7 +357,7 @@ def test_one_weight_at_a_time_is_moved_and_let_go(family: HiggsV2, monkeypatch: 
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_the_true_model_takes_a_third() -> None:
+def test_memory_of_the_true_model_in_nf4() -> None:
     family = HiggsV2.builtin("higgs-v2")
     taken = {}
     for kind in ("none", *QUANTIZED_LINEARS):
@@ -368,7 +368,7 @@ def test_the_true_model_takes_a_third() -> None:
     assert taken == pytest.approx({"none": 10.02, "fp8": 10.03, "int8": 5.43, "nf4": 3.20}, abs=0.01)
 
 
-def test_fp8_is_refused_where_it_would_be_imitated() -> None:
+def test_fp8_is_refused_on_a_device_that_would_emulate_it() -> None:
     with pytest.raises(ConfigError, match=r"fp8.*capability 8\.9.*cpu") as told:
         check_quantization("fp8", torch.device("cpu"))
     assert "model.quantization=nf4" in told.value.hint
@@ -377,7 +377,7 @@ def test_fp8_is_refused_where_it_would_be_imitated() -> None:
 
 
 @pytest.mark.gpu
-def test_a_card_multiplies_what_the_cpu_imitates() -> None:
+def test_a_gpu_multiplies_what_the_cpu_emulates() -> None:
     layer, x, dy = (
         Fp8Linear.from_linear(random_linear((128, 256), dtype=torch.bfloat16)),
         torch.randn(48, 256),
@@ -389,13 +389,13 @@ def test_a_card_multiplies_what_the_cpu_imitates() -> None:
     layer = layer.to("cuda")
     assert layer.native_fp8 == (torch.cuda.get_device_capability() >= (8, 9))
     for there, meant in zip((layer.matmul(x.cuda()), layer.matmul_backward(dy.cuda())), here, strict=True):
-        # The card adds up in fewer bits than fp32 has, and is the faster for it.
+        # The GPU accumulates with fewer bits than fp32, which is faster.
         assert float((there.cpu() - meant).float().norm() / meant.float().norm()) < 1e-2
 
 
 @pytest.mark.gpu
 @KIND
-def test_a_card_packs_as_the_cpu_does(kind: type[QuantizedLinear]) -> None:
+def test_a_gpu_packs_as_the_cpu_does(kind: type[QuantizedLinear]) -> None:
     linear = random_linear((96, 100), dtype=torch.bfloat16)
     here, there = kind.from_linear(linear), kind.from_linear(linear_of(linear.weight.data.cuda()))
     for one, other in zip(here.packed_tensors, there.packed_tensors, strict=True):

@@ -1,4 +1,4 @@
-"""What a user named: runs, checkpoints, adapters, model folders, hub names and shipped models."""
+"""Resolution of names: runs, checkpoints, adapters, model folders, hub names and shipped models."""
 
 from __future__ import annotations
 

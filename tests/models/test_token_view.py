@@ -1,4 +1,4 @@
-"""The picture of a conversation: green is what is learned, and nothing else is."""
+"""View of a conversation: learned tokens are green, and nothing else is."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_clip_that_is_a_reference_alone_is_never_learned(family: Family) -> No
         assert len([word for word in green(token_view(drawn, family)) if "frames" in word]) == learned
 
 
-def test_nothing_is_green_in_what_is_only_to_be_spoken(family: Family) -> None:
+def test_nothing_is_green_in_an_open_conversation(family: Family) -> None:
     assert green(token_view(family.render(speech_conversation("hello", id="open")), family)) == []
 
 
@@ -92,7 +92,7 @@ def test_masked_codes_are_marked_without_colour_too(family: Family) -> None:
         assert line.replace("·", "· ").split() == marked
 
 
-def test_every_position_is_told(family: Family) -> None:
+def test_every_position_is_shown(family: Family) -> None:
     drawn = rendered(family)
     art = token_view(drawn, family).plain
     assert art.startswith(f"utterance: {len(drawn)} positions, 0 text and {8 * (7 + 1)} code targets\n")

@@ -1,4 +1,4 @@
-"""A tiny real model, and conversations of random codes."""
+"""Tiny model of the real classes, and conversations of random codes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random_codes(frames: int, seed: int = 0) -> Codes:
 
 
 def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, seed: int = 0, **how: str) -> Conversation:
-    """A cloning conversation with random codes; `target=None` leaves it open."""
+    """Return a cloning conversation with random codes; `target=None` leaves it open."""
     return speech_conversation(
         text,
         id=text,
@@ -53,7 +53,7 @@ def cloning(text: str = "hello", reference: int = 5, target: int | None = 7, see
 def generate(
     family: Family, model: nn.Module, prompts: Sequence[RenderedSequence], sampling: Sampling
 ) -> list[Generation]:
-    """Prompts in a batch of their own, up to `max_seconds` of each."""
+    """Generate for prompts in a batch of their own, up to `max_seconds` each."""
     speaking = require_speaking(family)
     scheduler = BatchScheduler(speaking.speech_decoder(model, len(prompts), 256))
     frames = int(sampling.max_seconds * speaking.frame_rate)

@@ -1,4 +1,4 @@
-"""A batch on its way to the card."""
+"""Transfer of a batch to the GPU and between processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(family: Family) -> Batch:
     return family.collate([family.render(cloning(text, scene=""), supervise_text=True) for text in ("one", "another")])
 
 
-def test_what_is_pinned_is_what_is_moved(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_tensors_are_those_that_are_moved(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, pinned = make(family), []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:

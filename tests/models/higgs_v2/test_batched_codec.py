@@ -1,4 +1,4 @@
-"""Many clips at once: every clip gets its codes, and where the faster way would give others, it is not taken."""
+"""Encoding of many clips: each clip gets its own codes, and the batched encoder is only used where it gives them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def codec(folder: Path) -> HiggsCodec:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A codec that takes its device for a card with kernels; the fast encoder itself does not, and works in torch."""
+    """Make a codec take its device for a GPU with kernels. The batched encoder itself does not, and works in torch."""
     monkeypatch.setattr(codec_module, "supports_triton", lambda _weight: True)
     monkeypatch.setattr(batched_encoder, "PROBE_SECONDS", (3.0, 2.0, 1.0))
     monkeypatch.setattr(batched_encoder, "PROBE_BATCH_SECONDS", 6.0)
@@ -58,7 +58,7 @@ def assert_exact(codec: HiggsCodec, given: list[Samples], codes: dict[int, Any])
 
 
 def spied(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes that go the exact way."""
+    """Record the shapes that are encoded in plain fp32."""
     shapes: list[tuple[int, ...]] = []
     exact = codec.encode
 
@@ -70,7 +70,7 @@ def spied(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return shapes
 
 
-def test_without_a_card_equal_lengths_go_together_and_nothing_is_said(
+def test_without_a_gpu_equal_lengths_share_a_batch_without_a_notice(
     codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_module, "BatchedCodec", None)
@@ -102,7 +102,7 @@ def test_batches_follow_from_lengths_alone(codec: HiggsCodec) -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_the_way_is_tried_once(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_runs_once(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     monkeypatch.setattr(BatchedCodec, "mismatch_reason", lambda _self, _codec: tried.append(1))
     assert encoded(codec, clips())[0].keys() == encoded(codec, clips())[0].keys()
@@ -125,7 +125,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         (lambda _waves, heard: heard.no_such_kernel, "do not work here (AttributeError"),
     ],
 )
-def test_a_probe_that_fails_means_the_exact_way_and_says_so(
+def test_a_failed_probe_gives_plain_fp32_and_a_notice(
     codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
 ) -> None:
     spoil(monkeypatch, change)
@@ -136,7 +136,7 @@ def test_a_probe_that_fails_means_the_exact_way_and_says_so(
 
 
 @pytest.mark.usefixtures("card")
-def test_a_card_without_memory_is_no_reason_for_another_way(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_memory_does_not_change_the_encoder(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(_waves: Any, _heard: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
@@ -146,7 +146,7 @@ def test_a_card_without_memory_is_no_reason_for_another_way(codec: HiggsCodec, m
 
 
 @pytest.mark.usefixtures("card")
-def test_another_form_of_codec_goes_the_exact_way(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_form_of_codec_is_encoded_in_plain_fp32(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_module, "unsupported_reason", lambda _model: "it is of another make")
     monkeypatch.setattr(codec_module, "BatchedCodec", None)
     codes, said = encoded(codec, clips())
@@ -155,21 +155,25 @@ def test_another_form_of_codec_goes_the_exact_way(codec: HiggsCodec, monkeypatch
 
 
 @pytest.mark.usefixtures("card")
-def test_what_goes_beyond_fp16_is_encoded_again_and_counted(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clips_that_overflow_fp16_are_encoded_again_and_counted(
+    codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoded(codec, clips(1))
     given = clips()
     given[5][100] = 3.0
     spoil(monkeypatch, lambda waves, heard: heard * (torch.inf if waves.max() > 2 else 1.0))
     shapes = spied(codec, monkeypatch)
     codes, said = encoded(codec, given, seconds=3.2)
-    # With it in its batch are one of 25 frames and one of 7.
+    # In its batch are one clip of 25 frames and one of 7.
     assert shapes == [(1, 25), (1, 13), (1, 7)]
     assert len(said) == 1 and said[0].startswith("3 clips")
     assert_exact(codec, given, codes)
 
 
 @pytest.mark.usefixtures("card")
-def test_a_clip_too_long_for_the_kernels_goes_the_exact_way(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_too_long_for_the_kernels_is_encoded_in_plain_fp32(
+    codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoded(codec, clips(1))
     monkeypatch.setattr(BatchedCodec, "max_samples", property(lambda _self: 30 * 960))
     shapes = spied(codec, monkeypatch)
@@ -179,7 +183,7 @@ def test_a_clip_too_long_for_the_kernels_goes_the_exact_way(codec: HiggsCodec, m
 
 
 @pytest.mark.usefixtures("card")
-def test_bad_clips_are_refused_either_way(codec: HiggsCodec) -> None:
+def test_bad_clips_are_refused_by_both_encoders(codec: HiggsCodec) -> None:
     with pytest.raises(AudioError, match="960"):
         encoded(codec, [np.zeros(961, np.float32)])
     with pytest.raises(AudioError, match="not finite"):
@@ -187,13 +191,13 @@ def test_bad_clips_are_refused_either_way(codec: HiggsCodec) -> None:
 
 
 @pytest.mark.usefixtures("card")
-def test_no_mode_is_left_on_between_batches(codec: HiggsCodec) -> None:
+def test_no_torch_mode_is_left_on_between_batches(codec: HiggsCodec) -> None:
     for _ in codec.encode_batches(clips(), 1.0, print):
         assert not torch.is_inference_mode_enabled()
 
 
 def small_config() -> Any:
-    """A quarter of the true widths and a layer or two: products large enough for every tile."""
+    """Return a quarter of the true widths and a layer or two: products large enough for every tile."""
     return codec_classes()[0](
         target_bandwidths=[2],
         acoustic_model_config={
@@ -216,7 +220,7 @@ def small_config() -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_card_many_clips_get_the_codes_of_a_cpu() -> None:
+def test_on_a_gpu_many_clips_get_the_codes_of_a_cpu() -> None:
     torch.manual_seed(0)
     model = codec_classes()[1](small_config()).eval()
     tiny._calibrate(model)

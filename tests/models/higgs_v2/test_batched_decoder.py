@@ -1,4 +1,4 @@
-"""Many windows at once: each decoded as transformers decodes it alone, with zeros past its end."""
+"""Decoding of many windows: each as transformers decodes it alone, with zeros past its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batched encoder: transformers' own results, whatever shares a batch, and as accurate as fp32 on tensor cores."""
+"""The batched encoder gives transformers' results for any batch, and is as accurate as fp32 on tensor cores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def noise(*frames: int) -> torch.Tensor:
-    """Clips of so many frames, each with silence behind it up to the longest."""
+    """Return clips of these numbers of frames, each followed by silence up to the longest."""
     generator = torch.Generator().manual_seed(0)
     waves = torch.zeros(len(frames), 960 * max(frames))
     for wave, count in zip(waves, frames, strict=True):
@@ -29,7 +29,7 @@ def noise(*frames: int) -> torch.Tensor:
 
 
 def encoded_by_transformers(model: Any, wave: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the quantiser is given of one clip, and the codes."""
+    """Return the input of the quantizer for one clip, and the codes."""
     encoded: list[torch.Tensor] = []
     hook = model.fc.register_forward_hook(lambda _module, _inputs, out: encoded.append(out[0]))
     with torch.inference_mode():
@@ -39,7 +39,7 @@ def encoded_by_transformers(model: Any, wave: torch.Tensor) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("frames", [(1,), (25, 25), (30, 17, 1, 25), (9, 8, 7)])
-def test_it_encodes_what_transformers_encodes(model: Any, frames: tuple[int, ...]) -> None:
+def test_the_batched_encoder_equals_transformers(model: Any, frames: tuple[int, ...]) -> None:
     waves = noise(*frames)
     lengths = torch.tensor(frames) if len(set(frames)) > 1 else None
     with torch.inference_mode():
@@ -49,7 +49,7 @@ def test_it_encodes_what_transformers_encodes(model: Any, frames: tuple[int, ...
         torch.testing.assert_close(clip[:count], due, atol=1e-4 * float(due.abs().max()), rtol=0)
 
 
-def test_what_lies_behind_a_clip_does_not_matter(model: Any) -> None:
+def test_padding_after_a_clip_does_not_matter(model: Any) -> None:
     encoder, lengths = BatchedEncoder(model, sinc_resample), torch.tensor([20, 13])
     silent, loud = noise(20, 13), noise(20, 20)
     loud[1, : 13 * 960] = silent[1, : 13 * 960]
@@ -125,7 +125,7 @@ def test_a_product_on_tensor_cores_is_as_good_as_fp32(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("normed", [False, True])
-def test_the_product_over_samples_is_the_same_on_a_card(normed: bool) -> None:
+def test_the_product_over_samples_is_the_same_on_a_gpu(normed: bool) -> None:
     torch.manual_seed(0)
     conv = torch.nn.Conv1d(1, 80, 10, 5, 0 if normed else 3).requires_grad_(False)
     norm = torch.nn.GroupNorm(80, 80).requires_grad_(False) if normed else None
@@ -140,7 +140,7 @@ def test_the_product_over_samples_is_the_same_on_a_card(normed: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_encodes_what_transformers_encodes(model: Any) -> None:
+def test_on_a_gpu_the_batched_encoder_equals_transformers(model: Any) -> None:
     frames = (30, 17, 1, 25)
     waves, on_card = noise(*frames), copy.deepcopy(model).cuda()
     with torch.inference_mode():

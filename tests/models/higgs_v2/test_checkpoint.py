@@ -1,4 +1,4 @@
-"""Two layouts, one model: every key accounted for, and the same logits whichever way the weights came."""
+"""Checkpoints in two layouts: every key is accounted for, and both give the same logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADS = ("audio_lm_head", "text_lm_head")
 
 @pytest.fixture
 def original(tmp_path: Path) -> Path:
-    """What the original implementation saved (fixtures/make_original.py), with the tokenizer its ids are from."""
+    """Checkpoint saved by the original implementation (fixtures/make_original.py), with the tokenizer of its ids."""
     folder = Path(shutil.copytree(FIXTURES / "original", tmp_path / "original"))
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -45,7 +45,7 @@ def original(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(checkpoint: Path, tmp_path: Path) -> Path:
-    """A tiny checkpoint in the transformers layout, to be spoiled at will."""
+    """Tiny checkpoint in the transformers layout, for tests that damage it."""
     return Path(shutil.copytree(checkpoint, tmp_path / "tiny"))
 
 
@@ -66,7 +66,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 @torch.inference_mode()
 def logits(model: Any, ids: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Text logits of every position, audio logits of every frame."""
+    """Return text logits of every position and audio logits of every frame."""
     core = model.base_model.model if isinstance(model, PeftModel) else model
     here = torch.ones(1, len(codes), dtype=torch.bool)
     hidden = core.model(input_ids=ids, audio_input_ids=codes[None], audio_input_ids_mask=here).last_hidden_state
@@ -85,10 +85,8 @@ def same_logits(one: Any, other: Any) -> bool:
 
 class TestGolden:
     def test_original_weights_give_the_original_logits(self, original: Path) -> None:
-        """Bit for bit where the golden was made (torch 2.13, sdpa); kernels of another CPU may differ in the last bits.
-
-        For scale: eager instead of sdpa attention differs by 4e-6, swapped norms by 4.
-        """
+        """The logits are equal bit for bit where the reference was made (torch 2.13, sdpa); kernels of another CPU may
+        differ in the last bits. For comparison: eager instead of sdpa attention differs by 4e-6, swapped norms by 4."""
         golden = load_file(FIXTURES / "original_forward.safetensors")
         text, audio = logits(load(original), golden["ids"], golden["codes"])
         torch.testing.assert_close(text, golden["text_logits"], rtol=0, atol=1e-5)
@@ -104,7 +102,7 @@ class TestGolden:
         assert same_logits(load(original), load(tmp_path / "back"))
 
     def test_exported_config_is_the_original_one(self, original: Path, tmp_path: Path) -> None:
-        """Every setting that we write has the value the original implementation wrote."""
+        """Every setting that Myna writes has the value that the original implementation wrote."""
         convert_layout(original, tmp_path / "back", "original")
         before, after = (json.loads((folder / "config.json").read_text()) for folder in (original, tmp_path / "back"))
         before_text, after_text = before.pop("text_config"), after.pop("text_config")
@@ -162,7 +160,7 @@ class TestLoad:
         assert kept.model.norm.weight.dtype == torch.bfloat16
         assert kept.audio_lm_head.weight.dtype == torch.float32
 
-    def test_weights_do_not_hang_on_the_file(self, tiny: Path) -> None:
+    def test_weights_do_not_depend_on_the_open_file(self, tiny: Path) -> None:
         model = load(tiny)
         before = model.audio_lm_head.weight.clone()
         (tiny / "model.safetensors").write_bytes(b"")
@@ -197,7 +195,7 @@ class TestLoad:
         assert lines[2] == "  2 unexpected: audio_tower.conv1.bias, model.layers.7.mlp.gate_proj.weight"
         assert lines[3] == "  1 of another shape: model.norm.weight (3,) instead of (64,)"
 
-    def test_computed_tensors_and_copies_are_fine(self, tiny: Path) -> None:
+    def test_computed_tensors_and_copies_are_accepted(self, tiny: Path) -> None:
         model = load(tiny)
 
         def add(tensors: dict[str, torch.Tensor]) -> None:
@@ -229,7 +227,7 @@ class TestLoad:
 
 class TestConfig:
     def test_released_original(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The numbers of the released checkpoint, with what 4.46 writes around them."""
+        """Config with the numbers of the released checkpoint, and the other settings that transformers 4.46 writes."""
         text = {
             **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192},
             **{"num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128},
@@ -302,7 +300,7 @@ class TestConfig:
             ({"audio_token_id": 9999}, "audio_token_id is 9999, but vocab_size is 270"),
         ],
     )
-    def test_nonsense(self, tiny: Path, settings: dict[str, Any], told: str) -> None:
+    def test_impossible_settings_are_refused(self, tiny: Path, settings: dict[str, Any], told: str) -> None:
         edit_config(tiny, **settings)
         with pytest.raises(ModelError, match=told):
             read_config(tiny)
@@ -318,7 +316,8 @@ class TestTokenizer:
         check_tokenizer(read_config(checkpoint), load_tokenizer(checkpoint))
 
     def test_released_tokenizer_has_no_pad_and_another_end(self) -> None:
-        """Its `eos_token` is <|end_of_text|>, while the configuration ends on <|eot_id|>; a wrong bos is harmless."""
+        """The released tokenizer's `eos_token` is <|end_of_text|>, while the configuration ends on <|eot_id|>; a wrong
+        bos is harmless."""
         tokenizer = tiny_tokenizer()
         tokenizer.pad_token, tokenizer.eos_token = None, "<|end_of_text|>"
         config = tiny_config()
@@ -383,20 +382,20 @@ class TestSave:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "ours"], "no temporary folder is left"
 
     @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 20, 0.9, 5, 3), Sampling(0.0)])
-    def test_how_it_asks_to_be_sampled_is_kept(self, checkpoint: Path, tmp_path: Path, sampling: Sampling) -> None:
+    def test_sampling_settings_round_trip(self, checkpoint: Path, tmp_path: Path, sampling: Sampling) -> None:
         save_checkpoint(load(checkpoint), tmp_path / "saved", load_tokenizer(checkpoint), sampling)
         convert_layout(tmp_path / "saved", tmp_path / "again", "transformers")
         for folder in ("saved", "again"):
             assert require_speaking(open_family(str(tmp_path / folder))).sampling == sampling
 
-    def test_who_says_nothing_of_sampling_gets_what_all_get(self, checkpoint: Path) -> None:
+    def test_missing_sampling_settings_have_defaults(self, checkpoint: Path) -> None:
         (checkpoint / "generation_config.json").write_text('{"top_k": 7}')
         assert read_sampling(checkpoint) == Sampling(top_k=7)
         (checkpoint / "generation_config.json").unlink()
         assert read_sampling(checkpoint) == Sampling()
 
     @pytest.mark.parametrize("value", ['"warm"', "true", "-1", "[1]"])
-    def test_a_setting_of_sampling_that_cannot_be_is_named(self, tiny: Path, value: str) -> None:
+    def test_an_impossible_sampling_setting_is_named(self, tiny: Path, value: str) -> None:
         (tiny / "generation_config.json").write_text(f'{{"temperature": {value}}}')
         with pytest.raises(ModelError, match=r"generation_config.json: temperature is"):
             read_sampling(tiny)
@@ -442,7 +441,7 @@ class TestSave:
 
 
 class TestAdapter:
-    """An adapter, its conversion to the original names, and back."""
+    """Conversion of an adapter to the original names and back."""
 
     @pytest.fixture(
         params=[
@@ -458,7 +457,7 @@ class TestAdapter:
         ids=["suffixes", "pattern and dora", "all linear", "one layer"],
     )
     def adapter(self, request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> tuple[Any, Path]:
-        """The trained model and its adapter folder; "trained" by making every trainable tensor random."""
+        """Return the model with random values in all trainable tensors, and its adapter folder."""
         torch.manual_seed(0)
         whole = {"modules_to_save": ["embed_audio_tokens.embed_audio_tokens", *HEADS]}
         settings = request.param if request.param["target_modules"] == "all-linear" else request.param | whole
@@ -470,7 +469,7 @@ class TestAdapter:
         model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
         return model, tmp_path / "adapter"
 
-    def test_there_and_back(self, adapter: tuple[Any, Path], checkpoint: Path, tmp_path: Path) -> None:
+    def test_adapter_conversion_round_trip(self, adapter: tuple[Any, Path], checkpoint: Path, tmp_path: Path) -> None:
         model, folder = adapter
         edit_config(folder, "adapter_config.json", task_type="CAUSAL_LM")
         convert_layout(folder, tmp_path / "original", "original")
@@ -485,7 +484,7 @@ class TestAdapter:
     def test_original_names_fit_the_original_modules(
         self, adapter: tuple[Any, Path], checkpoint: Path, tmp_path: Path
     ) -> None:
-        """A stand-in with the original's tree: PEFT must find every module and get every tensor."""
+        """PEFT must find every module and get every tensor in a stand-in with the original's module tree."""
         _, folder = adapter
         convert_layout(folder, tmp_path / "original", "original")
         base = load(checkpoint)
@@ -507,7 +506,7 @@ class TestAdapter:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
     @pytest.mark.parametrize("layout", ["transformers", "original"])
-    def test_of_another_model(self, tmp_path: Path, layout: Layout) -> None:
+    def test_an_adapter_of_another_model_is_refused(self, tmp_path: Path, layout: Layout) -> None:
         (tmp_path / "adapter").mkdir()
         (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         save_file(

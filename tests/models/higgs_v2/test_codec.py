@@ -1,4 +1,5 @@
-"""The codec: opened with nothing left over, the same clip to the same codes, and torchaudio's resampling without it."""
+"""The Higgs codec: opened with no tensor left over, deterministic codes, and torchaudio's resampling without
+torchaudio."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 
 
 class TestContract(CodecContract):
-    """With this codec."""
+    """The contract for this codec."""
 
 
 @pytest.mark.gpu
@@ -60,7 +61,7 @@ def test_a_gpu_makes_the_codes_of_a_cpu(folder: Path, codec: HiggsCodec) -> None
     assert np.array_equal(HiggsCodec.open(folder, device="cuda").encode(clips), codec.encode(clips))
 
 
-def test_codes_tell_sounds_apart(codec: HiggsCodec) -> None:
+def test_different_sounds_have_different_codes(codec: HiggsCodec) -> None:
     low, high, hiss = codec.encode(np.stack([tone(220), tone(440), noise(1, 25)[0]]))
     for one, other in ((low, high), (low, hiss), (high, hiss)):
         assert (one == other).mean() < 0.3
@@ -68,7 +69,7 @@ def test_codes_tell_sounds_apart(codec: HiggsCodec) -> None:
     assert not np.allclose(codec.decode(low), codec.decode(hiss), atol=0.05)
 
 
-def test_the_store_holds_what_the_codec_says(codec: HiggsCodec, tmp_path: Path) -> None:
+def test_the_code_store_keeps_the_codes(codec: HiggsCodec, tmp_path: Path) -> None:
     clips = [tone(200, 0.5), tone(300, 0.7), tone(400, 0.5)]
     utterances = [Utterance(str(n), tmp_path / f"{n}.wav", "", "anna") for n in range(3)]
     for utterance, clip in zip(utterances, clips, strict=True):
@@ -136,13 +137,13 @@ def test_the_mask_of_hubert_may_be_left_over(copied: Path) -> None:
         (lambda tensors: tensors.update({"fc.bias": torch.zeros(5)}), r"1 of another shape: fc.bias \(5,\) .* \(32,\)"),
     ],
 )
-def test_every_tensor_must_find_its_place(copied: Path, change: Callable[[Tensors], Any], named: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(copied: Path, change: Callable[[Tensors], Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         HiggsCodec.open(edit(copied, change))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "codec.pt"])
-def test_a_pickle_stays_shut(copied: Path, name: str) -> None:
+def test_a_pickle_is_refused(copied: Path, name: str) -> None:
     (copied / "model.safetensors").rename(copied / name)
     with pytest.raises(CheckpointError, match=rf"pickles \({name}\)") as caught:
         HiggsCodec.open(copied)
@@ -166,7 +167,7 @@ def test_a_file_cut_short_is_named(copied: Path) -> None:
         ('{"model_type": "higgs_audio_v2_tokenizer", "sample_rate": "fast"}', "sample_rate"),
     ],
 )
-def test_what_is_no_codec_is_refused(copied: Path, config: str | None, said: str) -> None:
+def test_a_folder_without_a_codec_is_refused(copied: Path, config: str | None, said: str) -> None:
     (copied / "config.json").unlink()
     if config is not None:
         (copied / "config.json").write_text(config)
@@ -181,7 +182,7 @@ def test_a_damaged_list_of_shards_is_named(copied: Path) -> None:
         HiggsCodec.open(copied)
 
 
-def test_what_is_nowhere_is_a_model_error(tmp_path: Path) -> None:
+def test_a_missing_codec_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="absent"):
         HiggsCodec.open(tmp_path / "absent")
 
@@ -223,7 +224,9 @@ def test_a_torchaudio_that_loads_is_used(tmp_path: Path, monkeypatch: pytest.Mon
 def _import_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     codec_classes()
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setitem(sys.modules, "torchaudio", types.ModuleType("torchaudio"))  # what was there comes back
+    monkeypatch.setitem(
+        sys.modules, "torchaudio", types.ModuleType("torchaudio")
+    )  # the fixture restores what was there
     del sys.modules["torchaudio"]
     monkeypatch.delitem(sys.modules, MODELING)
     codec_module.codec_classes.__wrapped__()
@@ -241,7 +244,7 @@ GOLDEN = {  # made by torchaudio 2.11 from sin(n * n / 7), n = 0 ... 9
 
 
 @pytest.mark.parametrize("rates", GOLDEN)
-def test_resampling_is_torchaudios(rates: tuple[int, int]) -> None:
+def test_resampling_equals_torchaudio(rates: tuple[int, int]) -> None:
     n = torch.arange(10, dtype=torch.float64)
     wave = torch.sin(n * n / 7).float()
     torch.testing.assert_close(sinc_resample(wave, *rates), torch.tensor(GOLDEN[rates]), atol=2e-6, rtol=0)
@@ -254,11 +257,11 @@ def test_a_tone_keeps_its_pitch_and_level(rates: tuple[int, int]) -> None:
     orig, new = rates
     wave = torch.sin(2 * torch.pi * 440 * torch.arange(orig) / orig)
     wanted = torch.sin(2 * torch.pi * 440 * torch.arange(new) / new)
-    inner = slice(100, -100)  # the ends hear the silence outside
+    inner = slice(100, -100)  # the ends include the silence outside
     torch.testing.assert_close(sinc_resample(wave, orig, new)[inner], wanted[inner], atol=1e-2, rtol=0)
 
 
-def test_what_the_new_rate_cannot_hold_is_filtered_out() -> None:
+def test_frequencies_above_the_new_rate_are_filtered_out() -> None:
     wave = torch.sin(2 * torch.pi * 11_000 * torch.arange(24_000) / 24_000)
     assert sinc_resample(wave, 24_000, 16_000)[100:-100].abs().max() < 2e-2
 

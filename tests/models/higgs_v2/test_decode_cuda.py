@@ -1,4 +1,4 @@
-"""The decoding batch as CUDA graphs, against the same batch step by step on the CPU."""
+"""The decoding batch as CUDA graphs, compared with the same batch step by step on the CPU."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def prompts_of(family: HiggsV2, count: int) -> list[RenderedSequence]:
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_graphs_are_the_eager_steps(family: HiggsV2, models: dict[str, Any], sampling: Sampling, rows: int) -> None:
+def test_graphs_equal_eager_steps(family: HiggsV2, models: dict[str, Any], sampling: Sampling, rows: int) -> None:
     prompts = prompts_of(family, 2 * rows)
     eager, graphs = (spoken(family, models[device], prompts, sampling, rows) for device in ("cpu", "cuda"))
     same = [np.array_equal(a.codes(), b.codes()) for a, b in zip(eager, graphs, strict=True)]
-    # fp32 sums in another order: a draw on the edge between two codes may fall to the other side.
+    # Sums in fp32 have another order: a draw on the edge between two codes may differ.
     assert np.mean(same) >= 0.95
     for a, b in zip(eager, graphs, strict=True):
         if np.array_equal(a.codes(), b.codes()):
@@ -68,8 +68,8 @@ def test_graphs_are_the_eager_steps(family: HiggsV2, models: dict[str, Any], sam
             assert np.abs(a.log_probs() - b.log_probs()).max() < 1e-3
 
 
-def test_the_kernel_samples_what_torch_samples() -> None:
-    """Random logits, settings and seeds, row by row: the same codes, ends and log-probabilities."""
+def test_the_sampling_kernel_equals_torch() -> None:
+    """Random logits, settings and seeds give the same codes, ends and log-probabilities, row by row."""
     from myna.models.higgs_v2.decode import sampling_kernels as kernels
 
     rows, device = 64, torch.device("cuda")
@@ -111,8 +111,8 @@ def test_the_kernel_samples_what_torch_samples() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adapter", "int8", "nf4"])
-def test_weights_that_are_not_plain_are_graphs_too(family: HiggsV2, kind: str) -> None:
-    """An adapter on the base model, not merged, as in training; and quantized weights."""
+def test_weights_that_are_not_plain_run_as_graphs(family: HiggsV2, kind: str) -> None:
+    """Cases: an adapter that is not merged, as in training, and quantized weights."""
     prompts = prompts_of(family, 6)
 
     def prepared(device: str) -> Any:
@@ -140,7 +140,7 @@ def test_weights_that_are_not_plain_are_graphs_too(family: HiggsV2, kind: str) -
 def test_adapters_of_rows_are_those_of_the_eager_steps(
     family: HiggsV2, models: dict[str, Any], sampling: Sampling, rows: int, ranks: tuple[int, ...]
 ) -> None:
-    """Three adapters and none in one batch, at two strengths; some need wider slots than the first."""
+    """One batch has three adapters and rows without one, at two strengths; some need wider slots than the first."""
     prompts, results = prompts_of(family, 24), {}
     for device, model in models.items():
         slots = family.adapter_slots(model, len(ranks), 8)
@@ -160,8 +160,8 @@ def test_adapters_of_rows_are_those_of_the_eager_steps(
             assert np.abs(a.log_probs() - b.log_probs()).max() < 2e-3
 
 
-def test_a_wider_adapter_comes_when_every_graph_reads_adapters(family: HiggsV2, models: dict[str, Any]) -> None:
-    """All graphs are dropped then, and their memory with them."""
+def test_a_wider_adapter_drops_the_graphs(family: HiggsV2, models: dict[str, Any]) -> None:
+    """All graphs and their memory must be freed."""
     model = models["cuda"]
     slots = family.adapter_slots(model, 2, 4)
     scheduler = BatchScheduler(family.speech_decoder(model, 2, 512, slots))
@@ -186,7 +186,7 @@ def random_lora(family: HiggsV2, model: Any, rank: int, seed: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_rows_are_the_same_bits_alone_and_in_a_crowd(family: HiggsV2, dtype: torch.dtype) -> None:
+def test_exact_rows_have_the_same_bits_alone_and_in_a_batch(family: HiggsV2, dtype: torch.dtype) -> None:
     model = family.load_model(dtype=dtype, device="cuda", text_head=False).requires_grad_(False)
     slots = family.adapter_slots(model, 2, 8)
     slots.load("a", random_lora(family, model, 8, 0))
@@ -231,7 +231,7 @@ def test_kernels_read_quantized_weights_as_their_modules_do(family: HiggsV2, kin
     assert difference < (0.06 if kind == "fp8" else 0.02)
 
 
-def test_without_triton_steps_are_eager_and_it_is_said(
+def test_without_triton_steps_are_eager_with_a_warning(
     family: HiggsV2, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(family, 8)
@@ -261,7 +261,7 @@ def test_no_step_waits_for_the_device(family: HiggsV2, models: dict[str, Any]) -
     assert generation.frames
 
 
-def test_many_requests_leave_memory_flat(family: HiggsV2, models: dict[str, Any]) -> None:
+def test_many_requests_do_not_grow_memory(family: HiggsV2, models: dict[str, Any]) -> None:
     scheduler = BatchScheduler(family.speech_decoder(models["cuda"], 4, 512))
     prompts = prompts_of(family, 8)
 

@@ -1,4 +1,4 @@
-"""The sorted stream must be transformers' model, to the last digit that fp32 allows."""
+"""The forward pass over the sorted stream equals transformers' model within fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def conversations(family: HiggsV2) -> list[RenderedSequence]:
 
 
 def stock_sums(model: Any, rendered: list[RenderedSequence], side: str) -> torch.Tensor:
-    """The loss sums of transformers' own forward on a padded batch."""
+    """Return the loss sums of transformers' own forward on a padded batch."""
     config = model.config
     longest = max(len(r) for r in rendered)
     ids = torch.full((len(rendered), longest), config.pad_token_id)
@@ -91,7 +91,7 @@ def test_gradients_equal_transformers(family: HiggsV2, model: Any) -> None:
 
 
 def test_no_sequence_sees_another_nor_its_own_future(family: HiggsV2, model: Any) -> None:
-    """Change the last frame of one clip: nothing before it moves, in its own sequence or in any other."""
+    """Changing the last frame of one clip must change nothing before it, in its own sequence or in any other."""
     rendered = conversations(family)
     before = family.collate(rendered)
     rendered[1].codes[-9] = (rendered[1].codes[-9] + 1) % 64
@@ -134,7 +134,7 @@ def test_stops_count_one_end_per_codebook(family: HiggsV2, model: Any) -> None:
 
 
 def test_frames_that_only_add_up_in_total_are_refused(family: HiggsV2) -> None:
-    """One frame too many in one sequence and one too few in the next would be misaligned in silence."""
+    """One frame too many in one sequence and one too few in the next would misalign codes without an error."""
     one, other = conversations(family)[:2]
     swapped = [
         replace(one, codes=np.concatenate([one.codes, other.codes[:1]])),

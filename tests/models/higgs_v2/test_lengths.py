@@ -1,4 +1,4 @@
-"""How long a sequence will be is known before it is rendered, to the token."""
+"""Planned lengths of sequences equal rendered lengths exactly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def family(checkpoint: Path) -> HiggsV2:
-    """With a tokenizer of many merges, over blanks and line ends too: what stands beside a text could change it."""
+    """Family with a tokenizer of many merges, over blanks and line ends too, so that neighbouring text could change
+    tokens."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -75,7 +76,7 @@ systems = st.builds(Turn, st.just("system"), st.lists(texts | clips, max_size=3)
 
 @given(st.lists(turns, min_size=1, max_size=5), st.none() | systems, texts)
 @settings(max_examples=150, deadline=None)
-def test_a_conversation_is_as_long_as_it_renders(
+def test_the_length_of_a_conversation_is_its_rendered_length(
     family: HiggsV2, said: list[Turn], system: Turn | None, scene: str
 ) -> None:
     conversation = Conversation("any", ((system,) if system else ()) + tuple(said), scene)
@@ -97,7 +98,9 @@ def test_tokens_are_those_of_the_tokenizer(family: HiggsV2, text: str) -> None:
 
 @given(texts, texts, st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_a_text_takes_as_much_wherever_it_stands(family: HiggsV2, one: str, other: str, frames: int, more: int) -> None:
+def test_tokens_of_a_text_do_not_depend_on_its_place(
+    family: HiggsV2, one: str, other: str, frames: int, more: int
+) -> None:
     def length(text: str, frames: int, **how: Any) -> int:
         reference = Reference("as I said", AudioClip("r", random_codes(3)))
         target = AudioClip("t", random_codes(frames), target=True)
@@ -112,13 +115,13 @@ def test_a_text_takes_as_much_wherever_it_stands(family: HiggsV2, one: str, othe
     )
 
 
-def test_the_blanks_of_this_tokenizer_do_matter(family: HiggsV2) -> None:
-    """Else the tests above could not fail."""
+def test_this_tokenizer_merges_blanks(family: HiggsV2) -> None:
+    """Without such merges the tests above could not fail."""
     apart = sum(family.count_tokens({"a": "A quiet", "b": " room."}))
     assert family.count_tokens({"a": "A quiet room."})[0] < apart
 
 
-def test_a_control_token_is_refused_by_the_name_of_its_text(family: HiggsV2) -> None:
+def test_a_control_token_is_refused_with_the_id_of_its_text(family: HiggsV2) -> None:
     with pytest.raises(DataError, match=r"the text of b contains the control token <\|eot_id\|>"):
         family.count_tokens({"a": "fine", "b": "the end<|eot_id|>"})
 
@@ -134,7 +137,7 @@ def test_another_tokenizer_has_another_revision(family: HiggsV2, checkpoint: Pat
     assert plain.text_revision == open_family(str(checkpoint)).text_revision != family.text_revision
 
 
-# The whole way
+# From recipe to batch
 
 
 class EightBooks(FakeCodec):
@@ -186,13 +189,13 @@ def test_planned_lengths_are_rendered_lengths(
         for epoch in range(2):
             planned = loader.lengths.of(targets.indices, loader.reference_sampler.sample(targets.indices, epoch))
             assert planned.tolist() == [len(loader.sequence(target, epoch)) for target in targets]
-        # A sequence of another length than planned would stop it.
+        # A sequence of another length than planned would raise an error.
         batches = [batch for [batch] in islice(loader.steps(1, 1, Shard()), loader.rows_in_first_epoch())]
         assert sorted(each.id for batch in batches for each in batch) == sorted(target.id for target in targets)
 
 
 def test_the_longest_sequence_is_known_to_the_token(family: HiggsV2, tmp_path: Path) -> None:
-    """Also where a tag in a reference's text changes the prompt around it."""
+    """The case includes a tag in a reference's text, which changes the prompt around it."""
     lines = [said(tmp_path, f"{n}", seconds=1 + n / 100, text="word " * n) for n in range(6)]
     lines.append(said(tmp_path, "tags", seconds=1.0, text="[SPEAKER0] a [SPEAKER1] b"))
     loader = open_loader(family, tmp_path, lines)

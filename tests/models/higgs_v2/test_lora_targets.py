@@ -1,4 +1,4 @@
-"""Which modules a LoRA mode means, on the tiny model and on the true size."""
+"""Modules of each LoRA mode, on the tiny model and at true size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_audio_focused_leaves_the_text_path_alone() -> None:
     }
 
 
-def test_custom_means_whole_ends_of_names() -> None:
+def test_custom_targets_match_whole_ends_of_names() -> None:
     assert MODULES.lora_targets(on_meta(), "custom", ["mlp.up_proj", "layers.1.self_attn.q_proj"]).adapted == (
         "model.layers.0.mlp.up_proj",
         "model.layers.1.self_attn.q_proj",

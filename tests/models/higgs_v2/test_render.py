@@ -21,7 +21,7 @@ DELAY = DelayPattern(codebooks=8, begin=64, end=65)
 
 
 def shown(rendered: RenderedSequence) -> str:
-    """The prompt as one string, clips in angle brackets."""
+    """Return the prompt as one string, with clips in angle brackets."""
     return "".join(f"<{p.shown.split(':')[0]}>" if p.kind == "audio" else p.shown for p in rendered.spans)
 
 
@@ -47,7 +47,7 @@ def test_delay_shifts_codebook_k_by_k() -> None:
         assert (delayed[k + 4 :, k] == 65).all()
 
 
-def test_cloning_prompt_is_the_models_own(family: HiggsV2) -> None:
+def test_the_cloning_prompt_is_the_released_models(family: HiggsV2) -> None:
     rendered = family.render(cloning("hi", scene="Audio is recorded from a quiet room."))
     assert shown(rendered) == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nGenerate audio following instruction.\n\n"
@@ -88,7 +88,7 @@ def test_switches_supervise_text_and_all_audio(family: HiggsV2) -> None:
     assert supervised == ["<|audio_out_bos|>", "<|audio_eos|>", "<|eot_id|>"], "of the target's turn alone"
 
 
-def test_speaking_continues_exactly_what_training_saw(family: HiggsV2) -> None:
+def test_the_open_prompt_is_the_beginning_of_the_trained_one(family: HiggsV2) -> None:
     trained, spoken = family.render(cloning(target=7)), family.render(cloning(target=None))
     assert trained.ids[: len(spoken)].tolist() == spoken.ids.tolist()
     assert spoken.ids[-1] == family.tokenizer.convert_tokens_to_ids("<|audio_out_bos|>")

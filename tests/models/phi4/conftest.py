@@ -1,4 +1,4 @@
-"""A tiny Phi-4-multimodal, and a few clips of unequal length."""
+"""Tiny Phi-4-multimodal, and a few clips of unequal length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(family: Phi4) -> Any:
 
 @pytest.fixture(scope="session")
 def stock(folder: Path) -> Any:
-    """transformers' own, with its own forward."""
+    """transformers' own model with its own forward."""
     return Phi4MultimodalForCausalLM.from_pretrained(folder).eval()
 
 

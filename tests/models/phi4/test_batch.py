@@ -1,4 +1,4 @@
-"""Clips in a batch: as they are stored on the way, numbers where they are heard, and nothing of it is lost."""
+"""Clips in a batch: stored as 16-bit codes in transfer, floats in the encoder, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_batch_travels_between_processes(family: Phi4, asked: list[Conversatio
     )
 
 
-def test_words_alone_have_nothing_to_hear(family: Phi4) -> None:
+def test_a_batch_of_text_has_no_features(family: Phi4) -> None:
     from myna.data.conversation import Turn
 
     turns = (Turn("user", ("How?",)), Turn("assistant", ("So.",)))

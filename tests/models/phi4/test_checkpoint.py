@@ -1,4 +1,4 @@
-"""Weights: every key accounted for, the adapter for speech merged, and what sees left where it is."""
+"""Weights: every key accounted for, the adapter for speech merged, and the vision encoder left out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return open_family(str(folder)).load_model(dtype=dtype, device="cpu", text_head=False)
 
 
-def test_weights_are_those_on_disk_less_what_sees(folder: Path) -> None:
+def test_weights_are_those_on_disk_without_the_vision_encoder(folder: Path) -> None:
     model, stored = load(folder), load_file(folder / WEIGHTS)
     state = model.state_dict()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in state.items())
@@ -56,13 +56,13 @@ def test_pickles_are_refused(copied: Path) -> None:
         load(copied)
 
 
-def test_tied_words_are_stored_once(tmp_path: Path) -> None:
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     model = load(save_tiny(tmp_path / "tied", tied=True))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_the_adapter_for_speech_is_merged(copied: Path) -> None:
-    """As PEFT saves it, in the place where the released checkpoint has it."""
+    """The adapter is saved by PEFT in the folder of the released checkpoint."""
     plain = load(copied)
     base = Phi4MultimodalForCausalLM.from_pretrained(copied)
     adapter = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["qkv_proj", "down_proj"]))
@@ -84,7 +84,7 @@ def test_the_adapter_for_speech_is_merged(copied: Path) -> None:
         load(copied)
 
 
-def test_a_saved_model_is_whole_again(family: Phi4, folder: Path, model: Any, tmp_path: Path) -> None:
+def test_a_saved_model_is_complete(family: Phi4, folder: Path, model: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     family.save_model(model, tmp_path / "saved")
@@ -104,7 +104,7 @@ def test_a_saved_model_is_whole_again(family: Phi4, folder: Path, model: Any, tm
         ({"eos_token_id": [256]}, r"but <\|end\|> is"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(copied: Path, settings: dict[str, Any], told: str) -> None:
+def test_an_impossible_configuration_is_refused(copied: Path, settings: dict[str, Any], told: str) -> None:
     change(copied, **settings)
     with pytest.raises(ModelError, match=told):
         open_family(str(copied))

@@ -1,4 +1,4 @@
-"""Features: those of the model's own extractor, kept in 16 bits."""
+"""Features equal those of the model's own extractor, in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from myna.models.phi4.family import Phi4
 from tests.models.phi4.conftest import FEATURE_EXTRACTOR
 
 
-def test_they_are_the_extractors_to_half_a_step(waves: list[Samples], codes: list[Codes]) -> None:
+def test_features_equal_the_extractors_within_half_a_step(waves: list[Samples], codes: list[Codes]) -> None:
     for wave, one in zip(waves, codes, strict=True):
         assert one.shape == (len(wave) // 160, 80) and one.dtype == np.uint16
         due = FEATURE_EXTRACTOR(torch.from_numpy(wave), sampling_rate=16_000, return_tensors="pt")[
@@ -25,14 +25,14 @@ def test_they_are_the_extractors_to_half_a_step(waves: list[Samples], codes: lis
         assert np.abs(valid_frames(one) / CODES_PER_UNIT - due.numpy()).max() <= 0.51 / CODES_PER_UNIT
 
 
-def test_the_loudest_sound_there_is_fits() -> None:
-    """Full scale at every other sample is the most that a power of 16 bits comes to."""
+def test_the_loudest_sound_fits_into_16_bits() -> None:
+    """Full scale at every other sample is the loudest sound of 16-bit audio."""
     loud = np.where(np.arange(1600) % 2, 1.0, -1.0).astype(np.float32)
     square = np.where(np.arange(1600) // 8 % 2, 1.0, -1.0).astype(np.float32)
     assert MelFeatureEncoder({}).encode(np.stack([loud, square])).max() < MAX_CODE
 
 
-def test_company_changes_no_feature(waves: list[Samples], codes: list[Codes]) -> None:
+def test_features_do_not_depend_on_the_batch(waves: list[Samples], codes: list[Codes]) -> None:
     twice = MelFeatureEncoder({}).encode(np.stack([waves[0], np.zeros_like(waves[0])]))
     assert (twice[0] == codes[0]).all()
 
@@ -41,7 +41,7 @@ def test_a_clip_too_short_for_one_spectrum_has_none() -> None:
     assert valid_frames(MelFeatureEncoder({}).encode(np.zeros((1, 320), np.float32))[0]).size == 0
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_samples_that_are_not_finite_are_refused() -> None:
     with pytest.raises(AudioError, match="finite"):
         MelFeatureEncoder({}).encode(np.full((1, 1600), np.nan, np.float32))
 

@@ -1,4 +1,4 @@
-"""Constrained decoding with tokenizers of several kinds: any logits give an answer that can be read."""
+"""Constrained decoding with several kinds of tokenizers: any logits give an answer that can be parsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES = [
     '{"accuracy": 0, "fluency": 1.5, "prosodic": 2, "total": 1, "text": "café", "phones": "K AE F EY"}',
 ]
 PADDED = 5
-"""Rows of a head that belong to no token, as large models have them."""
+"""Rows of a head that belong to no token, as in large models."""
 
 
 def fast(core: Tokenizer) -> PreTrainedTokenizerFast:
@@ -32,7 +32,7 @@ def fast(core: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def pairs_of_bytes() -> PreTrainedTokenizerFast:
-    """Tokens of several bytes, some of which reach out of a string; some end within a letter."""
+    """Make a tokenizer with tokens of several bytes, some of which reach out of a string; some end within a letter."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def pairs_of_bytes() -> PreTrainedTokenizerFast:
 
 
 def pieces_of_text() -> PreTrainedTokenizerFast:
-    """As SentencePiece has them: letters, a bar for a blank, and bytes for what is not known."""
+    """Make a tokenizer like SentencePiece: letters, a bar for a blank, and bytes for unknown characters."""
     letters = sorted({letter for line in LINES for letter in line.replace(" ", "▁")} | set("0123456789{}[]\\"))
     words = ["▁we", '":', '",', "▁call", "ab", "acc", "uracy", "10"]
     spare = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -63,15 +63,15 @@ def compiled(kind: str) -> tuple[PreTrainedTokenizerFast, TokenGrammar]:
 
 
 def fewest(grammar: TokenGrammar) -> int:
-    """Tokens of the shortest answer, its end included."""
+    """Return the tokens of the shortest answer, its end included."""
     return len(grammar.completion) + 1
 
 
 def decode(
     grammar: TokenGrammar, logits: torch.Tensor, *, max_tokens: int, sampled: torch.Generator | None = None
 ) -> list[tuple[list[int], bool]]:
-    """Answers to logits (steps, answers, tokens), which come round again when they are over. Sampled ones get Gumbel
-    noise, so that the likeliest token is a draw."""
+    """Decode answers for logits (steps, answers, tokens), which repeat when they are used up. With `sampled`, Gumbel
+    noise makes the likeliest token a draw."""
     answers = logits.shape[1]
     decoder = ConstrainedDecoder(grammar, answers, max_tokens)
     output: list[list[int]] = [[] for _ in range(answers)]
@@ -94,7 +94,7 @@ def decode(
 @example(seed=47, spare=17, sharp=1.0, sample=False)  # ends after as many blanks as there may be
 @settings(max_examples=25, deadline=None)
 def test_any_logits_give_an_answer(kind: str, seed: int, spare: int, sharp: float, sample: bool) -> None:
-    """Greedily and by dice, in as few tokens as an answer can take and in more."""
+    """Greedy and random choices, with the fewest tokens that an answer can take and with more."""
     tokenizer, grammar = compiled(kind)
     stream = torch.Generator().manual_seed(seed)
     logits = sharp * torch.randn(7, 3, len(tokenizer) + PADDED, generator=stream)
@@ -106,7 +106,7 @@ def test_any_logits_give_an_answer(kind: str, seed: int, spare: int, sharp: floa
 @pytest.mark.parametrize("kind", KINDS)
 @given(line=st.sampled_from(LINES), noise=st.integers(0, 2**32), indent=st.sampled_from([None, 1]))
 @settings(max_examples=10, deadline=None)
-def test_what_is_an_answer_already_is_left_alone(kind: str, line: str, noise: int, indent: int | None) -> None:
+def test_a_valid_answer_is_not_changed(kind: str, line: str, noise: int, indent: int | None) -> None:
     tokenizer, grammar = compiled(kind)
     wanted = json.dumps(json.loads(line), indent=indent, ensure_ascii=False)
     ids = tokenizer.encode(wanted, add_special_tokens=False)
@@ -120,7 +120,7 @@ def test_what_is_an_answer_already_is_left_alone(kind: str, line: str, noise: in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_runaway_is_closed_before_it_is_cut(kind: str) -> None:
-    """A head that wants to write one letter for ever, wherever it may."""
+    """The head prefers to write one letter for ever, wherever it is allowed."""
     tokenizer, grammar = compiled(kind)
     logits = torch.zeros(1, 1, len(tokenizer) + PADDED)
     logits[..., tokenizer.encode("a", add_special_tokens=False)[-1]] = 9
@@ -131,7 +131,7 @@ def test_a_runaway_is_closed_before_it_is_cut(kind: str) -> None:
         assert ("aaaa" in answer.text + answer.phones) == (max_tokens > fewest(grammar))
 
 
-def test_special_tokens_and_what_is_none_never_come() -> None:
+def test_special_and_unused_tokens_are_never_chosen() -> None:
     tokenizer, grammar = compiled("bytes")
     audio = tokenizer.convert_tokens_to_ids("<|audio|>")
     logits = torch.zeros(1, 1, len(tokenizer) + PADDED)
@@ -149,7 +149,7 @@ def test_the_end_comes_only_at_the_end() -> None:
     assert ended and not ParsedAnswers.of([tokenizer.decode(ids)]).unreadable
 
 
-def test_answers_side_by_side_are_those_of_each_alone() -> None:
+def test_answers_do_not_depend_on_the_batch() -> None:
     tokenizer, grammar = compiled("pairs")
     logits = torch.randn(50, 4, len(tokenizer) + PADDED, generator=torch.Generator().manual_seed(1))
     together = decode(grammar, logits, max_tokens=150)

@@ -1,4 +1,4 @@
-"""The forward pass: transformers' own numbers, whoever travels together, and in every precision."""
+"""The forward pass equals transformers', in any batch and in every precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loss(family: Phi4, model: Any, conversations: list[Conversation], **options:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_the_loss_is_transformers_own(
+def test_the_loss_equals_transformers(
     family: Phi4, model: Any, stock: Any, asked: list[Conversation], waves: list[Samples], number: int
 ) -> None:
     rendered = family.render(asked[number])
@@ -38,10 +38,10 @@ def test_the_loss_is_transformers_own(
     assert loss(family, model, [asked[number]]) == pytest.approx(float(due * (labels != IGNORE_INDEX).sum()), rel=1e-5)
 
 
-def test_the_true_ones_rotary_positions_are_transformers_own(
+def test_rotary_positions_of_the_released_model_equal_transformers(
     folder: Path, asked: list[Conversation], waves: list[Samples], tmp_path: Path
 ) -> None:
-    """The released model slows its rotations down by factors, others for short sequences than for long ones."""
+    """The released model scales its rotations by factors, which differ for short and long sequences."""
     copied = Path(shutil.copytree(folder, tmp_path / "copy"))
     config = json.loads((copied / "config.json").read_text())
     factors = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]}
@@ -59,13 +59,13 @@ def test_the_true_ones_rotary_positions_are_transformers_own(
     assert loss(family, model, [asked[1]]) == pytest.approx(float(due * (labels != IGNORE_INDEX).sum()), rel=1e-5)
 
 
-def test_company_changes_no_loss(family: Phi4, model: Any, asked: list[Conversation]) -> None:
+def test_a_loss_does_not_depend_on_the_batch(family: Phi4, model: Any, asked: list[Conversation]) -> None:
     alone = sum(loss(family, model, [one]) for one in asked)
     assert loss(family, model, asked) == pytest.approx(alone, rel=1e-6)
 
 
-def test_in_transformers_own_forward_it_does(stock: Any, waves: list[Samples]) -> None:
-    """Why clips are not padded as transformers does: the same clip is heard otherwise beside a longer one."""
+def test_transformers_own_encoding_depends_on_the_batch(stock: Any, waves: list[Samples]) -> None:
+    """Reason why clips are not padded as in transformers: a clip is encoded differently beside a longer one."""
     encoder = stock.model.embed_tokens_extend.audio_embed.encoder
     pair = FEATURE_EXTRACTOR([*waves[:2]], sampling_rate=16_000, return_tensors="pt")
     single = transformers_features(waves[0])["audio_input_features"]
@@ -74,7 +74,7 @@ def test_in_transformers_own_forward_it_does(stock: Any, waves: list[Samples]) -
     assert not torch.allclose(alone[0], together[0, : alone.shape[1]], atol=1e-3)
 
 
-def test_what_is_heard_matters(family: Phi4, model: Any, asked: list[Conversation]) -> None:
+def test_the_loss_depends_on_the_audio(family: Phi4, model: Any, asked: list[Conversation]) -> None:
     batch = family.collate([family.render(asked[0])])
     objective: Any = family.objective(model).eval()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_every_end_of_an_answer_is_counted(family: Phi4, model: Any, asked: list
 
 @pytest.mark.parametrize("mode", ["comprehensive", "attention_only", "audio_focused", "full"])
 @pytest.mark.parametrize("recompute", [0, 2])
-def test_all_that_learns_gets_a_gradient(
+def test_every_trainable_parameter_gets_a_gradient(
     family: Phi4, model: Any, asked: list[Conversation], mode: Any, recompute: int
 ) -> None:
     learner = make_trainable(model, family, AdaptSettings(mode=mode, rank=2))
@@ -114,7 +114,7 @@ def test_recomputing_changes_no_gradient(family: Phi4, asked: list[Conversation]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_under_autocast_is_near(family: Phi4, asked: list[Conversation], dtype: torch.dtype) -> None:
-    """A frozen base in half precision, a LoRA in fp32, the stream in fp32: as `train.precision` has it."""
+    """The base is frozen in half precision, the LoRA and the stream are fp32, as in `train.precision`."""
     batch = family.collate([family.render(one) for one in asked])
     losses = []
     for kind in (torch.float32, dtype):
@@ -131,7 +131,7 @@ def test_half_precision_under_autocast_is_near(family: Phi4, asked: list[Convers
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
-def test_it_runs_on_the_meta_device(family: Phi4, asked: list[Conversation]) -> None:
+def test_the_forward_pass_runs_on_the_meta_device(family: Phi4, asked: list[Conversation]) -> None:
     model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
     objective: Any = family.objective(model).train()
     batch = family.collate([family.render(one) for one in asked]).to(torch.device("meta"))

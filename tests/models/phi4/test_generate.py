@@ -1,4 +1,4 @@
-"""Answers: those of transformers' own `generate`, alone or in company."""
+"""Answers equal transformers' own `generate`, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOKENS = 12
 
 
 def lively(model: Any) -> Any:
-    """A random head repeats itself whatever it hears; a larger one says something else for every clip."""
-    torch.manual_seed(4)  # with some others it says <|audio|>, at which transformers fails
+    """Scale the head, because a random head repeats itself for every clip."""
+    torch.manual_seed(4)  # with some other seeds it generates <|audio|>, at which transformers fails
     with torch.no_grad():
         model.lm_head.weight.normal_()
         for layer in model.model.layers:
@@ -30,7 +30,7 @@ def lively(model: Any) -> Any:
     return model
 
 
-def test_answers_are_transformers_own(
+def test_answers_equal_transformers(
     family: Phi4, model: Any, stock: Any, left_open: list[Conversation], waves: list[Samples]
 ) -> None:
     stock = lively(copy.deepcopy(stock))
@@ -49,7 +49,7 @@ def test_answers_are_transformers_own(
 
 
 def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
-    """A head that sees nothing but ones: it never ends, or at once."""
+    """The head sees only ones, so that it never ends, or at once."""
     prompts = [family.render(one) for one in left_open[:2]]
     end = family.tokenizer.convert_tokens_to_ids("<|end|>")
     model.model.norm.forward = lambda hidden: torch.ones_like(hidden)
@@ -62,8 +62,9 @@ def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_o
     assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [("", True)] * 2
 
 
-def test_what_is_held_to_a_grammar_can_be_read(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
-    """A random model says nothing that can be read, unless it has to; and then alone what it says in company."""
+def test_constrained_answers_can_be_parsed(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
+    """A random model writes nothing that can be parsed unless it is constrained, and its answers do not depend on the
+    batch."""
     lively(model)
     prompts, grammar = [family.render(one) for one in left_open], answer_grammar()
     free = ParsedAnswers.of(answer.text for answer in family.answer(model, prompts, 150))

@@ -1,4 +1,4 @@
-"""What a LoRA mode means, and that parts cover everything once."""
+"""Modules of each LoRA mode; parts cover every parameter once."""
 
 from __future__ import annotations
 

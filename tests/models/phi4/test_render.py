@@ -23,7 +23,7 @@ def test_only_the_answer_is_learned_with_its_end(family: Phi4, asked: list[Conve
     assert learned(family, asked[2]) == "answer 2<|end|>"
 
 
-def test_the_prompt_is_phis(family: Phi4, codes: list[Codes]) -> None:
+def test_the_prompt_is_the_released_models(family: Phi4, codes: list[Codes]) -> None:
     conversation = Conversation(
         "x", (Turn("system", ("Be kind.",)), *answer_conversation("How?", AudioClip("c", codes[3]), id="x").turns)
     )
@@ -49,11 +49,11 @@ def test_lengths_are_known_without_rendering(family: Phi4, asked: list[Conversat
         assert family.positions(frames)[0] == len(rendered.codes) == (rendered.ids == family.renderer.audio_id).sum()
 
 
-def test_tokens_of_an_answer_are_those_it_takes(family: Phi4, asked: list[Conversation]) -> None:
+def test_tokens_of_an_answer_are_counted(family: Phi4, asked: list[Conversation]) -> None:
     assert family.count_tokens({"q": "answer 0"}) == [int((family.render(asked[0]).labels != IGNORE_INDEX).sum()) - 1]
 
 
-def test_what_is_to_be_spoken_is_refused(family: Phi4, codes: list[Codes]) -> None:
+def test_a_conversation_to_speak_is_refused(family: Phi4, codes: list[Codes]) -> None:
     with pytest.raises(DataError, match="this model answers in words"):
         family.render(speech_conversation("hello", id="x", target=AudioClip("c", codes[0], target=True)))
 
@@ -64,12 +64,12 @@ def test_control_tokens_in_an_answer_are_refused(family: Phi4, codes: list[Codes
 
 
 @pytest.mark.parametrize("frames", [2, 4003])
-def test_clips_that_cannot_be_heard_at_once_are_refused(family: Phi4, frames: int) -> None:
+def test_clips_too_long_for_the_encoder_are_refused(family: Phi4, frames: int) -> None:
     with pytest.raises(DataError, match=r"takes from 0\.03 s to 40 s"):
         family.render(answer_conversation("How?", AudioClip("c", np.zeros((frames, 80), np.uint16)), id="q"))
 
 
-def test_a_sequence_beyond_what_the_model_was_made_for_is_refused(family: Phi4, codes: list[Codes]) -> None:
+def test_a_sequence_longer_than_the_model_supports_is_refused(family: Phi4, codes: list[Codes]) -> None:
     with pytest.raises(DataError, match="was made for at most 4096"):
         family.render(answer_conversation("How?", AudioClip("c", codes[0]), id="q", answer="x" * 4096))
 

@@ -1,4 +1,4 @@
-"""The true size on paper: the recipe for a card with 24 GB and fp16 alone fits it."""
+"""Memory plans at true size: the paper's recipe fits a GPU with 24 GB and fp16 alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from myna.train.precision import Precision
 
 RECIPE = Path(__file__).parents[3] / "src/myna/recipes" / "pronunciation_paper_r64.yaml"
 PROMPT, ANSWER = 40, 130
-"""Tokens, about what a sentence of SpeechOcean762 takes."""
+"""Tokens of a usual sentence of SpeechOcean762."""
 
 
 def heard(seconds: float) -> RenderedSequence:
-    """A sequence without a tokenizer, which a built-in configuration does not have."""
+    """Make a sequence without a tokenizer, which a built-in configuration does not have."""
     sound = int(seconds * 12.5)
     labels = np.full(PROMPT + sound + ANSWER, IGNORE_INDEX)
     labels[-ANSWER:] = 1
@@ -34,7 +34,7 @@ def heard(seconds: float) -> RenderedSequence:
     )
 
 
-def test_the_papers_recipe_fits_a_card_of_24_gb_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_papers_recipe_fits_a_24_gb_gpu_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "available_memory", lambda _: int(23.4 * 2**30))
     monkeypatch.setattr(activation_memory, "_is_ampere_or_later", lambda _: False)
     recipe = load_recipe(RECIPE)

@@ -1,4 +1,4 @@
-"""Fused layers equal plain ones: the same losses, the same gradients, the same weights to save."""
+"""Fused layers equal plain ones: losses, gradients, and saved weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adapted(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> nn.Module:
-    """A tiny model with an adapter that does something."""
+    """Return a tiny model with an adapter that changes its output."""
     model = family.load_model(dtype=dtype, device="cpu", text_head=True)
     names = family.lora_targets(model, "comprehensive").adapted
     model = quantize(model.to(device), base, names, device)
@@ -72,7 +72,7 @@ def losses_and_gradients(
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Relative to the other, where that is not zero."""
+    """Return the difference relative to the other tensor, ignoring its zeros."""
     one, other = one.detach().float(), other.detach().float()
     return float((one - other).norm() / other.norm().clamp(min=1e-9))
 
@@ -89,7 +89,7 @@ def test_fused_equals_plain(family: HiggsV2, mode: str) -> None:
 
 
 def test_packed_weights_follow_the_adapters(family: HiggsV2) -> None:
-    """After an optimizer step the packed weight must hold the new A and B."""
+    """The packed weight must hold the new A and B after an optimizer step."""
     model = adapted(family)
     objective = family.objective(model, fused_lora=True)
     batch = family.collate([family.render(cloning("one"))])
@@ -102,7 +102,7 @@ def test_packed_weights_follow_the_adapters(family: HiggsV2) -> None:
         assert torch.allclose(objective(batch).sums, family.objective(model)(batch).sums, rtol=1e-5)
 
 
-def test_nothing_is_held_twice_and_checkpoints_stay_what_they_are(family: HiggsV2, tmp_path: Path) -> None:
+def test_weights_are_stored_once_and_checkpoints_stay_the_same(family: HiggsV2, tmp_path: Path) -> None:
     model = adapted(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     objective = family.objective(model, fused_lora=True)
@@ -120,7 +120,7 @@ def test_nothing_is_held_twice_and_checkpoints_stay_what_they_are(family: HiggsV
 
 
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}, {"mode": "full"}])
-def test_what_cannot_be_fused_is_left_as_it_is(family: HiggsV2, settings: dict[str, Any]) -> None:
+def test_layers_that_cannot_be_fused_stay_plain(family: HiggsV2, settings: dict[str, Any]) -> None:
     objective = family.objective(adapted(family, **settings), fused_lora=True)
     assert all(isinstance(layer, PackedLayer) for layer in family.layers(objective))
 
@@ -145,7 +145,8 @@ def test_a_quantized_base_is_fused_too(family: HiggsV2, kind: Quantization) -> N
 
 @pytest.mark.parametrize("spread", [0.0001, 0.005, 0.1])
 def test_an_fp8_group_is_as_near_as_the_plain_layers(family: HiggsV2, spread: float) -> None:
-    """To products with W and with adapters from weak to far stronger than W, in fp32. Plain layers round only W's."""
+    """Compare with fp32 products with W and with adapters from weak to far stronger than W. Plain layers round only
+    W's."""
     model = adapted(family, base="fp8")
     attention = get_base_model(model).model.layers[0].self_attn
     linears = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -175,8 +176,8 @@ def test_an_fp8_layer_without_adapters_is_fused_too(family: HiggsV2) -> None:
     assert torch.allclose(plain, fused, rtol=1e-3)
 
 
-def test_text_and_audio_without_targets_are_not_in_the_way(family: HiggsV2) -> None:
-    """Rows that predict nothing end at the last attention; what is left of either modality may be nothing."""
+def test_a_modality_without_targets_does_no_harm(family: HiggsV2) -> None:
+    """Rows that predict nothing end at the last attention, so one modality may have no rows left."""
     model = adapted(family)
     batch = family.collate([family.render(cloning("one"))])
     assert batch.num_text_outputs == 0 and len(batch.output_positions) < batch.tokens
@@ -188,7 +189,8 @@ def test_text_and_audio_without_targets_are_not_in_the_way(family: HiggsV2) -> N
 
 
 def convert_as_a_card_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left to itself, the interpreter cuts bf16 off, and loses what rounding to fp8 should carry to the exponent."""
+    """Convert bf16 and fp8 like a GPU. Triton's interpreter truncates bf16, and loses the carry into the exponent when
+    it rounds to fp8."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
 
@@ -202,7 +204,7 @@ def convert_as_a_card_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", [ON_A_CARD, INTERPRETED])
-def test_every_kernel_does_what_the_torch_it_stands_for_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_their_torch_reference(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, num_text, width, size, queries, keys = 301, 77, 3072, 128, 3, 1
     heads = queries + 2 * keys
     draw = torch.Generator(device).manual_seed(0)
@@ -224,7 +226,7 @@ def test_every_kernel_does_what_the_torch_it_stands_for_does(device: str, monkey
         written: list[PackedInput] = []
 
         def workspace(columns: int) -> PackedInput:
-            """One with all there can be; what is not written must stay zero."""
+            """Return a workspace with all fields; positions that are not written must stay zero."""
             x = torch.zeros(rows, columns + 48, device=device, dtype=torch.bfloat16)
             codes = torch.zeros(rows, columns + FP8_PARTS * 16, device=device, dtype=torch.float8_e4m3fn)
             projection = d[:, :16] * torch.tensor([0.1, 100.0], device=device).repeat(rows)[:rows, None]
@@ -257,14 +259,15 @@ def test_every_kernel_does_what_the_torch_it_stands_for_does(device: str, monkey
     fused = everything()
     monkeypatch.setattr(ops, "supports_triton", lambda _: False)
     for number, (one, other) in enumerate(zip(fused, everything(), strict=True)):
-        # Rounding differs in the last bit: of bf16, or of fp8 for the codes, which come last.
+        # Rounding differs in the last bit of bf16, or of fp8 for the codes, which come last.
         assert distance(one, other) < (3e-3 if number < 12 else 1e-2), number
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_A_CARD])
 @pytest.mark.parametrize("kind", ["none", "fp8", "int8", "nf4"])
 def test_fused_layers_equal_plain_ones_in_half_precision(family: HiggsV2, kind: Quantization, device: str) -> None:
-    """In bf16 two right ways differ by their rounding: the fused one may be no farther from fp32 than the plain one."""
+    """Two correct implementations differ by rounding in bf16: the fused one may be no farther from fp32 than the plain
+    one."""
 
     def found(dtype: torch.dtype, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
         model = cast_trainable(adapted(family, base=kind, device=device, dtype=dtype), torch.float32)
@@ -277,6 +280,6 @@ def test_fused_layers_equal_plain_ones_in_half_precision(family: HiggsV2, kind: 
 
     exact, plain, fused = found(torch.float32, False), found(torch.bfloat16, False), found(torch.bfloat16, True)
     assert torch.allclose(plain[0], fused[0], rtol=1e-2)
-    # A tiny model shakes more than a large one: what 8 bits leave of its gradient differs from way to way.
+    # A tiny model amplifies rounding more than a large one, so gradients with 8 bits differ between implementations.
     assert float(fused[1].norm() / plain[1].norm()) == pytest.approx(1, abs=0.1 if kind == "fp8" else 3e-2)
     assert distance(fused[1], exact[1]) < 2 * distance(plain[1], exact[1])
