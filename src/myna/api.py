@@ -435,7 +435,7 @@ def add_voice(
 
 def consent_sentence(name: str, *, language: str = "en") -> str:
     """The sentence that a speaker of that name reads aloud today, to agree to a stored voice."""
-    from myna.provenance.consent_sentences import sentence_of_day
+    from myna.provenance.consent import sentence_of_day
     from myna.provenance.voice_store import check_voice_name
 
     check_voice_name(name)

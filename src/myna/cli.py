@@ -613,7 +613,7 @@ def speak(
         )
     # What is wrong is reported before seconds go into imports.
     if watermark:
-        from myna.provenance.packages import check_installed
+        from myna.provenance import check_installed
 
         check_installed()
     pairs = list(zip(reference or (), reference_text or (), strict=True))
@@ -763,7 +763,7 @@ def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force
 
     from myna.core.errors import SpeakError
     from myna.core.io import check_output_file
-    from myna.provenance.record import write_speech
+    from myna.provenance.credentials import write_speech
     from myna.speak.playback import open_player, open_standard_output
     from myna.terminal import show_stream
 

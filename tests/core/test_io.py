@@ -1,6 +1,8 @@
 import hashlib
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from myna.core.io import (
     disk_error,
     file_hash,
     lock_folder,
+    private_file,
     sniff_suffix,
 )
 
@@ -128,3 +131,19 @@ def test_a_folder_is_held_by_one_process_and_cleared_of_what_killed_ones_left(tm
         assert left[0].exists()
     with lock_folder(out, "evaluating into"):
         assert not left[0].exists()
+
+
+def test_threads_that_make_a_private_file_have_the_same_content(tmp_path: Path) -> None:
+    """The first requests to a server are signed at the same time, with one new key."""
+    start = Barrier(16)
+
+    def make(file: Path, number: int) -> bytes:
+        start.wait()
+        return private_file(file, bytes([number]) * 4096)
+
+    with ThreadPoolExecutor(16) as pool:
+        for attempt in range(20):
+            file = tmp_path / f"{attempt}.pem"
+            contents = set(pool.map(make, [file] * 16, range(16)))
+            assert contents == {file.read_bytes()} and file.stat().st_mode & 0o777 == 0o600
+    assert len(list(tmp_path.iterdir())) == 20, "nothing else is left"

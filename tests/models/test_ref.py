@@ -13,7 +13,7 @@ from myna.core.errors import ModelError, SpeakError, TrainingError
 from myna.core.run_folder import RunFolder
 from myna.models import SHIPPED, save_tiny_model
 from myna.models.ref import ModelRef, split_name
-from myna.provenance.origin import model_origin
+from myna.provenance.speech_log import model_origin
 
 
 @pytest.fixture(scope="module")

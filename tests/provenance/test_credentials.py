@@ -11,7 +11,7 @@ import soundfile
 
 from myna.audio.files import Samples, encode_audio_file, read_audio
 from myna.provenance.credentials import KEY_FILE, read_credentials, sign_audio
-from myna.provenance.origin import SpeechOrigin
+from myna.provenance.speech_log import SpeechOrigin
 
 ORIGIN = SpeechOrigin(
     "fledgling", adapter="marta", adapter_sha256="ab" * 32, voice="Marta", consent="cons_1", text="hi", watermark="w"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from myna.core.errors import OutputError
-from myna.provenance.origin import SpeechOrigin
-from myna.provenance.speech_log import append_row, check_log, log_file, log_speech, read_log
+from myna.provenance.speech_log import SpeechOrigin, append_row, check_log, log_file, log_speech, read_log
 
 
 @pytest.fixture(autouse=True)

@@ -22,11 +22,12 @@ from myna.cli import app
 from myna.core.errors import ConfigError, DataError
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
-from myna.provenance.consent import MIN_WORD_MATCH, ConsentChecker
-from myna.provenance.consent_sentences import (
+from myna.provenance.consent import (
+    MIN_WORD_MATCH,
     SENTENCES,
     VALID_DAYS,
     WORDS,
+    ConsentChecker,
     ConsentSentence,
     has_name,
     sentence_of_day,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from myna.audio.files import Samples, read_audio
 from myna.core.errors import AudioError, MynaError
-from myna.provenance import packages, perth
+from myna.provenance import check_installed, perth
 from myna.provenance import watermark as watermark_module
 from myna.provenance.watermark import (
     EARLY_HOPS,
@@ -170,7 +170,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "distribution", missing)
     with pytest.raises(MynaError) as error:
-        packages.check_installed()
+        check_installed()
     assert 'pip install "myna[mark]"' in error.value.hint
     assert "--no-watermark" in error.value.hint
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from myna.core.io import save_text
-from myna.provenance.consent_sentences import SENTENCES
+from myna.provenance.consent import SENTENCES
 from myna.provenance.voice_store import CONSENT_FILE, Consent, StoredRecording
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from starlette.types import Message
 
-from myna.provenance.origin import SpeechOrigin
+from myna.provenance.speech_log import SpeechOrigin
 from myna.serve.context import PreparedSpeech
 from myna.serve.schemas import SpeechBody
 from myna.serve.speech_routes import SpeechResponse

@@ -19,8 +19,8 @@ import soundfile
 
 import myna
 from myna.audio.files import Samples
-from myna.core.user_folders import private_file
-from myna.provenance import consent_sentences as sentences
+from myna.core.io import private_file
+from myna.provenance import consent as sentences
 from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import watermark
 from tests.serve.conftest import RunningServer, start_server

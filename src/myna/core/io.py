@@ -13,9 +13,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from myna.core.errors import OutputError
 
+HOME_VARIABLE = "MYNA_HOME"
+"""Environment variable with one folder for all user files, in place of the folders of the system."""
 DISK_ERROR_HINTS = {
     errno.ENOSPC: "make room on that disk, and give the same command again",
     getattr(errno, "EDQUOT", errno.ENOSPC): "make room within your quota, and give the same command again",
@@ -272,3 +275,35 @@ def sniff_suffix(data: bytes) -> str:
     if head[:4] == b"FORM":
         return ".aiff"
     return ".bin"
+
+
+def user_folder(kind: Literal["config", "data", "state"]) -> Path:
+    """Return the user's folder for keys (`config`), voices (`data`) or the speech log (`state`); it may not exist."""
+    if home := os.environ.get(HOME_VARIABLE):
+        return Path(home).expanduser()
+    import platformdirs
+
+    folders = {
+        "config": platformdirs.user_config_path,
+        "data": platformdirs.user_data_path,
+        "state": platformdirs.user_state_path,
+    }
+    return folders[kind]("myna", appauthor=False)
+
+
+def private_file(path: Path, content: bytes) -> bytes:
+    """Write a file that only its user may read, unless it exists; return its content. Processes and threads that make
+    it at the same time get the same content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        try:
+            os.link(temporary, path)  # fails if it exists: the first one stays
+        except FileExistsError:
+            return path.read_bytes()
+        return content
+    finally:
+        temporary.unlink(missing_ok=True)

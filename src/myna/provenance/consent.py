@@ -1,55 +1,153 @@
-"""Check of a consent: the words by speech recognition, the voice by a speaker encoder."""
+"""Consent to a stored voice: the sentence that a speaker reads aloud, and the check of its recording.
+
+The sentence has the speaker's name and two words of the day, so that an older recording cannot contain it. Speech
+recognition checks the words, a speaker encoder the voice.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rapidfuzz import fuzz
+from rapidfuzz.distance import Levenshtein
 
 from myna.audio.files import Samples, check_not_silent, read_audio
 from myna.audio.mono import LISTENING_RATE
-from myna.core.errors import DataError
-from myna.listen.asr import ASR
-from myna.listen.speaker_encoders import (
-    ECAPA,
-    RESEMBLYZER,
-    WAVLM,
-    SpeakerEncoder,
-    cosine_similarity,
-    open_speaker_encoder,
-)
-from myna.provenance.consent_sentences import ConsentSentence, has_name, valid_sentences
-from myna.provenance.packages import watermark_installed
-from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
+from myna.core.errors import ConfigError, DataError
+from myna.core.io import private_file, user_folder
+from myna.provenance import watermark_installed
 from myna.speak.request import MAX_REFERENCE_SECONDS
-from myna.text.normalization import words
+from myna.text.normalization import base_language, letters, words
 from myna.text.wer import character_errors
 
+if TYPE_CHECKING:
+    from myna.listen.asr import ASR
+    from myna.listen.speaker_encoders import SpeakerEncoder
+
+SECRET_FILE = "consent-words.key"
+VALID_DAYS = 2
+"""Days whose sentences are accepted, including today: a recording may be made before midnight."""
+MIN_NAME_MATCH = 60
+"""Minimum similarity (0 to 100) of a name to the recognised one: names have many spellings."""
+MAX_NAME_ERRORS = 2
+"""Letters that may always differ: recognisers write Lee for Li."""
+
+SENTENCES = {
+    "en": "My name is {name}. I agree that a computer learns my voice from my recordings and speaks with it. "
+    "My two words today are {first} and {second}.",
+    "ar": "اسمي {name}. أوافق على أن يتعلم الحاسوب صوتي من تسجيلاتي وأن يتكلم به. كلمتاي اليوم هما {first} و {second}.",
+    "vi": "Tôi tên là {name}. Tôi đồng ý để máy tính học giọng nói của tôi từ các bản ghi âm và nói bằng giọng ấy. "
+    "Hai từ của tôi hôm nay là {first} và {second}.",
+    "de": "Mein Name ist {name}. Ich bin einverstanden, dass ein Computer meine Stimme aus meinen Aufnahmen lernt und "
+    "mit ihr spricht. Meine zwei Wörter heute sind {first} und {second}.",
+    "fr": "Je m'appelle {name}. J'accepte qu'un ordinateur apprenne ma voix à partir de mes enregistrements et parle "
+    "avec elle. Mes deux mots d'aujourd'hui sont {first} et {second}.",
+    "es": "Me llamo {name}. Acepto que un ordenador aprenda mi voz de mis grabaciones y hable con ella. "
+    "Mis dos palabras de hoy son {first} y {second}.",
+}
+WORDS = {
+    "en": "anchor apple basket blanket bridge butter candle castle chicken copper cotton desert dinner engine feather "
+    "finger forest garden guitar hammer harbor island jacket kitchen ladder lemon market meadow mirror mountain "
+    "orange paper pencil pepper picture pillow pocket rabbit ribbon river saddle shadow silver spider sugar summer "
+    "table ticket tiger tunnel valley velvet window winter yellow",
+    "ar": "باب بحر بستان تفاح جبل جسر حديقة حصان خبز دفتر ذهب رمان زيتون سحاب سفينة سمكة شجرة شمس صحراء طائر عسل عصفور "
+    "غابة فراشة قطار قلم قمر قهوة كتاب كرسي ليمون مدينة مطر مفتاح ملح نافذة نجمة نخلة نهر وردة",
+    "vi": "bánh biển bóng cầu chuối cửa dừa đèn đường ghế giấy gió gương hoa hồ khăn lá lúa mây mèo mưa nắng ngựa nhà "
+    "nón núi quạt rừng sách sao sen sông sữa thuyền trà trăng vườn xoài vịt",
+    "de": "Anker Apfel Blume Brücke Butter Decke Feder Fenster Garten Gitarre Hafen Hammer Himmel Insel Jacke Kerze "
+    "Kirsche Kissen Koffer Küche Lampe Leiter Löffel Markt Pfeffer Regen Sommer Spiegel Tasche Teller Wasser "
+    "Vogel Winter Wolke Zucker Zwiebel",
+    "fr": "abeille bateau beurre bougie bouteille camion cerise chapeau château cheval citron couteau cuisine écharpe "
+    "étoile fenêtre forêt fromage guitare jardin journal lapin lumière marteau montagne nuage orange panier poisson "
+    "rivière soleil sucre table tortue valise voisin",
+    "es": "abeja bosque botella caballo camino campana cereza cocina cuchara espejo estrella flor fuego guitarra "
+    "hierro isla jardín leche limón lluvia manzana martillo mesa montaña naranja papel pimienta playa puente queso "
+    "reloj sombra tigre ventana verano zapato",
+}
 MAX_CHARACTER_ERRORS = 0.25
-"""Of the whole sentence: recognisers of any size pass a careful reading."""
+"""Maximum character error rate of the whole sentence. A careful reading passes with recognisers of any size."""
 MIN_WORD_MATCH = 80
-"""Likeness, of 100, of each word of the day with what was recognised."""
-MIN_SIMILARITY = {RESEMBLYZER: 0.75, ECAPA: 0.35, WAVLM: 0.86}
-"""Cosine of two recordings from which on they count as one speaker, by encoder."""
+"""Minimum similarity (0 to 100) of each word of the day to a recognised word."""
+MIN_SIMILARITY = {"resemblyzer": 0.75, "ecapa": 0.35, "wavlm": 0.86}
+"""Cosine similarity from which two recordings count as one speaker, by encoder; the last one is the strictest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsentSentence:
+    """Sentence to be read aloud, with the parts that an older recording cannot contain."""
+
+    text: str
+    name: str
+    language: str
+    words: tuple[str, str]
+    day: str
+    """Date in UTC, such as 2026-11-17."""
+
+
+def sentence_of_day(name: str, language: str, day: datetime | None = None) -> ConsentSentence:
+    """Return the sentence of a day, by default today. It is the same all day on one machine; others cannot guess it."""
+    base = base_language(language)
+    if base not in SENTENCES:
+        raise ConfigError(
+            f"there is no consent sentence in `{language}`",
+            hint=f"use one that the speaker reads: {', '.join(SENTENCES)}",
+        )
+    stamp = (day or datetime.now(UTC)).strftime("%Y-%m-%d")
+    first, second = _random_words(f"{stamp}\n{name}\n{base}", WORDS[base].split())
+    text = SENTENCES[base].format(name=name, first=first, second=second)
+    return ConsentSentence(text, name, base, (first, second), stamp)
+
+
+def valid_sentences(name: str, language: str) -> list[ConsentSentence]:
+    """Return the sentences that are accepted now, today's first."""
+    now = datetime.now(UTC)
+    return [sentence_of_day(name, language, now - timedelta(days=age)) for age in range(VALID_DAYS)]
+
+
+def has_name(transcript: str, name: str, language: str) -> bool:
+    """Whether a name, perhaps spelled a little differently, is recognised at its place in the sentence."""
+    greeting, agreement, *_ = re.split("{name}|{first}", SENTENCES[base_language(language)])
+    said, expected, before, after = (
+        "".join(letters(text, language)) for text in (transcript, name, greeting, agreement)
+    )
+    if end := fuzz.partial_ratio_alignment(after, said):
+        said = said[: end.dest_start]
+    if start := fuzz.partial_ratio_alignment(before, said):
+        said = said[start.dest_end :]
+    said = said.strip()
+    return fuzz.ratio(expected, said) >= MIN_NAME_MATCH or Levenshtein.distance(expected, said) <= MAX_NAME_ERRORS
+
+
+def _random_words(seed: str, words: list[str]) -> tuple[str, str]:
+    secret = private_file(user_folder("config") / SECRET_FILE, secrets.token_bytes(32))
+    number = int.from_bytes(hmac.digest(secret, seed.encode(), hashlib.sha256), "big")
+    first = words.pop(number % len(words))
+    return first, words[(number >> 64) % len(words)]
 
 
 @dataclass(frozen=True, slots=True)
 class ConsentCheck:
-    """What was recognised in a consent recording, and how far it is from the sentence."""
+    """Transcript of a consent recording, and its distance from the sentence."""
 
     sentence: ConsentSentence
     transcript: str
     character_error_rate: float
     recogniser: str
     watermark_score: float | None
-    """None where the watermark's package is not installed, and could not be looked for."""
+    """Score of a watermark in the recording; None if its package is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeakerCheck:
-    """Similarity of each recording with that of the consent."""
+    """Similarity of each recording to the recording of the consent."""
 
     similarities: tuple[float, ...]
     required: float
@@ -57,18 +155,21 @@ class SpeakerCheck:
 
 
 class ConsentChecker:
-    """Recogniser and speaker encoder that check consents. Either missing is an error, and says what to install."""
+    """Recogniser and speaker encoder that check consents."""
 
     def __init__(self, asr: ASR, encoder: SpeakerEncoder) -> None:
         self._asr, self._encoder = asr, encoder
 
     @classmethod
-    def open(cls, asr: str = "base", speaker_encoder: str = RESEMBLYZER, device: str = "cpu") -> ConsentChecker:
-        """`asr` and `speaker_encoder` are as for `evaluate`."""
+    def open(cls, asr: str = "base", speaker_encoder: str = "resemblyzer", device: str = "cpu") -> ConsentChecker:
+        """Load the models, named as for `myna evaluate`."""
+        from myna.listen.asr import ASR
+        from myna.listen.speaker_encoders import open_speaker_encoder
+
         return cls(ASR.open(asr, device), open_speaker_encoder(speaker_encoder, device))
 
     def transcribe(self, recording: Path, language: str) -> str:
-        """The words of a recording; one without words is refused."""
+        """Return the words of a recording; one without words is refused."""
         transcript = self._asr.transcribe(_read(recording), LISTENING_RATE, language or None)
         if transcript.looped or not transcript.text.strip():
             raise DataError(
@@ -77,10 +178,10 @@ class ConsentChecker:
         return transcript.text.strip()
 
     def check_words(self, recording: Path, name: str, language: str) -> ConsentCheck:
-        """Refuse a recording in which the sentence of the last days is not read, or that a model has spoken."""
+        """Refuse a recording that a model has spoken, or in which no sentence of the last days is read."""
         sentences = valid_sentences(name, language)
-        mark = _watermark_score(recording)
-        if mark is not None and mark > MARK_THRESHOLD:
+        mark, is_marked = _watermark_score(recording)
+        if is_marked:
             raise DataError(
                 f"{recording} was spoken by a model: it has a watermark (score {mark:.2f})",
                 hint=f"have {name} read the sentence aloud, and record it: {sentences[0].text}",
@@ -97,6 +198,8 @@ class ConsentChecker:
 
     def check_speaker(self, consent: Path, recordings: Sequence[Path]) -> SpeakerCheck:
         """Refuse recordings that are not in the voice of the consent."""
+        from myna.listen.speaker_encoders import cosine_similarity
+
         required = required_similarity(self._encoder.name)
         own = self._encoder.embed(_read(consent), LISTENING_RATE)
         similarities = []
@@ -113,14 +216,14 @@ class ConsentChecker:
 
 
 def required_similarity(encoder: str) -> float:
-    """The least cosine that is accepted, by the name of the encoder; that of WavLM, the strictest, for others."""
-    return MIN_SIMILARITY[next((kind for kind in MIN_SIMILARITY if encoder.startswith(kind)), WAVLM)]
+    """Return the smallest cosine similarity that is accepted for an encoder; the strictest one for unknown encoders."""
+    return MIN_SIMILARITY[next((kind for kind in MIN_SIMILARITY if encoder.startswith(kind)), "wavlm")]
 
 
 def _compare(
     sentence: ConsentSentence, transcript: str, recogniser: str, mark: float | None
 ) -> tuple[ConsentCheck, str]:
-    """A check, and what is wrong with it; empty where nothing is."""
+    """Compare a transcript with a sentence; return the check and its problem, empty if there is none."""
     rate = character_errors(sentence.text, transcript, sentence.language).rate
     heard = words(transcript, sentence.language)
     problem = ""
@@ -136,14 +239,18 @@ def _compare(
     return ConsentCheck(sentence, transcript, round(rate, 4), recogniser, mark), problem
 
 
-def _watermark_score(recording: Path) -> float | None:
+def _watermark_score(recording: Path) -> tuple[float | None, bool]:
+    """Return the score of the watermark, None without its package, and whether the recording is marked."""
     if not watermark_installed():
-        return None
-    return round(watermark_score(_read(recording), LISTENING_RATE), 4)
+        return None, False
+    from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
+
+    score = watermark_score(_read(recording), LISTENING_RATE)
+    return round(score, 4), score > MARK_THRESHOLD
 
 
 def _read(recording: Path) -> Samples:
-    """As recorded: a reference is cleaned, a proof is not."""
+    """Read a recording unchanged: references are cleaned, but a proof is not."""
     samples = read_audio(recording, sample_rate=LISTENING_RATE, max_seconds=MAX_REFERENCE_SECONDS)
     check_not_silent(recording, samples)
     return samples

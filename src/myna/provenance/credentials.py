@@ -10,47 +10,47 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from myna.audio.files import Samples, encode_audio_file
 from myna.core.errors import OutputError
-from myna.core.io import sniff_suffix
-from myna.core.user_folders import private_file, user_folder
-from myna.provenance.origin import SpeechOrigin
-from myna.provenance.packages import INSTALL_HINT, credentials_installed
+from myna.core.io import atomic_write, private_file, sniff_suffix, user_folder
+from myna.provenance import INSTALL_HINT, credentials_installed
+from myna.provenance.speech_log import SpeechOrigin, log_speech
 
 MIME_TYPES = {".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".m4a": "audio/mp4"}
-"""Formats that have a place for credentials."""
+"""MIME types of the formats with a place for credentials, by suffix."""
 KEY_FILE = "signing-key.pem"
 KEY_DAYS = 3650
 ASSERTION = "myna.speech"
 SYNTHETIC = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
-"""IPTC's term for media made by a trained model."""
+"""IPTC term for media made by a trained model."""
 CredentialState = Literal["own", "valid", "invalid"]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a file's credentials say, and whether they hold."""
+    """Statements of a file's credentials, and whether they are valid."""
 
     state: CredentialState
-    """`own`: signed by this installation; `valid`: by another key, which nobody vouches for; `invalid`: the file was
-    changed since, or the signature is broken."""
+    """`own`: signed by this installation; `valid`: signed by another key, which is not certified; `invalid`: the file
+    was changed since, or the signature is broken."""
     signer: str
     generator: str
     speech: dict[str, Any] = field(default_factory=dict)
-    """Model, adapter hash, voice, consent and watermark of a file of ours; empty for another's."""
+    """Model, adapter hash, voice, consent and watermark of a file written by Myna; empty for other files."""
     source_types: tuple[str, ...] = ()
-    """IPTC's terms for how the file was made."""
+    """IPTC terms for how the file was made."""
     problems: tuple[str, ...] = ()
-    """C2PA's codes of what does not hold."""
+    """C2PA codes of failed validations."""
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether they hold, and say that a model made the file."""
+        """Whether valid credentials say that a model made the file."""
         return self.state != "invalid" and SYNTHETIC in self.source_types
 
 
 def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | None:
-    """A file's bytes with credentials in them; None for a format that has no place for them, or where c2pa-python is
-    not installed."""
+    """Return the bytes of a file with credentials in them; None for a format without a place for them, or without
+    c2pa-python."""
     mime = MIME_TYPES.get(suffix.lower())
     if mime is None or not credentials_installed():
         return None
@@ -85,8 +85,21 @@ def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | Non
     return signed.getvalue()
 
 
+def write_speech(path: Path, samples: Samples, sample_rate: int, origin: SpeechOrigin) -> bool:
+    """Write an audio file with its credentials, complete or not at all, and log it. Return whether it could be
+    signed."""
+    plain = encode_audio_file(path, samples, sample_rate)
+    signed = sign_audio(plain, path.suffix, origin)
+    content = plain if signed is None else signed
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+    seconds = round(len(samples) / sample_rate, 3)
+    log_speech("saved", origin, content, file=path, seconds=seconds, signed=signed is not None)
+    return signed is not None
+
+
 def read_credentials(path: Path) -> Credentials | None:
-    """The credentials in an audio file; None where there are none. Nothing is fetched from a network."""
+    """Return the credentials in an audio file; None if there are none. Nothing is fetched from a network."""
     content = path.read_bytes()
     mime = MIME_TYPES.get(sniff_suffix(content))
     if mime is None:
@@ -107,7 +120,7 @@ def read_credentials(path: Path) -> Credentials | None:
             with reader:
                 return _credentials(json.loads(reader.json()), own)
     except c2pa.C2paError as error:
-        # What is there is not what C2PA writes: a file cut short, or somebody's attempt.
+        # Not written by C2PA: a file cut short, or a forgery.
         return Credentials("invalid", "", "", problems=(str(error),))
 
 
@@ -140,18 +153,17 @@ def _serial_number(certificates: str) -> str:
 def _own_certificates() -> str:
     file = user_folder("config") / KEY_FILE
     content = file.read_text(encoding="ascii") if file.is_file() else ""
-    # The last certificate is that of the issuer.
     return content[: content.index("-----BEGIN PRIVATE")] if content else ""
 
 
 def _signing_key() -> bytes:
-    """Certificates and private key of this installation in PEM, made the first time."""
+    """Return certificates and private key of this installation in PEM; they are made on first use."""
     file = user_folder("config") / KEY_FILE
     return file.read_bytes() if file.is_file() else private_file(file, _make_key())
 
 
 def _make_key() -> bytes:
-    """A key with a certificate by an issuer whose own key is thrown away: C2PA takes none that sign themselves."""
+    """Make a key with a certificate from an issuer whose own key is thrown away: C2PA refuses self-signed ones."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,4 +1,4 @@
-"""What a recording says of itself: watermark, content credentials, and whether this machine spoke it."""
+"""Detection of generated speech: watermark, content credentials, and the speech log of this machine."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 from myna.audio.files import read_audio
 from myna.core.io import file_sha256
+from myna.provenance import INSTALL_HINT, perth_checkpoint
 from myna.provenance.credentials import Credentials, read_credentials
-from myna.provenance.packages import INSTALL_HINT, perth_checkpoint
 from myna.provenance.speech_log import read_log
 from myna.provenance.watermark import MARK_NAME, MARK_THRESHOLD, ScoredSpan, detect_spans, mean_score
 
 DETECTION_RATE = 24_000
-"""Hertz: recordings are resampled to this; the mark lies below 2 kHz."""
+"""Hertz to which recordings are resampled; the mark lies below 2 kHz."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What was found in a file."""
+    """Marks found in a file."""
 
     file: Path
     seconds: float
     score: float
-    """How surely it has the watermark, 0 to 1."""
+    """Score of the watermark in the whole file, 0 to 1."""
     spans: tuple[ScoredSpan, ...]
-    """The same for its parts, where it is long."""
+    """Scores of the parts of a long file."""
     credentials: Credentials | None
     logged: dict[str, Any] | None
-    """The row of this machine's speech log with exactly this file."""
+    """Line of this machine's speech log about exactly this file."""
 
     @property
     def marked(self) -> bool:
-        """Whether the watermark is in the file, or in a part of it."""
+        """Whether the watermark is in the file or in a part of it."""
         return any(span.score > MARK_THRESHOLD for span in self.spans)
 
     @property
     def is_synthetic(self) -> bool:
-        """Marked, or signed as speech of a model."""
+        """Whether the file is marked, or signed as speech of a model."""
         return self.marked or (self.credentials is not None and self.credentials.is_synthetic)
 
     def to_json(self) -> dict[str, Any]:

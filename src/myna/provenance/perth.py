@@ -13,25 +13,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from myna.core.errors import OutputError
-from myna.provenance.packages import UNMARKED_HINT, perth_checkpoint
+from myna.provenance import UNMARKED_HINT, perth_checkpoint
 
 MARK_NAME = "perth-implicit-1"
-"""Of the watermark, in logs, manifests and HTTP headers."""
+"""Name of the watermark in logs, manifests and HTTP headers."""
 CHECKPOINT_SHA256 = "a15bce457ebc53ce5e6c9c3f11df78cf7ee2bf9cdab0a798902135b4c4027670"
 
 FFT_SAMPLES = 2048
-"""Of a spectrum at the network's own 32 kHz. Others are scaled to it."""
+"""Samples of a spectrum at the network's own 32 kHz; spectra of other rates are scaled to it."""
 WINDOW_SECONDS, HOP_SECONDS = 0.064, 0.01
 MARKED_BINS = 128
-"""Bins that carry the mark: those below 2 kHz."""
+"""Number of spectral bins that carry the mark: those below 2 kHz."""
 MIN_MAGNITUDE, RANGE_DB = 1e-9, 195.0
-"""Levels are -180 to 15 dB, as 0 to 1."""
+"""Smallest magnitude, and the decibels from -180 to 15 that become levels from 0 to 1."""
 FRAME_REACH = 15
 """Frames on either side that a frame's mark depends on: five convolutions of seven taps."""
 MARK_LEVEL = 0.04
-"""Mean level of the frames that are marked: quieter ones are digital silence."""
+"""Mean level from which a frame is marked: quieter ones are digital silence."""
 DETECT_LEVEL = 0.05
-"""Share of the loudest frame's mean level from which on a frame is listened to."""
+"""Share of the loudest frame's mean level from which a frame counts in detection."""
 MIN_BAND_LEVEL = 0.5
 """Mean level of the marked bins below which a clip cannot be judged: its low frequencies were cut. Speech has 0.8."""
 
@@ -47,8 +47,8 @@ class PerthNet(nn.Module):
         self.fast = _layers(weights, "decoder.fast_layers")
 
     def gain(self, levels: Tensor, is_frame: Tensor | None = None) -> Tensor:
-        """Factors of the magnitudes that are the mark, shape (batch, marked bins, frames). Where clips are shorter
-        than the batch, `is_frame` of shape (batch, 1, frames) tells their frames from what is behind them."""
+        """Return the factors of the magnitudes that make the mark, shape (batch, marked bins, frames). `is_frame` of
+        shape (batch, 1, frames) tells the frames of shorter clips from the padding after them."""
         is_marked = levels.mean(1, keepdim=True) > MARK_LEVEL
         x = levels[:, :MARKED_BINS].transpose(1, 2)
         # Convolutions as products, which take a third less time for so few frames.
@@ -66,7 +66,7 @@ class PerthNet(nn.Module):
 
     @cached_property
     def _encoder_matrices(self) -> list[tuple[Tensor, Any, int]]:
-        """Weights (taps x inputs, outputs), biases and taps of the encoder's layers."""
+        """Weights (taps x inputs, outputs), biases and number of taps of the encoder's layers."""
         layers = [layer for layer in self.encoder if isinstance(layer, nn.Conv1d)]
         return [
             (layer.weight.permute(2, 1, 0).flatten(0, 1).contiguous(), layer.bias, layer.weight.shape[2])
@@ -74,7 +74,7 @@ class PerthNet(nn.Module):
         ]
 
     def score(self, levels: Tensor) -> Tensor:
-        """How surely a clip is marked, about 0 to 1, by three networks at different tempos; shape (batch,)."""
+        """Score whether clips are marked, about 0 to 1, by three networks at different tempos; shape (batch,)."""
         means = levels.mean(1, keepdim=True)
         is_heard = (means > DETECT_LEVEL * means.amax(2, keepdim=True)).float()
         frames, marks, weights = levels.shape[2], [], []
@@ -91,20 +91,20 @@ class PerthNet(nn.Module):
 
 
 def levels_of(spectra: Tensor, window: int) -> Tensor:
-    """Normalized levels of spectra of `window` samples."""
+    """Return normalized levels of spectra of `window` samples."""
     magnitudes = spectra.abs().mul(FFT_SAMPLES / window).clamp(min=MIN_MAGNITUDE)
     return (20 * torch.log10(magnitudes) + 180) / RANGE_DB
 
 
 @lru_cache(maxsize=4)
 def load_perth(device: torch.device) -> PerthNet:
-    """The network on a device, kept for the next call."""
+    """Load the network onto a device; it is kept for the next call."""
     weights = torch.load(_checkpoint(), map_location="cpu", weights_only=True, mmap=True)["model"]
     return PerthNet(weights).to(device).eval().requires_grad_(False)
 
 
 def _checkpoint() -> Path:
-    """The file of the weights, once it is seen to be the one that is known: it is a pickle."""
+    """Return the file of the weights after checking its hash, since it is a pickle."""
     file = perth_checkpoint()
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,25 +1,63 @@
-"""Append-only log of what was spoken: a JSON line for each generation, and for each file it was saved to."""
+"""Origin of generated speech, and the append-only log of it: a JSON line for each generation and each saved file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from myna.core.errors import OutputError
-from myna.core.io import acquire_lock
-from myna.core.user_folders import HOME_VARIABLE, user_folder
-from myna.provenance.origin import SpeechOrigin
+from myna.core.io import HOME_VARIABLE, acquire_lock, user_folder
+from myna.models.ref import ModelRef, display_name
 
 LOG_FILE = "speech.jsonl"
 TEXT_VARIABLE = "MYNA_LOG_TEXT"
-"""Environment variable: `0` keeps texts out of the log; their hashes stay."""
+"""Environment variable: `0` keeps texts out of the log, but not their hashes."""
 LogEvent = Literal["spoken", "streamed", "saved"]
+
+
+def new_id() -> str:
+    """Return a new id of a generation."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechOrigin:
+    """Model, voice, text and mark of one generation of speech."""
+
+    model: str
+    """Name of the model; for a folder, its last part."""
+    adapter: str = ""
+    """Name of the run or of the adapter."""
+    adapter_sha256: str = ""
+    """Hash of the adapter's weights."""
+    voice: str = ""
+    """Name of the stored voice, or of the reference recordings."""
+    consent: str = ""
+    """Id of the consent of a stored voice."""
+    text: str = ""
+    seed: int = 0
+    watermark: str = ""
+    """Name of the watermark; empty for speech without one."""
+    id: str = field(default_factory=new_id)
+
+    @property
+    def text_sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def model_origin(ref: ModelRef) -> SpeechOrigin:
+    """Return the origin of speech of a run, an adapter or a model, without voice and text."""
+    if not ref.is_trained:
+        return SpeechOrigin(ref.display_name)
+    return SpeechOrigin(display_name(ref.base_source), ref.display_name, ref.trained_sha256)
 
 
 class _Digest(Protocol):
@@ -31,7 +69,7 @@ def log_file() -> Path:
 
 
 def check_log() -> None:
-    """Refuse to speak where nothing can be logged."""
+    """Refuse to speak if the log cannot be written."""
     with _log_errors():
         _open(log_file()).close()
 
@@ -39,7 +77,7 @@ def check_log() -> None:
 def log_speech(
     event: LogEvent, origin: SpeechOrigin, audio: bytes | _Digest, *, file: Path | None = None, **details: Any
 ) -> dict[str, Any]:
-    """Append a row. `audio` is what was given out, or its sha256: the file, or raw samples of 16 bits."""
+    """Append a line to the log and return it. `audio` is the file or the raw 16-bit samples, or their sha256."""
     with_text = os.environ.get(TEXT_VARIABLE) != "0"
     row = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -63,7 +101,7 @@ def log_speech(
 
 
 def append_row(row: dict[str, Any], path: Path | None = None) -> None:
-    """Append one line under a lock and sync it. A torn line before it is closed first, so that it stays one line."""
+    """Append one line under a lock and sync it. A damaged last line is ended first, so that it stays one line."""
     path = path or log_file()
     line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
     with _log_errors():
@@ -79,7 +117,7 @@ def append_row(row: dict[str, Any], path: Path | None = None) -> None:
 
 
 def read_log(path: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Rows, the oldest first; lines that a kill or a power cut has torn are left out."""
+    """Yield the lines of the log, oldest first; lines damaged by a kill or a power failure are left out."""
     path = path or log_file()
     if not path.is_file():
         return
@@ -94,7 +132,7 @@ def read_log(path: Path | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _open(path: Path) -> Any:
-    """For appending, readable by its user alone."""
+    """Open a file for appending that only its user may read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b")
 

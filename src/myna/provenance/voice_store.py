@@ -21,9 +21,8 @@ from pydantic import Field, ValidationError
 
 from myna.core.config import Settings
 from myna.core.errors import DataError
-from myna.core.io import acquire_lock, atomic_folder, save_text, sniff_suffix
-from myna.core.user_folders import user_folder
-from myna.provenance.consent_sentences import has_name
+from myna.core.io import acquire_lock, atomic_folder, save_text, sniff_suffix, user_folder
+from myna.provenance.consent import has_name
 from myna.speak.request import read_reference
 from myna.text.normalization import normalise_text
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_VOICES = 1_000
 MAX_FILE_BYTES = 10 * 2**20
-"""Of a recording, as in OpenAI's interface."""
+"""Maximum size of a recording, as in OpenAI's interface."""
 MAX_RECORDINGS = 20
 NAME_PATTERN = re.compile(r"[^\W_][\w .'-]{0,63}")
 CONSENT_FILE, VOICE_FILE = "consent.json", "voice.json"
@@ -45,7 +44,7 @@ class StoredRecording(Settings):
     file: str
     sha256: str
     text: str
-    """As recognised, or as its owner wrote it."""
+    """Transcript, recognised or given by the owner."""
 
 
 class Consent(Settings):
@@ -59,7 +58,7 @@ class Consent(Settings):
     sentence: str
     recording: StoredRecording
     checks: dict[str, Any] = Field(default_factory=dict)
-    """Transcript, error rate and recogniser."""
+    """Transcript, error rate and name of the recogniser."""
 
 
 class StoredVoice(Settings):
@@ -73,11 +72,11 @@ class StoredVoice(Settings):
     consent: Consent
     consent_file: str
     checks: dict[str, Any] = Field(default_factory=dict)
-    """Similarities with the consent's recording, the least that is accepted, and the encoder."""
+    """Similarities to the consent's recording, the smallest accepted one, and the name of the encoder."""
 
 
 class VoiceStore:
-    """Voices and consents of a folder, by default the user's own."""
+    """Voices and consents of a folder, by default the user folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else user_folder("data")
@@ -85,7 +84,7 @@ class VoiceStore:
     # Consents
 
     def create_consent(self, name: str, recording: Path, language: str, checker: ConsentChecker) -> Consent:
-        """Store a consent, once the sentence of the last days was recognised in its recording."""
+        """Store a consent after recognising a sentence of the last days in its recording."""
         check_voice_name(name)
         check = checker.check_words(recording, name, language)
         with self._lock():
@@ -105,7 +104,7 @@ class VoiceStore:
         return consent
 
     def list_consents(self) -> list[Consent]:
-        """All consents, the oldest first."""
+        """Return all consents, oldest first."""
         return self._list("consents", CONSENT_FILE, Consent)
 
     def get_consent(self, id: str) -> Consent:
@@ -126,7 +125,7 @@ class VoiceStore:
         return consent
 
     def delete_consent(self, id: str) -> Consent:
-        """Remove a consent. One that a voice rests on is refused: the voice is removed first."""
+        """Remove a consent; refused while a stored voice depends on it."""
         with self._lock():
             consent = self.get_consent(id)
             if voices := [voice.name for voice in self.list_voices() if voice.consent.id == consent.id]:
@@ -148,8 +147,8 @@ class VoiceStore:
         *,
         texts: Sequence[str] = (),
     ) -> StoredVoice:
-        """Store a voice, once its recordings are seen to be in the voice of the consent. `texts` are transcripts of the
-        recordings; where none are given, those of the recogniser."""
+        """Store a voice after checking that its recordings have the voice of the consent. `texts` are transcripts of
+        the recordings; without any, they are recognised."""
         check_voice_name(name)
         known = self.get_consent(consent)
         if not 1 <= len(recordings) <= MAX_RECORDINGS:
@@ -189,7 +188,7 @@ class VoiceStore:
         return voice
 
     def check_new_name(self, name: str) -> None:
-        """Refuse the name of a voice that is there, in any case."""
+        """Refuse the name of an existing voice, in upper or lower case."""
         if any(voice.name.casefold() == name.casefold() for voice in self.list_voices()):
             raise DataError(
                 f"there is a voice {name} already",
@@ -197,11 +196,11 @@ class VoiceStore:
             )
 
     def list_voices(self) -> list[StoredVoice]:
-        """All voices, the oldest first."""
+        """Return all voices, oldest first."""
         return self._list("voices", VOICE_FILE, StoredVoice)
 
     def get_voice(self, id_or_name: str) -> StoredVoice:
-        """A voice by its id or its name, in any case."""
+        """Return a voice by its id or its name, in upper or lower case."""
         return _find(self.list_voices(), id_or_name, "voice", "myna voice list shows them; myna voice add makes one")
 
     def delete_voice(self, id_or_name: str) -> StoredVoice:
@@ -212,7 +211,7 @@ class VoiceStore:
         return voice
 
     def reference(self, voice: StoredVoice) -> tuple[Path, str]:
-        """The recording that sets a voice, and its transcript. A file that was changed since is refused."""
+        """Return the reference recording of a voice and its transcript. A file that was changed since is refused."""
         recording = voice.recordings[0]
         file = self.folder / "voices" / voice.id / recording.file
         if not file.is_file() or _sha256(file.read_bytes()) != recording.sha256:

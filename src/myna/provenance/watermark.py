@@ -1,4 +1,4 @@
-"""Watermark of speech: applied to a clip, or to a stream as it comes, with the same bits; and its detection."""
+"""Watermark of speech: applied to a clip or, with the same bits, to streamed audio; and its detection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from myna.audio.files import Samples, join_samples
 from myna.core.errors import AudioError
-from myna.provenance.packages import check_installed
 from myna.provenance.perth import (
     FRAME_REACH,
     HOP_SECONDS,
@@ -30,7 +29,6 @@ __all__ = [
     "MARK_NAME",
     "MARK_THRESHOLD",
     "StreamWatermark",
-    "check_installed",
     "detect_spans",
     "mark_streams",
     "watermark",
@@ -38,23 +36,23 @@ __all__ = [
 ]
 
 FIRST_BLOCKS = (5, 21, 53, 117)
-"""Frames of 10 ms at which the first blocks end, which do not look ahead: all that are known when a codec's first
-windows (2, 4, 8 and 16 frames of 40 ms) are decoded, so that little of them is held back."""
+"""Frames of 10 ms at which the first blocks end. They do not look ahead and end where the first windows of a codec end
+(2, 4, 8 and 16 frames of 40 ms), so that little audio is held back."""
 WHOLE_BLOCK, MAX_BLOCK = 230, 128
-"""Frame at which the first block ends that looks ahead, and frames of those behind it."""
+"""Frame at which the first block with look-ahead ends, and frames of each block after it."""
 EARLY_HOPS = 2
-"""Steps behind its last frame up to which a block that does not look ahead gives samples out."""
+"""Hops after its last frame up to which a block without look-ahead gives samples out."""
 MAX_STACKED = 64
-"""Blocks that are computed in one call on a GPU."""
+"""Maximum number of blocks computed in one call on a GPU."""
 MARK_THRESHOLD = 0.5
 """Score above which a clip counts as marked."""
 MIN_SAMPLE_RATE = 8_000
 SPAN_SECONDS = 10.0
-"""Long recordings are judged by spans of about this length."""
+"""Approximate length of the spans by which long recordings are judged."""
 
 
 class ScoredSpan(NamedTuple):
-    """The score of a part of a recording, from second to second."""
+    """Score of a part of a recording; `start` and `end` are seconds."""
 
     start: float
     end: float
@@ -62,24 +60,24 @@ class ScoredSpan(NamedTuple):
 
 
 def watermark(samples: Samples, sample_rate: int, *, device: str = "cpu") -> Samples:
-    """A clip with the mark, as long as it was."""
+    """Return a clip of the same length with the mark."""
     stream = StreamWatermark(sample_rate, device=device)
     return np.concatenate([stream.push(samples), stream.finish()])
 
 
 def watermark_score(samples: Samples, sample_rate: int, *, device: str = "cpu") -> float:
-    """How surely a clip is marked, 0 to 1; above `MARK_THRESHOLD` it is. A long one has the mean of its spans."""
+    """Score whether a clip is marked, 0 to 1; above `MARK_THRESHOLD` it is. A long clip has the mean of its spans."""
     return mean_score(detect_spans(samples, sample_rate, device=device))
 
 
 def mean_score(spans: Sequence[ScoredSpan]) -> float:
-    """The score of a recording by those of its spans; 0 without any."""
+    """Return the mean score of spans, weighted by their lengths; 0 without any."""
     lengths = [span.end - span.start for span in spans]
     return float(np.average([span.score for span in spans], weights=lengths)) if spans else 0.0
 
 
 def detect_spans(samples: Samples, sample_rate: int, *, device: str = "cpu") -> list[ScoredSpan]:
-    """Scores of a recording in equal spans; one, if it is not longer than 15 s."""
+    """Score a recording in equal spans; one span if it is not longer than 15 s."""
     _check_rate(sample_rate)
     window, hop = _frame_samples(sample_rate)
     network, seconds = load_perth(torch.device(device)), len(samples) / sample_rate
@@ -97,11 +95,11 @@ def detect_spans(samples: Samples, sample_rate: int, *, device: str = "cpu") -> 
 
 
 class StreamWatermark:
-    """Watermark of one stream: samples in pieces of any size in, marked samples out, somewhat later.
+    """Watermark of streamed audio: takes samples in pieces of any size, and returns marked samples a little later.
 
-    Which frames are computed together depends on their place in the stream alone, so that the marked samples do not
-    depend on the pieces. Frame n is centred on sample n * hop; the stream is mirrored before its first sample and
-    behind its last. `mark_streams` advances many streams together.
+    Only the position of frames decides which are computed together, so the marked samples do not depend on the
+    pieces. Frame n is centred on sample n * hop; the audio is mirrored before its first and after its last sample.
+    `mark_streams` advances many of them together.
     """
 
     def __init__(self, sample_rate: int, *, device: str = "cpu") -> None:
@@ -109,29 +107,29 @@ class StreamWatermark:
         self.sample_rate, self.device = sample_rate, torch.device(device)
         self._window, self._hop = _frame_samples(sample_rate)
         self._length = self._done = self._start = 0
-        """Samples that have come, frames that are marked, and the frame at which `_samples` begins."""
+        """Number of samples received, number of frames marked, and the frame at which `_samples` begins."""
         self._samples = _NOTHING
         self._mirrored = False
         self._given = 0
-        """Samples of the padded stream that were given out."""
+        """Number of samples of the padded audio that were given out."""
         self._mark, self._weight = _NOTHING, _NOTHING
         """Sums of the mark's overlapping frames and of their squared windows, from sample `_given` on."""
         self._edge: float | None = None
-        """The mark at the last sample, where it was given out before all frames that reach it were known."""
+        """Mark at the last sample, if it was given out before all frames that reach it were known."""
         self._finished = False
 
     def push(self, samples: Samples) -> Samples:
-        """Add samples; the marked samples that are ready, perhaps none."""
+        """Add samples and return the marked samples that are ready, perhaps none."""
         self.add(samples)
         return mark_streams([self])[0]
 
     def finish(self) -> Samples:
-        """End the stream; its last marked samples."""
+        """End the audio and return its last marked samples."""
         self.add(_NOTHING, last=True)
         return mark_streams([self])[0]
 
     def add(self, samples: Samples, *, last: bool = False) -> None:
-        """Add samples, the `last` ones to end the stream. They are marked by `mark_streams`."""
+        """Add samples, which `mark_streams` marks; `last` ends the audio."""
         assert not self._finished, "the stream has ended"
         self._length += len(samples)
         self._samples = np.concatenate([self._samples, np.asarray(samples, np.float32)])
@@ -144,19 +142,19 @@ class StreamWatermark:
             self._samples = np.concatenate([self._samples, np.pad(end, (0, half), mode="reflect")[half + 1 :]])
 
     def _blocks(self) -> list[_Block]:
-        """The blocks that can be marked now."""
+        """Return the blocks that can be marked now."""
         frames = self._start + (len(self._samples) - self._window) // self._hop + 1 if self._mirrored else 0
         return list(_plan_blocks(self._done, frames, self._finished))
 
     def _block_samples(self, block: _Block) -> Samples:
-        """All samples that a block is computed from."""
+        """Return all samples that a block is computed from."""
         first, last = block.start - self._start, block.stop - 1 - self._start
         return self._samples[first * self._hop : last * self._hop + self._window]
 
     def _give_out(self, block: _Block, mark: Samples) -> Samples:
-        """The samples that are complete with the mark of a block, the next one."""
+        """Add the mark of the next block and return the samples that are complete with it."""
         frames, hop, known = block.last - block.first, self._hop, self._start * self._hop + len(self._samples)
-        offset = block.first * hop - self._given  # below zero where samples were given out early
+        offset = block.first * hop - self._given  # negative if samples were given out early
         weight = _window_weight(self._window, hop, frames)
         self._mark, self._weight = _add(self._mark, mark, offset), _add(self._weight, weight, offset)
         # Up to the samples that the next block adds to, or a little into them.
@@ -164,7 +162,7 @@ class StreamWatermark:
         end = known if block.is_end else block.last * hop + early
         count = end - self._given
         change = self._mark[:count] / self._weight[:count].clip(1e-6)
-        if self._edge is not None:  # no step where an early end was
+        if self._edge is not None:  # no step after samples that were given out early
             change[:hop] += (self._edge - change[0]) * _fade(hop)[: len(change)]
         self._edge = float(change[-1]) if block.is_early and not block.is_end else None
         place = self._given - self._start * hop
@@ -177,10 +175,9 @@ class StreamWatermark:
 
 
 def mark_streams(streams: Sequence[StreamWatermark]) -> list[Samples]:
-    """The marked samples that are ready, of each stream; on a GPU the blocks of all of them are computed together.
+    """Return the marked samples that are ready, for each stream; a GPU computes the blocks of all streams together.
 
-    On a CPU the samples of a stream have the same bits alone and beside others; on a GPU they are equal but for
-    rounding."""
+    On a CPU the samples of a stream have the same bits alone and beside others; on a GPU they differ by rounding."""
     blocks = [(stream, block) for stream in streams for block in stream._blocks()]
     parts: dict[int, list[Samples]] = {id(stream): [] for stream in streams}
     size = _stack_size(blocks[0][0].device) if blocks else 1
@@ -196,7 +193,7 @@ def _stack_size(device: torch.device) -> int:
 
 
 def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Samples]:
-    """The frames of each block's mark, windowed and added up."""
+    """Return the mark of each block: its frames, windowed and added up."""
     device, sample_rate = blocks[0][0].device, blocks[0][0].sample_rate
     window, hop = _frame_samples(sample_rate)
     inputs = [stream._block_samples(block) for stream, block in blocks]
@@ -207,7 +204,7 @@ def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Sam
     samples = torch.empty(len(blocks), max(map(len, inputs)), pin_memory=on_gpu)
     for row, one in zip(samples.numpy(), inputs, strict=True):
         row[: len(one)], row[len(one) :] = one, 0
-    # Of every row: its frames, and those of them that are its block's own.
+    # For every block: its number of frames, and the range of those it does not share.
     spans = torch.tensor([[length, *span] for length, span in zip(lengths, own, strict=True)], pin_memory=on_gpu)
     with _side_stream(device) if on_gpu else nullcontext(), torch.inference_mode():
         samples, spans = samples.to(device, non_blocking=True), spans.to(device, non_blocking=True)
@@ -220,8 +217,8 @@ def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Sam
 
 
 def _mark_frames(samples: Tensor, spans: Tensor, window: int, hop: int) -> Tensor:
-    """Marks of stacked blocks: (blocks, samples) -> (blocks, samples). `spans` are the frames of each, and the first
-    and last of its own; what lies behind a block's frames means nothing."""
+    """Return the marks of stacked blocks: (blocks, samples) -> (blocks, samples). `spans` holds the number of frames of
+    each, and its first and last own frame; values after a block's frames mean nothing."""
     hann, device = _hann(window, samples.device), samples.device
     spectra = torch.fft.rfft(samples.unfold(1, window, hop) * hann).transpose(1, 2)
     frame = torch.arange(spectra.shape[2], device=device)
@@ -236,14 +233,14 @@ def _mark_frames(samples: Tensor, spans: Tensor, window: int, hop: int) -> Tenso
 
 
 class _Block(NamedTuple):
-    """Frames `first` to `last` of a stream, marked with the context `start` to `stop`."""
+    """Frames `first` to `last`, marked with the context `start` to `stop`."""
 
     start: int
     first: int
     last: int
     stop: int
     is_end: bool
-    """Whether the stream ends with it."""
+    """Whether the audio ends with this block."""
 
     @property
     def is_early(self) -> bool:
@@ -251,7 +248,7 @@ class _Block(NamedTuple):
 
 
 def _plan_blocks(done: int, frames: int, ended: bool) -> Iterator[_Block]:
-    """The blocks behind frame `done` that can be marked with `frames` known frames, all of them if the stream has
+    """Yield the blocks after frame `done` that can be marked with `frames` known frames, all of them if the audio has
     `ended`."""
     while done < frames:
         last = next((end for end in (*FIRST_BLOCKS, WHOLE_BLOCK) if end > done), done + MAX_BLOCK)
@@ -268,7 +265,7 @@ _NOTHING: Samples = np.zeros(0, np.float32)
 
 
 def _frame_samples(sample_rate: int) -> tuple[int, int]:
-    """Samples of a spectrum, an even number, and from one to the next."""
+    """Return the samples of a spectrum (an even number), and the samples from one to the next."""
     return 2 * round(WINDOW_SECONDS * sample_rate / 2), round(HOP_SECONDS * sample_rate)
 
 
@@ -287,7 +284,7 @@ def _hann(window: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _window_weight(window: int, hop: int, frames: int) -> Samples:
-    """Sum of the squared windows of so many frames. Few lengths are frequent: the last block of a stream has any."""
+    """Sum the squared windows of a number of frames. Only the last block has an unusual number."""
     squared, total = torch.hann_window(window).square().numpy(), np.zeros((frames - 1) * hop + window, np.float32)
     for frame in range(frames):
         total[frame * hop : frame * hop + window] += squared
@@ -295,7 +292,7 @@ def _window_weight(window: int, hop: int, frames: int) -> Samples:
 
 
 def _add(carried: Samples, samples: Samples, offset: int) -> Samples:
-    """The sum of two arrays, the second of which begins `-offset` samples before the first, and ends behind it."""
+    """Add two arrays; the second begins `-offset` samples before the first and ends after it."""
     total = samples[-offset:].copy()
     total[: len(carried)] += carried
     return total
@@ -303,13 +300,13 @@ def _add(carried: Samples, samples: Samples, offset: int) -> Samples:
 
 @lru_cache(maxsize=8)
 def _fade(samples: int) -> Samples:
-    """From 1 to 0."""
+    """Return a ramp from 1 to 0."""
     return np.linspace(1, 0, samples, endpoint=False, dtype=np.float32)
 
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """CUDA stream of the watermark: it waits for nothing that the model does, and little of that for it."""
+    """Compute on the CUDA stream of the watermark, which does not wait for the model."""
     with torch.cuda.stream(_cuda_stream(device)):
         yield
 

@@ -15,8 +15,7 @@ from starlette.requests import HTTPConnection
 from myna.audio.files import Samples
 from myna.core.errors import DataError
 from myna.models.ref import ModelRef, display_name, weights_sha256
-from myna.provenance.origin import SpeechOrigin
-from myna.provenance.speech_log import check_log, log_speech
+from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech
 from myna.provenance.voice_store import VoiceStore
 from myna.serve.adapters import AdapterCatalog
 from myna.serve.api_errors import ApiError

@@ -22,7 +22,8 @@ import torch
 from myna.audio.files import pcm16
 from myna.core.errors import ConfigError, MynaError, SpeakError
 from myna.data.conversation import AudioClip, Reference
-from myna.provenance.watermark import MARK_NAME, StreamWatermark, check_installed
+from myna.provenance import check_installed
+from myna.provenance.watermark import MARK_NAME, StreamWatermark
 from myna.serve.messages import (
     AdapterMessage,
     AnswerMessage,

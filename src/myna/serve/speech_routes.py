@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from myna.provenance.credentials import sign_audio
-from myna.provenance.origin import SpeechOrigin
+from myna.provenance.speech_log import SpeechOrigin
 from myna.serve.api_errors import ApiError, validation_error
 from myna.serve.context import PreparedSpeech, ServerContext, server_context, unless_disconnected
 from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Form, Request, UploadFile
 
 from myna.audio.files import Samples, write_audio
 from myna.core.errors import MynaError
-from myna.provenance.consent_sentences import sentence_of_day
+from myna.provenance.consent import sentence_of_day
 from myna.provenance.voice_store import Consent, StoredVoice
 from myna.serve.api_errors import ApiError
 from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context

@@ -29,8 +29,8 @@ from myna.data.manifest import SPEAKER_TAG
 from myna.models.base import AdapterSlots, Family, RenderedSequence, SpeechDecoder, require_speaking
 from myna.models.files import WeightsMetadata
 from myna.models.ref import ModelRef
-from myna.provenance.origin import SpeechOrigin
-from myna.provenance.record import write_speech
+from myna.provenance.credentials import write_speech
+from myna.provenance.speech_log import SpeechOrigin
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechBatch, SpeechPlan, SpokenSegment
 from myna.speak.request import ReferenceRecording, SpeechRequest, open_reference
 from myna.speak.scheduler import SPARE_POSITIONS, FinishReason

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from myna.audio.files import Samples, pcm16
-from myna.provenance.origin import SpeechOrigin, new_id
-from myna.provenance.packages import check_installed
-from myna.provenance.speech_log import check_log, log_speech
+from myna.provenance import check_installed
+from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, new_id
 from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
 
 if TYPE_CHECKING:

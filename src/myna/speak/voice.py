@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from myna.core.config import Quantization
     from myna.evaluate.takes import TakeRanker, TakeRanking
     from myna.models.ref import ModelRef
-    from myna.provenance.origin import SpeechOrigin
+    from myna.provenance.speech_log import SpeechOrigin
     from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
     from myna.speak.lines_output import SpokenLines
@@ -80,7 +80,7 @@ class Voice:
         exact: bool = False,
     ) -> Voice:
         """Load the voice of a run, an adapter or a model."""
-        from myna.provenance.origin import model_origin
+        from myna.provenance.speech_log import model_origin
         from myna.speak.loading import load_engine
 
         engine = load_engine(ref, codec=codec, device=device, strength=strength, quantization=quantization, exact=exact)
@@ -94,7 +94,7 @@ class Voice:
     def origin(self) -> SpeechOrigin:
         """The model and the adapter, as files, the log and cards name them."""
         from myna.models.ref import display_name
-        from myna.provenance.origin import SpeechOrigin
+        from myna.provenance.speech_log import SpeechOrigin
 
         return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
 
@@ -105,7 +105,7 @@ class Voice:
         applied. `unload_adapter` frees its place.
         """
         from myna.models.ref import ModelRef
-        from myna.provenance.origin import model_origin
+        from myna.provenance.speech_log import model_origin
 
         name = name or Path(source).name
         self.engine.load_adapter(name, source)
