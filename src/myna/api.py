@@ -592,7 +592,7 @@ def merge(
     `dtype` is the base model's own, or float32, bfloat16 or float16. `model` is as for `load`.
     """
     from myna.models.ref import ModelRef
-    from myna.speak.merging import merge_tuned
+    from myna.speak.loading import merge_tuned
 
     return merge_tuned(
         ModelRef.find_trained(source, model), Path(out), layout=layout, strength=strength, dtype=dtype, device=device

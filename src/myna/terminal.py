@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from myna.serve.messages import EngineInfo
     from myna.speak.answering import DatasetAnswers
     from myna.speak.engine import Speech
-    from myna.speak.lines_output import SpokenLines
+    from myna.speak.lines import SpokenLines
     from myna.speak.marking import MarkedStream
 
 STATUS_MARKS = {"passed": ("✓", "+", "green"), "warning": ("!", "!", "yellow"), "failed": ("✗", "x", "red")}

@@ -14,8 +14,7 @@ from filelock import FileLock
 import myna
 from myna.audio.files import AUDIO_FORMATS, read_audio, write_audio
 from myna.core.errors import OutputError, SpeakError
-from myna.speak.lines import SPOKEN_FILE
-from myna.speak.lines_output import SpokenLines
+from myna.speak.lines import SPOKEN_FILE, SpokenLines
 from myna.speak.request import SpeechRequest, read_reference
 
 SETTINGS: dict[str, Any] = {"max_seconds": 0.2, "batch_size": 2, "seed": 7}

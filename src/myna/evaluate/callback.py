@@ -36,7 +36,6 @@ from myna.models import open_family
 from myna.models.base import SpeakingFamily
 from myna.report.spectrogram import color_palette, encode_png, mel_spectrogram_pixels
 from myna.speak.engine import Engine
-from myna.speak.fingerprint import trainable_fingerprint
 from myna.train.callbacks import AutocastContext, LoggedSample, SpeechScores
 from myna.train.distributed import ProcessInfo
 
@@ -163,7 +162,7 @@ class SpeechEvaluation:
 
     def _system(self, engine: Engine) -> SpeechSystem:
         seed = self.recipe.speech_eval.seed
-        return SpeechSystem(SPOKEN, lambda: engine, seed, {}, trainable_fingerprint, self._references)
+        return SpeechSystem(SPOKEN, lambda: engine, seed, {}, Engine.trainable_fingerprint, self._references)
 
     def _score(self, eval_set: EvalSet | None, system: System, folder: Path) -> list[ItemScores]:
         if eval_set is None:

@@ -19,7 +19,6 @@ from myna.models.code_sampling import SAMPLING_REVISION
 from myna.models.ref import ModelRef, split_name
 from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, encode_clip
-from myna.speak.fingerprint import weights_fingerprint
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
@@ -101,7 +100,7 @@ class SpeechSystem:
     load: Callable[[], Engine]
     seed: int
     metadata: Mapping[str, Any]
-    fingerprint: Callable[[Engine], str] = weights_fingerprint
+    fingerprint: Callable[[Engine], str] = Engine.fingerprint
     references: dict[str, Reference] = field(default_factory=dict)
     """Encoded references by clip, for reuse by systems of the same codec."""
     _engine: Engine | None = None

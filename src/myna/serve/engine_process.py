@@ -149,7 +149,8 @@ def open_worker(settings: EngineSettings) -> EngineWorker:
     """The model of the settings, loaded and warm: one that speaks, or one that answers."""
     from myna.models.base import AnsweringFamily
     from myna.models.ref import ModelRef
-    from myna.speak.loading import load_answer_engine, load_engine
+    from myna.speak.answering import load_answer_engine
+    from myna.speak.loading import load_engine
 
     ref = ModelRef.find(settings.source, settings.model)
     if isinstance(ref.open_family(settings.codec), AnsweringFamily):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from myna.audio.files import read_audio
+from myna.core.device import pick_device
 from myna.core.errors import DataError, SpeakError
 from myna.core.io import check_output_file, save_text
 from myna.core.progress import ProgressCallback, silent
@@ -23,6 +24,7 @@ from myna.data.pronunciation import DEFAULT_QUESTION, AssessmentTable, answer_gr
 from myna.models.base import Family, GeneratedAnswer, require_answering
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip
+from myna.speak.loading import check_trained_with, load_weights
 
 if TYPE_CHECKING:
     from myna.core.config import Recipe
@@ -118,6 +120,15 @@ class AnswerEngine:
                 on_answer(start + len(batch))
 
 
+def load_answer_engine(ref: ModelRef, *, device: str) -> AnswerEngine:
+    """Load the engine of a model that answers in words."""
+    target = pick_device(device)
+    loaded = load_weights(ref, None, target, target)
+    encoder = loaded.family.load_encoder(device=loaded.device)
+    check_trained_with(loaded, encoder)
+    return AnswerEngine(loaded.family, loaded.weights, encoder)
+
+
 class AnswerModel:
     """A model that answers questions about recordings in words. Made by `load_answer_model`."""
 
@@ -127,8 +138,6 @@ class AnswerModel:
     @classmethod
     def open(cls, ref: ModelRef, *, device: str = "auto", batch_size: int = 16) -> AnswerModel:
         """Load a run, an adapter or a model that answers."""
-        from myna.speak.loading import load_answer_engine
-
         engine = load_answer_engine(ref, device=device)
         engine.batch_size = batch_size
         return cls(engine, ref.run.recipe if ref.run is not None else None)

@@ -26,7 +26,7 @@ from myna.data.codec import Codes, PendingSamples, Samples
 from myna.data.conversation import Reference
 from myna.models.base import RenderedSequence, Sampling, SpeechDecoder
 from myna.speak.request import SpeechRequest
-from myna.speak.scheduler import BatchScheduler, FinishReason, Generation, request_sampling
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, Generation, request_sampling
 from myna.speak.streaming import CodeStream, decode_streams, warm_up
 
 if TYPE_CHECKING:
@@ -70,6 +70,12 @@ class SpeechPlan:
     """Prompt of the first segment. Takes of one request share it, and its prefill."""
     max_positions: int
     """Upper bound for the longest prompt and its frames."""
+
+    def tight(self) -> SpeechPlan:
+        """Return the same plan with no more positions than its frames may take, where it has one segment."""
+        if len(self.segments) > 1:
+            return self
+        return replace(self, max_positions=len(self.prompt) + self.max_frames[0] + SPARE_POSITIONS)
 
     def take(self, number: int) -> SpeechPlan:
         """Return the same plan with another seed. Take 0 is the plan itself."""

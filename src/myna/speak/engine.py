@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import itertools
 import os
@@ -10,7 +11,7 @@ import time
 import warnings
 import wave
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,16 +180,32 @@ class Engine:
             return request.scene
         return self._adapters[request.adapter].scene if request.adapter in self._adapters else self.scene
 
-    def adapter_fingerprint(self, name: str) -> str:
-        """Equal ones speak alike on one model: hash of its files, and where its references are placed."""
-        return f"{self._adapter_hashes[name]} {self._adapters[name].reference_placement}"
-
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that speak with it go on."""
         if name not in self._adapters or self._adapter_slots is None:
             raise SpeakError(f"there is no adapter {name}", hint=f"loaded: {', '.join(self._adapters) or 'none'}")
         self._adapter_slots.unload(name)
         del self._adapters[name], self._adapter_hashes[name]
+
+    def fingerprint(self, adapter: str = "", strength: float = 1.0) -> str:
+        """Return a hash of all weights and of how they are used, wherever they were loaded from; also of an adapter
+        beside them. Equal ones speak alike."""
+        parts = (self._adapter_hashes[adapter], self._adapters[adapter].reference_placement) if adapter else ()
+        return self._hash_weights(" ".join((*parts, str(strength))) if adapter else "", self.model.state_dict())
+
+    def trainable_fingerprint(self) -> str:
+        """Return a hash of a model in training by its trainable parameters: the rest is frozen, and may be large."""
+        parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        return self._hash_weights(self.family.source, parameters)
+
+    def _hash_weights(self, source: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (source, self.codec.revision, self.family.prompt_revision, self.reference_placement):
+            digest.update(part.encode())
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{name} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def encode_reference(self, reference: ReferenceRecording) -> Reference:
         """Encode a reference recording. A file's faults are told as warnings."""

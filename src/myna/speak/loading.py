@@ -1,7 +1,9 @@
-"""Models opened to speak or to answer: an untuned model, a run or one of its checkpoints, or an adapter."""
+"""Speech engines from a model, a run or an adapter; and adapters merged into models of their own."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
@@ -9,17 +11,26 @@ from torch import nn
 
 from myna.core.config import Quantization
 from myna.core.device import pick_device
-from myna.core.errors import SpeakError
-from myna.core.io import file_hash
+from myna.core.errors import ConfigError, ModelError, SpeakError
+from myna.core.io import atomic_folder, check_new_folder, file_hash
 from myna.data.codec import Encoder
 from myna.models.base import Family, LoraMatrices, require_speaking
-from myna.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WeightsMetadata
+from myna.models.files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    USAGE_FINGERPRINTS,
+    WeightsMetadata,
+    absolute_source,
+    save_metadata,
+)
 from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.train.precision import DTYPES, choose_precision
 
 if TYPE_CHECKING:
-    from myna.speak.answering import AnswerEngine
+    from myna.models.merge import MergeCheck
+
+MERGED_DTYPES = {"auto": None, "float32": DTYPES["fp32"], "bfloat16": DTYPES["bf16"], "float16": DTYPES["fp16"]}
 
 
 def load_engine(
@@ -38,7 +49,7 @@ def load_engine(
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
     target = pick_device(device)
     place = target if quantization == "none" else torch.device("cpu")
-    loaded = _load(ref, codec, target, place, strength)
+    loaded = load_weights(ref, codec, target, place, strength)
     if quantization != "none":
         from myna.models.quantized import quantize, quantized_linears, supports_fp8
 
@@ -52,7 +63,7 @@ def load_engine(
         for linear in quantized_linears(loaded.weights):
             linear.drop_backward()
     encoder = require_speaking(loaded.family).load_codec(device=loaded.device)
-    _check_trained_with(loaded, encoder)
+    check_trained_with(loaded, encoder)
     known, weights = loaded.metadata, loaded.weights.requires_grad_(False)  # not to be trained: they may be rearranged
     engine = Engine(loaded.family, weights, encoder, known.reference_placement, scene=known.scene, exact=exact)
     engine.tuned_with = ref.source if ref.is_trained else ""
@@ -89,25 +100,16 @@ def read_adapter(engine: Engine, ref: ModelRef) -> SavedLora:
     comparable = is_plain and trained_in is not None and dtype in (trained_in, torch.float32)
     if comparable:
         _check_base(ref, family, engine.model, trained_in)
-    _check_trained_with(_Loaded(family, engine.model, ref.source, known, torch.device("cpu")), engine.codec)
+    check_trained_with(LoadedModel(family, engine.model, ref.source, known, torch.device("cpu")), engine.codec)
     checked = comparable and "base model" in known.inputs
     matrices = read_lora_matrices(family, ref.adapter)  # which also refuses what is no adapter
     files = [file_hash(ref.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
     return SavedLora(matrices, known, checked, " ".join(files))
 
 
-def load_answer_engine(ref: ModelRef, *, device: str) -> AnswerEngine:
-    """Load the engine of a model that answers in words."""
-    from myna.speak.answering import AnswerEngine
+class LoadedModel(NamedTuple):
+    """Weights with their family, and what is known of their training."""
 
-    target = pick_device(device)
-    loaded = _load(ref, None, target, target)
-    encoder = loaded.family.load_encoder(device=loaded.device)
-    _check_trained_with(loaded, encoder)
-    return AnswerEngine(loaded.family, loaded.weights, encoder)
-
-
-class _Loaded(NamedTuple):
     family: Family
     weights: nn.Module
     name: str
@@ -115,14 +117,14 @@ class _Loaded(NamedTuple):
     device: torch.device
 
 
-def _load(
+def load_weights(
     ref: ModelRef,
     codec: str | None,
     target: torch.device,
     place: torch.device,
     strength: float = 1.0,
-) -> _Loaded:
-    """Weights in the type for the target device, at another place where they are to be packed first."""
+) -> LoadedModel:
+    """Load weights in the type for the target device, at another place where they are to be packed first."""
     if not ref.is_trained and strength != 1.0:
         raise SpeakError("--strength scales the LoRA of a run", hint="give --run, or leave it out")
     dtype = choose_precision("auto", target).compute_dtype
@@ -138,7 +140,7 @@ def _load(
         from myna.models.lora import merge_lora
 
         weights = merge_lora(load_adapted(ref, family, dtype, place, text_head=None), strength)
-    return _Loaded(family, weights, ref.source, ref.metadata, target)
+    return LoadedModel(family, weights, ref.source, ref.metadata, target)
 
 
 def load_adapted(
@@ -191,7 +193,7 @@ def _check_base(ref: ModelRef, family: Family, model: nn.Module, trained_in: tor
         )
 
 
-def _check_trained_with(loaded: _Loaded, encoder: Encoder) -> None:
+def check_trained_with(loaded: LoadedModel, encoder: Encoder) -> None:
     known = loaded.metadata.inputs
     for name, revision in (("codec", encoder.revision), ("prompt", loaded.family.prompt_revision)):
         if known.get(name, revision) != revision:
@@ -199,3 +201,51 @@ def _check_trained_with(loaded: _Loaded, encoder: Encoder) -> None:
                 f"{loaded.name} was trained with another {name} than would speak now ({known[name]}, now {revision})",
                 hint=f"use the {name} it was trained with",
             )
+
+
+def merge_tuned(
+    ref: ModelRef,
+    out: Path,
+    *,
+    layout: str = "transformers",
+    strength: float = 1.0,
+    dtype: str = "auto",
+    device: str = "cpu",
+) -> MergeCheck:
+    """Write a whole model into `out`, which must be new; it appears complete, or not at all.
+
+    `myna.json` in it says what it was made of, how it was checked, and how it is to be used.
+    """
+    from myna.models.merge import merge_adapter
+
+    check_new_folder(out)
+    if dtype not in MERGED_DTYPES:
+        raise ConfigError(f"there is no dtype {dtype}", hint=f"choose one of: {', '.join(MERGED_DTYPES)}")
+    if strength == 0:
+        raise ConfigError("a strength of 0 is the base model itself", hint="leave out --strength, or raise it")
+    adapter = ref.require_trained().adapter
+    if adapter is None:
+        raise ModelError(
+            f"{ref.source} was trained in full: its result is a whole model already, with nothing to merge",
+            hint=f"use it as it is, --model {ref.weights}, or: myna model convert {ref.weights} --out {out}",
+        )
+    family = ref.open_family()
+    adapted = load_adapted(ref, family, MERGED_DTYPES[dtype], pick_device(device), text_head=family.has_text_head)
+    with atomic_folder(out) as written:
+        check = merge_adapter(family, adapted, written, layout=layout, strength=strength)
+        known = ref.metadata
+        provenance = {
+            "made_by": "myna merge",
+            "base": absolute_source(known.source),
+            "base_revision": known.revision,
+            "base_fingerprint": known.inputs.get("base model"),
+            "adapter": str(adapter.absolute()),
+            "adapter_hash": file_hash(adapter / ADAPTER_WEIGHTS_FILE),
+            "strength": strength,
+            "layout": layout,
+            "check": asdict(check),
+        }
+        inputs = {name: value for name, value in known.inputs.items() if name in USAGE_FINGERPRINTS}
+        changed = {"codec": None, "quantization": "none", "inputs": inputs, "provenance": provenance}
+        save_metadata(written, known.model_copy(update=changed))
+    return check

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from myna.provenance.speech_log import SpeechOrigin
     from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
-    from myna.speak.lines_output import SpokenLines
+    from myna.speak.lines import SpokenLines
     from myna.speak.marking import MarkedStream, SpeechMarker
     from myna.speak.request import SpeechOptions, SpeechRequest
     from myna.train.run import Run
@@ -184,8 +184,7 @@ class Voice:
         is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
         and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
         `keep_takes` the others are written beside it."""
-        from myna.speak.lines import open_lines
-        from myna.speak.lines_output import LineTakes, speak_lines
+        from myna.speak.lines import LineTakes, open_lines, speak_lines
 
         defaults, suffix = self._own(_request("", options)), f".{format}"
         defaults.check_settings()
