@@ -24,7 +24,7 @@ from myna.data.pronunciation import DEFAULT_QUESTION, AssessmentTable, answer_gr
 from myna.models.base import Family, GeneratedAnswer, require_answering
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip
-from myna.speak.loading import check_trained_with, load_weights
+from myna.speak.loading import check_trained_with, load_model_weights
 
 if TYPE_CHECKING:
     from myna.core.config import Recipe
@@ -123,7 +123,7 @@ class AnswerEngine:
 def load_answer_engine(ref: ModelRef, *, device: str) -> AnswerEngine:
     """Load the engine of a model that answers in words."""
     target = pick_device(device)
-    loaded = load_weights(ref, None, target, target)
+    loaded = load_model_weights(ref, None, target, target)
     encoder = loaded.family.load_encoder(device=loaded.device)
     check_trained_with(loaded, encoder)
     return AnswerEngine(loaded.family, loaded.weights, encoder)

@@ -49,7 +49,7 @@ def load_engine(
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
     target = pick_device(device)
     place = target if quantization == "none" else torch.device("cpu")
-    loaded = load_weights(ref, codec, target, place, strength)
+    loaded = load_model_weights(ref, codec, target, place, strength)
     if quantization != "none":
         from myna.models.quantized import quantize, quantized_linears, supports_fp8
 
@@ -117,7 +117,7 @@ class LoadedModel(NamedTuple):
     device: torch.device
 
 
-def load_weights(
+def load_model_weights(
     ref: ModelRef,
     codec: str | None,
     target: torch.device,
