@@ -154,7 +154,9 @@ def _reopen(folder: Path, path: Path, revision: str, fingerprint: str) -> Manife
     """Open the table that the sending process has opened."""
     stored = read_cached_arrow(path, revision, {"fingerprint": fingerprint}, strings=False)
     if stored is None:
-        raise DataError(f"{path} was changed or removed while it was in use", hint="start again, once nobody writes it")
+        raise DataError(
+            f"{path} was changed or removed while it was in use", hint="start again, with no other process writing it"
+        )
     return _from_arrow(folder, path, stored)
 
 

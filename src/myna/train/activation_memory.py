@@ -1,6 +1,6 @@
 """Activation memory of a training step, measured on the meta device.
 
-The objective runs forward and backward on tensors that have shapes and no contents, while the bytes that are alive are
+The objective runs forward and backward on tensors with shapes but no contents, while the bytes of live tensors are
 counted. That takes seconds for a model of any size.
 """
 
@@ -20,7 +20,7 @@ from myna.models.base import Batch, Family, RenderedSequence
 from myna.train.precision import BF16_CAPABILITY, Precision
 
 MATMUL_OPS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"})
-"""Operations of torch that no fused kernel includes."""
+"""Operations of torch that fused kernels never include."""
 
 
 class LinearBytes(NamedTuple):
@@ -34,25 +34,25 @@ class LinearBytes(NamedTuple):
 
 
 class ActivationMemory(NamedTuple):
-    """Memory of a forward and backward pass, beside the weights and their gradients.
+    """Memory of a forward and backward pass, without the weights and their gradients.
 
-    There are two peaks. One is between forward and backward: everything that is saved is there, the logits and their
-    gradients too. The other is where the first recomputed layer is complete again. The layers that are not recomputed
-    are the last ones, so that all they saved is freed by then: were they the first ones, it would still be there, and
-    the recomputed layer would come on top of it.
+    There are two peaks. The first is between forward and backward, when everything saved exists, and the logits with
+    their gradients. The second is when the first recomputed layer is complete again. The layers that are not recomputed
+    are the last ones, so that everything they saved is freed by then. If they were the first ones, the recomputed layer
+    would come on top of it.
     """
 
     layers: int
     outside: LinearBytes
-    """Outside the layers, at the first peak: embeddings, heads, logits and their gradients."""
+    """Memory outside the layers at the first peak: embeddings, heads, logits and their gradients."""
     layer: LinearBytes
-    """Saved by one layer."""
+    """Memory that one layer saves."""
     last: LinearBytes
-    """Saved by the last layer, which may skip unsupervised positions."""
+    """Memory that the last layer saves, which may skip unsupervised positions."""
     layer_input: LinearBytes
-    """Saved of a layer that is recomputed."""
+    """Memory kept for a layer that is recomputed: its input."""
     recomputing: LinearBytes
-    """A layer that is being recomputed, and the gradients inside it."""
+    """Memory of a layer during its recomputation, with the gradients inside it."""
 
     def total(self, tokens: int, recomputed: int) -> int:
         outside, layer, last, layer_input, recomputing = (part.at(tokens) for part in self[1:])
@@ -61,7 +61,7 @@ class ActivationMemory(NamedTuple):
         return int(max(first_peak, recomputing + recomputed * layer_input) if recomputed else first_peak)
 
     def without_fixed(self) -> ActivationMemory:
-        """Only what grows with the tokens."""
+        """Return the part that grows with the tokens."""
         return ActivationMemory(self.layers, *(LinearBytes(0.0, part.per_token) for part in self[1:]))
 
 
@@ -74,8 +74,8 @@ def measure_activations(
     *,
     compiled: bool,
 ) -> ActivationMemory:
-    """Activation memory of an objective on the meta device, as it would be on `device`. Two batches, one twice the
-    other, tell what grows with the tokens from what does not."""
+    """Measure the activation memory of an objective on the meta device, as it would be on `device`. Two batches, one
+    twice as large, separate what grows with the tokens from what does not."""
     fused_kernels = device.type == "cuda" and _is_ampere_or_later(device) and (objective.fused or compiled)
     attention = _attention_kind(device, precision)
     tokens = sum(map(len, sequences))
@@ -102,7 +102,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _run(
     family: Family, objective: Any, autocast: _MetaAutocast, batch: Batch, fused_kernels: bool
 ) -> tuple[float, ...]:
-    """A forward and backward pass in which half of the layers are recomputed, as the parts of `ActivationMemory`."""
+    """Run forward and backward with half of the layers recomputed; return the parts of `ActivationMemory`."""
     trainable = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.grad = torch.empty_like(parameter)
@@ -110,7 +110,7 @@ def _run(
     memory = _LiveBytes(existing, fused_kernels)
     layers = family.layers(objective)
     objective.recompute = recomputed = len(layers) // 2
-    live_at: list[int] = []  # before every layer, and after the last
+    live_at: list[int] = []  # bytes before every layer and after the last
     first_peak = 0
 
     def enter(*_: Any) -> None:
@@ -134,7 +134,7 @@ def _run(
         torch.autograd.backward(objective(batch.to(torch.device("meta"))).sums.sum())
     for hook in hooks:
         hook.remove()
-    # From one layer's input to the next, since a layer's input may be freed after it. All but the last are alike.
+    # Differences between layer inputs, since a layer's input may be freed after it. All layers but the last are alike.
     last_index = len(layers) - 1
     last = live_at[last_index + 1] - live_at[last_index]
     if not recomputed:
@@ -145,9 +145,9 @@ def _run(
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live tensors, each storage once, and their peak.
+    """Counter of the bytes of live tensors, each storage once, and of their peak.
 
-    With `fused_kernels` it looks only at matrix products: what is freed before the next one lives inside a kernel.
+    With `fused_kernels` it only looks at matrix products: what is freed before the next one lives inside a kernel.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor], fused_kernels: bool) -> None:
@@ -179,8 +179,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _MetaAutocast(TorchFunctionMode):
-    """The effect of autocast and attention on memory, for the meta device, which has neither autocast nor fused
-    attention."""
+    """Emulation of autocast and attention for the meta device, which has neither autocast nor fused attention."""
 
     def __init__(self, dtype: torch.dtype, attention: _AttentionKind) -> None:
         super().__init__()
@@ -195,7 +194,7 @@ class _MetaAutocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _in_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autocast casts a weight once and keeps that until it ends, whether or not its layer is recomputed."""
+        """Cast as autocast does: a weight once, kept until autocast ends, whether or not its layer is recomputed."""
         if not (tensor.is_leaf and tensor.requires_grad and tensor.dtype != self.dtype):
             return tensor.to(self.dtype)
         if tensor not in self._cast:
@@ -204,7 +203,8 @@ class _MetaAutocast(TorchFunctionMode):
 
 
 _AttentionKind = Literal["grouped", "expanded", "math"]
-"""Fused with keys shared by heads; fused with a copy of the keys for each head; or with a matrix of all pairs."""
+"""Fused attention with keys shared by heads, fused attention with a copy of the keys for each head, or a matrix of all
+pairs."""
 
 
 def _attention_kind(device: torch.device, precision: Precision) -> _AttentionKind:
@@ -216,12 +216,13 @@ def _attention_kind(device: torch.device, precision: Precision) -> _AttentionKin
 
 
 def _is_ampere_or_later(device: torch.device) -> bool:
-    """Of a GPU; a plan for one that is not here assumes a new one."""
+    """Whether a GPU is Ampere or later. A plan for a GPU that is not here assumes a new one."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
 
 
 class _MetaAttention(torch.autograd.Function):
-    """Saves what attention saves: inputs, output, and a number per head and position, or per pair of positions."""
+    """Attention that saves as much memory as the real one: inputs, output, and a number per head and position, or per
+    pair of positions."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: _AttentionKind) -> torch.Tensor:
@@ -235,7 +236,7 @@ class _MetaAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients; those of queries are summed in fp32, those of shared keys for each head apart."""
+        """Return gradients; those of queries are summed in fp32, those of shared keys separately for each head."""
         q, *_, pairs = ctx.saved_tensors
         scratch = [q.new_empty(q.shape, dtype=torch.float32), torch.empty_like(q), torch.empty_like(q), pairs.clone()]
         gradients = [q.new_empty(shape) for shape in ctx.shapes]

@@ -1,8 +1,8 @@
-"""Evaluation callback of the training loop, and how it is given the model.
+"""Evaluation callback of the training loop, and how it gets the model.
 
-The loop knows no metrics. It is handed an `EvaluationCallback`, has it evaluate the model's speech as it stands, and
-learns two things: whether this is the best checkpoint so far, and whether it may still improve. Evaluating leaves no
-trace in training, not even in the random states.
+The loop knows no metrics. It calls an `EvaluationCallback` to evaluate the model's current speech, and gets two
+answers: whether this is the best checkpoint so far, and whether the model may still improve. An evaluation does not
+change the training, not even its random states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from myna.train.checkpoint import get_rng_states, set_rng_states
 from myna.train.trainer import Trainer
 
 AutocastContext = Callable[[], AbstractContextManager[Any]]
-"""Makes the autocast context of a model in training, whose weights are of several types."""
+"""Function that makes the autocast context of a model in training, whose weights are of several types."""
 
 
 class LoggedSample(NamedTuple):
@@ -35,39 +35,40 @@ class LoggedSample(NamedTuple):
     samples: npt.NDArray[np.float32]
     sample_rate: int
     spectrogram: npt.NDArray[np.uint8]
-    """(height, width, 3)"""
+    """Picture of the spectrogram, (height, width, 3)."""
 
 
 class SpeechScores(NamedTuple):
     """Result of one speech evaluation during training."""
 
     row: dict[str, Any]
-    """For metrics.jsonl and the trackers; holds no timings."""
+    """Scores for metrics.jsonl and the trackers; holds no timings."""
     is_best: bool
-    """Better than the best before it, and within the constraints."""
+    """Whether the scores are better than the best before them, and within the constraints."""
     is_highest: bool = False
-    """Higher than every score before it, though perhaps by chance: worth some more patience."""
+    """Whether the score is the highest so far, though perhaps by chance: it extends patience."""
     samples: Sequence[LoggedSample] = ()
 
 
 class EvaluationCallback(Protocol):
-    """Evaluates the speech of the model during training, on rank 0 alone."""
+    """Evaluation of the model's speech during training, on rank 0 only."""
 
     def describe(self) -> Sequence[str]:
-        """What is evaluated and with which metrics, as lines for the log."""
+        """Return lines for the log: what is evaluated, and with which metrics."""
 
     def restore(self, step: int) -> None:
-        """Resume after this step: keep the scores up to it and drop later ones."""
+        """Resume after `step`: keep the scores up to it and drop later ones."""
 
     def run(self, step: int, model: nn.Module, autocast: AutocastContext, /) -> SpeechScores:
-        """Evaluate the model after so many steps; step 0 is the base model. It may be put into evaluation mode."""
+        """Evaluate the model after `step` steps; step 0 is the base model. It may be put into evaluation mode."""
 
     def summarize(self) -> Sequence[str]:
-        """The outcome of the run, as lines for the log."""
+        """Return the outcome of the run as lines for the log."""
 
 
 def run_callback(trainer: Trainer, callback: EvaluationCallback | None, step: int) -> SpeechScores:
-    """Rank 0 evaluates the weights that would be saved now, while the others wait; if it fails, all of them stop."""
+    """Evaluate, on rank 0, the weights that would be saved now, while the other ranks wait. An error stops all of
+    them."""
     accelerator = trainer.accelerator
     trainer.objective.eval()
     with preserve_rng_state(accelerator.device), trainer.ema_weights():
@@ -105,7 +106,7 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
 
 
 def log_samples(accelerator: Accelerator, samples: Sequence[LoggedSample], step: int) -> None:
-    """Every sample to every tracker, under the same name at all steps."""
+    """Log every sample to every tracker, under the same name at all steps."""
     if not samples:
         return
     for tracker in accelerator.trackers:
@@ -115,7 +116,7 @@ def log_samples(accelerator: Accelerator, samples: Sequence[LoggedSample], step:
                 tracker.tracker.add_audio(name, sample.samples, global_step=step, sample_rate=rate)
                 tracker.tracker.add_image(f"{name}/mel", sample.spectrogram, global_step=step, dataformats="HWC")
         elif tracker.name in ("wandb", "trackio"):
-            # The two libraries share these names.
+            # Both libraries use these names.
             library = importlib.import_module(tracker.name)
             media: dict[str, Any] = {}
             for sample in samples:

@@ -60,15 +60,15 @@ class TrainingProgress:
     base_loss: float | None = None
     """Evaluation loss of the base model."""
     base_speech_evaluated: bool = False
-    """Whether the base model's speech was evaluated, where the recipe has `speech_eval`."""
+    """Whether the base model's speech was evaluated; only recipes with `speech_eval` need it."""
     best_step: int | None = None
-    """By speech evaluation where the recipe has one, else by the loss."""
+    """Step of the best checkpoint, by speech evaluation if the recipe has one, else by the loss."""
     best_loss: float | None = None
     evaluations_since_best: int = 0
 
 
 class CheckpointManager:
-    """Saves and restores the checkpoints of a run. Every process calls every method; rank 0 writes."""
+    """Saving and restoring of a run's checkpoints. Every process calls every method; rank 0 writes."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class CheckpointManager:
         self.trainer, self.run, self.loader = trainer, run, loader
         self.inputs = describe_inputs(trainer, loader, evaluation)
         self.described = self.inputs | {"scene": loader.reference_sampler.usual_scene}
-        """With what follows from the inputs, and speaking has to know."""
+        """Inputs, and the facts derived from them that speaking needs."""
 
     def save(self, progress: TrainingProgress) -> None:
-        """Write, verify and name a checkpoint, then drop those that need not be kept."""
+        """Write, verify and rename a checkpoint, then delete those that need not be kept."""
         self._check_finite(progress.step)
         tensors = self._gather_rng_states() | self._gather_tensors()
 
@@ -99,8 +99,8 @@ class CheckpointManager:
         self._write_on_main(f"the checkpoint of step {progress.step}", write)
 
     def publish(self, progress: TrainingProgress, describe: Callable[[Path], None] | None = None) -> Path:
-        """Write the run's result: the best checkpoint's weights with early stopping or speech evaluation, else the
-        last ones; and what `describe` adds to their folder."""
+        """Write the run's result: the best checkpoint's weights with early stopping or speech evaluation, else the last
+        ones. `describe` adds files to its folder."""
         best = progress.best_step if self.trainer.recipe.publishes_best else None
         if best is None:
             self._check_finite(progress.step)
@@ -120,7 +120,7 @@ class CheckpointManager:
         return self.run.result
 
     def restore(self) -> TrainingProgress:
-        """Load the newest checkpoint into the trainer; without one, the run is at its beginning."""
+        """Load the newest checkpoint into the trainer; without one, the run starts from its beginning."""
         if self.trainer.accelerator.is_main_process:
             _remove_leftovers(self.run.folder)
             _remove_leftovers(self.run.folder / "checkpoints")
@@ -147,7 +147,8 @@ class CheckpointManager:
         return progress
 
     def _check_finite(self, step: int) -> None:
-        """Weights that are not finite replace no checkpoint: in fp16 an update may overflow before a gradient does."""
+        """Raise an error for weights that are not finite, before they replace a checkpoint. In fp16 an update may
+        overflow before a gradient does."""
         weights = self.trainer.trainable_parameters
         local = {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in weights.items()}
         broken = [name for name, weight in local.items() if not torch.isfinite(weight).all()]
@@ -169,12 +170,12 @@ class CheckpointManager:
         _verify(sorted(folder.glob("*.safetensors")), expected)
         metadata = WeightsMetadata.from_recipe(self.trainer.recipe, self.described)
         if self.trainer.recipe.adapt.mode == "full":
-            # The codec is not saved with the model, which would else ask for the released one.
+            # The codec is not saved with the model, which would otherwise ask for the released one.
             metadata = metadata.model_copy(update={"codec": absolute_source(self.trainer.family.codec_source)})
         save_metadata(folder, metadata)
 
     def _gather_tensors(self) -> dict[str, torch.Tensor]:
-        """Trained weights, optimizer state and EMA, in host memory of rank 0."""
+        """Gather trained weights, optimizer state and EMA in host memory of rank 0."""
         trainer = self.trainer
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in trainer.trainable_parameters.items():
@@ -237,13 +238,13 @@ class CheckpointManager:
             accelerator.scaler.load_state_dict(metadata["scaler"])
 
         self.loader.restore_row_counts({(epoch, window): rows for epoch, window, rows in metadata["row_counts"]})
-        # Another number of processes, or another device, has no saved state, and keeps the seed's.
+        # Without a saved state (other processes or another device) the state from the seed is kept.
         entries = {kind: f"rng/{kind}/{accelerator.process_index}" for kind in get_rng_states(accelerator.device)}
         saved = {kind: entry for kind, entry in entries.items() if entry in metadata["tensors"]}
         set_rng_states({kind: file.get_tensor(entry).clone() for kind, entry in saved.items()})
 
     def _gather_rng_states(self) -> dict[str, torch.Tensor]:
-        """Random states of all processes, whose dropout differs."""
+        """Gather the random states of all processes, whose dropout differs."""
         accelerator = self.trainer.accelerator
         states: dict[str, torch.Tensor] = {}
         for kind, state in get_rng_states(accelerator.device).items():
@@ -254,7 +255,7 @@ class CheckpointManager:
         return states
 
     def _check_unchanged(self, folder: Path, metadata: dict[str, Any]) -> None:
-        """Refuse to resume with other inputs, or other settings than those that may change."""
+        """Raise an error for changed inputs, or for changed settings that must stay the same on resume."""
         before = metadata["inputs"]
         changed = [
             f"{key} ({before.get(key)}, now {now})" if isinstance(now, str | None) else key
@@ -270,7 +271,7 @@ class CheckpointManager:
             )
 
     def _update_best(self, progress: TrainingProgress) -> None:
-        """Copy the checkpoint with the best speech to `best/`, a run to synthesize with while this one goes on."""
+        """Copy the checkpoint with the best speech to `best/`, which can speak while the training continues."""
         if not self.trainer.recipe.evaluates_speech or progress.best_step is None:
             return
         best, result = self.run.best, self.run.result.name
@@ -283,16 +284,16 @@ class CheckpointManager:
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
-        # Those from before a divergence may be the last that are worth anything.
+        # Checkpoints from before a divergence may be the last useful ones.
         since = self.trainer.divergence.since or 0
         for step in checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
             if step != best and step >= since:
-                # Renamed first, so that a kill leaves nothing that looks complete.
+                # Renamed first, so that a kill leaves no folder that looks complete.
                 folder = checkpoint_folder(self.run, step)
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
 
     def _write_on_main(self, name: str, write: Callable[[nn.Module], None]) -> None:
-        """Rank 0 writes the weights for inference while the others wait; if it fails, all of them stop."""
+        """Write the weights for inference on rank 0 while the other ranks wait. An error stops all of them."""
         failure: Exception | None = None
         with self.trainer.ema_weights():
             model = self.trainer.full_model()
@@ -315,7 +316,7 @@ class CheckpointManager:
 def describe_inputs(
     trainer: Trainer, loader: Loader[RenderedSequence, Batch], evaluation: Loader[RenderedSequence, Batch] | None
 ) -> dict[str, Any]:
-    """Fingerprints of what must not change on resume, beside the recipe."""
+    """Return fingerprints of what must not change on resume, besides the recipe."""
     return {
         "parameters": {name: list(parameter.shape) for name, parameter in trainer.trainable_parameters.items()},
         "base model": _base_model_hash(trainer),
@@ -328,14 +329,14 @@ def describe_inputs(
 
 
 def _base_model_hash(trainer: Trainer) -> str:
-    """Hash over the frozen weights, as `base_model_hash` finds it without a training."""
+    """Hash of the frozen weights; equal to what `base_model_hash` finds without a training."""
     frozen = [full_tensor(weight.detach()) for weight in trainer.model.parameters() if not weight.requires_grad]
     return weights_hash([*frozen, *(layer.weight_sample() for layer in quantized_linears(trainer.model))])
 
 
 @contextmanager
 def _durable_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill under a temporary name. It gets its own once all its files are on the disk."""
+    """Yield a folder to fill under a temporary name. It gets its own name once all its files are on the disk."""
     with atomic_folder(folder, replace=True) as temporary:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
@@ -352,7 +353,7 @@ def _link(source: Path | str, target: Path | str) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run left half-written or half-removed."""
+    """Remove half-written and half-removed files of a killed run."""
     for name in (".step-*", ".adapter.*", ".model.*", ".best.*"):
         for leftover in folder.glob(name):
             shutil.rmtree(leftover)
@@ -361,7 +362,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _verify(files: Sequence[Path], written: Mapping[str, torch.Tensor]) -> None:
-    """Read files back, tensor by tensor: all that were written must be there, and no others."""
+    """Read files back and compare them with what was `written`, tensor by tensor."""
     missing = set(written)
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -389,7 +390,7 @@ def _copy_into(target: torch.Tensor, file: Any, name: str) -> None:
 
 
 def _scalars(group: Mapping[str, Any]) -> dict[str, float]:
-    """Rates and scales of an optimizer group, but not its switches, which follow from the device."""
+    """Return rates and scales of an optimizer group. Its switches depend on the device and are left out."""
     return {k: value for k, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
@@ -397,7 +398,7 @@ _RNG_MODULES: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda, "mps": torch.m
 
 
 def get_rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """Random states of the CPU and of the current device of this kind."""
+    """Return the random states of the CPU and of the current device of this kind."""
     return {kind: _RNG_MODULES[kind].get_rng_state() for kind in dict.fromkeys(("cpu", device.type))}
 
 

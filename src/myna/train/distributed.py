@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 RANK_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others. Rank 0 may write and verify a checkpoint of 90 GB: a quarter of an hour on a
-slow disk. A dead rank shows sooner: gloo notices at once, and the launcher stops the others within half a minute
-(torchrun, accelerate, --gpus; Slurm with --kill-on-bad-exit). Only a rank that hangs, or dies on NCCL without a
-launcher, makes the others wait for so long."""
+"""Time that a rank waits for the others. Rank 0 may write and verify a checkpoint of 90 GB, which takes a quarter of an
+hour on a slow disk. A dead rank is detected sooner: by gloo at once, and the launcher stops the others within half a
+minute (torchrun, accelerate, --gpus; Slurm with --kill-on-bad-exit). The others only wait this long for a rank that
+hangs, or that dies on NCCL without a launcher."""
 
 # Process discovery
 
@@ -55,7 +55,7 @@ class ProcessInfo:
 
     @classmethod
     def from_environment(cls) -> ProcessInfo:
-        """From the variables of torchrun, accelerate or srun; -1 is an old way to leave one unset."""
+        """Read the variables of torchrun, accelerate or srun; -1 is an old way to leave one unset."""
         variables = {**_slurm_variables(), **os.environ}
         rank, local_rank, world_size, local_world_size = (
             _parse_rank(variables.get(name)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -77,7 +77,7 @@ class ProcessInfo:
         return self.rank == 0
 
     def device(self, setting: str) -> torch.device:
-        """The device of this process: the GPU of its local rank, unless `train.device` names one."""
+        """Return the device of this process: the GPU of its local rank, unless `train.device` names one."""
         device = pick_device(setting)
         named = device.index if ":" in setting else None
         if self.world_size > 1 and (named is not None or device.type == "mps"):
@@ -101,7 +101,7 @@ def _parse_rank(text: str | None) -> int | None:
 
 
 def _slurm_variables() -> dict[str, str]:
-    """The variables of torchrun, where srun started several processes by itself."""
+    """Derive the variables of torchrun if srun started several processes by itself."""
     slurm = os.environ
     tasks = _parse_rank(slurm.get("SLURM_STEP_NUM_TASKS"))
     if tasks is None or tasks == 1 or "RANK" in slurm:
@@ -124,7 +124,7 @@ def _slurm_variables() -> dict[str, str]:
 def init_accelerator(
     recipe: Recipe, precision: Precision, device: torch.device, folder: Path, *, track: bool = True
 ) -> Accelerator:
-    """The accelerator, joined with the other processes if there are any. `device` is that of `ProcessInfo.device`;
+    """Make the accelerator, joined with the other processes if there are any. `device` comes from `ProcessInfo.device`;
     without `track`, no tracker of the recipe is started."""
     process = ProcessInfo.from_environment()
     enabled = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
@@ -144,7 +144,7 @@ def init_accelerator(
         raise ConfigError(
             f"`train.trackers`: {' and '.join(absent)} is not installed", hint=f"pip install {' '.join(absent)}"
         )
-    # -1 is unset, to Accelerate too.
+    # -1 means unset, in Accelerate too.
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), "-1")
     if process.world_size > 1:
         variables = _slurm_variables() | {name.upper(): str(number) for name, number in asdict(process).items()}
@@ -167,7 +167,7 @@ def init_accelerator(
 
 
 def is_sharded(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """Whether weights are sharded: in full training on several processes; a LoRA is not worth it."""
+    """Whether weights are sharded: in full training on several processes. A LoRA is too small for it."""
     return recipe.adapt.mode == "full" and accelerator.num_processes > 1
 
 
@@ -187,18 +187,19 @@ def shard_model(
     policy = MixedPrecisionPolicy(param_dtype=precision.compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # The layers' parameters are reached through the model too, where they do not show as sharded.
+    # The model also holds the layers' parameters, without showing that they are sharded.
     sharded = {parameter for layer in layers for parameter in layer.parameters()}
     fully_shard(objective, mesh=mesh, mp_policy=policy, ignored_params=sharded)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor gathered from its shards. Every rank must call it."""
+    """Gather a tensor from its shards. Every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_full_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Full tensors, copied to host memory one by one, on the ranks that keep them. Every rank must call it."""
+    """Gather full tensors and copy them to host memory one by one, on the ranks that keep them. Every rank must call
+    it."""
     gathered = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())
@@ -208,15 +209,15 @@ def gather_full_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> d
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The opposite of `full_tensor`: this rank's shard of a tensor that all ranks have, sharded as `like` is."""
+    """Return this rank's shard of a tensor that all ranks have, sharded as `like` is."""
     if not isinstance(like, DTensor):
         return tensor.to(like.device)
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def synchronize(items: Iterable[Item], accelerator: Accelerator) -> Iterator[tuple[Item, bool]]:
-    """Equally many items on every rank, as sharded weights need them, and whether each counts: a rank that has run out
-    gets one that does not."""
+    """Yield equally many items on every rank, as sharded weights need them, and whether each counts: a rank without
+    items left gets one that does not count."""
     filler: Item | None = None
     for item in chain(items, repeat(None)):
         has_item = accelerator.gather(torch.tensor([int(item is not None)], device=accelerator.device)).tolist()
@@ -229,7 +230,7 @@ def synchronize(items: Iterable[Item], accelerator: Accelerator) -> Iterator[tup
 
 
 def check_same_weights(trainer: Trainer) -> None:
-    """All ranks must hold the same weights; a bypassed DDP wrapper shows here. Shards differ by design."""
+    """Check that all ranks hold the same weights, which detects a bypassed DDP wrapper. Shards differ by design."""
     if trainer.accelerator.num_processes == 1 or trainer.sharded:
         return
     weights = (parameter.detach().double() for parameter in trainer.trainable_parameters.values())
@@ -244,8 +245,8 @@ def check_same_weights(trainer: Trainer) -> None:
 
 
 def shutdown(trainer: Trainer) -> None:
-    """End the training. DDP is freed before the process group: were it the last to hold the connections, it would
-    close them holding the GIL, for which one of gloo's threads may still be waiting."""
+    """End the training. DDP is freed before the process group: as the last owner of the connections it would close them
+    while holding the GIL, which one of gloo's threads may be waiting for."""
     accelerator = trainer.accelerator
     if accelerator.num_processes > 1:
         trainer.objective = accelerator.unwrap_model(trainer.objective)

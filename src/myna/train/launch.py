@@ -103,8 +103,8 @@ class ProgressObserver:
 
 
 def _launch_run(run: Run, gpus: int, *, resume: bool, settings: Sequence[str], dry_run: bool) -> None:
-    """Train in several processes. Stopped during training, they save and say how to go on; before that they only end,
-    and this function says so."""
+    """Train in several processes. Processes that are stopped during training save and say how to resume; if they were
+    stopped before that, this function says so."""
     before = checkpoint_steps(run)
     with tempfile.TemporaryDirectory(prefix="myna-") as folder:
         if resume:
@@ -126,7 +126,7 @@ def _launch_run(run: Run, gpus: int, *, resume: bool, settings: Sequence[str], d
 def launch(count: int, arguments: Sequence[object], device: str) -> bool:
     """Run `python -m myna ARGUMENTS` in several processes on this machine, and name the one that failed.
 
-    Whether they finished: False after a SIGINT or SIGTERM, however far they were.
+    Returns whether they finished: False after a SIGINT or SIGTERM.
     """
     _check_devices(count, device)
     variables = {
@@ -152,7 +152,7 @@ def launch(count: int, arguments: Sequence[object], device: str) -> bool:
             try:
                 launch_agent(config, sys.executable, ["-m", "myna", *map(str, arguments)])
             except SignalException:
-                # The processes got the signal too. The launcher does not look whether they failed over it.
+                # The processes got the signal too. The launcher does not check whether they failed because of it.
                 if failures := _recorded_failures(Path(folder)):
                     raise ChildFailedError("myna", failures) from None
                 return False
@@ -183,7 +183,7 @@ def _check_devices(count: int, device: str) -> None:
 
 
 def _first_failure(error: ChildFailedError) -> TrainingError:
-    """The failure that came first, not that of a rank which only lost its connection."""
+    """Return the failure that came first, not that of a rank which only lost its connection."""
     rank, failure = min(
         error.failures.items(), key=lambda item: (LOST_CONNECTION in _failure_message(item[1]), item[1].timestamp)
     )
@@ -199,8 +199,8 @@ def _first_failure(error: ChildFailedError) -> TrainingError:
 
 
 def _recorded_failures(folder: Path) -> dict[int, ProcessFailure]:
-    """Failures after a signal, by rank. Not all processes get the signal at once, so that one which lost its connection
-    has not failed by itself."""
+    """Return failures after a signal, by rank. Processes get the signal at different times, so one that lost its
+    connection has not failed by itself."""
     files = sorted((int(file.parent.name), file) for file in folder.rglob("error.json"))
     failures = {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files}
     return {rank: failure for rank, failure in failures.items() if LOST_CONNECTION not in _failure_message(failure)}
@@ -213,7 +213,7 @@ def _failure_message(failure: ProcessFailure) -> str:
 
 @contextmanager
 def report_failures() -> Iterator[None]:
-    """Report to the launcher why this process stops. The death of another rank shows as a broken connection."""
+    """Report to the launcher why this process stops. The death of another rank appears as a broken connection."""
     try:
         yield
     except Exception as error:

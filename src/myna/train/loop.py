@@ -1,4 +1,4 @@
-"""Training loop, read from top to bottom.
+"""Training loop, to be read from top to bottom.
 
 Everything is planned in optimizer steps. A step is the same rows however they are split into micro-batches and ranks:
 losses are summed, and divided once by the targets counted over all of them.
@@ -41,14 +41,14 @@ from myna.train.run import Run
 from myna.train.trainer import Trainer, start_from_adapter
 
 WORKER_PROCESS_DEVICES = ("cuda",)
-"""Devices that keep the main Python thread busy: there, worker processes make the batches. Elsewhere threads do, which
+"""Devices that keep the main Python thread busy: worker processes make their batches. Other devices use threads, which
 start at once and take no memory."""
 BEFORE_BASE_EVALUATION = -1
-"""A step before the base model's evaluation, which is step 0."""
+"""Step number before the base model's evaluation, which is step 0."""
 
 
 class TrainingObserver(Protocol):
-    """Receives the messages and metrics of a training."""
+    """Receiver of the messages and metrics of a training."""
 
     def on_message(self, text: str) -> None: ...
 
@@ -65,7 +65,7 @@ class _Logger:
     observer: TrainingObserver
     accelerator: Accelerator
     writes: bool = True
-    """A dry run writes nothing."""
+    """Whether anything is written; a dry run writes nothing."""
 
     def message(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -102,7 +102,7 @@ def run_training(
     """Train into the run folder. A dry run ends before the first step, and writes nothing.
 
     With `speech_eval.asr`, rank 0 needs a callback, and the others none. `describe` adds a model card to the result
-    before it has its name.
+    before it gets its final name.
     """
     with ExitStack() as resources:
         settings, process = recipe.train, ProcessInfo.from_environment()
@@ -148,7 +148,7 @@ def run_training(
         # Memory plan.
         largest = largest_batch(loader, recipe, shard)
         memory = plan_memory(family, recipe, precision, accelerator.device, largest, shard.world_size)
-        # Sharded ranks come to each layer together, so all recompute what the fullest of them must.
+        # Sharded ranks run each layer together, so all recompute what the fullest of them must.
         memory = replace(memory, recomputed=max(gather_object([memory.recomputed])))
         for line in memory.table().splitlines():
             log(line)
@@ -284,7 +284,7 @@ def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = Fal
     loader = Loader(
         corpus,
         recipe.data,
-        # Not a local function, which could not be pickled for worker processes.
+        # A local function could not be pickled for worker processes.
         render=partial(
             family.render, supervise_text=recipe.needs_text_head, supervise_references=recipe.loss.supervise_references
         ),
@@ -310,13 +310,14 @@ def render_targets(recipe: Recipe, *, id: str | None = None, count: int = 1) -> 
 
 
 def _is_early_stop(recipe: Recipe, progress: TrainingProgress) -> bool:
-    """Whether there were enough evaluations in a row that were no better."""
+    """Whether enough evaluations in a row were no better than the best."""
     patience = recipe.speech_eval.patience if recipe.evaluates_speech else recipe.train.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
 
 
 def _check_length(recipe: Recipe, run: Run, progress: TrainingProgress, steps: int, *, is_early_stop: bool) -> None:
-    """A resumed run may be given another length, but none that it has passed, nor one that its patience cuts short."""
+    """Check the length of a resumed run: it may change, but not to steps already passed, nor beyond the end of its
+    patience."""
     if progress.step > steps:
         raise TrainingError(
             f"{run.folder} is at step {progress.step} already, and {steps} are asked for",
@@ -333,7 +334,8 @@ def _check_length(recipe: Recipe, run: Run, progress: TrainingProgress, steps: i
 
 
 def _check_learning(trainer: Trainer, run: Run, progress: TrainingProgress, *, is_last: bool = False) -> None:
-    """Stop a run that no longer learns. At its end, unless its result is an earlier and better checkpoint."""
+    """Stop a run that no longer learns. At its end, do so only if its result is not an earlier and better
+    checkpoint."""
     publishes_best = progress.best_step is not None and trainer.recipe.publishes_best
     if (problem := trainer.divergence.diagnose(is_last=is_last and not publishes_best)) is None:
         return
@@ -354,8 +356,8 @@ def _update_progress(progress: TrainingProgress, loss: float) -> TrainingProgres
 
 
 def _update_speech_progress(progress: TrainingProgress, scores: SpeechScores) -> TrainingProgress:
-    """With speech evaluation there may be no best checkpoint yet, and until then patience does not run out: a model
-    trained from scratch does not stop in time at first. Nor does it while the score rises, however slowly."""
+    """Update the best speech evaluation. While there is none, patience does not run out: a model trained from scratch
+    does not end its sentences at first. Nor does it run out while the score still rises."""
     if scores.is_best:
         return replace(progress, best_step=progress.step, evaluations_since_best=0)
     if progress.best_step is None:
@@ -364,7 +366,7 @@ def _update_speech_progress(progress: TrainingProgress, scores: SpeechScores) ->
 
 
 def _log_gain(progress: TrainingProgress, start: str, log: Callable[[str], None]) -> None:
-    """Whether the best evaluation loss is below that of the model it started from."""
+    """Log whether the best evaluation loss is below that of the model the training started from."""
     if progress.base_loss is None or progress.best_loss is None:
         return
     if progress.best_loss >= progress.base_loss:
@@ -403,7 +405,7 @@ def _speed(batches: list[Batch], seconds: float, accelerator: Accelerator) -> di
 
 @contextmanager
 def _stop_on_signal() -> Iterator[SimpleNamespace]:
-    """SIGINT and SIGTERM request a stop at the end of the step; a second SIGINT interrupts at once."""
+    """Stop at the end of the step on SIGINT or SIGTERM; a second SIGINT interrupts at once."""
     stop = SimpleNamespace(requested=False)
 
     def request(number: int, _: Any) -> None:

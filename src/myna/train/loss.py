@@ -1,4 +1,5 @@
-"""Training loss over several streams: weighted per stream, divided once by the targets of the whole optimizer step."""
+"""Training loss: a weighted sum over terms, each divided once by the targets of the whole optimizer step. A monitor
+detects when it diverges."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from myna.models.base import LossSums
 
 
 def stage_weights(loss_terms: Sequence[str], recipe: Recipe, step: int, steps: int) -> torch.Tensor:
-    """Stream weights of this step: those of its stage, or the recipe's own after the last stage."""
+    """Return the weights of all terms in this step: those of its stage, or the recipe's own after the last stage."""
     loss = recipe.loss
     for stage in recipe.train.stages:
         if step <= (stage.until * steps if stage.until <= 1 else stage.until):
@@ -24,7 +25,8 @@ def stage_weights(loss_terms: Sequence[str], recipe: Recipe, step: int, steps: i
 
 
 def term_weights(loss_terms: Sequence[str], settings: LossSettings) -> torch.Tensor:
-    """(streams,): the text weight, and codebook weights that sum to the audio weight; a single stream weighs 1."""
+    """Return the weights, (terms,): the text weight, and codebook weights that sum to the audio weight. A single term
+    weighs 1."""
     if len(loss_terms) == 1:
         return torch.ones(1, dtype=torch.float64)
     codebooks = sum(name.startswith("code") for name in loss_terms)
@@ -45,20 +47,21 @@ def term_weights(loss_terms: Sequence[str], settings: LossSettings) -> torch.Ten
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The part of the step's loss in these sums; `counts` are the whole step's, over all ranks and micro-batches."""
+    """Return the part of the step's loss in these sums; `counts` are those of the whole step, over all ranks and
+    micro-batches."""
     per_target = (weights / counts.clamp(min=1)).to(sums.dtype).to(sums.device, non_blocking=True)
     return (sums * per_target).sum()
 
 
 def term_means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
-    """Mean loss per stream, None where there were no targets."""
+    """Return the mean loss of each term, None without targets."""
     return [s / c if c else None for s, c in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 class LossAccumulator:
     """Loss sums over the micro-batches of a step or of an evaluation, on the CPU in double precision.
 
-    Added results stay on the device until they are read: fetching them at once would have the host wait for the
+    Added results stay on the device until they are read: fetching them at once would make the host wait for the
     micro-batch, and then the device for the host.
     """
 
@@ -68,12 +71,12 @@ class LossAccumulator:
         self._pending: list[LossSums] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled between ranks without anything on a device.
+        # Pickled between ranks without tensors on a device.
         return LossAccumulator, (*self._fetch(), self.counts)
 
     @classmethod
-    def zeros(cls, streams: int) -> LossAccumulator:
-        return cls(*(torch.zeros(n, dtype=torch.float64) for n in (streams, streams, 2, streams)))
+    def zeros(cls, terms: int) -> LossAccumulator:
+        return cls(*(torch.zeros(n, dtype=torch.float64) for n in (terms, terms, 2, terms)))
 
     @property
     def sums(self) -> torch.Tensor:
@@ -88,12 +91,12 @@ class LossAccumulator:
         return self._fetch()[2]
 
     def add(self, result: LossSums) -> None:
-        """Add the result of one micro-batch; `counts` are added apart, since they are known before it."""
+        """Add the result of one micro-batch. Its `counts` are known before, and are added separately."""
         self._pending.append(LossSums(*(part.detach() for part in result)))
 
     def _fetch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The totals, with all pending results in one transfer. Counts of a micro-batch are small enough for fp32;
-        not every device has fp64."""
+        """Return the totals, with all pending results added in one transfer. Counts of a micro-batch are small enough
+        for fp32; not every device has fp64."""
         if self._pending:
             batches = torch.stack([torch.cat([part.float() for part in result]) for result in self._pending])
             self._pending.clear()
@@ -105,12 +108,12 @@ class LossAccumulator:
         return flat.split([len(total) for total in self._totals])  # type: ignore[no-untyped-call, no-any-return]
 
     def reduced(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> LossAccumulator:
-        """Totals over all processes, in one reduction; `counts` must already be those of all processes."""
+        """Return totals over all processes, in one reduction; `counts` must already be those of all processes."""
         sums, correct, stops = self._split(reduce(torch.cat(self._fetch())))
         return LossAccumulator(sums, correct, stops, self.counts)
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor) -> dict[str, Any]:
-        """Losses and accuracies as they are written to metrics.jsonl."""
+        """Return losses and accuracies as they are written to metrics.jsonl."""
         losses = zip(names, term_means(self.sums, self.counts), strict=True)
         correct, targets = float(self.correct.sum()), float(self.counts.sum())
         stops, ends = self.stops.tolist()
@@ -126,45 +129,45 @@ class LossAccumulator:
 
 
 MAX_ZERO_GRADIENT_STEPS = 3
-"""Steps in a row with a gradient of exactly zero before a training is given up."""
+"""Steps in a row with a gradient of exactly zero after which a training is stopped."""
 MAX_STEPS_ABOVE_CHANCE = 50
-"""Steps in a row with a loss above chance, after it was well below, before a training is given up: it may recover from
+"""Steps in a row with a loss above chance after which a training that was well below is stopped. It may recover from
 some."""
 MAX_FINAL_STEPS = 2
-"""The same for either, at the end of a run, which leaves no time to recover."""
+"""Either number of steps at the end of a run, which leaves no time to recover."""
 WELL_BELOW_CHANCE = 0.8
-"""Share of a uniform guess's loss that only a model has which knows something."""
+"""Share of a uniform guess's loss that only a trained model reaches."""
 SAFE_LEARNING_RATE = TrainSettings().learning_rate
 
 
 @dataclass(slots=True)
 class DivergenceMonitor:
-    """Watches the loss and the gradient norm, step by step. Every rank sees the same; checkpoints keep its state.
+    """Monitor of the loss and the gradient norm, step by step. Every rank sees the same; checkpoints keep its state.
 
-    Steps that a loss scale skips are not counted: the trainer stops by itself when there are too many.
+    Steps that a loss scale skips are not counted: the trainer stops by itself after too many of them.
     """
 
     since: int | None = None
-    """First of the steps in a row that taught nothing; None while the training is well."""
+    """First of the current steps in a row without learning; None while the training is well."""
     zero_gradients: int = 0
-    """Such steps with a gradient of zero, up to now."""
+    """Number of steps in a row with a gradient of zero."""
     above_chance: int = 0
-    """Such steps with a loss above chance."""
+    """Number of steps in a row with a loss above chance."""
     lowest: float | None = None
     """Lowest loss so far, as a share of chance."""
-    streams: list[bool] | None = None
-    """Streams that had a weight in the last step. Losses of others cannot be compared."""
+    weighted_terms: list[bool] | None = None
+    """Whether each term had a weight in the last step. Losses with other weights cannot be compared."""
     message: str = ""
 
     def update(
         self, step: int, losses: LossAccumulator, norm: float, chance: tuple[float, ...], weights: torch.Tensor
     ) -> None:
-        """`chance` is that of the family's streams, which come first; a guess is nothing to compare others with."""
+        """Update the monitor with one step; `chance` is the loss of a uniform guess for each term."""
         sums, counts, weights = (part[: len(chance)] for part in (losses.sums, losses.counts, weights))
         uniform = torch.tensor(chance, dtype=torch.float64) * counts
         loss, guess = (float(weighted_loss(part, counts, weights)) for part in (sums, uniform))
-        if self.streams != (weighted := (weights > 0).tolist()):
-            self.streams, self.lowest, self.above_chance = weighted, None, 0
+        if self.weighted_terms != (weighted := (weights > 0).tolist()):
+            self.weighted_terms, self.lowest, self.above_chance = weighted, None, 0
         if not norm < float("inf") or guess == 0:
             return
         self.zero_gradients = self.zero_gradients + 1 if norm == 0 and loss > 0 else 0
@@ -179,7 +182,7 @@ class DivergenceMonitor:
         self.message = f"{fault} since step {self.since}, at a loss of {loss:.2f} where a guess has {guess:.2f}"
 
     def diagnose(self, *, is_last: bool = False) -> str | None:
-        """What is wrong, once it is certain; at the end of a run sooner."""
+        """Describe the fault once it is certain, which is sooner at the end of a run; None without one."""
         zero, above = MAX_ZERO_GRADIENT_STEPS, MAX_STEPS_ABOVE_CHANCE
         if is_last:
             zero = above = MAX_FINAL_STEPS

@@ -1,4 +1,4 @@
-"""Memory plan of a training, from shapes alone, and what to change when it does not fit.
+"""Memory plan of a training, from shapes alone, and the changes to the recipe that make it fit.
 
 Weights, gradients and optimizer state are counted and activations measured on the meta device, before anything is
 loaded.
@@ -31,26 +31,27 @@ if TYPE_CHECKING:
     from myna.data.loader import Loader, Shard
 
 LONGEST_CANDIDATES = 256
-"""Targets among which the largest batch is looked for: half of them the longest clips, half from all over the data."""
+"""Number of targets searched for the largest batch: half are the longest clips, half are spread over the data."""
 MEASURED_SEQUENCES = 8
-"""Sequences of the largest batch to measure: memory grows linearly with the tokens, and time with these."""
+"""Maximum number of measured sequences of the largest batch. Memory grows linearly with the tokens, and the time to
+measure with these."""
 USABLE_MEMORY_SHARE = 0.95
 """Share of the memory to plan with: allocators round up and leave gaps."""
 CUDA_SEGMENT_BYTES = 20 * 2**20
-"""Allocation unit of CUDA's caching allocator for tensors of a few megabytes: most of the last one may be unused, which
-on a small share of a GPU is more than the rest that is not planned with."""
+"""Bytes that CUDA's caching allocator allocates at once for tensors of a few megabytes. Most of the last allocation may
+be unused, which on a small share of a GPU is more than the reserve."""
 
 
 class LargestBatch(NamedTuple):
-    """The micro-batch with the most tokens."""
+    """Micro-batch with the most tokens."""
 
     sequences: tuple[RenderedSequence, ...]
     longest_sequence: int
-    """Tokens of the longest sequence of the data, in this batch or not: no row can be shorter."""
+    """Tokens of the longest sequence of the data, in this batch or not: no row can be shorter than it."""
 
 
 def largest_batch(loader: Loader[RenderedSequence, Batch], recipe: Recipe, shard: Shard) -> LargestBatch:
-    """The largest micro-batch that can occur, as real sequences of this rank's targets."""
+    """Find the largest micro-batch that can occur, as real sequences of this rank's targets."""
     targets = loader.reference_sampler.targets[shard.rank :: shard.world_size] or loader.reference_sampler.targets
     by_length = np.argsort(-loader.dataset.table.frames[targets.indices], kind="stable")
     longest = [targets[int(index)] for index in by_length[: LONGEST_CANDIDATES // 2]]
@@ -61,13 +62,13 @@ def largest_batch(loader: Loader[RenderedSequence, Batch], recipe: Recipe, shard
         packed = first_fit_decreasing(list(map(len, sequences)), recipe.data.row_tokens)
         rows = [[sequences[index] for index in row] for row in packed]
     rows.sort(key=lambda row: -sum(map(len, row)))
-    # The stream of rows has no end: where there are few, they come again in the same micro-batch.
+    # Rows are repeated without end: few rows come again in the same micro-batch.
     fullest = islice(cycle(rows), recipe.train.micro_batch_size)
     return LargestBatch(tuple(sequence for row in fullest for sequence in row), max(map(len, sequences)))
 
 
 def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` items, evenly from first to last."""
+    """Return at most `count` items, evenly spaced from first to last."""
     count = min(count, len(items))
     return [items[int(number * len(items) / count)] for number in range(count)]
 
@@ -78,7 +79,7 @@ class MemoryPlan:
 
     precision: str
     sequences: tuple[RenderedSequence, ...]
-    """The largest micro-batch."""
+    """Largest micro-batch."""
     longest_sequence: int
     tokens: int
     recomputed: int
@@ -111,13 +112,13 @@ class MemoryPlan:
         return self.total <= USABLE_MEMORY_SHARE * self.available
 
     def with_least_recomputation(self) -> MemoryPlan:
-        """With as few layers recomputed as fit, or, if none fits, with as many as save most."""
+        """Return the plan with as few layers recomputed as fit; if none fits, with as many as save most."""
         plans = [replace(self, recomputed=n, automatic=True) for n in range(self.activation_memory.layers + 1)]
         return next((plan for plan in plans if plan.fits), min(plans, key=lambda plan: plan.total))
 
     @property
     def recomputation(self) -> str:
-        """Which layers are recomputed, and why, for a person."""
+        """Description of the recomputed layers, with the reason."""
         layers = self.activation_memory.layers
         named = {0: "no layer recomputed", layers: f"all {layers} layers recomputed"}
         text = named.get(self.recomputed, f"{self.recomputed} of {layers} layers recomputed")
@@ -146,9 +147,9 @@ class MemoryPlan:
 def plan_memory(
     family: Family, recipe: Recipe, precision: Precision, device: torch.device, batch: LargestBatch, world_size: int = 1
 ) -> MemoryPlan:
-    """Memory plan of one process for its largest micro-batch, counted on the meta device."""
+    """Plan the memory of one process for its largest micro-batch, counted on the meta device."""
     model = build_model(recipe, family, precision, "meta")
-    # Families do not fuse on MPS, and cannot see from here where the model will be.
+    # Families do not fuse on MPS; on the meta device they cannot know where the model will be.
     fused = recipe.train.fused_lora and device.type != "mps"
     objective: Any = family.objective(model, label_smoothing=recipe.loss.label_smoothing, fused_lora=fused).train()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -164,7 +165,7 @@ def plan_memory(
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in family.layers(objective)]
         gathered = count - sum(layers) + 2 * max(layers)
         frozen += gathered * precision.compute_dtype.itemsize * shards
-        # They are gathered in the compute type: nothing is cast and kept, however few the tokens.
+        # Weights are gathered in the compute type, so no cast copy is kept, however few the tokens.
         activations = activations.without_fixed()
     recomputed = configured_recomputation(recipe, activations.layers)
     plan = MemoryPlan(
@@ -176,7 +177,7 @@ def plan_memory(
         automatic=False,
         frozen=frozen // shards,
         trained=trained // shards,
-        gradients=trained // shards * (2 if world_size > shards else 1),  # DDP has a bucket beside every gradient
+        gradients=trained // shards * (2 if world_size > shards else 1),  # DDP has a bucket for every gradient
         optimizer_state=count * state_bytes // shards,
         ema=count * 4 // shards if recipe.train.ema_decay is not None else 0,
         activation_memory=activations,
@@ -189,7 +190,7 @@ def plan_memory(
 
 
 def check_weights_fit(plan: MemoryPlan) -> None:
-    """Refuse to load weights that do not fit."""
+    """Raise an error, before anything is loaded, if the weights alone do not fit."""
     weights = plan.frozen + plan.trained
     if weights > plan.available:
         raise TrainingError(
@@ -200,7 +201,7 @@ def check_weights_fit(plan: MemoryPlan) -> None:
 
 
 def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device: torch.device) -> TrainingError:
-    """The error for a largest micro-batch that ran out of memory: its hint is the cheapest change that fits."""
+    """Make the error of a largest micro-batch that ran out of memory; its hint is the cheapest change that fits."""
 
     def plan_in_half_precision() -> MemoryPlan | None:
         half = choose_precision("auto", device)
@@ -209,7 +210,7 @@ def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device
         batch = LargestBatch(plan.sequences, plan.longest_sequence)
         return plan_memory(family, recipe, half, device, batch, plan.world_size)
 
-    # A plan that failed was too low: the next one must be well below it.
+    # The failed plan was too low: the next one must be well below it.
     budget = USABLE_MEMORY_SHARE * min(plan.available, plan.total)
     hint = _last_resort(plan)
     for changes, lighter in lighter_plans(plan, recipe, plan_in_half_precision):
@@ -225,9 +226,9 @@ class _Saving(NamedTuple):
 
     changes: dict[str, Any]
     token_divisor: int = 1
-    """What the tokens of a micro-batch are divided by."""
+    """Divisor of the tokens of a micro-batch."""
     recomputed: int = 0
-    """Layers that are recomputed with them, if they are not already."""
+    """Layers recomputed with these settings, if they are not already."""
 
     def apply(self, plan: MemoryPlan) -> MemoryPlan:
         return replace(plan, tokens=plan.tokens // self.token_divisor, recomputed=max(self.recomputed, plan.recomputed))
@@ -236,11 +237,11 @@ class _Saving(NamedTuple):
 def lighter_plans(
     plan: MemoryPlan, recipe: Recipe, plan_in_half_precision: Callable[[], MemoryPlan | None]
 ) -> Iterator[tuple[dict[str, Any], MemoryPlan]]:
-    """Changes to the recipe that save memory, and the plans they lead to, cheapest first."""
+    """Yield changes to the recipe that save memory, and the plans they lead to, cheapest first."""
     settings, data = recipe.train, recipe.data
     rows, row_tokens = settings.micro_batch_size, data.row_tokens
     fewer_rows = [_Saving({"train.micro_batch_size": rows // n}, n) for n in range(2, rows + 1) if rows % n == 0]
-    # Shorter rows, and so many more of them that a step has as many tokens as before.
+    # Shorter rows, and more of them, so that a step keeps its tokens.
     halvings = int(math.log2(max(1, row_tokens / plan.longest_sequence))) if data.pack else 0
     shorter_rows = [
         _Saving({"data.row_tokens": row_tokens // n, "train.batch_size": settings.batch_size * n}, n)
@@ -265,7 +266,7 @@ def lighter_plans(
         half = full.apply(half) if pinned else half
         starts.append((pinned | {"train.precision": half.precision}, half))
         yield starts[-1]
-    # None of them alone: the most of each kind, one kind after another.
+    # No single change is enough: the most of each kind, one kind after another.
     for changes, lighter in starts:
         for kind in (fewer_rows, shorter_rows, recomputing):
             if kind:
@@ -286,14 +287,14 @@ def _last_resort(plan: MemoryPlan) -> str:
 
 
 def available_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Bytes that a training could get, without what this process already holds for something else.
+    """Bytes that a training could get, without what this process already holds for other purposes.
 
-    `root` holds the proc and sys that are asked for limits of main memory.
+    `root` is the folder of the proc and sys file systems that hold the limits of main memory.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         usable = free + torch.cuda.memory_reserved(device)
-        # A process can be limited to a share of its GPU: to share it, or to try how it would do on a smaller one.
+        # A process can be limited to a share of its GPU, to share it or to emulate a smaller one.
         limit = total * torch.cuda.get_per_process_memory_fraction(device)
         return int(min(usable, limit)) - torch.cuda.memory_allocated(device) - CUDA_SEGMENT_BYTES
     if device.type == "mps":
@@ -302,7 +303,7 @@ def available_memory(device: torch.device, root: Path = Path("/")) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of the device where it has memory of its own, else of the process, Python included."""
+    """Peak bytes of the device if it has its own memory, else of the process, Python included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_process_memory()
@@ -313,7 +314,7 @@ def format_bytes(count: int) -> str:
 
 
 def _optimizer_bytes(recipe: Recipe, precision: Precision) -> tuple[int, int]:
-    """Bytes per trained weight of the optimizer's state and of its step, measured on a small parameter."""
+    """Return bytes per trained weight of the optimizer's state and of its step, measured on a small parameter."""
     weight = nn.Parameter(torch.zeros(1024, dtype=precision.trainable_dtype))
     weight.grad = torch.zeros_like(weight)
     optimizer = make_optimizer([weight], recipe.train, precision)

@@ -18,9 +18,10 @@ from myna.train.precision import Precision
 
 
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
-    """Learning rate of step 1 to `steps`: linear warm-up to the full rate, then the schedule towards its end.
+    """Return the learning rate of a step from 1 to `steps`: linear warm-up to the full rate, then the schedule towards
+    its end.
 
-    The end lies one step past the last, which would otherwise have a rate of 0.
+    The end is one step after the last, which would otherwise have a rate of 0.
     """
     warmup = round(settings.warmup * steps) if settings.warmup < 1 else int(settings.warmup)
     if step <= warmup:
@@ -34,16 +35,16 @@ def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
 
 
 INITIAL_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**16, 2.0**24
-"""Loss scale in pure fp16. The initial one is that of torch's scaler."""
+"""Initial and maximum loss scale in pure fp16; the initial one is that of torch's scaler."""
 LOSS_SCALE_GROWTH_STEPS = 2000
-"""Steps without an overflow before the loss scale is doubled, as with torch's scaler."""
+"""Number of steps without an overflow before the loss scale is doubled, as in torch's scaler."""
 COMPENSATION_UNIT = 2.0**-11
 """Unit of the compensation: half the distance between fp16 numbers near 1. A weight's rounding error is at most this
-share of it, so that in this unit the error is as large as the weight, and as well represented."""
+share of it, so in this unit the error is as large as the weight, and as precise."""
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], settings: TrainSettings, precision: Precision) -> Optimizer:
-    """The optimizer of a training: fused AdamW on CUDA, which like the others is bit-exact from run to run."""
+    """Make the optimizer of a training: fused AdamW on CUDA, which is bit-exact from run to run like the others."""
     optimizer: Callable[..., Optimizer] = KahanAdamW
     if precision.trainable_dtype != torch.float16:
         fused = all(parameter.is_cuda for parameter in parameters)
@@ -78,13 +79,13 @@ class KahanAdamW(Optimizer):
         return float(self.param_groups[0]["loss_scale"])
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on; it must be fp32."""
+        """Scale the loss before backward; it must be fp32."""
         return loss * self.loss_scale
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """The norm of the unscaled gradients, which the next `step` clips to `max_norm`. The gradients stay as they
-        are: unscaled or clipped, small ones would underflow."""
+        """Return the norm of the unscaled gradients; the next `step` clips to `max_norm`. The gradients are not
+        changed, since small ones would underflow."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         total = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
@@ -130,7 +131,7 @@ class KahanAdamW(Optimizer):
 
 
 class WeightEMA:
-    """Averages in fp32 of parameters, by name."""
+    """Running averages of parameters in fp32, by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self.decay = decay
@@ -139,17 +140,17 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Early on the decay is shorter, or the average would never forget the initial weights."""
+        """Update the averages. Early on the decay is smaller, or the average would never forget the initial weights."""
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        # All at once: on a GPU, launching a kernel for each would take longer than the kernels do.
+        # All at once: on a GPU, launching a kernel for each parameter would take longer than the kernels.
         weights = [parameter.detach().float() for parameter in parameters.values()]
         foreach_lerp([self.averages[name] for name in parameters], weights, 1 - decay)
 
     @contextmanager
     @torch.no_grad()
     def swapped_in(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """The averages replace the weights inside the block."""
+        """Replace the weights by the averages inside the block."""
         weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.copy_(self.averages[name])

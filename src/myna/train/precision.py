@@ -18,7 +18,7 @@ from myna.core.errors import ConfigError
 PrecisionName = Literal["fp32", "bf16", "fp16", "pure-fp16"]
 PrecisionSetting = Literal["auto"] | PrecisionName
 BF16_CAPABILITY = (8, 0)
-"""The first CUDA compute capability with bf16 units; torch emulates bf16 on older GPUs."""
+"""First CUDA compute capability with bf16 units; torch emulates bf16 on older GPUs."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "pure-fp16": torch.float16}
 
@@ -41,7 +41,7 @@ class Precision:
 
     @property
     def uses_grad_scaler(self) -> bool:
-        """Whether Accelerate's gradient scaler is used, which refuses gradients that are fp16 themselves."""
+        """Whether Accelerate's gradient scaler is used. It rejects fp16 gradients."""
         return self.name == "fp16"
 
     @property
@@ -51,7 +51,7 @@ class Precision:
 
     @property
     def mixed_precision(self) -> Literal["no", "bf16", "fp16"]:
-        """Accelerate's setting: `no` where all parameters are of one type."""
+        """Accelerate's setting; `no` if all parameters have one type."""
         return self.name if self.name in ("bf16", "fp16") else "no"
 
     def __str__(self) -> str:
@@ -80,7 +80,8 @@ def choose_precision(
     capability: tuple[int, int] | None = None,
     probe: Callable[[torch.device], bool] = supports_bf16_matmul,
 ) -> Precision:
-    """Precision for a device. `capability` is looked up when not given; `probe` tests bf16 where torch cannot tell."""
+    """Choose the precision for a device. `capability` is looked up if it is not given; `probe` tests bf16 where torch
+    cannot tell."""
     if device.type == "cuda":
         return _on_cuda(setting, capability or torch.cuda.get_device_capability(device))
     where = "Apple MPS" if device.type == "mps" else "the CPU"

@@ -1,7 +1,7 @@
 """Preflight checks before the first training step.
 
 Every check is a small function that either passes or raises an error with its cause and what to type. They run on every
-rank, on its own targets, and leave nothing behind: a run with them is bit for bit the run without them.
+rank, on its own targets, and change nothing: a run with them is bit for bit the run without them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def run_preflight(
     folder: Path | None,
     trained: bool = False,
 ) -> None:
-    """All checks, cheapest first. `memory` was planned for the largest micro-batch of this rank. Samples are written
-    to the `folder`, if there is one. A model that is `trained` may have learned the data already."""
+    """Run all checks, cheapest first. `memory` was planned for the largest micro-batch of this rank. Samples are
+    written to the `folder`, if there is one. A model that is `trained` may have learned the data already."""
     start, accelerator = time.perf_counter(), trainer.accelerator
     # Sharded ranks must run the model together: they all look at the same samples.
     shard = Shard() if trainer.sharded else Shard(accelerator.process_index, accelerator.num_processes)
@@ -91,9 +91,9 @@ def run_preflight(
 
 LABEL_OFFSETS = (-1, 0, 1, 2)
 CHANCE_SHARE = 0.97
-"""A loss above this share of a uniform guess's is that of an untrained model."""
+"""Share of a uniform guess's loss from which a model counts as untrained."""
 MAX_INITIAL_ACCURACY = 0.98
-"""Share of targets that no model gets right before it was trained on them."""
+"""Share of targets that a model cannot get right before it was trained on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +116,18 @@ class InitialLoss:
 
     @property
     def decisive(self) -> list[int]:
-        """Streams to compare: the codebooks, or the text where there is no audio, which else has few targets."""
+        """Indices of the terms to compare: the codebooks, or without audio the text, which else has few targets."""
         present = [k for k, count in enumerate(self.by_offset[1].counts.tolist()) if count]
         return [k for k in present if self.loss_terms[k].startswith("code")] or present
 
-    def per_stream(self, offset: int) -> dict[str, float]:
+    def per_term(self, offset: int) -> dict[str, float]:
         means = term_means(self.by_offset[offset].sums, self.by_offset[offset].counts)
         return {name: mean for name, mean in zip(self.loss_terms, means, strict=True) if mean is not None}
 
     def mean(self, offset: int) -> float:
-        """Unweighted mean over the decisive streams."""
-        per_stream = self.per_stream(offset)
-        losses = [per_stream[self.loss_terms[k]] for k in self.decisive if self.loss_terms[k] in per_stream]
+        """Unweighted mean over the decisive terms."""
+        per_term = self.per_term(offset)
+        losses = [per_term[self.loss_terms[k]] for k in self.decisive if self.loss_terms[k] in per_term]
         return sum(losses) / len(losses) if losses else math.inf
 
     @property
@@ -141,19 +141,19 @@ class InitialLoss:
 
     @property
     def message(self) -> str:
-        per_stream = ", ".join(f"{name} {loss:.2f}" for name, loss in self.per_stream(1).items())
-        return f"before training: loss {self.mean(1):.2f}, where chance is {self.mean_chance:.2f} ({per_stream})"
+        per_term = ", ".join(f"{name} {loss:.2f}" for name, loss in self.per_term(1).items())
+        return f"before training: loss {self.mean(1):.2f}, where chance is {self.mean_chance:.2f} ({per_term})"
 
     @property
     def table(self) -> str:
         names = (*(self.loss_terms[k] for k in self.decisive), "mean")
-        rows = [self.per_stream(offset) | {"mean": self.mean(offset)} for offset in self.by_offset]
+        rows = [self.per_term(offset) | {"mean": self.mean(offset)} for offset in self.by_offset]
         lines = [f"{name:>10}" + "".join(f"{row.get(name, math.nan):9.3f}" for row in rows) for name in names]
         return "\n".join([f"{'offset':>10}" + "".join(f"{offset:+9d}" for offset in self.by_offset), *lines])
 
 
 def measure_initial_loss(context: CheckContext) -> InitialLoss:
-    """Loss with the labels at offset +1, and for a pretrained model also at the others."""
+    """Measure the loss with the labels at offset +1, and for a pretrained model also at the others."""
     family = context.trainer.family
     by_offset = {}
     for offset in LABEL_OFFSETS if context.recipe.model.check_pretrained else (1,):
@@ -168,7 +168,7 @@ def measure_initial_loss(context: CheckContext) -> InitialLoss:
 def check_loss_finite(loss: InitialLoss, context: CheckContext) -> None:
     if torch.isfinite(loss.by_offset[1].sums).all():
         return
-    infinite = [name for name, mean in loss.per_stream(1).items() if not math.isfinite(mean)]
+    infinite = [name for name, mean in loss.per_term(1).items() if not math.isfinite(mean)]
     precision = context.trainer.precision
     other = "bf16, or fp32 where there is none" if precision.may_overflow else "fp32, to find the cause"
     raise TrainingError(
@@ -178,7 +178,7 @@ def check_loss_finite(loss: InitialLoss, context: CheckContext) -> None:
 
 
 def check_stop_labels(loss: InitialLoss, context: CheckContext) -> None:
-    """A model learns to stop from the ends of stream alone."""
+    """Check the ends of stream among the labels: a model learns to stop from them alone."""
     ends = int(loss.by_offset[1].stops[1])
     if ends < loss.sequences and any(loss.loss_terms[k].startswith("code") for k in loss.decisive):
         raise TrainingError(
@@ -198,9 +198,9 @@ def check_not_solved(loss: InitialLoss, context: CheckContext) -> None:
 
 
 def check_better_than_chance(loss: InitialLoss, context: CheckContext) -> None:
-    """One codebook is enough. On an unfamiliar voice, a small model may be wrong about the last ones with confidence,
-    which weighs more in a mean than what it knows of the first."""
-    means = loss.per_stream(1)
+    """Check that at least one codebook is better than chance. On an unfamiliar voice, a small model may be confidently
+    wrong about the last ones, which dominates a mean."""
+    means = loss.per_term(1)
     if all(means.get(loss.loss_terms[k], math.inf) >= CHANCE_SHARE * loss.chance[k] for k in loss.decisive):
         model = context.recipe.model.source
         raise TrainingError(
@@ -212,13 +212,13 @@ def check_better_than_chance(loss: InitialLoss, context: CheckContext) -> None:
 
 
 def check_label_alignment(loss: InitialLoss, context: CheckContext) -> None:
-    """A pretrained model predicts best what it was trained for: labels at offset +1.
+    """Check that a pretrained model predicts best at offset +1, for which it was trained.
 
-    The mean must be lowest there, and most codebooks must agree: one alone may waver, and one confident error weighs
-    much in a mean.
+    The mean must be lowest there, and most codebooks must agree: a single one may vary, and one confident error
+    dominates a mean.
     """
     means = {offset: loss.mean(offset) for offset in loss.by_offset}
-    rows = {offset: loss.per_stream(offset) for offset in loss.by_offset}
+    rows = {offset: loss.per_term(offset) for offset in loss.by_offset}
     names = [loss.loss_terms[k] for k in loss.decisive]
     best = [min(rows, key=lambda offset: rows[offset].get(name, math.inf)) for name in names]
     others = [offset for offset in means if offset != 1]
@@ -234,7 +234,7 @@ def check_label_alignment(loss: InitialLoss, context: CheckContext) -> None:
 
 
 def _micro_batches(samples: list[RenderedSequence], recipe: Recipe) -> Iterator[list[RenderedSequence]]:
-    """Samples in batches no larger than a micro-batch."""
+    """Split samples into batches no larger than a micro-batch."""
     max_tokens = recipe.data.row_tokens * recipe.train.micro_batch_size
     batch: list[RenderedSequence] = []
     for sample in samples:
@@ -252,7 +252,8 @@ T = TypeVar("T")
 
 
 def check_trainable_parameters(context: CheckContext) -> None:
-    """There are trainable parameters, a LoRA among them if the recipe has one, and the optimizer holds all of them."""
+    """Check that there are trainable parameters, a LoRA among them if the recipe has one, and that the optimizer holds
+    all of them."""
     trainer, mode = context.trainer, context.recipe.adapt.mode
     trainable = [name for name, parameter in trainer.trainable_parameters.items() if parameter.requires_grad]
     if not trainable:
@@ -273,7 +274,7 @@ def check_trainable_parameters(context: CheckContext) -> None:
 
 
 def check_largest_batch_fits(context: CheckContext) -> int:
-    """The largest micro-batch through two optimizer steps, as in training; returns the peak memory."""
+    """Run the largest micro-batch through two optimizer steps, as in training; return the peak memory."""
     trainer, device = context.trainer, context.trainer.accelerator.device
     batch = trainer.family.collate(context.memory.sequences)
     if device.type == "cuda":
@@ -289,7 +290,8 @@ def check_largest_batch_fits(context: CheckContext) -> int:
 
 
 def run_two_steps(trainer: Trainer, batch: Batch) -> None:
-    """Two optimizer steps on the unwrapped objective, so that a rank that fails fails alone, with another optimizer."""
+    """Run two optimizer steps on the unwrapped objective with a separate optimizer, so that a rank that fails fails
+    alone."""
     settings, accelerator = trainer.recipe.train, trainer.accelerator
     objective = accelerator.unwrap_model(trainer.objective).train()
     parameters = list(trainer.trainable_parameters.values())
@@ -309,18 +311,19 @@ def run_two_steps(trainer: Trainer, batch: Batch) -> None:
             torch.autograd.backward(loss * scale)
             if scale == 1.0 or not any(_on_sharded_ranks(trainer, overflows)):
                 break
-            # As the gradient scaler would: a step that overflows is tried again at half the scale.
+            # Like the gradient scaler: a step that overflows is tried again at half the scale.
             scale /= 2
             optimizer.zero_grad(set_to_none=True)
         _on_sharded_ranks(trainer, partial(check_gradients, trainer))
         optimizer.step()
         if not accumulates:
-            # Else gradients stay, as they do when a step has several micro-batches.
+            # With several micro-batches in a step, gradients stay allocated.
             optimizer.zero_grad(set_to_none=True)
 
 
 def check_gradients(trainer: Trainer) -> None:
-    """Every trainable parameter has a finite gradient, and not all are zero. Those of a new LoRA's A are."""
+    """Check that every trainable parameter has a finite gradient, and that not all are zero. Those of a new LoRA's A
+    are zero."""
     gradients = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
@@ -345,8 +348,8 @@ def check_gradients(trainer: Trainer) -> None:
 
 @contextmanager
 def _preserve_weights(trainer: Trainer) -> Iterator[None]:
-    """Restore the trained weights from host memory, where the optimizer state of a resumed run waits too: the steps
-    inside have a state of their own, and a training never has both."""
+    """Restore the trained weights from host memory. The optimizer state of a resumed run waits there too, so that it
+    never exists on the device together with the state of the steps inside."""
     weights = [_local_shard(parameter.detach()) for parameter in trainer.trainable_parameters.values()]
     saved = [weight.to("cpu", copy=True) for weight in weights]
     offloaded = [
@@ -369,12 +372,12 @@ def _preserve_weights(trainer: Trainer) -> Iterator[None]:
 
 
 def _on_sharded_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
-    """Inside a check, where sharded ranks must stay together, and others must not wait for one another."""
+    """Run a part of a check: sharded ranks must stay together, others must not wait for one another."""
     return on_all_ranks(trainer, check) if trainer.sharded else [check()]
 
 
 def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class CheckContext:
-    """What the checks look at."""
+    """State that the checks look at."""
 
     trainer: Trainer
     loader: Loader[RenderedSequence, Batch]
@@ -53,7 +53,7 @@ class CheckContext:
 
     @property
     def targets(self) -> Utterances:
-        """This rank's targets, or all where there are fewer targets than ranks."""
+        """Targets of this rank, or all of them if there are fewer targets than ranks."""
         targets = self.loader.reference_sampler.targets
         return targets[self.shard.rank :: self.shard.world_size] or targets
 
@@ -77,9 +77,9 @@ class CheckContext:
 
 
 def on_all_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
-    """Results of a check on every rank: an error of one stops all of them with the same message.
+    """Run a check on every rank and return all results. An error of one rank stops all of them with the same message.
 
-    This is the only place where ranks wait for one another, apart from the layers of a sharded model.
+    Ranks wait for one another only here, apart from the layers of a sharded model.
     """
     outcome: tuple[T | None, MynaError | None]
     try:
@@ -119,15 +119,15 @@ def preserve_training_state(trainer: Trainer) -> Iterator[None]:
 
 
 SHOWN_SAMPLES = 3
-"""Samples per rank that are shown token by token."""
+"""Number of samples per rank that are shown token by token."""
 COMPARED_TARGETS = 512
-"""Targets per rank that are compared with their references."""
+"""Number of targets per rank that are compared with their references."""
 SAME_AUDIO_SHARE = 0.9
-"""Share of codes in common from which two clips are one recording."""
+"""Share of equal codes from which two clips count as one recording."""
 MIN_SUPERVISED_SHARE, MAX_SUPERVISED_SHARE = 0.01, 0.99
-"""Share of the positions with labels: less or more means that the mask is wrong."""
+"""Limits of the share of positions with labels; a share outside means that the mask is wrong."""
 ROUNDING_TOLERANCE = 1e-6
-"""Relative change of a loss sum that is rounding. As a rule, unchanged sums are bit-exact."""
+"""Relative change of a loss sum that is only rounding. Unchanged sums are usually bit-exact."""
 
 
 def write_samples(context: CheckContext) -> None:
@@ -145,7 +145,7 @@ def write_samples(context: CheckContext) -> None:
 
 
 def check_evaluation_unseen(context: CheckContext) -> None:
-    """No evaluation clip may be trained on, nor the same words of the same speaker."""
+    """Check that no evaluation clip is trained on, nor the same words of the same speaker."""
     if context.evaluation is None:
         return
     train, held_out = context.loader, context.evaluation
@@ -164,7 +164,8 @@ def check_evaluation_unseen(context: CheckContext) -> None:
 
 
 def check_references_differ(context: CheckContext) -> None:
-    """A reference with the audio of its target, whatever the files are called, would teach to copy."""
+    """Check that no reference has the audio of its target, whatever the files are called: the model would learn to
+    copy."""
     dataset, sampler = context.loader.dataset, context.loader.reference_sampler
     copies = [
         f"{target.id} and its reference {reference.id}"
@@ -181,7 +182,8 @@ def check_references_differ(context: CheckContext) -> None:
 
 
 def check_labels_present(context: CheckContext) -> None:
-    """Every sample has labels, the collator keeps all of them, and they cover neither nothing nor everything."""
+    """Check that every sample has labels, that the collator keeps all of them, and that they cover neither nothing nor
+    everything."""
     samples, family = context.samples, context.trainer.family
     empty = [sample.id for sample in samples if not _label_count(sample)]
     if empty:
@@ -206,7 +208,7 @@ def check_labels_present(context: CheckContext) -> None:
 
 
 def check_no_leakage(context: CheckContext) -> None:
-    """Corrupt the second half of one sequence's targets: only losses after it may change."""
+    """Corrupt the second half of one sequence's targets, and check that only losses after it change."""
     sequences, family = sorted(context.samples, key=len)[:3], context.trainer.family
     index = (len(sequences) - 1) // 2
     id, positions = sequences[index].id, _supervised_positions(sequences[index])
@@ -255,7 +257,7 @@ def _same_audio(first: Codes, second: Codes) -> bool:
 
 
 def _audio_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
-    """Positions of the rows of `codes`."""
+    """Return the positions of the rows of `codes`."""
     audio = [np.arange(span.start, span.stop) for span in sequence.spans if span.kind == "audio"]
     return np.concatenate(audio) if audio else np.empty(0, np.int64)
 
@@ -265,7 +267,7 @@ def _label_count(sequence: RenderedSequence) -> int:
 
 
 def _supervised_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
-    """Positions with labels, in order."""
+    """Return the positions with labels, in order."""
     text = np.flatnonzero(sequence.labels != IGNORE_INDEX)
     audio = _audio_positions(sequence)[(sequence.code_labels != IGNORE_INDEX).any(axis=1)]
     return np.union1d(text, audio)
@@ -274,7 +276,7 @@ def _supervised_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
 def _mask_labels(
     sequence: RenderedSequence, keep: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
 ) -> RenderedSequence:
-    """Labels only at the positions to keep."""
+    """Keep labels only at the positions that `keep` selects."""
     text, audio = keep(np.arange(len(sequence))), keep(_audio_positions(sequence))
     return replace(
         sequence,
@@ -284,7 +286,7 @@ def _mask_labels(
 
 
 def _corrupt(sequence: RenderedSequence, cut: int) -> RenderedSequence:
-    """Other codes and other text from a position on, of the same kinds; the labels stay."""
+    """Replace codes and text from a position on by others of the same kinds; the labels stay."""
     positions, audio, codes = np.arange(len(sequence)), _audio_positions(sequence), sequence.codes
     is_text = np.ones(len(sequence), bool)
     is_text[audio] = False

@@ -28,7 +28,7 @@ from myna.core.io import LOCK_FILE, acquire_lock, is_unused, save_text
 from myna.core.run_folder import RECIPE_FILE, RunFolder, finite_or_none
 
 LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.early_stopping_patience", "speech_eval.patience")
-"""Settings that say how long a run is trained. Changed on resume, they stay changed: config.yaml keeps them."""
+"""Settings for the length of a training. Changed on resume, they stay changed, since config.yaml keeps them."""
 CHANGEABLE_ON_RESUME = (
     *LENGTH_SETTINGS,
     "name",
@@ -50,11 +50,11 @@ CHANGEABLE_ON_RESUME = (
     "speech_eval.speaker_encoder",
     "speech_eval.batch_size",
 )
-"""Settings that say how, or how long, and not what a run learns: they may change on resume."""
+"""Settings that may change on resume: they do not change what a run learns, apart from its length."""
 
 LOCK_HOLDER_FILE = ".lock.json"
 CONTINUED_FILE = ".continued"
-"""There while a finished run is trained further: its result is that of fewer steps."""
+"""File that exists while a finished run is trained further: its result is that of fewer steps."""
 FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt", LOCK_FILE, LOCK_HOLDER_FILE)
 """Files of a failed start, which a new start may overwrite."""
 
@@ -88,7 +88,7 @@ class Run(RunFolder):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the result is there, and is that of as many steps as are planned now."""
+        """Whether the result exists, from as many steps as are planned now."""
         return self.result.is_dir() and not (self.folder / CONTINUED_FILE).exists() and not self.is_replanned
 
     @property
@@ -98,13 +98,13 @@ class Run(RunFolder):
         return config.is_file() and _length(load_recipe(config)) != _length(self.recipe)
 
     def save_length(self) -> None:
-        """Keep a new length of training, so that the run has it when it is resumed once more."""
+        """Save a new length of training in config.yaml, for the next time the run is resumed."""
         if not self.is_replanned:
             return
         config = self.folder / "config.yaml"
         with _training_errors(self.folder):
             if self.result.is_dir():
-                # First, since a kill may come before the next line: what is there is then finished once more.
+                # First, since a kill may come before the next line: the old result is then published again.
                 (self.folder / CONTINUED_FILE).touch()
             overrides = [f"{key}={json.dumps(value)}" for key, value in _length(self.recipe).items()]
             save_text(config, dump_recipe(load_recipe(config, overrides)))
@@ -113,11 +113,11 @@ class Run(RunFolder):
         self._append(self.folder / "log.txt", text)
 
     def log_metrics(self, row: dict[str, Any]) -> None:
-        """Add a line to metrics.jsonl; numbers that are not finite become null, for JSON has none."""
+        """Add a line to metrics.jsonl. Numbers that are not finite become null, since JSON cannot hold them."""
         self._append(self.metrics, json.dumps(finite_or_none(row), allow_nan=False))
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop metrics of later steps, and what is torn: the run resumes after `step`."""
+        """Drop metrics of later steps and incomplete lines: the run resumes after `step`."""
         if not self.metrics.exists():
             return
         kept = takewhile(lambda line: line[1] is not None and line[1]["step"] <= step, self.metric_lines())
@@ -131,13 +131,13 @@ class Run(RunFolder):
 
 @contextmanager
 def lock_run(folder: Path, *, new: bool) -> Iterator[None]:
-    """The exclusive right to write a run folder. The operating system releases it with the process, however that ends.
+    """Lock a run folder for writing. The operating system releases the lock when the process ends, however it ends.
 
-    `new` makes the folder; one that holds something else than a run is left as it is.
+    `new` makes the folder; one that holds something other than a run is not touched.
     """
     if new and not (folder / LOCK_FILE).exists():
         _check_unused(folder)
-        # Before a first lock, a recipe of ours never stands alone.
+        # A run has a lock before it has a recipe: a config.yaml alone is not a run's.
         if folder.is_dir() and [entry.name for entry in folder.iterdir()] == ["config.yaml"]:
             raise TrainingError(
                 f"{folder} holds a config.yaml that is no run's",
@@ -189,10 +189,10 @@ def _length(recipe: Recipe) -> dict[str, Any]:
 
 
 def changed_settings(before: Recipe, now: Recipe) -> list[str]:
-    """Keys that differ between two recipes and must not change on resume."""
+    """Return the keys that differ between two recipes and must not change on resume."""
     old, new = _flatten(before.model_dump(mode="json")), _flatten(now.model_dump(mode="json"))
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and key not in CHANGEABLE_ON_RESUME]
-    # The ASR model may have moved, but not come or gone: the base model can only be evaluated at the beginning.
+    # The ASR model may move, but not be added or removed: the base model can only be evaluated at the beginning.
     return changed + ["speech_eval.asr"] * (before.evaluates_speech != now.evaluates_speech)
 
 

@@ -27,7 +27,7 @@ from myna.train.optimizer import KahanAdamW, WeightEMA, make_optimizer
 from myna.train.precision import DTYPES, Precision
 
 MAX_CONSECUTIVE_OVERFLOWS = 20
-"""Steps in a row that may overflow in fp16 before it is clear that no loss scale will do."""
+"""Steps in a row that may overflow in fp16 before the training is stopped, since no loss scale will help."""
 
 
 def build_model(
@@ -37,8 +37,8 @@ def build_model(
     device: torch.device | str,
     load_device: torch.device | str | None = None,
 ) -> nn.Module:
-    """The family's model, quantized and adapted as the recipe says. With a `load_device`, it is loaded there, and only
-    its quantized layers move to `device`."""
+    """Load the family's model, quantized and adapted as the recipe says. With a `load_device`, it is loaded there, and
+    only its quantized layers move to `device`."""
     load_device = device if load_device is None else load_device
     model = family.load_model(dtype=precision.compute_dtype, device=load_device, text_head=recipe.needs_text_head)
     model = quantize(model, recipe.model.quantization, frozen_linear_names(model, family, recipe.adapt), device)
@@ -46,7 +46,7 @@ def build_model(
 
 
 def configured_recomputation(recipe: Recipe, layers: int) -> int | None:
-    """Layers recomputed by `train.gradient_checkpointing`; None where the memory plan is to choose."""
+    """Number of layers recomputed by `train.gradient_checkpointing`; None if the memory plan chooses it."""
     setting = recipe.train.gradient_checkpointing
     named = {"auto": None, "none": 0, "full": layers}
     return named[setting] if isinstance(setting, str) else math.ceil(layers / setting)
@@ -64,7 +64,7 @@ class Trainer:
     """The family's objective as Accelerate wraps it."""
     optimizer: Any
     trainable_parameters: dict[str, nn.Parameter]
-    """By their names in the unwrapped model."""
+    """Trainable parameters by their names in the unwrapped model."""
     ema: WeightEMA | None
     overflows: int = 0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
@@ -79,7 +79,8 @@ class Trainer:
         log: Callable[[str], None],
         recompute: int | None = None,
     ) -> Trainer:
-        """`recompute` comes from the memory plan; without it, `gradient_checkpointing: auto` recomputes no layer."""
+        """Make the trainer. `recompute` comes from the memory plan; without it, `gradient_checkpointing: auto`
+        recomputes no layer."""
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
@@ -120,16 +121,16 @@ class Trainer:
         return is_sharded(self.recipe, self.accelerator)
 
     def full_model(self) -> nn.Module | None:
-        """The model with all its weights, on rank 0, for saving. Every rank must call it."""
+        """Return the model with all its weights, on rank 0, for saving. Every rank must call it."""
         return self._gathered_model(self.precision.trainable_dtype, "meta", assign=True)
 
     def inference_model(self) -> nn.Module | None:
-        """The model with all its weights, on the device of rank 0, for inference. Every rank must call it."""
-        # Loaded anew on its device: buffers that no checkpoint holds are needed as well.
+        """Return the model with all its weights, on the device of rank 0, for inference. Every rank must call it."""
+        # Loaded again on its device, with the buffers that no checkpoint holds.
         return self._gathered_model(self.precision.compute_dtype, self.accelerator.device, assign=False)
 
     def _gathered_model(self, dtype: torch.dtype, device: torch.device | str, *, assign: bool) -> nn.Module | None:
-        """The model itself, or where it is sharded another one with the gathered weights."""
+        """Return the model itself, or if it is sharded another one with the gathered weights."""
         is_main = self.accelerator.is_main_process
         if not self.sharded:
             return self.model if is_main else None
@@ -142,15 +143,15 @@ class Trainer:
 
     @property
     def kahan(self) -> KahanAdamW | None:
-        """The optimizer of pure fp16, which scales the loss and clips by itself."""
+        """Optimizer of pure fp16, which scales the loss and clips by itself; None with another one."""
         inner = self.optimizer.optimizer
         return inner if isinstance(inner, KahanAdamW) else None
 
     def train_step(
         self, batches: Sequence[Batch], weights: torch.Tensor, learning_rate: float
     ) -> tuple[LossAccumulator, float]:
-        """One optimizer step over this rank's micro-batches: losses over all ranks, and the gradient norm before
-        clipping."""
+        """Run one optimizer step over this rank's micro-batches; return losses over all ranks, and the gradient norm
+        before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # Targets are counted first, over all micro-batches and ranks, so that each of them weighs the same.
@@ -168,23 +169,23 @@ class Trainer:
         return losses.reduced(self.reduce), norm
 
     def backward(self, batches: Sequence[Batch], weights: torch.Tensor, losses: LossAccumulator) -> None:
-        """Gradients of the whole step's loss. Ranks reduce theirs once, in the last micro-batch; sharded ones in every
-        micro-batch, or each rank would have to hold a whole model's in between."""
+        """Compute gradients of the whole step's loss. Ranks reduce theirs once, in the last micro-batch. Sharded ones
+        do so in every micro-batch, or each rank would have to hold a whole model's gradients in between."""
         inner = getattr(self.objective, "module", self.objective)
         if not (self.objective.training and inner.training and inner.model.training):
-            # Checked first: setting the mode of a thousand modules takes milliseconds in which the GPU idles.
+            # Checked first: setting the mode of a thousand modules leaves the GPU idle for milliseconds.
             self.objective.train()
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             with self.accelerator.autocast(), nullcontext() if last else self.accelerator.no_sync(self.objective):
                 result = self.objective(batch.to(self.accelerator.device))
-                # DDP and FSDP average over ranks, and this is to be a sum.
+                # DDP and FSDP average over ranks, but the loss is a sum.
                 loss = weighted_loss(result.sums, losses.counts, weights) * self.accelerator.num_processes
                 self.accelerator.backward(self.kahan.scale_loss(loss) if self.kahan is not None else loss)
             losses.add(result)
 
     def clip_gradients(self) -> torch.Tensor | float:
-        """Clip the gradient to `train.max_grad_norm`; returns its norm before."""
+        """Clip the gradient to `train.max_grad_norm`; return its norm before."""
         max_norm = self.recipe.train.max_grad_norm
         if self.kahan is not None:
             return self.kahan.clip(max_norm)
@@ -192,7 +193,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
-        """Evaluation losses over the batches of all ranks."""
+        """Return evaluation losses over the batches of all ranks."""
         self.objective.eval()
         losses = LossAccumulator.zeros(len(self.family.loss_terms))
         with self.ema_weights(), self.accelerator.autocast():
@@ -211,11 +212,11 @@ class Trainer:
         return losses.reduced(self.reduce).metrics(self.family.loss_terms, weights)
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """The averaged weights in place of the last ones, where the recipe has an EMA."""
+        """Use the averaged weights instead of the last ones, if the recipe has an EMA."""
         return self.ema.swapped_in(self.trainable_parameters) if self.ema is not None else nullcontext()
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of a CPU tensor over ranks."""
+        """Sum a CPU tensor over ranks."""
         if self.accelerator.num_processes == 1:
             return tensor
         # MPS has no fp64, but it has only one rank.
@@ -265,7 +266,7 @@ def _check_base(trainer: Trainer, ref: ModelRef, inputs: Mapping[str, Any]) -> N
     found = [inputs["base model"]]
     as_trained = (inputs["precision"], recipe.model.quantization, recipe.needs_text_head)
     if as_trained != (precision, metadata.quantization, bool(metadata.text_head)):
-        # A fingerprint is of rounded weights, so the base is read once more, rounded as it was then.
+        # The fingerprint was taken of rounded weights, so the base is read again, rounded in the same way.
         if accelerator.is_main_process:
             text_head, dtype = bool(metadata.text_head), DTYPES[precision]
             model = trainer.family.load_model(dtype=dtype, device="cpu", text_head=text_head)

@@ -114,7 +114,7 @@ def _check_references(references: list[dict[str, Any]], text: str) -> None:
     numbers = sorted(set(SPEAKER_TAG.findall(text)), key=lambda digits: (len(digits), digits))
     spoken = [f"[SPEAKER{digits}]" for digits in numbers]
     if references and spoken != tags and (spoken or len(tags) > 1):
-        who = ", ".join(spoken) or "nobody by a tag"
+        who = ", ".join(spoken) or "no tagged speaker"
         raise RecordError("malformed", f"the text is spoken by {who}, the references are of {', '.join(tags)}")
 
 

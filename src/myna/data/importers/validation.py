@@ -132,7 +132,7 @@ def _check_speech(utterance: Utterance, recording: AudioInfo) -> None:
     if recording.is_silent(start, end):
         raise RecordError("silence", f"{utterance.audio}, from {start:g} s to {start + seconds:g} s")
     if len(utterance.text) > MAX_CHARACTERS_PER_SECOND * (seconds + PACE_GRACE_SECONDS):
-        problem = f"{len(utterance.text)} characters in {seconds:.2f} s, and nobody says more than"
+        problem = f"{len(utterance.text)} characters in {seconds:.2f} s, and speech has at most"
         raise RecordError("implausible pace", f"{problem} {MAX_CHARACTERS_PER_SECOND} a second")
 
 
