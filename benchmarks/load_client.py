@@ -23,8 +23,6 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from myna.report.plot import Curve, line_plot
-
 AUDIBLE_LEVEL = 0.01
 """Of a full scale of 1: -40 dB."""
 MIN_UNDERRUN_SECONDS = 0.001
@@ -33,7 +31,6 @@ SAMPLE_RATE = 24_000
 """Of raw audio where no header tells another: OpenAI's."""
 SAMPLE_RATE_HEADER = "x-sample-rate"
 SAMPLE_BYTES = 2
-COLORS = ("#1668a8", "#c2571a", "#2e7d4f")
 PERCENTILES = (50, 95, 99)
 FIGURES = ("scheduling_lag", "ttfb", "first_playable", "first_audible", "leading_silence", "e2e", "rtf")
 """Fields of `RequestFigures` that are told in percentiles."""
@@ -309,21 +306,3 @@ async def _sleep_until(moment: float, clock: Callable[[], float]) -> None:
 def now() -> float:
     """The clock of all traces."""
     return time.perf_counter()
-
-
-def standalone_plot(curves: Sequence[Curve], *, title: str, x_label: str, y_label: str) -> str:
-    """A plot with its legend, as an SVG file that needs no style sheet."""
-    plot = str(line_plot(curves, title=title, x_label=x_label, y_label=y_label))
-    start, end = plot.find("<svg"), plot.find("</svg>")
-    if start < 0:
-        return ""
-    opening = plot.index(">", start) + 1
-    styles = ["text{font:13px sans-serif;fill:#333}.grid{stroke:#ddd}polyline{fill:none;stroke-width:2}"]
-    styles += [f".color{n} polyline,.color{n} circle{{stroke:{color};fill:{color}}}" for n, color in enumerate(COLORS)]
-    styles.append("polyline{fill:none!important}")
-    legend = [
-        f'<text x="{120 + 130 * n}" y="16" style="fill:{COLORS[n]}">{curve.name}</text>'
-        for n, curve in enumerate(curves)
-    ]
-    style = f"<style>{''.join(styles)}</style>"
-    return "".join([plot[start:opening], style, plot[opening:end], *legend, "</svg>\n"])

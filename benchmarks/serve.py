@@ -60,13 +60,12 @@ from benchmarks.load_client import (
     poisson_arrivals,
     run_listeners,
     run_open_loop,
-    standalone_plot,
 )
 
 from myna import __version__
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback
-from myna.report.plot import Curve
+from myna.report.media import Curve, plot_file
 from myna.terminal import progress_bars
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
@@ -348,7 +347,7 @@ def drawing(rows: Sequence[Mapping[str, Any]]) -> str:
         for color, share in enumerate(("p50", "p95", "p99"))
         if all(share in row["first_audible"] for row in rows)
     ]
-    return standalone_plot(curves, title="First audible audio", x_label="requests a second", y_label="milliseconds")
+    return plot_file(curves, title="First audible audio", x_label="requests a second", y_label="milliseconds")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

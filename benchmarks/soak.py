@@ -38,12 +38,11 @@ from scipy import stats  # type: ignore[import-untyped]
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.figures import save_figures
-from benchmarks.load_client import standalone_plot
 from benchmarks.serve import SYNTHETIC_SERVER
 
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback
-from myna.report.plot import Curve
+from myna.report.media import Curve, plot_file
 from myna.terminal import progress_bars
 
 TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
@@ -213,7 +212,7 @@ def drawing(samples: list[dict[str, Any]]) -> str:
         Curve(name, [(row[0], row[column]) for row in memory_rows(samples)], "line", column - 1)
         for column, name in ((1, "engine process"), (2, "HTTP process"))
     ]
-    return standalone_plot(curves, title="Anonymous memory in a soak test", x_label="requests", y_label="MiB")
+    return plot_file(curves, title="Anonymous memory in a soak test", x_label="requests", y_label="MiB")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "myna"
 CLOSURES = {
     "text to audio": ("myna.speak.engine", "myna.speak.loading"),
     "evaluate": ("myna.evaluate.evaluation",),
-    "training": ("myna.curate.runner", "myna.data.importers", "myna.data.encoding", "myna.train.loop"),
+    "training": ("myna.curate.curation", "myna.data.importers", "myna.data.encoding", "myna.train.loop"),
 }
 """Entry modules of each path. A closure counts the modules that importing and running them can reach."""
 LONG_FILE = 600

@@ -10,7 +10,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from myna.core.check import Check
     from myna.curate.curation import CurationForecast, CurationResult
     from myna.curate.xray import Xray
-    from myna.demo.report import DemoResult
+    from myna.demo.run import DemoResult
     from myna.evaluate.comparison import Comparison
     from myna.evaluate.evaluation import Evaluation
     from myna.evaluate.listening import PreferenceCount, Preferences
@@ -438,12 +437,12 @@ def show_demo(result: DemoResult, console: Console) -> None:
     header, rows = result.score_table()
     table = Table(*header)
     for row in rows:
-        table.add_row(*(cell.striptags() if isinstance(cell, Markup) else cell for cell in row))
+        table.add_row(*row)
     console.print(table)
     show_notes(result.unmeasured, console)
     minutes, gigabytes = sum(result.seconds.values()) / 60, result.peak_memory_bytes / 1e9
     console.print(f"{minutes:.1f} minutes, at most {gigabytes:.1f} GB of memory", highlight=False)
-    show_notes([f"Open {result.out / 'report.html'}"], console)
+    show_notes([f"Open {result.folder / 'report.html'}"], console)
     console.print("Go on with your own recordings: myna demo --voice FOLDER --out demo-mine", highlight=False)
 
 

@@ -32,7 +32,7 @@ from myna.data.segments import DROP_REASONS
 from myna.models.files import byte_tokenizer
 from tests.curate.curated_folder import ARABIC, HOSTILE, RECORDINGS, write_curated_folder
 from tests.data.segment_rows import segment, segments_table
-from tests.report.test_markup import Reader
+from tests.report.html_reader import Reader
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,7 @@ from myna.cli import app
 from myna.core.errors import ConfigError, DataError, ModelError, MynaError
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import Utterance, read_manifest
-from myna.demo.report import AFTER, BEFORE, DemoResult
-from myna.demo.run import STRENGTHS, demo_recipe, run_demo
+from myna.demo.run import AFTER, BEFORE, STRENGTHS, DemoResult, demo_recipe, run_demo
 from myna.evaluate.items import EvalItem
 from myna.evaluate.systems import REAL, SpeechSystem
 from myna.listen.speaker_encoders import cosine_similarity
@@ -38,7 +37,7 @@ from myna.speak.loading import load_engine
 from myna.terminal import show_demo
 from myna.train.run import Run
 from tests.demo.fake_scorers import SpectrumEncoder, install_scorers, remove_scorers
-from tests.report.test_markup import Reader
+from tests.report.html_reader import Reader
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
 SYSTEMS = (REAL, BEFORE, AFTER)
@@ -127,8 +126,8 @@ def test_the_folder_keeps_all_that_was_made(shown: tuple[Path, str]) -> None:
     assert set(scores["seconds"]) == {"prepare", "train", "evaluate"}
     assert set(scores["missing"]) == {"distillmos"}
     for system in SYSTEMS:
-        assert scores["systems"][system]["word_error_rate"] > 0 and scores["systems"][system]["similarity"] > 0
-        transcripts = scores["systems"][system]["transcripts"]
+        assert scores["systems"][system]["wer"]["mean"] > 0 and scores["systems"][system]["similarity"]["mean"] > 0
+        transcripts = scores["transcripts"][system]
         assert TRANSCRIPT in transcripts and set(transcripts) <= {TRANSCRIPT, ""}, "a random model may end at once"
 
 
@@ -141,7 +140,7 @@ def test_similarity_is_to_the_real_recordings_of_the_other_texts(shown: tuple[Pa
         [cosine_similarity(voices[n], np.mean(voices[:n] + voices[n + 1 :], axis=0)) for n in range(len(voices))]
     )
     scores = json.loads((out / "scores.json").read_text(encoding="utf-8"))
-    assert scores["systems"][REAL]["similarity"] == pytest.approx(expected, abs=1e-3)
+    assert scores["systems"][REAL]["similarity"]["mean"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_recipe_that_was_trained_is_there_to_be_trained_again(shown: tuple[Path, str]) -> None:
@@ -274,7 +273,7 @@ def test_without_scorers_the_demo_goes_on_and_says_what_is_missing(
         assert "not measured" in shown
         assert "pip install --no-deps resemblyzer==0.1.4" in shown and "no ASR model constant here" in shown
     assert "→ nan" not in text and "nan" not in json.dumps(result.to_json()).lower()
-    assert result.to_json()["systems"][AFTER]["similarity"] is None
+    assert result.to_json()["systems"][AFTER]["similarity"]["mean"] is None
 
 
 def test_a_transcript_that_loops_is_wholly_wrong_and_counted(
@@ -283,7 +282,7 @@ def test_a_transcript_that_loops_is_wholly_wrong_and_counted(
     install_scorers(monkeypatch, "red green blue grey " * 40)
     result = demo(nest, tmp_path / "demo")
     assert result.estimates[REAL]["loop_rate"].mean == 1.0 and result.estimates[REAL]["wer"].mean == 1.0
-    assert result.to_json()["systems"][REAL]["looped"] == len(result.texts)
+    assert result.to_json()["looped"][REAL] == len(result.texts)
 
 
 def test_nothing_is_overwritten(nest: Path, shown: tuple[Path, str], tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
 from myna.evaluate.items import EvalItem, split_items
+from myna.evaluate.pages import training_page
 from myna.evaluate.ranking import (
     CheckpointScore,
     Constraints,
     StepScores,
+    TrainingHistory,
     best_checkpoint,
     item_score,
     required_mos,
     score_checkpoint,
+    training_conclusion,
 )
 from myna.evaluate.scoring import ItemScores
 

@@ -1,27 +1,44 @@
-"""Curves: SVG that parses, with every point where it belongs."""
+"""Plots: SVG that parses, with every point in its place."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.report.document import page_asset
-from myna.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Curve, axis_ticks, line_plot, smooth_curve
+from myna.report.media import (
+    BOTTOM,
+    LEFT,
+    PLOT_HEIGHT,
+    PLOT_WIDTH,
+    RIGHT,
+    TOP,
+    Curve,
+    axis_ticks,
+    plot_file,
+    smooth_curve,
+)
+from myna.report.media import line_plot as plot_section
+from myna.report.page import page_asset, render_page
 
-SVG = "{http://www.w3.org/2000/svg}"
+
+def line_plot(curves: Sequence[Curve], **labels: str) -> str:
+    """Draw a plot in a page, and return its element."""
+    page = render_page("title", [plot_section(curves, **labels)])
+    return page[page.index("<main>") + len("<main>") : page.index("</main>")]
 
 
 def drawn(made: str) -> tuple[ElementTree.Element, list[list[tuple[float, float]]]]:
     tree = ElementTree.fromstring(made)
-    found = tree.find(f"{SVG}svg")
+    found = tree.find("svg")
     assert found is not None
     lines = [
         [(float(x), float(y)) for x, y in (point.split(",") for point in line.attrib["points"].split())]
-        for line in found.iter(f"{SVG}polyline")
+        for line in found.iter("polyline")
     ]
     return found, lines
 
@@ -29,23 +46,23 @@ def drawn(made: str) -> tuple[ElementTree.Element, list[list[tuple[float, float]
 def test_points_stand_where_they_belong() -> None:
     curve = Curve("loss", [(0, 4.0), (5, 2.0), (10, 0.0)])
     image, (line,) = drawn(line_plot([curve], title="Loss", x_label="step", y_label="loss"))
-    left, right, top, bottom = float(LEFT), float(WIDTH - RIGHT), float(TOP), float(HEIGHT - BOTTOM)
+    left, right, top, bottom = float(LEFT), float(PLOT_WIDTH - RIGHT), float(TOP), float(PLOT_HEIGHT - BOTTOM)
     assert line == [(left, top), ((left + right) / 2, (top + bottom) / 2), (right, bottom)]
-    labels = [text.text for text in image.iter(f"{SVG}text")]
+    labels = [text.text for text in image.iter("text")]
     assert {"0", "2", "4", "10", "step", "loss"} <= set(labels)
 
 
 def test_the_axis_ends_where_the_curve_does() -> None:
     image, (line,) = drawn(line_plot([Curve("c", [(0, 1.0), (120, 2.0)])], title="t", x_label="x", y_label="y"))
-    assert line[-1][0] == WIDTH - RIGHT
-    assert all(float(text.attrib["x"]) <= WIDTH - RIGHT for text in image.iter(f"{SVG}text"))
+    assert line[-1][0] == PLOT_WIDTH - RIGHT
+    assert all(float(text.attrib["x"]) <= PLOT_WIDTH - RIGHT for text in image.iter("text"))
 
 
 def test_those_who_do_not_see_it_are_told() -> None:
     image, _ = drawn(line_plot([Curve("a < b", [(0, 4.0), (1, 2.5)])], title="Loss & all", x_label="step", y_label="y"))
     assert image.attrib["role"] == "img"
     assert image.attrib["aria-label"] == "Loss & all. a < b: from 4 to 2.5."
-    assert image.find(f"{SVG}title") is not None
+    assert image.find("title") is not None
 
 
 def test_curves_have_the_colors_they_are_given_and_their_names_the_same() -> None:
@@ -58,7 +75,7 @@ def test_curves_have_the_colors_they_are_given_and_their_names_the_same() -> Non
 
 def test_dots_are_drawn_where_they_are_asked_for() -> None:
     image, _ = drawn(line_plot([Curve("e", [(0, 1.0), (1, 2.0)], "dots")], title="t", x_label="x", y_label="y"))
-    assert len(list(image.iter(f"{SVG}circle"))) == 2
+    assert len(list(image.iter("circle"))) == 2
 
 
 @pytest.mark.parametrize("points", [[(1.0, 3.0)], [(0.0, 2.0), (1.0, 2.0)], [(0.0, math.nan), (1.0, 1.0)]])
@@ -69,6 +86,15 @@ def test_one_point_a_flat_line_and_what_is_no_number_are_drawn(points: list[tupl
 
 def test_nothing_to_draw_is_said() -> None:
     assert "nothing to draw" in line_plot([Curve("c", [])], title="Loss", x_label="x", y_label="y")
+
+
+def test_a_file_of_its_own_has_colors_and_a_legend() -> None:
+    made = plot_file([Curve("a & b", [(0, 1.0), (1, 2.0)], color=1)], title="t", x_label="x", y_label="y")
+    tree = ElementTree.fromstring(made)
+    svg = "{http://www.w3.org/2000/svg}"
+    assert tree.tag == f"{svg}svg" and ".color1" in tree.findtext(f"{svg}style", "")
+    assert "a & b" in [text.text for text in tree.iter(f"{svg}text")]
+    assert plot_file([], title="t", x_label="x", y_label="y") == ""
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))

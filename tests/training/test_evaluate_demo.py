@@ -25,9 +25,9 @@ def score(
     return {
         "seed": seed,
         "systems": {
-            "real": {"similarity": 0.9, "word_error_rate": 0.01},
-            "before": {"similarity": before, "word_error_rate": wrong_before},
-            "after": {"similarity": after, "word_error_rate": wrong_after},
+            "real": {"similarity": {"mean": 0.9}, "wer": {"mean": 0.01}},
+            "before": {"similarity": {"mean": before}, "wer": {"mean": wrong_before}},
+            "after": {"similarity": {"mean": after}, "wer": {"mean": wrong_after}},
         },
         "ended_by_itself": {"before": 10, "after": 10},
         "seconds": {"train": 100.0, "listen": 20.0},
@@ -49,7 +49,7 @@ def test_too_little_gain_or_more_word_errors_do_not_pass(scores: list[dict[str, 
 
 def test_without_metrics_nothing_is_concluded() -> None:
     unscored = score(1, 0.7, 0.8)
-    unscored["systems"] = {name: {} for name in unscored["systems"]}
+    unscored["systems"] = {name: {"similarity": {"mean": None}, "wer": {"mean": None}} for name in unscored["systems"]}
     table = evaluate_demo.summarise([score(0, 0.7, 0.8), unscored | {"missing": {"similarity": "no encoder"}}])
     assert table["passed"] is None and table["similarity_gain"] is None
     assert table["missing"] == [{"similarity": "no encoder"}]

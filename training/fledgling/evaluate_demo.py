@@ -64,16 +64,14 @@ def summarise(scores: Sequence[dict[str, Any]], min_gain: float = MIN_SIMILARITY
     """A row per seed, their means, and whether the demo passes; None where a metric is missing."""
     rows = []
     for score in scores:
-        before, after, real = (score["systems"][name] for name in ("before", "after", "real"))
         row = {
             "seed": score["seed"],
-            "similarity": {"real": real.get("similarity"), "before": before.get("similarity")},
-            "word_error_rate": {"real": real.get("word_error_rate"), "before": before.get("word_error_rate")},
             "ended_by_itself": score["ended_by_itself"],
             "seconds": sum(score["seconds"].values()),
         }
-        for key in ("similarity", "word_error_rate"):
-            row[key] |= {"after": after.get(key), "change": _difference(after.get(key), before.get(key))}
+        for key, metric in (("similarity", "similarity"), ("word_error_rate", "wer")):
+            means = {name: score["systems"][name][metric]["mean"] for name in ("real", "before", "after")}
+            row[key] = means | {"change": _difference(means["after"], means["before"])}
         rows.append(row)
     gain, wer_change = (_mean([row[key]["change"] for row in rows]) for key in ("similarity", "word_error_rate"))
     return {

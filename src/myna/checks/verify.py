@@ -17,6 +17,7 @@ from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.models.base import SpeakingFamily
 from myna.models.ref import ModelRef
+from myna.report.page import Cell, cell, footer, heading, paragraph, render_page, table
 from myna.speak.loading import load_adapted
 from myna.train.precision import choose_precision
 
@@ -54,12 +55,33 @@ class Certificate:
 
     def save(self, folder: Path) -> None:
         """Write verify.json and verify.html."""
-        from myna.checks.verify_page import certificate_page
-
         folder.mkdir(parents=True, exist_ok=True)
         content = {"verdict": self.verdict, "passed": self.passed, **asdict(self)}
         save_text(folder / "verify.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         save_text(folder / "verify.html", certificate_page(self))
+
+
+def certificate_page(certificate: Certificate) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in certificate.versions.items())
+    extent = "quick checks" if certificate.quick else "full checks"
+    setting = f"{certificate.family}, {certificate.device}, {certificate.dtype}, {extent}; {versions}"
+    header = ("Check", "Compared", "Result", "Measured", "Difference", "Tolerance", "Seconds")
+    return render_page(
+        f"Verification of {certificate.source}",
+        [
+            heading("Verified" if certificate.passed else "Not verified", 1),
+            paragraph(certificate.verdict, "lead"),
+            table("Checks", header, map(_check_row, certificate.checks)),
+            paragraph(setting, "note"),
+            footer("Every figure is in verify.json."),
+        ],
+    )
+
+
+def _check_row(check: Check) -> list[Cell]:
+    status = cell(check.status, {"passed": "good", "failed": "bad"}.get(check.status, "note"))
+    figures = ("" if value is None else f"{value:.3g}" for value in (check.difference, check.tolerance))
+    return [check.name, check.compared, status, check.message, *figures, f"{check.seconds:.1f}"]
 
 
 def run_verification(

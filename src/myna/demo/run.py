@@ -11,12 +11,12 @@ report.html     all of it on one page, which opens without a network
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,29 @@ from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import Utterance, read_manifest, write_manifest
 from myna.data.split import TEXTS, TRAIN, subset_folder
-from myna.demo.report import AFTER, BEFORE, DemoResult, demo_page
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
-from myna.evaluate.items import EvalItem, EvalSet
+from myna.evaluate.evaluation import Results, save_json
+from myna.evaluate.items import EvalItem, EvalSet, clip_seconds
+from myna.evaluate.metrics import METRICS_BY_KEY, missing_metrics
+from myna.evaluate.pages import difference_cell, item_section
 from myna.evaluate.pipeline import score_systems, torch_threads
 from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import open_family
 from myna.models.ref import ModelRef
+from myna.report.media import Curve, line_plot, smooth_curve
+from myna.report.page import (
+    Section,
+    bullets,
+    code,
+    details,
+    figures,
+    footer,
+    heading,
+    paragraph,
+    render_page,
+    table,
+)
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.memory_plan import peak_memory
@@ -48,20 +63,75 @@ if TYPE_CHECKING:
 
 MODEL = "fledgling"
 STRENGTHS = {MODEL: 0.5}
-"""Of the LoRA in generation, by model; others use all of it. A small model that takes on the whole of a distant voice
-loses words, and half of it brings most of the similarity: docs/decisions/0011-fledgling.md."""
+"""Scale of the LoRA in generation by model; others use all of it. A small model that takes on the whole of a distant
+voice loses words, and half of it brings most of the similarity: docs/decisions/0011-fledgling.md."""
 DEVICE = "cpu"
 THREADS = 1
-"""Two would save a third of the training on an idle machine, and lose tenfold on a busy one: the operators are so small
-that threads would spend their time waiting for one another."""
+"""Threads of torch. Two would save a third of the training on an idle machine, and lose tenfold on a busy one: the
+operators are so small that threads would spend their time waiting for one another."""
 SCORING_WORKERS = min(2, os.cpu_count() or 1)
 MAX_BAD_SHARE = 0.2
-"""Of recordings that may be unusable: a first try is no corpus."""
+"""Share of recordings that may be unusable: a first try is no corpus."""
 IMPORTED_FILES = {"manifest.jsonl", "rejected.jsonl", "media"}
+SCORES_FOLDER = "evaluation"
+BEFORE, AFTER = "before", "after"
+SHOWN_METRICS = ("similarity", "wer", "loop_rate", "distillmos", "stop_rate")
+LOSS_DECAY = 0.85
+"""Decay of the moving average of the training loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult(Results):
+    """Scores of the real recordings and of the speech before and after training, and how they were made."""
+
+    source: str | None
+    """Recordings, as given; None for the voice that comes with Myna."""
+    model: str
+    strength: float
+    """Scale of the LoRA when speaking."""
+    speaker: str
+    train: Sequence[Utterance]
+    reference_text: str
+    losses: Sequence[Mapping[str, Any]]
+    """Rows of the run's metrics.jsonl."""
+    recipe: str
+    seconds: Mapping[str, float]
+    """Seconds by stage."""
+    peak_memory_bytes: int
+
+    @property
+    def texts(self) -> list[str]:
+        return [row.text for row in self.rows[REAL]]
+
+    @property
+    def unmeasured(self) -> list[str]:
+        return [f"{METRICS_BY_KEY[key].title}: not measured. {reason}" for key, reason in self.missing.items()]
+
+    def score_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and the rows of the table of scores; the last row has the changes."""
+        metrics = [METRICS_BY_KEY[key] for key in SHOWN_METRICS]
+        rows = [
+            [name, *(metric.format_estimate(estimates[metric.key]) for metric in metrics)]
+            for name, estimates in self.estimates.items()
+        ]
+        change = self.differences[AFTER]
+        rows.append(["change", *(metric.format_estimate(change[metric.key], signed=True) for metric in metrics)])
+        return ["", *(metric.title for metric in metrics)], rows
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {
+            "model": self.model,
+            "strength": self.strength,
+            "speaker": self.speaker,
+            "texts": self.texts,
+            "transcripts": {name: [row.transcript for row in rows] for name, rows in self.rows.items()},
+            "ended_by_itself": {name: sum(bool(row.stopped) for row in self.rows[name]) for name in (BEFORE, AFTER)},
+            "seconds": dict(self.seconds),
+        }
 
 
 def demo_recipe(out: Path, *, model: str = MODEL, seed: int = 0, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """The recipe's differences from the defaults: a few minutes of one voice, trained in two on a laptop."""
+    """Return the recipe's differences from the defaults: a few minutes of one voice, trained in two on a laptop."""
     tree: dict[str, Any] = {
         "name": "demo",
         "model": {"source": model},
@@ -100,8 +170,8 @@ def prepare_voice(
     device: str = DEVICE,
     progress: ProgressCallback = silent,
 ) -> tuple[DemoVoice, list[Utterance], list[Utterance]]:
-    """Import recordings (None: the bundled ones), prepare the clips of one speaker, and hold out some texts. Returns
-    the selection, the clips to train on, and those held out."""
+    """Import recordings (None: the bundled ones), prepare the clips of one speaker, and hold out some texts. Return the
+    selection, the clips to train on, and those held out."""
     source, recordings, data = voice or str(BUNDLED), out / "recordings", out / "data"
     api.import_dataset(source, recordings, format=format, max_bad=MAX_BAD_SHARE, language=language, progress=progress)
     selected = select_voice(read_manifest(recordings / "manifest.jsonl"), source, seed)
@@ -127,10 +197,10 @@ def run_demo(
     progress: ProgressCallback = silent,
     observer: TrainingObserver | None = None,
 ) -> DemoResult:
-    """All stages in order. `voice` is recordings in any layout that the importers read, and `settings` are changes to
-    the recipe. The observer's `on_message` is given a sentence for each stage too."""
+    """Run all stages in order. `voice` is recordings in any layout that the importers read, and `settings` are changes
+    to the recipe. The observer's `on_message` is given a sentence for each stage too."""
     _refuse_to_overwrite(out)
-    # A wrong argument should be reported now, and not after minutes.
+    # A wrong argument is reported now, and not after minutes.
     open_family(model)
     recipe = demo_recipe(out, model=model, seed=seed, settings=settings)
     parse_recipe(recipe, where="the demo's recipe with --set")
@@ -184,27 +254,30 @@ def run_demo(
                     SpeechSystem(AFTER, lambda: load_engine(tuned, device=DEVICE, strength=applied), seed, {}),
                 ],
                 scorers,
-                out / "evaluation",
+                out / SCORES_FOLDER,
                 workers=SCORING_WORKERS,
                 progress=progress,
             )
+    missing = missing_metrics(scorers.missing)
     result = DemoResult(
-        out=out,
+        folder=out,
+        rows=scores,
+        base=BEFORE,
+        unpaired=(REAL,),
+        unavailable={key: missing[key] for key in SHOWN_METRICS if key in missing},
+        notes=(*selected.notes, *faults),
         source=voice,
         model=model,
         strength=applied,
         speaker=selected.speaker,
         train=train,
         reference_text=reference.text,
-        scores=scores,
-        unavailable=scorers.missing,
         losses=run.read_metrics(),
         recipe=recipe_file.read_text(encoding="utf-8"),
-        notes=(*selected.notes, *faults),
         seconds=seconds,
         peak_memory_bytes=peak_memory(torch.device(DEVICE)),
     )
-    save_text(out / "scores.json", json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
+    save_json(out / "scores.json", result.to_json())
     save_text(out / "report.html", demo_page(result))
     return result
 
@@ -217,15 +290,118 @@ def _refuse_to_overwrite(out: Path) -> None:
         return
     imported = {path.name for path in (out / "recordings").iterdir()} if (out / "recordings").is_dir() else {""}
     if names == {"recordings"} and imported <= IMPORTED_FILES:
-        return  # recordings that could not be used: they have been mended, or others are tried
+        return  # the recordings could not be used; the user has repaired them, or tries others
     if "report.html" in names or "data" in names:
         raise MynaError(f"{out} holds a demo already", hint=f"rm -r {out}, or choose another folder with --out")
     raise MynaError(f"{out} holds something else than a demo", hint="choose another folder with --out")
 
 
 def _eval_set(held_out: list[Utterance], reference: Utterance) -> EvalSet:
-    """Each held-out text once, all with the same reference; similarity is to the other held-out recordings."""
+    """Make an item of each held-out text, all with the same reference; similarity is to the other held-out
+    recordings."""
     by_text = {alphanumeric(clip.text): clip for clip in reversed(held_out)}
     clips = sorted(by_text.values(), key=held_out.index)
     items = [EvalItem(clip.id, clip.text, clip.speaker, clip.language, (reference,), recording=clip) for clip in clips]
     return EvalSet(tuple(items), {reference.speaker: tuple(clips)})
+
+
+def demo_page(result: DemoResult) -> str:
+    """Render the scores, the speech before and after to listen to, and what to do next."""
+    estimates, speaker = result.estimates, result.speaker
+    train_length, total = _minutes(sum(map(clip_seconds, result.train))), sum(result.seconds.values())
+    numbers = [
+        (f"{estimates[BEFORE][key].mean:.{digits}} → {estimates[AFTER][key].mean:.{digits}}", label)
+        for key, digits, label in (
+            ("similarity", "2f", "similarity to the real voice"),
+            ("wer", "0%", "words that are recognized wrongly"),
+        )
+        if estimates[BEFORE][key].n and estimates[AFTER][key].n
+    ]
+    numbers += [
+        (_minutes(total), "for all of it"),
+        (f"{result.peak_memory_bytes / 1e9:.1f} GB", "of memory at most"),
+    ]
+    part = f", {result.strength:.0%} of it: with more the voice is more alike, and more words are lost"
+    header, rows = result.score_table()
+    metrics, change = [METRICS_BY_KEY[key] for key in SHOWN_METRICS], result.differences[AFTER]
+    changes = [difference_cell(metric, change[metric.key]) for metric in metrics]
+    by_id = {name: {row.id: row for row in scores} for name, scores in result.rows.items()}
+    stages = [(name, f"{seconds:.1f} s") for name, seconds in result.seconds.items()]
+    run, reference, recipe = (
+        shlex.quote(str(result.folder / name)) for name in ("run", "reference.wav", "recipe.yaml")
+    )
+    model, reference_text = shlex.quote(result.model), shlex.quote(result.reference_text)
+    origin = "Clone a voice only if its owner agrees."
+    if result.source is None:
+        origin = (
+            "The voice belongs to no person: it was made with Kokoro-82M (Apache-2.0), and reads examples from WordNet."
+        )
+    sections = [
+        heading(f"One voice, before and after {result.seconds['train'] / 60:.1f} minutes of training", 1),
+        paragraph(
+            f"{result.model} had never heard {speaker}. It was given {len(result.train)} clips, {train_length} in all, "
+            "and a LoRA was trained on them on this machine's processor. The texts below were held out. All of them "
+            "are spoken with the same clip as a reference, so what differs between before and after is the training "
+            f"alone{part if result.strength != 1.0 else ''}.",
+            "lead",
+        ),
+        figures(numbers),
+        heading("Listen"),
+        paragraph("A click on a spectrogram plays from there. Time runs to the right, frequency upwards."),
+        *(
+            item_section(row, {name: of[row.id] for name, of in by_id.items()}, result.folder / SCORES_FOLDER)
+            for row in result.rows[REAL]
+        ),
+        heading("Scores"),
+        table("Scores of the real recordings, before and after", header, [*rows[:-1], [rows[-1][0], *changes]]),
+        *(paragraph(reason, "missing") for reason in result.unmeasured),
+        paragraph(
+            f"Over {len(result.texts)} texts, with 95 % intervals; a change whose interval holds zero says nothing, "
+            f"and {len(result.texts)} texts are few. Similarity is that of each clip to the mean of the real "
+            "recordings of the other texts, by Resemblyzer: two clips of one person have about 0.87, two people about "
+            "0.6. Word errors are those of a Whisper; it makes some with real recordings too, and where its transcript "
+            "loops, all words of the text are errors. Of the checkpoints that training left, the one with the lowest "
+            "evaluation loss speaks.",
+            "note",
+        ),
+        heading("Loss"),
+        _loss_plot(result.losses),
+        heading("Go on"),
+        paragraph("The same with your own recordings, each beside a text file of the same name:"),
+        code("myna demo --voice FOLDER --out demo-mine"),
+        paragraph("Say something else in this voice:"),
+        code(
+            f'myna speak "Good morning." --run {run} --strength {result.strength:g} \\\n'
+            f"  --reference {reference} --reference-text {reference_text} \\\n  --out good-morning.wav"
+        ),
+        paragraph("Train for longer, or otherwise; every setting of the recipe may be changed:"),
+        code(
+            f"myna prepare FOLDER --out data/mine --model {model}\n"
+            f"myna train {recipe} --out runs/mine --set data.train=data/mine \\\n"
+            "  --set data.evaluation=null --set train.early_stopping_patience=null --set train.steps=300"
+        ),
+        heading("How it was made"),
+        table("How long each stage took", ("stage", "took"), [*stages, ("in all", f"{total:.1f} s")]),
+        *map(paragraph, result.notes),
+        details("The recipe", code(result.recipe), is_open=True),
+        details("The texts it was trained on", bullets(clip.text for clip in result.train)),
+        footer(origin),
+    ]
+    return render_page(f"Myna demo: {speaker}", sections)
+
+
+def _loss_plot(rows: Sequence[Mapping[str, Any]]) -> Section:
+    # A loss that was not finite is None.
+    train = [(float(row["step"]), float(row["loss"])) for row in rows if row.get("loss") is not None]
+    evaluations = [(float(row["step"]), row["evaluation"]["loss"]) for row in rows if "evaluation" in row]
+    evaluation = [(step, float(loss)) for step, loss in evaluations if loss is not None]
+    curves = [
+        Curve("training, every step", train, "faint"),
+        Curve("training, smoothed", smooth_curve(train, LOSS_DECAY)),
+        Curve("evaluation, on the held-out texts", evaluation, "dots", color=1),
+    ]
+    return line_plot(curves, title="Loss while training", x_label="optimizer step", y_label="loss")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

@@ -1,4 +1,4 @@
-"""Clips of a demo: one speaker's, of usable length, with some texts held out."""
+"""Clips of a demo: those of one speaker that have a usable length, with some texts held out."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from myna.evaluate.items import clip_seconds, load_clip
 from myna.text.normalization import alphanumeric
 
 BUNDLED = Path(__file__).parent / "recordings"
-"""Three minutes of a voice that fledgling was not trained on, some clips of which are marked `held_out`."""
+"""Three minutes of a voice that fledgling was not trained on; some clips are marked `held_out`."""
 MIN_TEXTS = 8
-"""Distinct texts, with fewer of which there is nothing to train and evaluate on."""
+"""Minimum number of distinct texts to train and evaluate on."""
 HELD_OUT_SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.1, 3, 8
 MIN_CLIP_SECONDS, MAX_CLIP_SECONDS = 1.0, 15.0
 MAX_TOTAL_SECONDS = 900.0
-"""A demo trains for minutes, in which more would not be seen."""
+"""Maximum seconds of all clips: a demo trains for minutes, in which more would not be seen."""
 REFERENCE_SECONDS, REFERENCE_CANDIDATES = 6.0, 12
-"""Preferred length of the reference, long enough for a voice and short enough to be encoded quickly; and how many clips
-of about that length are searched for one without noise, clipping or a telephone's narrow band."""
+"""Preferred length of the reference, long enough for a voice and short enough to be encoded quickly; and number of
+clips of about that length that are searched for one without noise, clipping or a telephone's narrow band."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoVoice:
-    """The speaker, the clips, and notes on what was left out."""
+    """Speaker, clips, and notes on what was left out."""
 
     speaker: str
     clips: tuple[Utterance, ...]
@@ -39,11 +39,11 @@ class DemoVoice:
 
     @property
     def marked(self) -> dict[str, str]:
-        """Normalized texts by id of the clips that the source marks as held out."""
+        """Normalized texts of the clips that the source marks as held out, by id."""
         return {clip.id: alphanumeric(clip.text) for clip in self.clips if clip.extras.get("held_out")}
 
     def held_out_texts(self) -> int:
-        """How many texts to hold out: those that are marked, or a share."""
+        """Return how many texts to hold out: those that are marked, or a share."""
         if self.marked:
             return len(set(self.marked.values()))
         texts = len({alphanumeric(clip.text) for clip in self.clips})
@@ -56,7 +56,7 @@ class DemoVoice:
 
 
 def select_voice(utterances: Sequence[Utterance], source: str, seed: int) -> DemoVoice:
-    """The clips of the speaker who has most."""
+    """Select the clips of the speaker who has most."""
     counts = Counter(utterance.speaker for utterance in utterances if utterance.is_target)
     if not counts:
         raise DataError(f"{source} holds nothing to learn from", hint="give recordings with what is said in them")
@@ -87,17 +87,17 @@ def select_voice(utterances: Sequence[Utterance], source: str, seed: int) -> Dem
 
 
 def select_reference(clips: Sequence[Utterance]) -> Utterance:
-    """Of the clips whose lengths are nearest to `REFERENCE_SECONDS`, the one with the fewest faults."""
+    """Select the clip with the fewest faults among those whose lengths are nearest to `REFERENCE_SECONDS`."""
     nearest = sorted(clips, key=lambda clip: (abs(clip_seconds(clip) - REFERENCE_SECONDS), clip.id))
     return min(nearest[:REFERENCE_CANDIDATES], key=lambda clip: len(clean_reference(clip).problems))
 
 
 def clean_reference(clip: Utterance, sample_rate: int = 24_000) -> CheckedReference:
-    """A clip cleaned for use as a reference, and its faults."""
+    """Clean a clip for use as a reference, and find its faults."""
     rate = probe(clip.audio).sample_rate
     return check_reference(load_clip(clip, rate), rate, sample_rate)
 
 
 def _without_references(clip: Utterance) -> Utterance:
-    """Without the references that its source names, which may be of another speaker or left out."""
+    """Remove the references that the source names, which may be of another speaker or left out."""
     return replace(clip, extras={key: value for key, value in clip.extras.items() if key != "references"})

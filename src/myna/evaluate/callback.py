@@ -26,15 +26,15 @@ from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, s
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
-from myna.evaluate.history import TrainingHistory, training_conclusion, training_page
 from myna.evaluate.items import EvalSet, load_eval_set, split_items
+from myna.evaluate.pages import training_page
 from myna.evaluate.pipeline import ITEMS_FILE, load_audio, read_item_scores, score_systems, step_folder
-from myna.evaluate.ranking import Constraints, StepScores
+from myna.evaluate.ranking import Constraints, StepScores, TrainingHistory, training_conclusion
 from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
-from myna.report.spectrogram import color_palette, encode_png, mel_spectrogram_pixels
+from myna.report.media import color_palette, encode_png, mel_spectrogram_pixels
 from myna.speak.engine import Engine
 from myna.train.callbacks import AutocastContext, LoggedSample, SpeechScores
 from myna.train.distributed import ProcessInfo

@@ -33,6 +33,7 @@ from myna.evaluate.listening import (
     save_listener_answers,
 )
 from myna.evaluate.metrics import missing_metrics
+from myna.evaluate.pages import comparison_page
 from myna.evaluate.pipeline import (
     ITEMS_FILE,
     ITEMS_FOLDER,
@@ -111,8 +112,6 @@ def compare_systems(
 
     `trials` is how many of the compared items are in the listening test.
     """
-    from myna.evaluate.comparison_page import comparison_page
-
     if len(subjects) < 2:
         raise ConfigError(
             "there is nothing to compare with", hint="name two or more: myna compare runs/marta runs/marta-again"

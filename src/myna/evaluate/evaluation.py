@@ -23,14 +23,15 @@ from myna.data.overlap import ComparedClip, TrainedClips
 from myna.evaluate.diagnostics import Diagnosis, diagnose
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.metrics import (
+    GROUPED_METRICS,
     METRICS,
-    METRICS_BY_KEY,
     MetricEstimates,
     count_looped,
     estimate_differences,
     estimate_metrics,
     missing_metrics,
 )
+from myna.evaluate.pages import evaluation_page
 from myna.evaluate.pipeline import ITEMS_FILE, ITEMS_FOLDER, read_item_scores, score_systems, step_folder
 from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, Subject, System
@@ -39,11 +40,6 @@ from myna.models.files import format_names
 from myna.speak.engine import encode_clip
 
 EVALUATION_FILE, PAGE_FILE = "evaluation.json", "report.html"
-GROUPED_METRICS = tuple(
-    METRICS_BY_KEY[key]
-    for key in ("wer", "cer", "loop_rate", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
-)
-"""Metrics of groups of items."""
 GROUPS: Mapping[str, Callable[[ItemScores], str]] = {
     "speaker": lambda row: row.speaker or "unnamed",
     "language": lambda row: row.language or "unnamed",
@@ -229,8 +225,6 @@ def evaluate_system(
     `strength` scales the LoRA of this system, and not of the systems `against` it. A run is compared with the model it
     was tuned from, and a model with the first of the others.
     """
-    from myna.evaluate.pages import evaluation_page
-
     seed, device = settings.seed, settings.device
     subject = Subject.parse(name, settings.model)
     eval_set = settings.eval_set(subject)

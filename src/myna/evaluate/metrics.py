@@ -122,6 +122,11 @@ METRICS = (
     _acoustic("voiced_share", "voiced", "share of speech that has a pitch; noise has none", is_share=True),
 )
 METRICS_BY_KEY = {metric.key: metric for metric in METRICS}
+GROUPED_METRICS = tuple(
+    METRICS_BY_KEY[key]
+    for key in ("wer", "cer", "loop_rate", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate")
+)
+"""Metrics of groups of items."""
 
 
 def estimate_metrics(rows: Sequence[ItemScores], metrics: Iterable[Metric] = METRICS) -> MetricEstimates:

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
-from myna.curate.xray.numbers import DiffPiece, alone_ms, clock, spoken_length, text_diff
+from myna.curate.xray.numbers import alone_ms, clock, spoken_length, text_diff
 from myna.curate.xray.pieces import MAX_PIECE_SECONDS, PieceRows
 from myna.data.segments import DROP_REASONS
-from myna.report.document import html_document, page_asset, render_template
-from myna.report.markup import element, join_html
-from myna.report.plot import axis_ticks
+from myna.report.media import axis_ticks
+from myna.report.page import page_asset, render_page, render_template
 
 PACKAGE = "myna.curate.xray"
+MEASURE_KEYS = ("measure", "setting", "side", "limits", "edges", "pass_ms", "missing_kept_ms", "kept_ms")
+"""Values of a measure that the script needs to move its threshold."""
 REASON_GROUPS = {
     "kept": ("kept",),
     "silence": ("no speech",),
@@ -29,7 +29,7 @@ REASON_GROUPS = {
 }
 """Reasons that share a hue."""
 WIDTH, HEIGHT, MARGIN = 520, 130, 22
-"""Of a histogram, in SVG units; the margin is for the numbers below it."""
+"""Size of a histogram in SVG units; the margin is for the numbers below it."""
 
 
 def xray_page(
@@ -39,9 +39,8 @@ def xray_page(
     timelines: Sequence[Mapping[str, Any]],
     map_audio: Mapping[str, Sequence[Any]],
 ) -> str:
-    """The page of these numbers. `pieces` are by row; `map_audio` tells where the clips of the map can be heard."""
+    """Render the page. `pieces` are by row; `map_audio` tells where the clips of the map can be heard."""
     folder = numbers["folder"]
-    by_id = {piece["id"]: piece for piece in pieces.values()}
     data = {
         "folder": shlex.quote(folder),
         "measures": [{key: measure[key] for key in MEASURE_KEYS} for measure in numbers["measures"]],
@@ -53,7 +52,7 @@ def xray_page(
         numbers=numbers,
         folder=shlex.quote(folder),
         folder_name=folder.rstrip("/").rpartition("/")[2] or folder,
-        data=_json(data),
+        data=data,
         reasons=[
             part | {"pieces": [pieces[row] for row in rows.reasons.get(part["reason"], ())]}
             for part in numbers["hours"]["parts"]
@@ -63,41 +62,37 @@ def xray_page(
             ("Dropped, the nearest to being kept first", [pieces[row] for row in rows.doubtful_dropped]),
         ],
         pairs=[(pieces[first], pieces[second]) for first, second in rows.duplicates],
-        by_id=by_id,
+        by_id={piece["id"]: piece for piece in pieces.values()},
         timelines=timelines,
         sampled=len(pieces),
         max_seconds=MAX_PIECE_SECONDS,
-        histogram=histogram_figure,
-        voice_map=_voice_map(numbers["speakers"]["map"]["points"]),
+        histogram=histogram_shape,
+        map_speakers=list(dict.fromkeys(point["speaker"] for point in numbers["speakers"]["map"]["points"])),
         alone_ms=alone_ms,
         color=reason_class,
         clock=clock,
         length=spoken_length,
-        diff=lambda piece: _diff(text_diff(piece["text"], piece["check_text"], piece["language"])),
+        diff=lambda piece: text_diff(piece["text"], piece["check_text"], piece["language"]),
         quote=shlex.quote,
         settings_text=json.dumps(numbers["settings"], indent=1) if numbers["settings"] else "",
     )
-    css = page_asset("xray.css", PACKAGE) + _reason_colors()
-    script = page_asset("xray.js", PACKAGE)
-    return html_document(f"X-ray of {folder}", body, css=css, script=script, allow_audio_files=True)
-
-
-MEASURE_KEYS = ("measure", "setting", "side", "limits", "edges", "pass_ms", "missing_kept_ms", "kept_ms")
-
-
-def _json(tree: object) -> Markup:
-    """JSON for a script element: no text in it can end the element."""
-    text = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+    return render_page(
+        f"X-ray of {folder}",
+        [{"kind": "markup", "markup": body}],
+        css=page_asset("xray.css", PACKAGE) + _reason_colors(),
+        script=page_asset("xray.js", PACKAGE),
+        allow_audio_files=True,
+    )
 
 
 def reason_class(reason: str) -> str:
+    """Return the style class of a reason."""
     names = ("kept", *DROP_REASONS)
     return f"reason{names.index(reason)}" if reason in names else "reason-other"
 
 
 def _reason_colors() -> str:
-    """A hue for each group, from dark to light within it."""
+    """Return style rules with a hue for each group, from dark to light within it."""
     hues = {"kept": 178, "silence": 80, "sound": 45, "voices": 335, "words": 265, "cut": 105, "other": 20}
     rules = []
     for group, members in REASON_GROUPS.items():
@@ -109,78 +104,28 @@ def _reason_colors() -> str:
     return "\n".join(rules) + "\n"
 
 
-def _diff(pieces: Sequence[DiffPiece]) -> Markup:
-    parts: list[object] = []
-    for piece in pieces:
-        if piece.equal:
-            parts.append(piece.equal)
-        if piece.first:
-            parts.append(element("del", piece.first))
-        if piece.second:
-            parts.append(element("ins", piece.second))
-    return join_html(parts, " ")
+def histogram_shape(measure: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the shapes of a histogram of hours: bars of all clips and of kept ones, labels, and a line for each
+    limit, which the script moves."""
+    edges, highest, bottom = measure["edges"], max(*measure["ms"], 1), HEIGHT - MARGIN
+    step = WIDTH / len(measure["ms"])
 
-
-def histogram_figure(measure: Mapping[str, Any], number: int) -> Markup:
-    """Hours by value as bars: all clips behind, kept ones in front; a line at each limit, which the script moves."""
-    edges, count = measure["edges"], len(measure["ms"])
-    highest = max(*measure["ms"], 1)
-    step = WIDTH / count
-    plot_height = HEIGHT - MARGIN
-    bars = []
-    for name in ("ms", "now_ms"):
-        shapes = []
-        for at, value in enumerate(measure[name]):
-            if value:
-                height = max(1.0, plot_height * value / highest)
-                shapes.append(f"M{at * step + 0.5:.1f} {plot_height:.1f}v-{height:.1f}h{step - 1:.1f}v{height:.1f}z")
-        bars.append(element("path", d="".join(shapes), class_="all" if name == "ms" else "now"))
-    low, high = edges[0], edges[-1]
+    def bars(values: Sequence[int]) -> str:
+        heights = [(at, max(1.0, bottom * value / highest)) for at, value in enumerate(values) if value]
+        return "".join(f"M{at * step + 0.5:.1f} {bottom}v-{up:.1f}h{step - 1:.1f}v{up:.1f}z" for at, up in heights)
 
     def place(value: float) -> str:
         return f"{np.interp(value, edges, step * (1 + np.arange(len(edges)))):.1f}"
 
-    labels = [
-        element("text", f"{tick:g}", x=place(tick), y=HEIGHT - 6, text_anchor="middle")
-        for tick in axis_ticks(low, high, 6)
-        if low <= tick <= high
-    ]
-    lines = [
-        element("line", x1=place(limit), x2=place(limit), y1=0, y2=plot_height, class_="limit", data_limit=at)
-        for at, limit in enumerate(measure["limits"])
-    ]
-    return element(
-        "svg",
-        *bars,
-        element("line", x1=0, x2=WIDTH, y1=plot_height, y2=plot_height, class_="grid"),
-        *labels,
-        *lines,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        aria_label=f"{measure['title']}: hours of clips by {measure['unit']}, from {low:g} to {high:g}",
-        data_histogram=number,
-        data_step=f"{step:.4f}",
-    )
-
-
-def _voice_map(points: Sequence[Mapping[str, Any]]) -> Markup:
-    """Clips as dots, where their voices are; colored by speaker."""
-    names = list(dict.fromkeys(point["speaker"] for point in points))
-    dots = [
-        element(
-            "circle",
-            element("title", f"{point['speaker']}, {point['id']}"),
-            cx=f"{260 + 240 * point['x']:.1f}",
-            cy=f"{170 - 150 * point['y']:.1f}",
-            r=5,
-            class_=f"color{names.index(point['speaker']) % 6}",
-            data_clip=point["id"],
-        )
-        for point in points
-    ]
-    if not dots:
-        return Markup()
-    label = "Clips by their voices, colored by speaker"
-    svg = element("svg", *dots, viewBox="0 0 520 340", role="img", aria_label=label)
-    legend = [element("li", name, class_=f"color{at % 6}") for at, name in enumerate(names)]
-    return element("div", svg, element("ul", *legend, class_="legend"), class_="plot map")
+    low, high = edges[0], edges[-1]
+    return {
+        "width": WIDTH,
+        "height": HEIGHT,
+        "bottom": bottom,
+        "step": f"{step:.4f}",
+        "all": bars(measure["ms"]),
+        "kept": bars(measure["now_ms"]),
+        "labels": [(place(tick), f"{tick:g}") for tick in axis_ticks(low, high, 6) if low <= tick <= high],
+        "limits": [place(limit) for limit in measure["limits"]],
+        "description": f"{measure['title']}: hours of clips by {measure['unit']}, from {low:g} to {high:g}",
+    }

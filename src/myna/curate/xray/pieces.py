@@ -18,20 +18,20 @@ from myna.core.errors import AudioError
 from myna.core.io import safe_file_name
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.xray.source import XraySource
-from myna.report.player import encode_flac
+from myna.report.media import encode_flac
 
 PIECES_PER_REASON = 6
 DOUBTFUL_CLIPS = 30
-"""Of each of the two lists of doubtful texts."""
+"""Number of clips in each of the two lists of doubtful texts."""
 DUPLICATE_PAIRS = 12
 MAX_PIECE_SECONDS = 15
-SAMPLE_RATE = 24_000
+PIECE_RATE = 24_000
 TIMELINES = 12
 TIMELINE_SEGMENTS = 8000
-"""In all timelines together."""
+"""Number of segments in all timelines together."""
 WAVEFORM_COLUMNS = 500
 WAVEFORM_HOURS = 2.0
-"""Of recordings, whose waveforms are drawn."""
+"""Hours of recordings whose waveforms are drawn."""
 
 Rows = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class PieceRows(NamedTuple):
 
 
 def choose_pieces(table: pa.Table, reasons: Iterable[str], example_ids: Iterable[str]) -> PieceRows:
-    """The same table gives the same pieces. Of each reason they come from as many recordings as there are."""
+    """Choose pieces that depend on the table alone; those of one reason come from many recordings."""
     names = pc.if_else(pc.equal(table["status"], "kept"), "kept", table["reason"]).to_numpy(zero_copy_only=False)
     audible = table["audio"].to_numpy(zero_copy_only=False) != ""
     recordings = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
@@ -71,7 +71,7 @@ def choose_pieces(table: pa.Table, reasons: Iterable[str], example_ids: Iterable
 
 
 def _spread(rows: Rows, recordings: npt.NDArray[Any]) -> list[int]:
-    """Some rows, a recording's second one only once every recording has had its first."""
+    """Choose some rows, the second of a recording only once every recording has had its first."""
     shuffled = np.random.default_rng(0).permutation(rows)
     turn = np.empty(len(shuffled), np.int64)
     order = np.argsort(recordings[shuffled], kind="stable")
@@ -97,7 +97,7 @@ def _duplicate_pairs(table: pa.Table, audible: npt.NDArray[np.bool_]) -> list[tu
 def write_pieces(
     source: XraySource, rows: Sequence[int], out: Path, progress: ProgressCallback = silent
 ) -> tuple[dict[int, dict[str, Any]], int]:
-    """Copies of the pieces in `out`/clips and what the page tells of each, by row; and how many could not be read."""
+    """Copy the pieces into `out`/clips; return what the page tells of each by row, and how many could not be read."""
     (out / "clips").mkdir(parents=True, exist_ok=True)
     pieces: dict[int, dict[str, Any]] = {}
     unreadable = 0
@@ -109,10 +109,10 @@ def write_pieces(
         start = values["audio_start_ms"] / 1000
         seconds = min(length / 1000, MAX_PIECE_SECONDS)
         try:
-            samples = read_audio(source.audio_path(values), sample_rate=SAMPLE_RATE, span=(start, start + seconds))
+            samples = read_audio(source.audio_path(values), sample_rate=PIECE_RATE, span=(start, start + seconds))
             piece["file"] = f"clips/{safe_file_name(values['id'])}.flac"
             piece["heard_ms"] = round(1000 * seconds)
-            (out / piece["file"]).write_bytes(encode_flac(samples, SAMPLE_RATE))
+            (out / piece["file"]).write_bytes(encode_flac(samples, PIECE_RATE))
         except AudioError:
             unreadable += 1
         pieces[row] = piece
@@ -127,7 +127,7 @@ PIECE_COLUMNS = (
 
 
 def timelines(source: XraySource, recordings: Sequence[str], out: Path) -> list[dict[str, Any]]:
-    """Segments of some recordings from their first millisecond to their last, with waveforms of the first of them."""
+    """Return the segments of some recordings from beginning to end, with waveforms of the first of them."""
     table = source.table
     chosen: list[dict[str, Any]] = []
     count, seconds = 0, 0.0
@@ -158,7 +158,7 @@ def timelines(source: XraySource, recordings: Sequence[str], out: Path) -> list[
 
 
 def _waveform(source: XraySource, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Peaks of a recording in per cent of full scale, at most `WAVEFORM_COLUMNS`; none where audio is missing."""
+    """Return peaks of a recording in per cent of full scale, at most `WAVEFORM_COLUMNS`; none if audio is missing."""
     total = rows[-1]["end_ms"]
     peaks = np.zeros(WAVEFORM_COLUMNS)
     for row in rows:

@@ -1,16 +1,19 @@
-"""Pictures of sound: files that decode, and show what is there."""
+"""Clips of a page: players, and spectrograms that decode and show what is there."""
 
 from __future__ import annotations
 
 import base64
+import io
 import re
 import struct
 import zlib
 
 import numpy as np
 import pytest
+import soundfile
 
-from myna.report.spectrogram import BANDS, Pixels, color_palette, encode_png, mel_spectrogram_pixels, spectrogram_image
+from myna.report.media import BANDS, Pixels, Samples, clip, color_palette, encode_png, mel_spectrogram_pixels
+from myna.report.page import Cell, cell, item, render_page
 
 RATE = 24_000
 
@@ -66,10 +69,38 @@ def test_silence_is_black(samples: np.ndarray[tuple[int], np.dtype[np.float32]])
     assert pixels.shape[0] == BANDS and pixels.shape[1] >= 1 and not pixels.any()
 
 
+def rendered(samples: Samples, *, notes: tuple[Cell, ...] = ()) -> str:
+    """Show a clip beside a longest one of two seconds."""
+    made = clip(samples, RATE, title="real", label='line 1, "real"', max_seconds=2.0, notes=notes)
+    page = render_page("title", [item("text", "note", [made])])
+    return page[page.index("<main>") : page.index("</main>")]
+
+
 def test_a_spectrogram_is_an_image_with_a_name() -> None:
-    made = spectrogram_image(tone(440.0), RATE, label='line 1, "real"')
-    assert 'alt="line 1, &#34;real&#34;"' in made
+    made = rendered(tone(440.0))
+    assert 'alt="spectrogram of line 1, &#34;real&#34;"' in made
     found = re.search(r'src="data:image/png;base64,([^"]+)"', made)
     assert found
     pixels, _ = decoded(base64.b64decode(found[1]))
     assert np.array_equal(pixels, mel_spectrogram_pixels(tone(440.0), RATE))
+
+
+def test_the_sound_in_a_player_is_the_sound_it_was_given() -> None:
+    samples = tone(190.0, 1.0) * np.float32(0.5)
+    made = rendered(samples)
+    assert 'aria-label="play line 1, &#34;real&#34;"' in made and " controls" in made
+    found = re.search(r'src="data:audio/flac;base64,([^"]+)"', made)
+    assert found
+    played, rate = soundfile.read(io.BytesIO(base64.b64decode(found[1])), dtype="float32")
+    assert rate == RATE and np.abs(played - samples).max() < 1e-4
+
+
+def test_an_empty_clip_has_a_note_and_no_player() -> None:
+    made = rendered(np.zeros(0, np.float32))
+    assert "nothing to hear" in made and "<audio" not in made and "<img" not in made
+
+
+def test_a_spectrogram_is_as_wide_as_its_clip_is_long() -> None:
+    made = rendered(np.ones(RATE, np.float32), notes=("<b>", cell("cut", "bad")))
+    assert "width:50.0%" in made and "1.0 s" in made
+    assert '&lt;b&gt; · <span class="bad">cut</span>' in made
