@@ -1,4 +1,4 @@
-"""Adapters and merged models as voices, and the base, codec and files they belong to: rows 43, 47, 51 and 52."""
+"""Adapters and merged models that speak, and the base model, codec and files they belong to."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def logits(engine: Any) -> torch.Tensor:
     return probe_logits(engine.family, engine.model)
 
 
-# Row 43: the base and the codec that a run was trained with
+# Another base model or codec
 
 
-def test_row_43_another_base_under_the_same_name_is_not_spoken_with(workspace: Path, tmp_path: Path) -> None:
+def test_another_base_under_the_same_name_is_not_spoken_with(workspace: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(workspace / "model", tmp_path / "model"))
     run, _ = train_run(make_recipe(workspace, model={"source": str(base), "check_pretrained": False}), tmp_path / "run")
     assert load_engine(ModelRef.find_trained(run.folder), device="cpu")
@@ -74,7 +74,7 @@ def test_row_43_another_base_under_the_same_name_is_not_spoken_with(workspace: P
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_row_43_the_base_is_known_through_quantization_and_a_text_head(
+def test_the_base_is_known_through_quantization_and_a_text_head(
     train_with: TrainWith, workspace: Path, quantization: str
 ) -> None:
     run, _ = train_with(
@@ -88,7 +88,7 @@ def test_row_43_the_base_is_known_through_quantization_and_a_text_head(
         load_engine(ModelRef.find_trained(run.folder, str(run.folder.with_name("other"))), device="cpu")
 
 
-def test_row_43_a_fully_trained_model_keeps_its_codec(
+def test_a_fully_trained_model_keeps_its_codec(
     train_with: TrainWith, workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
@@ -102,11 +102,11 @@ def test_row_43_a_fully_trained_model_keeps_its_codec(
     assert load_engine(ModelRef.find_trained(again.folder), device="cpu").codec.revision == codec.revision
 
 
-# Row 47: what an index names, and which codec is the default
+# Unpinned files
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "part/model.safetensors", "..\\x", "", ".."])
-def test_row_47_an_index_names_files_beside_it_and_nothing_else(workspace: Path, tmp_path: Path, name: str) -> None:
+def test_an_index_names_files_beside_it_and_nothing_else(workspace: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(workspace / "model", tmp_path / "model"))
     (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
     shutil.copy(tmp_path / "secret.safetensors", folder / "secret.safetensors")
@@ -118,7 +118,7 @@ def test_row_47_an_index_names_files_beside_it_and_nothing_else(workspace: Path,
         load(open_family(str(folder)))
 
 
-def test_row_47_a_codec_is_pinned_by_its_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_codec_is_pinned_by_its_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def download(name: str, revision: str | None, **_: Any) -> str:
@@ -133,15 +133,15 @@ def test_row_47_a_codec_is_pinned_by_its_revision(monkeypatch: pytest.MonkeyPatc
         resolve_checkpoint("owner/codec@9d4988f", "main")
 
 
-def test_row_47_the_released_codec_is_named_in_one_place() -> None:
+def test_the_released_codec_is_named_in_one_place() -> None:
     sources = Path(str(myna.__file__)).parent.rglob("*.py")
     assert sum(file.read_text(encoding="utf-8").count("higgs-audio-v2-tokenizer") for file in sources) == 1
 
 
-# Row 51: a text head that always learns
+# Text head that does not learn
 
 
-def test_row_51_a_model_that_answers_trains_its_text_head(tmp_path: Path) -> None:
+def test_a_model_that_answers_trains_its_text_head(tmp_path: Path) -> None:
     family = open_family(str(save_tiny_model(tmp_path / "model", answers=True)))
     tree = {"model": {"source": "x"}, "data": {"train": "x"}, "train": {"steps": 1}}
     recipe: Recipe = parse_recipe(tree | {"adapt": {"rank": 4, "train_modules": ["text_head"]}}, where="test")
@@ -163,16 +163,16 @@ def test_row_51_a_model_that_answers_trains_its_text_head(tmp_path: Path) -> Non
     assert torch.equal(probe_logits(merged, load(merged)), expected), "a tied head that was trained is tied no more"
 
 
-def test_row_51_where_the_loss_does_not_reach_the_head_it_says_so(train_with: TrainWith) -> None:
+def test_a_text_head_that_the_loss_does_not_reach_is_refused(train_with: TrainWith) -> None:
     with pytest.raises(ConfigError, match="loaded without its `text_head`, which this loss never reaches") as caught:
         train_with(adapt={"rank": 4, "train_modules": ["text_head"]})
     assert "loss.text_weight" in caught.value.hint
 
 
-# Row 52: adapters are voices, and can be merged
+# Adapters that cannot be used
 
 
-def test_row_52_an_adapter_is_a_voice(overfitted: Run, tmp_path: Path) -> None:
+def test_an_adapter_is_a_voice(overfitted: Run, tmp_path: Path) -> None:
     expected = logits(load_engine(ModelRef.find_trained(overfitted.folder), device="cpu"))
     moved = Path(shutil.copytree(overfitted.adapter, tmp_path / "voice"))
     for source in (overfitted.adapter, moved, str(moved)):
@@ -185,7 +185,7 @@ def test_row_52_an_adapter_is_a_voice(overfitted: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_row_52_adapters_and_merged_models_are_evaluated_and_compared(
+def test_adapters_and_merged_models_are_evaluated_and_compared(
     overfitted: Run, workspace: Path, tmp_path: Path
 ) -> None:
     moved = Path(shutil.copytree(overfitted.adapter, tmp_path / "voice"))
@@ -201,7 +201,7 @@ def test_row_52_adapters_and_merged_models_are_evaluated_and_compared(
         myna.evaluate(tmp_path / "merged", model=str(workspace / "model"), out=tmp_path / "not", **data)
 
 
-def test_row_52_an_adapter_of_a_model_that_answers_opens_too(tmp_path: Path) -> None:
+def test_an_adapter_of_a_model_that_answers_opens_too(tmp_path: Path) -> None:
     family = open_family(str(save_tiny_model(tmp_path / "model", answers=True)))
     adapter = changed_adapter(family, tmp_path / "adapter", train_modules=["norms"])
     tuned = myna.load_answer_model(adapter, device="cpu").engine
@@ -209,7 +209,7 @@ def test_row_52_an_adapter_of_a_model_that_answers_opens_too(tmp_path: Path) -> 
     assert not torch.equal(logits(tuned), logits(untuned))
 
 
-def test_row_52_an_adapter_of_plain_peft_is_a_voice(family: Family, tmp_path: Path) -> None:
+def test_an_adapter_of_plain_peft_is_a_voice(family: Family, tmp_path: Path) -> None:
     base = load(family)
     plain = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     torch.manual_seed(0)
@@ -232,9 +232,7 @@ def test_row_52_an_adapter_of_plain_peft_is_a_voice(family: Family, tmp_path: Pa
     assert voice.engine.reference_placement == "turn" and voice.engine.scene == ""
 
 
-def test_row_52_an_adapter_on_the_hub_is_a_voice(
-    overfitted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_on_the_hub_is_a_voice(overfitted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(overfitted.adapter))
     voice = myna.load("somebody/marta", device="cpu")
@@ -243,7 +241,7 @@ def test_row_52_an_adapter_on_the_hub_is_a_voice(
     )
 
 
-def test_row_52_an_adapter_keeps_how_it_was_trained(train_with: TrainWith, tmp_path: Path) -> None:
+def test_an_adapter_keeps_how_it_was_trained(train_with: TrainWith, tmp_path: Path) -> None:
     run, _ = train_with(data={"reference_placement": "system", "scene": "A cave."})
     moved = Path(shutil.copytree(run.adapter, tmp_path / "moved"))
     engine = load_engine(ModelRef.find_trained(moved), device="cpu")
@@ -253,7 +251,7 @@ def test_row_52_an_adapter_keeps_how_it_was_trained(train_with: TrainWith, tmp_p
     assert (engine.reference_placement, engine.scene) == ("system", "A cave.")
 
 
-def test_row_52_what_does_not_fit_is_named(overfitted: Run, workspace: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_named(overfitted: Run, workspace: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "phi4", answers=True)
     moved = Path(shutil.copytree(overfitted.adapter, tmp_path / "moved"))
     (moved / "myna.json").unlink()
@@ -272,7 +270,7 @@ def test_row_52_what_does_not_fit_is_named(overfitted: Run, workspace: Path, tmp
     assert "--model" in missing.value.hint
 
 
-def test_row_52_an_extracted_adapter_is_a_voice(train_with: TrainWith, workspace: Path, tmp_path: Path) -> None:
+def test_an_extracted_adapter_is_a_voice(train_with: TrainWith, workspace: Path, tmp_path: Path) -> None:
     run, _ = train_with(adapt={"mode": "full"}, train={"steps": 3, "learning_rate": 1e-3})
     myna.extract_lora(str(workspace / "model"), str(run.model), tmp_path / "extracted", rank=64)
     full = logits(load_engine(ModelRef.find_trained(run.folder), device="cpu"))
@@ -290,7 +288,7 @@ def test_row_52_an_extracted_adapter_is_a_voice(train_with: TrainWith, workspace
         {"rslora": True, "train_modules": ["text_head", "audio_head", "audio_embedding", "norms"]},
     ],
 )
-def test_row_52_a_merged_model_is_what_the_adapter_was(
+def test_a_merged_model_is_what_the_adapter_was(
     family: Family, tmp_path: Path, layout: str, settings: dict[str, Any]
 ) -> None:
     adapter = changed_adapter(family, tmp_path / "adapter", **settings)
@@ -309,7 +307,7 @@ def test_row_52_a_merged_model_is_what_the_adapter_was(
     assert kind == {"transformers": "higgs_audio_v2", "original": "higgs_audio"}[layout]
 
 
-def test_row_52_a_merged_model_has_the_strength_that_was_asked_for(family: Family, tmp_path: Path) -> None:
+def test_a_merged_model_has_the_strength_that_was_asked_for(family: Family, tmp_path: Path) -> None:
     adapter = changed_adapter(family, tmp_path / "adapter", train_modules=["audio_head"])
     myna.merge(adapter, tmp_path / "merged", strength=0.5)
     spoken = load_engine(ModelRef.find_trained(adapter), device="cpu", strength=0.5)
@@ -322,7 +320,7 @@ def test_row_52_a_merged_model_has_the_strength_that_was_asked_for(family: Famil
     assert not (tmp_path / "half").exists()
 
 
-def test_row_52_a_merged_model_speaks_and_is_trained_on(overfitted: Run, workspace: Path, tmp_path: Path) -> None:
+def test_a_merged_model_speaks_and_is_trained_on(overfitted: Run, workspace: Path, tmp_path: Path) -> None:
     out = tmp_path / "merged"
     made = CLI.invoke(app, ["merge", str(overfitted.folder), "--out", str(out)])
     assert made.exit_code == 0 and "logits differ from the adapter's by at most" in made.output, made.exception
@@ -336,7 +334,7 @@ def test_row_52_a_merged_model_speaks_and_is_trained_on(overfitted: Run, workspa
     assert load_engine(ModelRef.find_trained(run.folder), device="cpu")
 
 
-def test_row_52_what_rounding_would_lose_is_refused(family: Family, tmp_path: Path) -> None:
+def test_a_merge_that_rounding_would_lose_is_refused(family: Family, tmp_path: Path) -> None:
     model = make_trainable(load(family), family, AdaptSettings(rank=1, alpha=1))
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -350,7 +348,7 @@ def test_row_52_what_rounding_would_lose_is_refused(family: Family, tmp_path: Pa
     myna.merge(tmp_path / "faint", tmp_path / "merged")
 
 
-def test_row_52_merging_overwrites_nothing_and_refuses_a_whole_model(
+def test_merging_overwrites_nothing_and_refuses_a_whole_model(
     overfitted: Run, train_with: TrainWith, workspace: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine").mkdir()

@@ -1,4 +1,4 @@
-"""Wrapping and loading: rows 1, 2, 8, 21 and 27."""
+"""Wrapping, loading and training of adapters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def keywords_of(model: Any, call: Any) -> set[str]:
     return keywords
 
 
-def test_row_01_a_wrapped_forward_gets_what_was_passed_and_no_labels(family: Family, tmp_path: Path) -> None:
+def test_a_wrapped_forward_gets_what_was_passed_and_no_labels(family: Family, tmp_path: Path) -> None:
     inputs = stock_inputs(family.render(cloning()))
     base = load(family)
     causal = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
@@ -53,9 +53,7 @@ def test_row_01_a_wrapped_forward_gets_what_was_passed_and_no_labels(family: Fam
     assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] is None
 
 
-def test_row_01_a_task_type_in_somebody_elses_adapter_is_dropped(
-    overfitted: Run, family: Family, tmp_path: Path
-) -> None:
+def test_a_task_type_in_a_foreign_adapter_is_dropped(overfitted: Run, family: Family, tmp_path: Path) -> None:
     foreign = Path(shutil.copytree(overfitted.adapter, tmp_path / "adapter"))
     config = json.loads((foreign / "adapter_config.json").read_text())
     (foreign / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
@@ -67,7 +65,7 @@ def test_row_01_a_task_type_in_somebody_elses_adapter_is_dropped(
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_row_02_the_contract_is_kept_by_calling_the_model_inside_the_wrapper(family: Family, dora: bool) -> None:
+def test_the_contract_is_kept_by_calling_the_model_inside_the_wrapper(family: Family, dora: bool) -> None:
     wrapped = make_trainable(load(family), family, LORA.model_copy(update={"dora": dora}))
     names = inspect.signature(wrapped.forward).parameters
     assert "audio_input_ids" not in names, "the cause: whoever reads the wrapper's signature learns nothing"
@@ -91,7 +89,7 @@ def broken(workspace: Path, folder: Path, change: Any, part: str = "") -> Path:
     return copy
 
 
-def test_row_08_a_missing_tensor_is_an_error_and_not_a_random_module(workspace: Path, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_an_error_and_not_a_random_module(workspace: Path, tmp_path: Path) -> None:
     folder = broken(workspace, tmp_path, lambda tensors: {k: v for k, v in tensors.items() if k != MISSING})
     stock, sound = (
         HiggsAudioV2ForConditionalGeneration.from_pretrained(folder),
@@ -110,14 +108,12 @@ def test_row_08_a_missing_tensor_is_an_error_and_not_a_random_module(workspace: 
         (lambda t: t | {MISSING: t[MISSING][:-1].clone()}, r"1 of another shape: .*\(127, 64\) instead of \(128, 64\)"),
     ],
 )
-def test_row_08_tensors_that_have_no_place_are_an_error(
-    workspace: Path, tmp_path: Path, change: Any, said: str
-) -> None:
+def test_tensors_that_have_no_place_are_an_error(workspace: Path, tmp_path: Path, change: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         load(open_family(str(broken(workspace, tmp_path, change))))
 
 
-def test_row_08_the_codec_is_held_to_the_same(workspace: Path, tmp_path: Path) -> None:
+def test_a_missing_tensor_of_the_codec_is_an_error(workspace: Path, tmp_path: Path) -> None:
     folder = broken(workspace, tmp_path, lambda t: {k: v for k, v in t.items() if k != "fc2.weight"}, "codec")
     with pytest.raises(CheckpointError, match=r"1 missing: fc2\.weight"):
         open_family(str(folder)).load_encoder()
@@ -143,7 +139,7 @@ EVERYTHING = [
         ({"mode": "full", "freeze": EVERYTHING}, "nothing to train"),
     ],
 )
-def test_row_21_a_lora_that_meets_nothing_is_refused_before_the_first_step(
+def test_a_lora_that_meets_nothing_is_refused_before_the_first_step(
     train_with: TrainWith, settings: dict[str, Any], said: str
 ) -> None:
     with pytest.raises((ModelError, ConfigError), match=said) as caught:
@@ -151,7 +147,7 @@ def test_row_21_a_lora_that_meets_nothing_is_refused_before_the_first_step(
     assert caught.value.hint
 
 
-def test_row_21_what_learns_is_told_and_does(train_with: TrainWith) -> None:
+def test_the_trainable_parameters_are_reported_and_change(train_with: TrainWith) -> None:
     run, callback = train_with(train={"steps": 1})
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     count = sum(tensor.numel() for tensor in tensors.values())
@@ -166,9 +162,7 @@ def logits_of(model: Any, family: Family) -> torch.Tensor:
     return logits
 
 
-def test_row_27_other_key_names_are_an_error_where_peft_only_warns(
-    overfitted: Run, family: Family, tmp_path: Path
-) -> None:
+def test_other_key_names_are_an_error_where_peft_only_warns(overfitted: Run, family: Family, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(overfitted.adapter, tmp_path / "adapter"))
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -182,7 +176,7 @@ def test_row_27_other_key_names_are_an_error_where_peft_only_warns(
         load_adapter(load(family), folder)
 
 
-def test_row_27_an_adapter_that_changes_nothing_is_refused(overfitted: Run, family: Family, tmp_path: Path) -> None:
+def test_an_adapter_that_changes_nothing_is_refused(overfitted: Run, family: Family, tmp_path: Path) -> None:
     save_adapter(make_trainable(load(family), family, LORA), tmp_path)
     with pytest.raises(ModelError, match="changes nothing"):
         load_adapter(load(family), tmp_path)
@@ -194,7 +188,7 @@ def test_row_27_an_adapter_that_changes_nothing_is_refused(overfitted: Run, fami
         load_engine(ModelRef.find_trained(idle), device="cpu")
 
 
-def test_row_27_a_loaded_adapter_differs_from_the_base_and_merges_to_itself(
+def test_a_loaded_adapter_differs_from_the_base_and_merges_to_itself(
     overfitted: Run, family: Family, engine: Engine
 ) -> None:
     base = logits_of(load(family), family)

@@ -1,4 +1,4 @@
-"""Loading and saving: rows 15, 18, 28 and 32."""
+"""Loading, saving and resuming of checkpoints, and fallbacks that must be errors."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def diagnosis(folder: Path) -> dict[str, Check]:
         return {check.name: check for check in doctor.run_doctor(str(folder))}
 
 
-# Row 15: a Whisper tower that is not there
+# Audio tower that is not there
 
 
 @pytest.mark.parametrize(
     ("setting", "value"), [("skip_audio_tower", False), ("audio_adapter_type", "stack"), ("use_rq_transformer", True)]
 )
-def test_row_15_what_the_configuration_asks_for_is_there_or_refused(
+def test_a_configuration_with_an_audio_tower_is_refused(
     workspace: Path, tmp_path: Path, setting: str, value: object
 ) -> None:
     convert_checkpoint(workspace / "model", tmp_path / "original", "original")
@@ -65,7 +65,7 @@ def test_row_15_what_the_configuration_asks_for_is_there_or_refused(
 
 
 @pytest.mark.parametrize("mels", [80, 128])
-def test_row_15_a_tower_that_nobody_listens_to_is_not_carried_along(copy: Path, mels: int) -> None:
+def test_weights_of_an_unused_audio_tower_are_refused(copy: Path, mels: int) -> None:
     """Neither whisper-large's 128 mel bins nor the 80 of whisper-base, to which others fell back."""
     file = copy / "model.safetensors"
     tower = {"audio_tower.conv1.weight": torch.zeros(8, mels, 3)}
@@ -75,7 +75,7 @@ def test_row_15_a_tower_that_nobody_listens_to_is_not_carried_along(copy: Path, 
     assert diagnosis(copy)["weights"].status == "failed"
 
 
-# Row 18: broken checkpoints
+# Broken checkpoints
 
 
 def start(recipe: Any, folder: Path, recorder: RecordingCallback | None = None) -> Run:
@@ -97,7 +97,7 @@ def flipped(tensors: dict[str, torch.Tensor], path: Path, **how: Any) -> None:
 
 
 @pytest.mark.parametrize(("disk", "said"), [(full, "No space left on device"), (flipped, "was read back otherwise")])
-def test_row_18_a_save_that_fails_stops_the_run_and_leaves_the_checkpoint_before_it(
+def test_a_save_that_fails_stops_the_run_and_leaves_the_checkpoint_before_it(
     workspace: Path, tmp_path: Path, monkeypatch: Patch, disk: Callable[..., None], said: str
 ) -> None:
     recipe = make_recipe(workspace, train={"steps": 4, "save_every": 2})
@@ -120,7 +120,7 @@ def test_row_18_a_save_that_fails_stops_the_run_and_leaves_the_checkpoint_before
     assert checkpoint_steps(run) == [2, 4] and run.is_finished
 
 
-def test_row_18_an_empty_checkpoint_is_not_taken_for_one(workspace: Path, tmp_path: Path) -> None:
+def test_an_empty_checkpoint_folder_is_refused(workspace: Path, tmp_path: Path) -> None:
     run = start(make_recipe(workspace, train={"steps": 2, "save_every": 1}), tmp_path / "run")
     shutil.rmtree(run.result)
     newest = checkpoint_folder(run, 2)
@@ -134,10 +134,10 @@ def test_row_18_an_empty_checkpoint_is_not_taken_for_one(workspace: Path, tmp_pa
     assert run.is_finished
 
 
-# Row 28: silent fallbacks
+# Silent fallbacks
 
 
-def test_row_28_a_damaged_tokenizer_is_an_error(copy: Path) -> None:
+def test_a_damaged_tokenizer_is_an_error(copy: Path) -> None:
     file = copy / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
@@ -145,7 +145,7 @@ def test_row_28_a_damaged_tokenizer_is_an_error(copy: Path) -> None:
     assert diagnosis(copy)["model"].status == "failed"
 
 
-def test_row_28_a_tokenizer_of_another_model_is_an_error(copy: Path) -> None:
+def test_a_tokenizer_of_another_model_is_an_error(copy: Path) -> None:
     """It reads well, and every id means something else."""
     file = copy / "tokenizer.json"
     file.write_text(file.read_text().replace("<|AUDIO_OUT|>", "<|another|>"))
@@ -153,7 +153,7 @@ def test_row_28_a_tokenizer_of_another_model_is_an_error(copy: Path) -> None:
         open_family(str(copy))
 
 
-def test_row_28_a_wrong_codec_path_is_an_error_and_never_a_warning(workspace: Path, tmp_path: Path) -> None:
+def test_a_wrong_codec_path_is_an_error_and_never_a_warning(workspace: Path, tmp_path: Path) -> None:
     model = workspace / "model"
     for wrong, said in (
         ("/no/such/codec", "there is no model folder /no/such/codec"),
@@ -166,13 +166,13 @@ def test_row_28_a_wrong_codec_path_is_an_error_and_never_a_warning(workspace: Pa
     assert not (tmp_path / "out" / "prepared.json").exists()
 
 
-def test_row_28_a_codec_of_another_size_is_an_error(workspace: Path, tmp_path: Path) -> None:
+def test_a_codec_of_another_size_is_an_error(workspace: Path, tmp_path: Path) -> None:
     other = save_tiny_codec(tmp_path / "codec", codebook_size=32)
     with pytest.raises(ModelError, match=r"makes 8 x 32 codes at 25 frames/s; .* wants 8 x 64 at 25"):
         open_family(str(workspace / "model"), codec=str(other)).load_encoder()
 
 
-def test_row_28_codes_are_pinned_to_the_weights_that_made_them(workspace: Path, copy: Path, tmp_path: Path) -> None:
+def test_codes_are_pinned_to_the_weights_that_made_them(workspace: Path, copy: Path, tmp_path: Path) -> None:
     """The codec changes behind an unchanged path: nothing of the old codes is used for the new."""
     out = Path(shutil.copytree(workspace / "prepared", tmp_path / "prepared"))
     before = PreparedDataset.open(out)
@@ -185,12 +185,12 @@ def test_row_28_codes_are_pinned_to_the_weights_that_made_them(workspace: Path, 
     assert after.key(one) != before.key(one) and after.codes(one).tolist() != before.codes(one).tolist()
 
 
-def test_row_28_a_revision_is_not_ignored(workspace: Path) -> None:
+def test_a_revision_is_not_ignored(workspace: Path) -> None:
     with pytest.raises(ModelError, match="is a local folder, which has no revision main"):
         open_family(str(workspace / "model"), revision="main")
 
 
-# Row 32: resume
+# Resume
 
 
 class InterruptingCallback(RecordingCallback):
@@ -230,7 +230,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "speed"} for row in rows]
 
 
-def test_row_32_resumed_is_uninterrupted_bit_for_bit(whole_and_broken: tuple[Path, Path], tmp_path: Path) -> None:
+def test_resumed_is_uninterrupted_bit_for_bit(whole_and_broken: tuple[Path, Path], tmp_path: Path) -> None:
     whole, broken = whole_and_broken
     folder = Path(shutil.copytree(broken, tmp_path / "run"))
     assert checkpoint_steps(Run.open(folder)) == [3, 4] and metrics(folder)[-1]["step"] == 5
@@ -245,7 +245,7 @@ def test_row_32_resumed_is_uninterrupted_bit_for_bit(whole_and_broken: tuple[Pat
 
 
 @pytest.mark.parametrize("lost", ["optimizer/exp_avg/", "optimizer/", "rng/", "ema/", "weight/"])
-def test_row_32_a_checkpoint_without_all_its_state_is_refused(
+def test_a_checkpoint_without_all_its_state_is_refused(
     whole_and_broken: tuple[Path, Path], tmp_path: Path, lost: str
 ) -> None:
     folder = Path(shutil.copytree(whole_and_broken[1], tmp_path / "run"))
@@ -259,7 +259,7 @@ def test_row_32_a_checkpoint_without_all_its_state_is_refused(
         run_training(run.recipe, run, RecordingCallback(), resume=True)
 
 
-def test_row_32_a_run_does_not_go_on_with_something_else(
+def test_a_run_does_not_resume_with_other_settings_or_data(
     whole_and_broken: tuple[Path, Path], workspace: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = Path(shutil.copytree(whole_and_broken[1], tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Rows 37, 39, 43, 46, 48, 50 and 53: what a person types, and what a command must not do with it."""
+"""Mistakes on the command line, and files that a command must not touch."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def reference(workspace: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(workspace / "recordings/robin/who.wav", tmp_path / "ref.wav"))
 
 
-# Row 37: a user's file is overwritten
+# Overwritten files
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
-def test_row_37_a_reference_is_never_the_output(
+def test_a_reference_is_never_the_output(
     refused: Callable[..., str], speak: list[object], reference: Path, force: list[str]
 ) -> None:
     before = reference.read_bytes()
@@ -93,7 +93,7 @@ def test_row_37_a_reference_is_never_the_output(
     assert reference.read_bytes() == before
 
 
-def test_row_37_a_file_that_is_there_is_replaced_only_if_asked(
+def test_a_file_that_is_there_is_replaced_only_if_asked(
     command: Command, refused: Callable[..., str], speak: list[object], tmp_path: Path
 ) -> None:
     for option, name in (("--out", "mine.wav"), ("--codes", "mine.npy")):
@@ -107,7 +107,7 @@ def test_row_37_a_file_that_is_there_is_replaced_only_if_asked(
         assert file.read_bytes() != b"mine"
 
 
-def test_row_37_speech_saved_from_python_asks_too(workspace: Path, tmp_path: Path) -> None:
+def test_speech_saved_from_python_is_not_overwritten(workspace: Path, tmp_path: Path) -> None:
     speech = myna.load(workspace / "model", device="cpu").speak("hi", max_seconds=0.2)
     file = tmp_path / "mine.wav"
     file.write_bytes(b"mine")
@@ -119,7 +119,7 @@ def test_row_37_speech_saved_from_python_asks_too(workspace: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["evaluate", "compare"])
-def test_row_37_a_folder_that_we_did_not_make_is_left_alone(
+def test_a_folder_that_myna_did_not_make_is_left_alone(
     refused: Callable[..., str], workspace: Path, tmp_path: Path, name: str
 ) -> None:
     """Also with --force, if it is what is read."""
@@ -136,7 +136,7 @@ def test_row_37_a_folder_that_we_did_not_make_is_left_alone(
     assert (folder / "report.html").read_text() == "mine"
 
 
-def test_row_37_an_evaluation_that_was_stopped_early_is_ours(
+def test_an_evaluation_stopped_early_can_go_on(
     monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path
 ) -> None:
     """Killed before the first item was scored, it holds audio and no results; and goes on."""
@@ -157,7 +157,9 @@ def _interrupted(_eval_set: object, _systems: object, _scorers: object, out: Pat
     raise KeyboardInterrupt
 
 
-def test_row_37_answers_and_checkpoints_ask_too(refused: Callable[..., str], workspace: Path, tmp_path: Path) -> None:
+def test_answers_and_checkpoints_are_not_overwritten(
+    refused: Callable[..., str], workspace: Path, tmp_path: Path
+) -> None:
     prepared, model, mine = workspace / "prepared", workspace / "model", tmp_path / "mine"
     mine.mkdir()
     (mine / "adapter_config.json").write_text("mine")
@@ -170,9 +172,7 @@ def test_row_37_answers_and_checkpoints_ask_too(refused: Callable[..., str], wor
     assert (mine / "adapter_config.json").read_text() == (tmp_path / "answers.jsonl").read_text() == "mine"
 
 
-def test_row_37_a_manifest_that_is_not_ours_is_not_replaced(
-    refused: Callable[..., str], workspace: Path, tmp_path: Path
-) -> None:
+def test_a_foreign_manifest_is_not_replaced(refused: Callable[..., str], workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.jsonl").write_text("mine")
     message = refused("import", workspace / "recordings", "--out", tmp_path)
     assert "manifest.jsonl" in message and "--out" in message
@@ -180,9 +180,7 @@ def test_row_37_a_manifest_that_is_not_ours_is_not_replaced(
     assert (tmp_path / "manifest.jsonl").read_text() == "mine"
 
 
-def test_row_37_a_config_that_no_run_has_made_is_not_replaced(
-    refused: Callable[..., str], workspace: Path, tmp_path: Path
-) -> None:
+def test_a_foreign_config_is_not_replaced(refused: Callable[..., str], workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.yaml").write_text("mine")
     (tmp_path / "recipe.yaml").write_text(dump_recipe(make_recipe(workspace)))
@@ -191,7 +189,7 @@ def test_row_37_a_config_that_no_run_has_made_is_not_replaced(
     assert (tmp_path / "mine/config.yaml").read_text() == "mine"
 
 
-# Row 48: disks that are full or read-only
+# Disks that are full or read-only
 
 
 @contextmanager
@@ -205,7 +203,7 @@ def full_disk(room: int = 4096) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_row_48_where_speech_goes_is_checked_before_it_is_made(
+def test_the_output_is_checked_before_speech_is_generated(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], speak: list[object], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(myna.Voice, "open", lambda **_: pytest.fail("a model was opened"))
@@ -221,7 +219,7 @@ def test_row_48_where_speech_goes_is_checked_before_it_is_made(
     assert {path.name for path in tmp_path.iterdir()} == {"folder.wav", "file"}
 
 
-def test_row_48_no_command_ends_in_a_traceback_on_a_full_disk(refused: Callable[..., str], workspace: Path) -> None:
+def test_no_command_ends_in_a_traceback_on_a_full_disk(refused: Callable[..., str], workspace: Path) -> None:
     """The file that could not be written is named."""
     model, data = workspace / "model", workspace / "evaluation"
     with full_disk(1000):
@@ -236,7 +234,7 @@ def test_row_48_no_command_ends_in_a_traceback_on_a_full_disk(refused: Callable[
         assert "imported" in refused("import", workspace / "recordings", "-o", "imported")
 
 
-def test_row_48_no_command_ends_in_a_traceback_where_nothing_can_be_written(
+def test_no_command_ends_in_a_traceback_where_nothing_can_be_written(
     refused: Callable[..., str], workspace: Path, tmp_path: Path
 ) -> None:
     model, data = workspace / "model", workspace / "evaluation"
@@ -255,10 +253,10 @@ def test_row_48_no_command_ends_in_a_traceback_where_nothing_can_be_written(
             assert out.split("/o")[0] in refused(*words, "--out", out), words
 
 
-# Rows 39 and 50: recordings that cannot set a voice
+# Silent, cut or too long references
 
 
-def test_row_39_a_silent_or_cut_reference_is_refused_before_a_model_is_opened(
+def test_a_silent_or_cut_reference_is_refused_before_a_model_is_opened(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], speak: list[object], reference: Path
 ) -> None:
     monkeypatch.setattr(myna.Voice, "open", lambda **_: pytest.fail("a model was opened"))
@@ -271,7 +269,7 @@ def test_row_39_a_silent_or_cut_reference_is_refused_before_a_model_is_opened(
     assert "ref.wav: silence" in refused(*words)
 
 
-def test_row_39_the_same_from_python(workspace: Path, tmp_path: Path) -> None:
+def test_a_silent_reference_is_refused_from_python(workspace: Path, tmp_path: Path) -> None:
     write_audio(tmp_path / "silent.wav", np.zeros(48_000, np.float32), 24_000)
     with pytest.raises(myna.MynaError, match="silence"):
         myna.load(workspace / "model", device="cpu").speak(
@@ -279,7 +277,7 @@ def test_row_39_the_same_from_python(workspace: Path, tmp_path: Path) -> None:
         )
 
 
-def test_row_50_three_hours_as_a_reference_are_refused_and_not_decoded(
+def test_three_hours_as_a_reference_are_refused_and_not_decoded(
     refused: Callable[..., str], speak: list[object], tmp_path: Path
 ) -> None:
     """A stereo WAV at 48 kHz, of 2 GB on paper and nothing on the disk."""
@@ -295,7 +293,7 @@ def test_row_50_three_hours_as_a_reference_are_refused_and_not_decoded(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "in KiB"
 
 
-# Row 46: tags and references that do not fit
+# Tags and references that do not fit
 
 
 @pytest.mark.parametrize(
@@ -310,7 +308,7 @@ def test_row_50_three_hours_as_a_reference_are_refused_and_not_decoded(
         ("[SPEAKER1] hi [SPEAKER2] you", 0, "speakers are numbered from 0"),
     ],
 )
-def test_row_46_tags_that_do_not_fit_the_references_are_named(
+def test_tags_that_do_not_fit_the_references_are_named(
     monkeypatch: pytest.MonkeyPatch,
     refused: Callable[..., str],
     speak: list[object],
@@ -328,14 +326,14 @@ def test_row_46_tags_that_do_not_fit_the_references_are_named(
         myna.Voice(None).speak(text, reference=recordings, reference_text=["who"] * count)  # type: ignore[arg-type]
 
 
-def test_row_46_a_reference_without_its_text_is_named(
+def test_a_reference_without_its_text_is_named(
     refused: Callable[..., str], speak: list[object], reference: Path
 ) -> None:
     message = refused(*speak, "--out", "out.wav", "--reference", reference, "--reference-text", " ")
     assert "the text of reference 1 is empty" in message
 
 
-def test_row_46_tags_that_fit_are_spoken(command: Command, speak: list[object], workspace: Path) -> None:
+def test_tags_that_fit_are_spoken(command: Command, speak: list[object], workspace: Path) -> None:
     """With a reference for each speaker, or with none, where the model finds voices of its own."""
     recordings = [workspace / "recordings" / speaker / "who.wav" for speaker in ("robin", "heron")]
     voices = [word for path in recordings for word in ("--reference", path, "--reference-text", "who")]
@@ -344,7 +342,7 @@ def test_row_46_tags_that_fit_are_spoken(command: Command, speak: list[object], 
     assert command("speak", text, *speak[2:], "--out", "free.wav")[0] == 0
 
 
-# Row 53: a text that begins with a dash, and what ships
+# Texts taken for options, missing recipes
 
 
 @pytest.mark.parametrize(
@@ -363,7 +361,7 @@ def test_row_46_tags_that_fit_are_spoken(command: Command, speak: list[object], 
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )
-def test_row_53_a_text_may_begin_with_a_dash(
+def test_a_text_may_begin_with_a_dash(
     monkeypatch: pytest.MonkeyPatch, command: Command, speak: list[object], words: list[str], text: str
 ) -> None:
     Path("text.txt").write_text("-5 degrees\n")
@@ -378,13 +376,13 @@ def test_row_53_a_text_may_begin_with_a_dash(
     assert status == 0 and spoken == [text], output
 
 
-def test_row_53_a_misspelt_option_is_no_text(command: Command, speak: list[object]) -> None:
+def test_a_misspelt_option_is_no_text(command: Command, speak: list[object]) -> None:
     for words in (["--temprature", "0"], ["--seeed=3"]):
         status, output = command(*speak, "--out", "out.wav", *words)
         assert status == 2 and "No such option" in output
 
 
-def test_row_53_a_missing_recipe_is_reported_without_heavy_imports(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_reported_without_heavy_imports(tmp_path: Path) -> None:
     """Seconds went into torch before the file was looked for."""
     code = (
         "import sys; from myna.cli import main\n"
@@ -399,7 +397,7 @@ def test_row_53_a_missing_recipe_is_reported_without_heavy_imports(tmp_path: Pat
         assert result.stdout == "[]\n"
 
 
-def test_row_53_recipes_that_ship_are_found_by_name_listed_and_copied(
+def test_recipes_that_ship_are_found_by_name_listed_and_copied(
     command: Command, refused: Callable[..., str], tmp_path: Path
 ) -> None:
     status, output = command("recipes")
@@ -412,7 +410,7 @@ def test_row_53_recipes_that_ship_are_found_by_name_listed_and_copied(
 
 
 @pytest.mark.slow
-def test_row_53_recipes_are_in_the_wheel(tmp_path: Path) -> None:
+def test_recipes_are_in_the_wheel(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, tmp_path)
@@ -431,7 +429,7 @@ def test_row_53_recipes_are_in_the_wheel(tmp_path: Path) -> None:
     assert {name.removeprefix("src/") for name in tracked if (root / name).is_file()} <= files, "nothing is left behind"
 
 
-# Row 43: a scene is trained and not spoken
+# Scene that is trained and not spoken
 
 RECIPE_SCENE, DATA_SCENE = "A quiet room.", "A loud street."
 
@@ -448,7 +446,7 @@ def scene_data(workspace: Path, tmp_path: Path) -> Path:
     return prepared
 
 
-def test_row_43_a_run_speaks_in_the_scene_it_was_trained_in(
+def test_a_run_speaks_in_the_scene_it_was_trained_in(
     monkeypatch: pytest.MonkeyPatch, train_with: Any, scene_data: Path, tmp_path: Path
 ) -> None:
     """The recipe's, or the one that most of the data names; from a checkpoint and a copied adapter too."""
@@ -480,7 +478,7 @@ def test_row_43_a_run_speaks_in_the_scene_it_was_trained_in(
         scenes.clear()
 
 
-def test_row_43_evaluation_speaks_in_the_scene_too(train_with: Any, scene_data: Path, tmp_path: Path) -> None:
+def test_evaluation_speaks_in_the_scene_of_the_training(train_with: Any, scene_data: Path, tmp_path: Path) -> None:
     """Sentences of a file or a list, whose voices come from the data or from recordings of their own."""
     sentences, reference = tmp_path / "sentences.txt", tmp_path / "ref.wav"
     sentences.write_text("one\ntwo\n")

@@ -1,4 +1,4 @@
-"""Training and evaluation data: rows 14, 23, 30, 31 and 35."""
+"""Training and evaluation data: references, bad samples, leaks, and when to stop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def speak(folder: Path, speaker: str, name: str, text: str, samples: Any) -> Non
     (folder / speaker / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
-# Row 14: a reference that is the target
+# Reference that is the target
 
 
 def chatml(workspace: Path, file: Path, references: Sequence[dict[str, Any]]) -> Path:
@@ -67,7 +67,7 @@ def chatml(workspace: Path, file: Path, references: Sequence[dict[str, Any]]) ->
     return file
 
 
-def test_row_14_a_placeholder_without_a_clip_is_never_filled_with_another(workspace: Path, tmp_path: Path) -> None:
+def test_a_placeholder_without_a_clip_is_never_filled_with_another(workspace: Path, tmp_path: Path) -> None:
     voice = {"type": "audio", "audio_url": str(workspace / "recordings/robin/who.wav")}
     itself = {"type": "audio", "audio_url": str(workspace / "recordings/robin/hi.wav")}
     source = chatml(workspace, tmp_path / "data.json", [{"type": "audio", "audio_url": "placeholder"}, itself, voice])
@@ -95,7 +95,7 @@ def test_row_14_a_placeholder_without_a_clip_is_never_filled_with_another(worksp
     ]
 
 
-def test_row_14_no_target_ever_stands_in_its_own_reference(workspace: Path, family: Family) -> None:
+def test_no_target_ever_stands_in_its_own_reference(workspace: Path, family: Family) -> None:
     recipe = make_recipe(workspace)
     loader = make_loader(recipe, family, recipe.data.train)
     for target in loader.reference_sampler.targets:
@@ -119,7 +119,7 @@ def delayed(family: Family, codes: Any) -> Any:
     return family.delay.apply(codes)[: len(codes)].tolist()
 
 
-def test_row_14_a_target_that_names_itself_is_refused(workspace: Path, tmp_path: Path) -> None:
+def test_a_target_that_names_itself_is_refused(workspace: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(workspace / "prepared", tmp_path / "prepared"))
     lines = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
     lines[0]["extras"] = {"references": [lines[0]["id"]]}
@@ -128,7 +128,7 @@ def test_row_14_a_target_that_names_itself_is_refused(workspace: Path, tmp_path:
         train_run(make_recipe(workspace, data={"train": str(out)}), tmp_path / "run")
 
 
-def test_row_14_the_targets_own_sound_in_another_file_is_found(workspace: Path, tmp_path: Path) -> None:
+def test_the_targets_own_sound_in_another_file_is_found(workspace: Path, tmp_path: Path) -> None:
     """A little silence behind it makes another file of it: only the codes can tell."""
     source = record(tmp_path / "source", {"robin": SPEAKER_PITCHES["robin"]}, ("hi",))
     sound = read_audio(source / "robin" / "hi.wav", sample_rate=SAMPLE_RATE)
@@ -138,10 +138,10 @@ def test_row_14_the_targets_own_sound_in_another_file_is_found(workspace: Path, 
         train_run(recipe, tmp_path / "run")
 
 
-# Row 23: errors that are swallowed
+# Swallowed errors
 
 
-def test_row_23_bad_samples_are_counted_named_and_too_many_stop_the_import(workspace: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_counted_named_and_too_many_stop_the_import(workspace: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(workspace / "recordings", tmp_path / "source"))
     (source / "robin" / "hi.wav").write_bytes(b"RIFF, and then nothing")
     soundfile.write(source / "heron" / "hum.wav", np.full(9600, np.nan), SAMPLE_RATE, subtype="FLOAT")
@@ -160,7 +160,7 @@ def test_row_23_bad_samples_are_counted_named_and_too_many_stop_the_import(works
     assert len(PreparedDataset.open(tmp_path / "out").utterances) == 5
 
 
-def test_row_23_a_bad_sample_in_prepared_data_stops_the_run_by_name(workspace: Path, tmp_path: Path) -> None:
+def test_a_bad_sample_in_prepared_data_stops_the_run_by_name(workspace: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(workspace / "prepared", tmp_path / "prepared"))
     manifest = out / "manifest.jsonl"
     manifest.write_text(manifest.read_text().replace('"text": "you"', '"text": "you <|eot_id|>"', 1))
@@ -169,7 +169,7 @@ def test_row_23_a_bad_sample_in_prepared_data_stops_the_run_by_name(workspace: P
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_row_23_a_step_that_fails_is_the_last_one(
+def test_a_step_that_fails_is_the_last_one(
     train_with: TrainWith, monkeypatch: Patch, tmp_path: Path, workers: int
 ) -> None:
     whole, calls = Trainer.train_step, []
@@ -189,10 +189,10 @@ def test_row_23_a_step_that_fails_is_the_last_one(
     assert [row["step"] for row in rows] == [1] and not (run / "adapter").exists()
 
 
-# Row 31: when to stop
+# Training data as evaluation data
 
 
-def test_row_31_the_training_data_is_no_evaluation_under_any_name(workspace: Path, tmp_path: Path) -> None:
+def test_the_training_data_is_no_evaluation_under_any_name(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(workspace / "prepared")
     for same in (workspace / "prepared", workspace / "others" / ".." / "prepared", tmp_path / "link"):
         with pytest.raises(ConfigError, match=r"`data\.evaluation` is the training data"):
@@ -202,7 +202,7 @@ def test_row_31_the_training_data_is_no_evaluation_under_any_name(workspace: Pat
         train_run(make_recipe(workspace, data={"evaluation": str(copy)}), tmp_path / "run")
 
 
-def test_row_30_the_base_is_measured_first_and_every_evaluation_is_told_against_it(
+def test_the_base_is_measured_first_and_every_evaluation_is_told_against_it(
     workspace: Path, pretrained_base: Path, train_with: TrainWith
 ) -> None:
     """A rate that ruins what the model knew: the losses are worse than the untuned one's, and the run says so."""
@@ -222,12 +222,12 @@ def test_row_30_the_base_is_measured_first_and_every_evaluation_is_told_against_
     assert json.loads(run.metrics.read_text().splitlines()[0]) == base
 
 
-def test_row_31_early_stopping_without_evaluation_is_refused(workspace: Path) -> None:
+def test_early_stopping_without_evaluation_is_refused(workspace: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to go by"):
         make_recipe(workspace, train={"early_stopping_patience": 2})
 
 
-def test_row_31_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(
+def test_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(
     workspace: Path, train_with: TrainWith
 ) -> None:
     """The training loss falls to the end, the held-out one turns; whoever watches the former never stops."""
@@ -245,10 +245,10 @@ def test_row_31_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(
     assert (run.adapter / "adapter_model.safetensors").read_bytes() == kept.read_bytes()
 
 
-# Row 35: evaluation clips in training
+# Evaluation clips in training
 
 
-def test_row_35_the_same_recording_under_another_name_is_a_leak(workspace: Path, tmp_path: Path) -> None:
+def test_the_same_recording_under_another_name_is_a_leak(workspace: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(workspace / "others", tmp_path / "source"))
     os.link(workspace / "recordings/robin/hi.wav", source / "wren" / "new.wav")
     (source / "wren" / "new.txt").write_text("something else entirely")
@@ -260,7 +260,7 @@ def test_row_35_the_same_recording_under_another_name_is_a_leak(workspace: Path,
     assert "myna prepare" in caught.value.hint
 
 
-def test_row_35_the_same_words_of_the_same_speaker_are_a_leak(workspace: Path, tmp_path: Path) -> None:
+def test_the_same_words_of_the_same_speaker_are_a_leak(workspace: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(workspace / "others", tmp_path / "source"))
     speak(source, "robin", "take-two", f"{LINES[0].upper()}!", tone_speech(LINES[0], 333.0))
     recipe = make_recipe(workspace, data={"evaluation": str(prepared(workspace, source))})
@@ -270,6 +270,6 @@ def test_row_35_the_same_words_of_the_same_speaker_are_a_leak(workspace: Path, t
         train_run(recipe, tmp_path / "run")
 
 
-def test_row_35_other_speakers_with_other_words_are_none(workspace: Path, train_with: TrainWith) -> None:
+def test_other_speakers_with_other_words_are_no_leak(workspace: Path, train_with: TrainWith) -> None:
     _, callback = train_with(data={"evaluation": str(workspace / "evaluation")}, train={"steps": 1})
     assert len(callback.evaluations) == 1

@@ -1,4 +1,4 @@
-"""Evaluation: looped transcripts, gains that chose themselves, trained items, torn metrics, paths and devices."""
+"""Evaluation: looping transcripts, gains by chance, trained items, damaged metrics, paths and devices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _row(number: int, *, looped: bool, system: str = "run") -> ItemScores:
     )
 
 
-def test_row_40_a_looped_line_is_wholly_wrong_and_counted() -> None:
+def test_a_looped_line_is_wholly_wrong_and_counted() -> None:
     rows = [_row(number, looped=number >= 5) for number in range(10)]
     estimates = estimate_metrics(rows)
     assert estimates["wer"].mean == estimates["cer"].mean == 0.5 and estimates["wer"].n == 10
@@ -105,14 +105,14 @@ def _simulate(effect: float, runs: int) -> tuple[float, float]:
     return by_choosing, by_confirming
 
 
-def test_row_41_without_an_effect_a_gain_is_confirmed_as_rarely_as_the_interval_says() -> None:
+def test_a_gain_by_chance_is_confirmed_as_rarely_as_the_interval_says() -> None:
     runs = 1000
     by_choosing, by_confirming = _simulate(effect=0.0, runs=runs)
     assert by_choosing > 0.08, "the fault: what chose the best would call it better"
     assert by_confirming <= 0.05 + 2 * (0.05 * 0.95 / runs) ** 0.5
 
 
-def test_row_41_a_true_gain_is_still_found() -> None:
+def test_a_true_gain_of_a_checkpoint_is_found() -> None:
     _, by_confirming = _simulate(effect=0.05, runs=200)
     assert by_confirming > 0.75
 
@@ -137,7 +137,7 @@ def _evaluate(run: Run, out: Path, data: Path, *more: str) -> tuple[dict[str, An
     return content, " ".join(result.output.split())
 
 
-def test_row_44_evaluate_flags_items_that_were_trained_on(workspace: Path, short_run: Run, tmp_path: Path) -> None:
+def test_evaluate_flags_items_that_were_trained_on(workspace: Path, short_run: Run, tmp_path: Path) -> None:
     content, shown = _evaluate(short_run, tmp_path / "trained", workspace / "prepared")
     [warning] = content["warnings"]
     assert next(iter(content)) == "warnings" and "trained on 3 of these 3 items (3 with the same audio" in warning
@@ -152,7 +152,7 @@ def test_row_44_evaluate_flags_items_that_were_trained_on(workspace: Path, short
     assert held_out["warnings"] == [] and held_out["trained_on"]["run"] == {} and "warning" not in shown
 
 
-def test_row_44_the_words_of_a_trained_line_are_flagged_in_a_list_of_sentences(short_run: Run, tmp_path: Path) -> None:
+def test_the_words_of_a_trained_line_are_flagged_in_a_list_of_sentences(short_run: Run, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text(f"{LINES[0].upper()}!\nsomething that nobody has said\n", encoding="utf-8")
     items = EvaluationSettings(sentences=tmp_path / "lines.txt").eval_set(Subject.parse(str(short_run.folder)))
     rows = {"run": [replace(_row(0, looped=False), id=item.id, text=item.text) for item in items.items]}
@@ -162,7 +162,7 @@ def test_row_44_the_words_of_a_trained_line_are_flagged_in_a_list_of_sentences(s
     assert "1 of these 2 items (0 with the same audio, 1 with the same words)" in seen_warnings(rows)[0]
 
 
-def test_row_44_training_data_that_is_gone_is_named_and_nothing_is_refused(workspace: Path, tmp_path: Path) -> None:
+def test_training_data_that_is_gone_is_named_and_nothing_is_refused(workspace: Path, tmp_path: Path) -> None:
     shutil.copytree(workspace / "prepared", tmp_path / "prepared")
     run, _ = train_run(make_recipe(workspace, data={"train": str(tmp_path / "prepared")}), tmp_path / "run")
     shutil.rmtree(tmp_path / "prepared")
@@ -172,9 +172,7 @@ def test_row_44_training_data_that_is_gone_is_named_and_nothing_is_refused(works
     assert "cannot be told" in note and str(tmp_path / "prepared") in note and rows["run"][0].trained_on is None
 
 
-def test_row_48_a_torn_last_line_of_metrics_is_named_and_skipped(
-    workspace: Path, short_run: Run, tmp_path: Path
-) -> None:
+def test_a_torn_last_line_of_metrics_is_named_and_skipped(workspace: Path, short_run: Run, tmp_path: Path) -> None:
     shutil.copytree(short_run.folder, tmp_path / "run")
     run = Run.open(tmp_path / "run")
     lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -190,7 +188,7 @@ def test_row_48_a_torn_last_line_of_metrics_is_named_and_skipped(
     assert "take that line out" in refused.value.hint
 
 
-def test_row_48_numbers_that_are_not_finite_are_read_as_none(short_run: Run, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_read_as_none(short_run: Run, tmp_path: Path) -> None:
     shutil.copytree(short_run.folder, tmp_path / "run")
     run = Run.open(tmp_path / "run")
     rows = [
@@ -217,7 +215,7 @@ def _table(references: Sequence[Assessment], answers: Sequence[str]) -> Assessme
     return table
 
 
-def test_row_53_correlations_blank_cells_and_a_constant_answer_are_named() -> None:
+def test_correlations_blank_cells_and_a_constant_answer_are_named() -> None:
     references = [_assessed(n, pronounced="S OW K" if n % 4 == 0 else "T OW K") for n in range(8)]
     table = _table(references, [reference.answer.to_json() for reference in references])
     rows = {row[0]: row for row in table.rows}
@@ -259,7 +257,7 @@ def _answer(folder: Path, *words: object) -> str:
     return " ".join(result.output.split())
 
 
-def test_row_44_answers_to_trained_recordings_are_flagged(answering: Path, tmp_path: Path) -> None:
+def test_answers_to_trained_recordings_are_flagged(answering: Path, tmp_path: Path) -> None:
     shown = _answer(answering, answering / "prepared", "-o", tmp_path / "trained.jsonl")
     assert "warning: the run was trained on 8 of these 8 recordings" in shown
     rows = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -270,7 +268,7 @@ def test_row_44_answers_to_trained_recordings_are_flagged(answering: Path, tmp_p
     assert "the run was trained on 1 of these 2 recordings" in _answer(answering, clips[0], clips[-1])
 
 
-def test_row_53_answers_write_their_figures_beside_them(answering: Path, tmp_path: Path) -> None:
+def test_answers_write_their_figures_beside_them(answering: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     shown = _answer(answering, answering / "prepared", "-o", out)
     figures = json.loads((tmp_path / "answers.scores.json").read_text(encoding="utf-8"))
@@ -285,7 +283,7 @@ def test_row_53_answers_write_their_figures_beside_them(answering: Path, tmp_pat
     assert (tmp_path / "answers.scores.json").read_bytes() == before and not out.exists()
 
 
-def test_row_51_paths_of_a_speech_evaluation_open_from_elsewhere(
+def test_paths_of_a_speech_evaluation_open_from_elsewhere(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
@@ -320,7 +318,7 @@ def test_row_51_paths_of_a_speech_evaluation_open_from_elsewhere(
         ("transformers:encoder", "transformers:{here}/encoder"),
     ],
 )
-def test_row_51_only_what_is_here_becomes_a_full_path(
+def test_only_existing_paths_become_full_paths(
     name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "encoder").mkdir()
@@ -334,7 +332,7 @@ class _OpenedError(Exception):
     """A scorer was opened on a device."""
 
 
-def test_row_51_scorers_are_opened_on_the_device_that_was_asked_for(
+def test_scorers_are_opened_on_the_device_that_was_asked_for(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_scorers.save_whisper(tmp_path / "whisper")
@@ -376,7 +374,7 @@ def _stand_in_engine() -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["asr", "wavlm", "ecapa"])
-def test_row_51_on_a_card_scorers_say_what_they_say_on_the_cpu(kind: str, tmp_path: Path) -> None:
+def test_scorers_agree_on_gpu_and_cpu(kind: str, tmp_path: Path) -> None:
     clip = np.random.default_rng(0).normal(0, 0.1, 16_000).astype(np.float32)
     if kind == "asr":
         tiny_scorers.save_whisper(tmp_path)

@@ -1,4 +1,4 @@
-"""Rows 38, 39, 42, 46, 48, 49 and 50: what `import`, `prepare` and `split` must not take, drop or stumble over."""
+"""Samples that `import`, `prepare` and `split` must refuse, keep or read."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def source(workspace: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(workspace / "recordings", tmp_path / "source"))
 
 
-# Row 38: a two-speaker clip as the reference of one of its speakers
+# Dialogue as a reference
 
 
-def test_row_38_a_dialogue_is_nobodys_reference(workspace: Path, tmp_path: Path) -> None:
+def test_a_dialogue_is_never_a_reference(workspace: Path, tmp_path: Path) -> None:
     both = {"task_type": "multi_speaker_smart_voice"}
     imported(
         tmp_path,
@@ -80,10 +80,10 @@ def test_row_38_a_dialogue_is_nobodys_reference(workspace: Path, tmp_path: Path)
     assert drawn == {"alone": {"other"}, "other": {"alone"}, "tagged": set(), "untagged": set()}
 
 
-# Row 39: a file that ends before its header says so, and silence
+# Silent or cut recordings
 
 
-def test_row_39_a_recording_cut_short_and_a_silent_one_are_named(source: Path, tmp_path: Path) -> None:
+def test_a_recording_cut_short_and_a_silent_one_are_named(source: Path, tmp_path: Path) -> None:
     robin = source / "robin"
     data = (robin / "who.wav").read_bytes()
     (robin / "who.wav").write_bytes(data[: len(data) // 2])
@@ -96,7 +96,7 @@ def test_row_39_a_recording_cut_short_and_a_silent_one_are_named(source: Path, t
     assert reasons["robin/hi"][0] == "silence" and "hi.wav" in reasons["robin/hi"][1]
 
 
-def test_row_39_a_silent_part_of_a_recording_is_named(tmp_path: Path) -> None:
+def test_a_silent_part_of_a_recording_is_named(tmp_path: Path) -> None:
     speech = tone_speech("good morning", 200.0)
     write_audio(tmp_path / "tape.wav", np.concatenate([speech, np.zeros_like(speech)]), SAMPLE_RATE)
     half = len(speech) / SAMPLE_RATE
@@ -107,10 +107,10 @@ def test_row_39_a_silent_part_of_a_recording_is_named(tmp_path: Path) -> None:
     assert [(item.id, item.reason) for item in result.rejected] == [("silent", "silence")]
 
 
-# Row 42: `split` drops named references
+# `split` drops named references
 
 
-def test_row_42_held_out_targets_keep_their_named_references(workspace: Path, tmp_path: Path) -> None:
+def test_held_out_targets_keep_their_named_references(workspace: Path, tmp_path: Path) -> None:
     voice = {"ref_audio_file": "voice.wav", "ref_transcript": "follow me", "task_type": "zero_shot_voice_cloning"}
     sample(tmp_path, "voice", "follow me")
     lines = ("good day", "what now", "so be it", "who is it", "yes")
@@ -129,10 +129,10 @@ def test_row_42_held_out_targets_keep_their_named_references(workspace: Path, tm
             assert (subset.codes(named) == whole.codes(named)).all()
 
 
-# Row 46: samples of a metadata.json that cannot be meant so
+# Contradictory samples
 
 
-def test_row_46_samples_that_contradict_themselves_are_named(tmp_path: Path) -> None:
+def test_samples_that_contradict_themselves_are_named(tmp_path: Path) -> None:
     for name in ("a", "bb"):
         sample(tmp_path, name, "hello")
     dialogue, cloning = "[SPEAKER0] hi [SPEAKER1] hello", {"task_type": "multi_speaker_voice_cloning"}
@@ -169,7 +169,7 @@ def test_row_46_samples_that_contradict_themselves_are_named(tmp_path: Path) -> 
     assert reasons["no-number"].startswith("malformed")
 
 
-# Row 48: places that cannot be written to
+# Places that cannot be written to
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def full_disk(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_row_48_where_data_goes_is_checked_before_anything_is_decoded(
+def test_the_output_folder_is_checked_before_anything_is_decoded(
     source: Path, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("myna.data.importers.validate_utterances", lambda *_: pytest.fail("something was decoded"))
@@ -199,7 +199,7 @@ def test_row_48_where_data_goes_is_checked_before_anything_is_decoded(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_row_48_a_disk_that_fills_up_during_the_work_is_named_and_nothing_is_lost(
+def test_a_disk_that_fills_up_during_the_work_is_named_and_nothing_is_lost(
     source: Path, workspace: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "data"
@@ -220,11 +220,11 @@ def test_row_48_a_disk_that_fills_up_during_the_work_is_named_and_nothing_is_los
     assert prepare(source, out, workspace).utterances == 14
 
 
-# Row 49: texts that no speech can be, and a model that is not there
+# Texts that cannot be spoken
 
 
 @pytest.mark.parametrize("model", ["model", None])
-def test_row_49_a_text_with_a_control_token_is_rejected_before_anything_is_encoded(
+def test_a_text_with_a_control_token_is_rejected_before_anything_is_encoded(
     source: Path, workspace: Path, tmp_path: Path, model: str | None
 ) -> None:
     (source / "robin" / "hi.txt").write_text("hi <|eot_id|>")
@@ -238,7 +238,7 @@ def test_row_49_a_text_with_a_control_token_is_rejected_before_anything_is_encod
     assert line["id"] == "robin/hi" and line["reason"] == "control token" and "<|eot_id|>" in line["detail"]
 
 
-def test_row_49_a_token_that_only_this_model_has_is_rejected_too(source: Path, workspace: Path, tmp_path: Path) -> None:
+def test_a_token_that_only_this_model_has_is_rejected_too(source: Path, workspace: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(workspace / "model", tmp_path / "model"))
     tree = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     added = tree["added_tokens"][-1] | {"id": tree["model"]["vocab"]["Q"], "content": "Q"}
@@ -250,7 +250,7 @@ def test_row_49_a_token_that_only_this_model_has_is_rejected_too(source: Path, w
     assert "control token Q" in (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8")
 
 
-def test_row_49_a_text_that_cannot_be_said_in_that_time_is_rejected(source: Path, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_said_in_that_time_is_rejected(source: Path, tmp_path: Path) -> None:
     write_audio(source / "robin" / "hi.wav", tone_speech("x" * 33, 200.0), SAMPLE_RATE)
     (source / "robin" / "hi.txt").write_text("so many words " * 715)
     result = import_source(str(source), media=tmp_path)
@@ -259,7 +259,7 @@ def test_row_49_a_text_that_cannot_be_said_in_that_time_is_rejected(source: Path
     assert "10009 characters in 2.04 s" in item.detail
 
 
-def test_row_49_the_fastest_speakers_of_every_language_pass(tmp_path: Path) -> None:
+def test_the_fastest_speakers_of_every_language_pass(tmp_path: Path) -> None:
     """Texts and the seconds that somebody in a hurry takes for them."""
     quick = {
         "en": ("Peter Piper picked a peck of pickled peppers, a peck of pickled peppers Peter Piper picked.", 3.0),
@@ -276,7 +276,7 @@ def test_row_49_the_fastest_speakers_of_every_language_pass(tmp_path: Path) -> N
     assert import_source(str(tmp_path), media=tmp_path).rejected == []
 
 
-def test_row_49_the_model_is_looked_for_before_anything_is_decoded(
+def test_the_model_is_looked_for_before_anything_is_decoded(
     source: Path, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("myna.data.importers.validate_utterances", lambda *_: pytest.fail("something was decoded"))
@@ -291,11 +291,11 @@ def test_row_49_the_model_is_looked_for_before_anything_is_decoded(
     assert not (tmp_path / "out").exists()
 
 
-# Row 50: dead ends of import
+# Imports that cannot go on
 
 
 @pytest.mark.parametrize("layout", ["folder", "hf"])
-def test_row_50_a_prepared_folder_inside_its_source_works_again_and_again(
+def test_a_prepared_folder_inside_its_source_works_again_and_again(
     source: Path, workspace: Path, tmp_path: Path, layout: str
 ) -> None:
     if layout == "hf":
@@ -320,7 +320,7 @@ def test_row_50_a_prepared_folder_inside_its_source_works_again_and_again(
 
 
 @pytest.mark.parametrize("format", ["ljspeech", "table", "metadata_json", "chatml", "speechocean", "myna", "hf"])
-def test_row_50_a_format_that_does_not_fit_lists_those_there_are(source: Path, tmp_path: Path, format: str) -> None:
+def test_a_format_that_does_not_fit_lists_those_there_are(source: Path, tmp_path: Path, format: str) -> None:
     with pytest.raises(MynaError) as caught:
         myna.import_dataset(source, tmp_path / "out", format=format)
     message = f"{caught.value.what} {caught.value.hint}"
@@ -330,7 +330,7 @@ def test_row_50_a_format_that_does_not_fit_lists_those_there_are(source: Path, t
 
 
 @pytest.mark.parametrize("suffix", [".m4a", ".mp4", ".webm"])
-def test_row_50_containers_of_phones_and_browsers_are_read(workspace: Path, tmp_path: Path, suffix: str) -> None:
+def test_containers_of_phones_and_browsers_are_read(workspace: Path, tmp_path: Path, suffix: str) -> None:
     source, codec = tmp_path / "source", "libopus" if suffix == ".webm" else "aac"
     record(source, {"robin": 320.0}, ("good morning", "what a fine day"))
     for wav in list((source / "robin").glob("*.wav")):

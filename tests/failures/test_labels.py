@@ -1,4 +1,4 @@
-"""Labels and their alignment: rows 3 to 7, 9, 29 and 33. Loss curves look healthy while the wrong thing is learned."""
+"""Labels and their alignment: loss curves look healthy while something wrong is learned."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def shift_labels(patch: Patch, by: int) -> None:
     patch.setattr(HiggsV2, "collate", wrong)
 
 
-# Row 3: loss 0 on empty logits
+# Loss 0 on empty logits
 
 
-def test_row_03_a_batch_cannot_lose_an_input_by_name(family: Family) -> None:
+def test_a_batch_cannot_lose_an_input_by_name(family: Family) -> None:
     batch = family.collate([family.render(cloning())])
     assert isinstance(batch, HiggsBatch)
     given = {field.name: getattr(batch, field.name) for field in fields(batch)}
@@ -53,7 +53,7 @@ def test_row_03_a_batch_cannot_lose_an_input_by_name(family: Family) -> None:
         HiggsBatch(**given | {"label_ids": given["audio_targets"]})
 
 
-def test_row_03_samples_without_labels_are_refused_and_not_learned_at_a_loss_of_zero(
+def test_samples_without_labels_are_refused_and_not_learned_at_a_loss_of_zero(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(DelayPattern, "labels", lambda self, codes: np.full_like(self.apply(codes), IGNORE_INDEX))
@@ -62,7 +62,7 @@ def test_row_03_samples_without_labels_are_refused_and_not_learned_at_a_loss_of_
     assert "myna render" in caught.value.hint
 
 
-def test_row_03_labels_that_the_batch_loses_are_missed(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_labels_that_the_batch_loses_are_missed(train_with: TrainWith, monkeypatch: Patch) -> None:
     collate = HiggsV2.collate
 
     def forgetful(self: HiggsV2, sequences: list[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
@@ -77,12 +77,12 @@ def test_row_03_labels_that_the_batch_loses_are_missed(train_with: TrainWith, mo
         train_with()
 
 
-# Row 4: labels cut to fit
+# Labels cut to fit
 
 
 @pytest.mark.parametrize("part", ["codes", "code_labels", "labels"])
 @pytest.mark.parametrize("change", ["short", "long"])
-def test_row_04_lengths_that_disagree_are_an_error(family: Family, part: str, change: str) -> None:
+def test_lengths_that_disagree_are_an_error(family: Family, part: str, change: str) -> None:
     sound = family.render(cloning(), supervise_text=True)
     whole = getattr(sound, part)
     other: Any = whole[:-1] if change == "short" else np.concatenate([whole, whole[-1:]])
@@ -91,7 +91,7 @@ def test_row_04_lengths_that_disagree_are_an_error(family: Family, part: str, ch
         family.collate([replace(sound, **changed)])
 
 
-def test_row_04_a_frame_too_many_here_and_one_too_few_there_do_not_make_up_for_each_other(family: Family) -> None:
+def test_a_frame_too_many_here_and_one_too_few_there_do_not_make_up_for_each_other(family: Family) -> None:
     one, two = (family.render(cloning(text)) for text in ("one", "two"))
     longer = replace(
         one, codes=one.codes[[*range(len(one.codes)), -1]], code_labels=one.code_labels[[*range(len(one.codes)), -1]]
@@ -101,7 +101,7 @@ def test_row_04_a_frame_too_many_here_and_one_too_few_there_do_not_make_up_for_e
         family.collate([longer, shorter])
 
 
-def test_row_04_what_does_not_fit_a_row_is_refused_and_not_cut(train_with: TrainWith) -> None:
+def test_a_sequence_longer_than_a_row_is_refused_and_not_cut(train_with: TrainWith) -> None:
     with pytest.raises(
         DataError, match=r"takes \d+ tokens .* a row holds 120; cutting it would lose its end"
     ) as caught:
@@ -112,10 +112,10 @@ def test_row_04_what_does_not_fit_a_row_is_refused_and_not_cut(train_with: Train
     train_with(data={"row_tokens": needed}, train={"steps": 1})
 
 
-# Row 5: a copy task
+# Missing label shift
 
 
-def test_row_05_labels_without_their_shift_are_told_from_what_the_model_reads(
+def test_labels_without_their_shift_are_told_from_what_the_model_reads(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     """For any model: the input at a position must not be its target."""
@@ -124,7 +124,7 @@ def test_row_05_labels_without_their_shift_are_told_from_what_the_model_reads(
         train_with()
 
 
-def test_row_05_a_loss_too_good_to_be_true_is_an_alarm(
+def test_a_loss_too_good_to_be_true_is_an_alarm(
     workspace: Path, family: Family, train_with: TrainWith, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """As in the systems we replace: a loss of 0.001, and silence from the engine."""
@@ -141,7 +141,7 @@ def test_row_05_a_loss_too_good_to_be_true_is_an_alarm(
         train_with(model={"source": str(tmp_path / "copyist"), "check_pretrained": False})
 
 
-def test_row_05_the_shift_is_made_in_one_place(family: Family, model: Any) -> None:
+def test_the_shift_is_made_in_one_place(family: Family, model: Any) -> None:
     """What the objective predicts at a position is the label of the next one, and of no other, as in transformers."""
     rendered = family.render(cloning())
     batch = family.collate([rendered])
@@ -156,10 +156,10 @@ def test_row_05_the_shift_is_made_in_one_place(family: Family, model: Any) -> No
     assert predicted_from.tolist() == (labelled - 1).tolist()
 
 
-# Row 6: the delay pattern switched off
+# The delay pattern switched off
 
 
-def test_row_06_the_delay_pattern_comes_from_the_models_configuration(workspace: Path, tmp_path: Path) -> None:
+def test_the_delay_pattern_comes_from_the_models_configuration(workspace: Path, tmp_path: Path) -> None:
     convert_checkpoint(workspace / "model", tmp_path / "original", "original")
     config = tmp_path / "original" / "config.json"
     stored = json.loads(config.read_text())
@@ -171,7 +171,7 @@ def test_row_06_the_delay_pattern_comes_from_the_models_configuration(workspace:
         open_family(str(tmp_path / "original"))
 
 
-def test_row_06_codes_without_the_delay_are_what_a_base_with_it_does_not_know(
+def test_codes_without_the_delay_are_unknown_to_a_base_with_it(
     workspace: Path, pretrained_base: Path, monkeypatch: Patch
 ) -> None:
     family = open_family(str(pretrained_base))
@@ -190,7 +190,7 @@ def test_row_06_codes_without_the_delay_are_what_a_base_with_it_does_not_know(
     assert without > with_delay + 0.3, "worse from the start, which is what people heard"
 
 
-def test_row_06_only_codes_and_one_end_per_codebook_are_learned(family: Family) -> None:
+def test_only_codes_and_one_end_per_codebook_are_learned(family: Family) -> None:
     labels = family.render(cloning(reference=5, target=7)).code_labels
     assert (labels[: 5 + 9] == IGNORE_INDEX).all(), "nothing of the reference"
     assert not (labels == 64).any(), "no begin of stream"
@@ -198,16 +198,16 @@ def test_row_06_only_codes_and_one_end_per_codebook_are_learned(family: Family) 
     assert ((labels != IGNORE_INDEX).sum(axis=0) == 7 + 1).all()
 
 
-# Row 7: chance
+# Model no better than chance
 
 
-def test_row_07_chance_is_known_for_every_stream() -> None:
+def test_chance_is_known_for_every_stream() -> None:
     family = open_family("higgs-v2")
     assert family.chance[0] == pytest.approx(11.76, abs=0.01) and family.loss_terms[0] == "text"
     assert family.chance[1:] == pytest.approx([6.93] * 8, abs=0.01)
 
 
-def test_row_07_a_base_at_chance_is_refused_and_the_numbers_are_told(train_with: TrainWith) -> None:
+def test_a_base_at_chance_is_refused_and_the_numbers_are_told(train_with: TrainWith) -> None:
     with pytest.raises(
         TrainingError, match=r"no better than chance on this data: 4\.2\d, where .* guess has 4\.19"
     ) as caught:
@@ -215,7 +215,7 @@ def test_row_07_a_base_at_chance_is_refused_and_the_numbers_are_told(train_with:
     assert "model.check_pretrained=false" in caught.value.hint and "myna prepare" in caught.value.hint
 
 
-def test_row_07_the_bases_loss_is_printed_beside_chance(train_with: TrainWith, pretrained_base: Path) -> None:
+def test_the_bases_loss_is_printed_beside_chance(train_with: TrainWith, pretrained_base: Path) -> None:
     _, callback = train_with(model={"source": str(pretrained_base), "check_pretrained": True}, train={"steps": 1})
     result = next(line for line in callback.messages if line.startswith("before training: loss "))
     loss = float(result.split("loss ")[1].split(",")[0])
@@ -223,10 +223,10 @@ def test_row_07_the_bases_loss_is_printed_beside_chance(train_with: TrainWith, p
     assert callback.steps[0]["loss"] == pytest.approx(loss, abs=0.4), "and the first step begins there"
 
 
-# Row 9: gradients that never come
+# Gradients that never come
 
 
-def test_row_09_a_dummy_loss_is_found_by_its_gradients(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_a_dummy_loss_is_found_by_its_gradients(train_with: TrainWith, monkeypatch: Patch) -> None:
     """It has the value that people expect of a loss, and is connected to everything."""
     original_losses = HiggsObjective._losses
 
@@ -239,7 +239,7 @@ def test_row_09_a_dummy_loss_is_found_by_its_gradients(train_with: TrainWith, mo
         train_with()
 
 
-def test_row_09_weights_that_the_loss_does_not_reach_are_named(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_weights_that_the_loss_does_not_reach_are_named(train_with: TrainWith, monkeypatch: Patch) -> None:
     whole = forward.run_layer
 
     def cut_off(layer: Any, stream: torch.Tensor, texts: int, attend: Any) -> torch.Tensor:
@@ -250,7 +250,7 @@ def test_row_09_weights_that_the_loss_does_not_reach_are_named(train_with: Train
         train_with(train={"fused_lora": False})
 
 
-def test_row_09_an_optimizer_made_too_early_is_found(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_an_optimizer_made_too_early_is_found(train_with: TrainWith, monkeypatch: Patch) -> None:
     make = Trainer.from_recipe
 
     def stale(*given: Any) -> Trainer:
@@ -264,7 +264,7 @@ def test_row_09_an_optimizer_made_too_early_is_found(train_with: TrainWith, monk
         train_with()
 
 
-def test_row_09_a_gradient_that_is_not_finite_stops_the_run(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_run(train_with: TrainWith, monkeypatch: Patch) -> None:
     original_losses = HiggsObjective._losses
 
     def endless(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -276,11 +276,11 @@ def test_row_09_a_gradient_that_is_not_finite_stops_the_run(train_with: TrainWit
         train_with()
 
 
-# Row 29: the wrong frame
+# Labels at the wrong frame
 
 
 @pytest.mark.parametrize(("by", "best"), [(1, r"\+0"), (-1, r"\+2")])
-def test_row_29_labels_at_the_wrong_frame_are_found_by_the_base(
+def test_labels_at_the_wrong_frame_are_found_by_the_base(
     train_with: TrainWith, pretrained_base: Path, monkeypatch: Patch, by: int, best: str
 ) -> None:
     shift_labels(monkeypatch, by)
@@ -288,12 +288,12 @@ def test_row_29_labels_at_the_wrong_frame_are_found_by_the_base(
         train_with(model={"source": str(pretrained_base), "check_pretrained": True})
 
 
-def test_row_29_the_right_frame_passes(train_with: TrainWith, pretrained_base: Path) -> None:
+def test_labels_at_the_right_frame_pass(train_with: TrainWith, pretrained_base: Path) -> None:
     _, callback = train_with(model={"source": str(pretrained_base), "check_pretrained": True}, train={"steps": 1})
     assert any(line.startswith("preflight passed") for line in callback.messages)
 
 
-# Row 33: clips that hear one another
+# Packed clips that see one another
 
 
 def hidden_logits(model: Any, *sequences: RenderedSequence, mask: bool) -> torch.Tensor:
@@ -307,7 +307,7 @@ def hidden_logits(model: Any, *sequences: RenderedSequence, mask: bool) -> torch
     return logits
 
 
-def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
+def test_packed_sequences_do_not_see_one_another(family: Family, model: Any) -> None:
     sequences = [family.render(cloning(text, seed=seed)) for seed, text in enumerate(("one", "another", "a third"))]
     leaking = hidden_logits(model, *sequences, mask=True)[-len(sequences[-1]) :]
     alone = hidden_logits(model, sequences[-1], mask=True)
@@ -320,7 +320,7 @@ def test_row_33_packed_is_separate(family: Family, model: Any) -> None:
     assert torch.allclose(packed, separate, atol=1e-4, rtol=0)
 
 
-def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
+def test_sequences_that_see_one_another_are_found_before_the_first_step(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     within = packed_causal_attention
@@ -329,7 +329,7 @@ def test_row_33_sequences_that_see_one_another_are_found_before_the_first_step(
         train_with()
 
 
-def test_row_33_attention_to_the_future_is_found_too(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_attention_to_the_future_is_found_too(train_with: TrainWith, monkeypatch: Patch) -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional,

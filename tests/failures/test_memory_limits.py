@@ -1,4 +1,4 @@
-"""Limits on main memory that the machine does not show: control groups, and units that differ by system."""
+"""Limits of main memory: control groups, and units that differ by system."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ V1 = "9:name=systemd:/job\n4:cpu,memory:/slurm/job_7\n0::/\n"
         ("1:cpu:/x\n", {"memory/x": 2**30}, MACHINE),
     ],
 )
-def test_row_51_the_smallest_limit_of_the_control_groups_counts(
+def test_the_smallest_limit_of_the_control_groups_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, groups: dict[str, int | str], expected: int
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=MACHINE))
@@ -61,12 +61,12 @@ def test_row_51_the_smallest_limit_of_the_control_groups_counts(
     assert memory_limit(root) == available_memory(CPU, root) == expected
 
 
-def test_row_51_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert memory_limit(tmp_path) == psutil.virtual_memory().total
     assert 0 < memory_limit() <= psutil.virtual_memory().total
 
 
-def test_row_51_weights_that_do_not_fit_the_limit_of_a_container_are_not_loaded(
+def test_weights_that_do_not_fit_the_limit_of_a_container_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_with: TrainWith
 ) -> None:
     root = fake_root(tmp_path / "root", V2, {"slurm/job_7/step_0": "max", "slurm/job_7": 400_000})
@@ -76,7 +76,7 @@ def test_row_51_weights_that_do_not_fit_the_limit_of_a_container_are_not_loaded(
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_row_51_the_peak_is_in_bytes_on_every_system(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
+def test_the_peak_is_in_bytes_on_every_system(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=123_456))
     assert peak_memory(CPU) == 123_456 * unit

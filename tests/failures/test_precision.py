@@ -1,4 +1,4 @@
-"""Types, devices and memory: rows 10 to 13, 19 and 20. Tests that need a GPU are marked `gpu`."""
+"""Types, devices and memory. Tests that need a GPU are marked `gpu`."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def first_steps(student: Trainer, count: int = 3) -> list[float]:
     return [tally.metrics(student.family.loss_terms, weights)["loss"] for tally in tallies]
 
 
-# Row 10: fp16 gradients
+# fp16 gradients
 
 
-def test_row_10_whatever_is_trained_is_fp32_and_can_be_unscaled(family: Family) -> None:
+def test_trained_weights_are_fp32_and_can_be_unscaled(family: Family) -> None:
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["audio_lm_head"])
     by_peft = get_peft_model(load(family, torch.float16), config)
     left = {name: p for name, p in by_peft.named_parameters() if p.requires_grad and p.dtype == torch.float16}
@@ -115,7 +115,7 @@ def _scaled_step(parameters: list[nn.Parameter], loss: Callable[[], Any]) -> Non
 @gpu
 @pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(workspace: Path, tmp_path: Path, checkpointing: str) -> None:
+def test_fp16_trains_heads_and_embeddings_on_a_card(workspace: Path, tmp_path: Path, checkpointing: str) -> None:
     recipe = make_recipe(
         workspace,
         adapt={"train_modules": list(HEADS)},
@@ -131,11 +131,11 @@ def test_row_10_fp16_trains_heads_and_embeddings_on_a_card(workspace: Path, tmp_
     assert any("with gradient scaler" in line for line in callback.messages)
 
 
-# Row 11: one decision
+# Precision decided in several places
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_row_11_one_decision_says_the_type_and_whether_there_is_a_scaler(capability: tuple[int, int]) -> None:
+def test_one_decision_says_the_type_and_whether_there_is_a_scaler(capability: tuple[int, int]) -> None:
     for asked in ("auto", "fp32", "fp16", "pure-fp16"):
         precision = choose_precision(asked, CUDA, capability)
         assert precision.uses_grad_scaler == (precision.mixed_precision == "fp16")
@@ -144,14 +144,14 @@ def test_row_11_one_decision_says_the_type_and_whether_there_is_a_scaler(capabil
     assert choose_precision("auto", CUDA, capability).name == ("bf16" if capability >= (8, 0) else "fp16")
 
 
-def test_row_11_a_card_without_bf16_is_told_so_instead_of_mixing() -> None:
+def test_a_card_without_bf16_is_told_so_instead_of_mixing() -> None:
     with pytest.raises(ConfigError, match=r"bf16 begins at 8\.0"):
         choose_precision("bf16", CUDA, (7, 5))
     with pytest.raises(ConfigError, match="needs a CUDA card"):
         choose_precision("fp16", CPU)
 
 
-def test_row_11_loader_and_loop_read_the_same_decision(workspace: Path, tmp_path: Path) -> None:
+def test_loader_and_loop_read_the_same_decision(workspace: Path, tmp_path: Path) -> None:
     student = student_for(make_recipe(workspace, adapt={"train_modules": list(HEADS)}), "bf16", CPU, tmp_path)
     assert student.accelerator.scaler is None
     assert student.accelerator.mixed_precision == "bf16"
@@ -164,7 +164,7 @@ def test_row_11_loader_and_loop_read_the_same_decision(workspace: Path, tmp_path
 
 @gpu
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_row_11_a_scaler_is_there_for_fp16_alone_and_never_over_half_precision(
+def test_a_scaler_is_there_for_fp16_alone_and_never_over_half_precision(
     card: torch.device, workspace: Path, tmp_path: Path, name: PrecisionName
 ) -> None:
     student = student_for(make_recipe(workspace, adapt={"train_modules": list(HEADS)}), name, card, tmp_path)
@@ -175,10 +175,10 @@ def test_row_11_a_scaler_is_there_for_fp16_alone_and_never_over_half_precision(
     assert {state[parameter]["exp_avg"].dtype for parameter in student.trainable_parameters.values()} == {torch.float32}
 
 
-# Row 12: fp32 written into bf16
+# fp32 written into bf16
 
 
-def provoke_row_12(family: Family, trained: tuple[str, ...], device: torch.device) -> None:
+def check_fp32_norms_on_a_bf16_base(family: Family, trained: tuple[str, ...], device: torch.device) -> None:
     model = make_trainable(
         load(family, torch.bfloat16).to(device), family, AdaptSettings(rank=4, train_modules=trained)
     )
@@ -197,29 +197,29 @@ def provoke_row_12(family: Family, trained: tuple[str, ...], device: torch.devic
 
 
 @pytest.mark.parametrize("trained", [("audio_embedding",), ("norms",), ("norms", *HEADS)])
-def test_row_12_fp32_norms_and_embeddings_are_cast_where_they_meet_bf16(
-    family: Family, trained: tuple[str, ...]
-) -> None:
-    provoke_row_12(family, trained, CPU)
+def test_fp32_norms_and_embeddings_are_cast_where_they_meet_bf16(family: Family, trained: tuple[str, ...]) -> None:
+    check_fp32_norms_on_a_bf16_base(family, trained, CPU)
 
 
 @gpu
 @pytest.mark.parametrize("trained", [("audio_embedding",), ("norms", *HEADS)])
-def test_row_12_on_a_card_too(card: torch.device, family: Family, trained: tuple[str, ...]) -> None:
-    provoke_row_12(family, trained, card)
+def test_fp32_norms_and_embeddings_are_cast_on_a_gpu(
+    card: torch.device, family: Family, trained: tuple[str, ...]
+) -> None:
+    check_fp32_norms_on_a_bf16_base(family, trained, card)
 
 
-def test_row_12_such_a_run_trains_in_bf16(train_with: TrainWith) -> None:
+def test_a_run_with_trained_norms_and_embeddings_trains_in_bf16(train_with: TrainWith) -> None:
     changes = {"adapt": {"train_modules": ["norms", *HEADS]}}
     (_, half), (_, exact) = (train_with(**changes, train={"precision": name}) for name in ("bf16", "fp32"))
     for one, other in zip(half.steps, exact.steps, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
 
 
-# Row 13: two devices
+# Tensors on two devices
 
 
-def test_row_13_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
+def test_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -239,7 +239,7 @@ def test_row_13_training_never_opens_the_codec_and_batches_are_made_on_the_cpu(
     assert learned and all(tensor.device == CPU for batch in learned for tensor in tensors_of(batch).values())
 
 
-def test_row_13_one_move_takes_all_of_a_batch_along(family: Family) -> None:
+def test_one_move_takes_all_of_a_batch_along(family: Family) -> None:
     batch = family.collate([family.render(cloning(), supervise_text=True)])
     moved = tensors_of(batch.to(torch.device("meta")))
     assert len(moved) >= 10
@@ -252,9 +252,7 @@ def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
 
 
 @gpu
-def test_row_13_the_loop_moves_what_a_model_on_a_card_would_stumble_over(
-    card: torch.device, workspace: Path, family: Family, tmp_path: Path
-) -> None:
+def test_the_loop_moves_batches_to_the_gpu(card: torch.device, workspace: Path, family: Family, tmp_path: Path) -> None:
     model = load(family).to(card)
     with pytest.raises(RuntimeError, match="same device"):
         family.objective(model)(family.collate([family.render(cloning())]))  # the cause
@@ -265,7 +263,7 @@ def test_row_13_the_loop_moves_what_a_model_on_a_card_would_stumble_over(
     assert len(callback.steps) == 3 and callback.evaluations
 
 
-# Row 19: recomputed layers
+# Recomputed layers
 
 
 def gradients(family: Family, recompute: int, device: torch.device = CPU) -> tuple[int, list[torch.Tensor]]:
@@ -287,7 +285,7 @@ def gradients(family: Family, recompute: int, device: torch.device = CPU) -> tup
     return calls, [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
-def check_row_19(family: Family, device: torch.device) -> None:
+def check_recomputed_layers(family: Family, device: torch.device) -> None:
     calls, exact = gradients(family, 0, device)
     assert calls == 2, "two layers, each once"
     for recompute, expected in ((2, 4), (1, 3)):
@@ -298,11 +296,11 @@ def check_row_19(family: Family, device: torch.device) -> None:
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), "dropout too"
 
 
-def test_row_19_decoder_layers_are_recomputed_with_the_same_gradients(family: Family) -> None:
-    check_row_19(family, CPU)
+def test_decoder_layers_are_recomputed_with_the_same_gradients(family: Family) -> None:
+    check_recomputed_layers(family, CPU)
 
 
-def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> None:
+def test_recomputing_keeps_less_for_the_backward_pass(family: Family) -> None:
     batch = family.collate([family.render(cloning(target=60))])
 
     def kept(recompute: int) -> int:
@@ -321,7 +319,7 @@ def test_row_19_recomputing_keeps_less_for_the_backward_pass(family: Family) -> 
     assert kept(2) < 0.5 * kept(0)
 
 
-def test_row_19_the_recipe_switches_it_on(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_the_recipe_switches_recomputing_on(train_with: TrainWith, monkeypatch: Patch) -> None:
     seen = []
     learn_ = Trainer.train_step
 
@@ -336,8 +334,8 @@ def test_row_19_the_recipe_switches_it_on(train_with: TrainWith, monkeypatch: Pa
 
 
 @gpu
-def test_row_19_on_a_card_it_saves_memory(card: torch.device, family: Family, tmp_path: Path) -> None:
-    check_row_19(family, card)
+def test_recomputing_saves_memory_on_a_gpu(card: torch.device, family: Family, tmp_path: Path) -> None:
+    check_recomputed_layers(family, card)
     wide = open_family(str(save_tiny(tmp_path / "wide", hidden=256, layers=8)))
     batch = wide.collate([wide.render(cloning(target=1500))]).to(card)
 
@@ -353,7 +351,7 @@ def test_row_19_on_a_card_it_saves_memory(card: torch.device, family: Family, tm
     assert most(8) < 0.6 * most(0)
 
 
-# Row 20: out of memory
+# Out of memory
 
 
 def true_size(tiny: Family, rendered: RenderedSequence) -> RenderedSequence:
@@ -363,7 +361,7 @@ def true_size(tiny: Family, rendered: RenderedSequence) -> RenderedSequence:
     return replace(rendered, ids=np.where(ids == ours.audio_delay_token_id, theirs.audio_delay_token_id, ids))
 
 
-def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(workspace: Path, family: Family) -> None:
+def test_the_plan_of_the_released_model_is_made_without_loading_it(workspace: Path, family: Family) -> None:
     """The base alone took 23 GB where it was in fp32."""
     sequences = (true_size(family, family.render(cloning(target=500))),)
     recipe = make_recipe(workspace, model={"source": "higgs-v2"}, adapt={"rank": 16, "alpha": 32})
@@ -376,7 +374,7 @@ def test_row_20_the_plan_of_the_released_model_is_made_without_loading_it(worksp
     assert all(part in planned.table() for part in ("frozen weights", "optimizer", "activations", "in all"))
 
 
-def test_row_20_the_plan_is_told_before_anything_is_loaded_and_measured_after(
+def test_the_plan_is_told_before_anything_is_loaded_and_measured_after(
     train_with: TrainWith, monkeypatch: Patch
 ) -> None:
     _, callback = train_with(train={"steps": 1})
@@ -422,7 +420,7 @@ def typed(recipe: Recipe, settings: dict[str, str], folder: Path) -> Recipe:
     return load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
 
 
-def test_row_20_running_out_of_memory_ends_with_what_to_type_and_that_helps(workspace: Path, tmp_path: Path) -> None:
+def test_running_out_of_memory_ends_with_what_to_type_and_that_helps(workspace: Path, tmp_path: Path) -> None:
     recipe = make_recipe(
         workspace, data={"row_tokens": 300}, train={"micro_batch_size": 4, "batch_size": 4, "steps": 1}
     )
@@ -438,7 +436,7 @@ def test_row_20_running_out_of_memory_ends_with_what_to_type_and_that_helps(work
 
 
 @gpu
-def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, workspace: Path, tmp_path: Path) -> None:
+def test_a_card_that_is_too_small_says_what_fits(card: torch.device, workspace: Path, tmp_path: Path) -> None:
     """The allocator is held to a part of the card; advice is followed until it fits."""
     wide = save_tiny(tmp_path / "wide", hidden=256, layers=8)
     recipe = make_recipe(
@@ -465,7 +463,7 @@ def test_row_20_a_card_that_is_too_small_says_what_fits(card: torch.device, work
 
 
 @gpu
-def test_row_20_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
+def test_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
     card: torch.device, workspace: Path, tmp_path: Path
 ) -> None:
     """The same card, with the choice left to the plan: it fits at once."""

@@ -1,4 +1,4 @@
-"""One process or several: rows 16, 17 and 22, and the part of 18 that takes two."""
+"""Training in one process or several: ranks, devices and steps."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def results_of(two_ranks_out: Path, scenario: str) -> list[dict[str, Any]]:
     return [json.loads((two_ranks_out / f"{scenario}.{rank}.json").read_text()) for rank in range(2)]
 
 
-# Row 16: cuda:-1
+# Device cuda:-1
 
 
-def test_row_16_a_local_rank_of_minus_one_is_a_single_process(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_a_local_rank_of_minus_one_is_a_single_process(train_with: TrainWith, monkeypatch: Patch) -> None:
     for name in ("LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "-1")
     assert ProcessInfo.from_environment() == ProcessInfo(rank=0, local_rank=0, world_size=1)
@@ -77,7 +77,7 @@ def test_row_16_a_local_rank_of_minus_one_is_a_single_process(train_with: TrainW
         ({"LOCAL_RANK": "-1", "WORLD_SIZE": "8", "RANK": "5"}, 5),
     ],
 )
-def test_row_16_a_device_has_the_number_of_its_process(monkeypatch: Patch, said: dict[str, str], index: int) -> None:
+def test_a_device_has_the_number_of_its_process(monkeypatch: Patch, said: dict[str, str], index: int) -> None:
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -89,23 +89,25 @@ def test_row_16_a_device_has_the_number_of_its_process(monkeypatch: Patch, said:
         ProcessInfo(local_rank=index).device("cuda")
 
 
-def test_row_16_a_process_that_does_not_know_which_it_is_is_refused(monkeypatch: Patch) -> None:
+def test_a_process_without_a_rank_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     with pytest.raises(TrainingError, match="RANK does not say which"):
         ProcessInfo.from_environment()
 
 
-# Row 17: ranks that diverge
+# Diverging ranks
 
 
-def test_row_17_ranks_that_do_not_share_gradients_are_found_by_their_weights(two_ranks_out: Path) -> None:
+def test_ranks_that_do_not_share_gradients_are_found_by_their_weights(two_ranks_out: Path) -> None:
     for result in results_of(two_ranks_out, "bypassed"):
         assert "the weights of rank 1 have parted from rank 0's" in result["error"]
     assert not (two_ranks_out / "bypassed" / "adapter").exists()
 
 
-def test_row_17_ranks_that_do_are_one_training(two_ranks_out: Path, workspace: Path, tmp_path: Path) -> None:
+def test_ranks_that_share_gradients_train_like_one_process(
+    two_ranks_out: Path, workspace: Path, tmp_path: Path
+) -> None:
     leader, other = results_of(two_ranks_out, "correct")
     assert leader["error"] == other["error"] == ""
     assert other["rows"] == [], "only one process writes and speaks"
@@ -117,10 +119,10 @@ def test_row_17_ranks_that_do_are_one_training(two_ranks_out: Path, workspace: P
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
 
 
-# Row 18, of two: one that cannot save
+# A rank that cannot save
 
 
-def test_row_18_ranks_do_not_wait_for_one_that_cannot_save(two_ranks_out: Path) -> None:
+def test_ranks_do_not_wait_for_one_that_cannot_save(two_ranks_out: Path) -> None:
     leader, other = results_of(two_ranks_out, "full_disk")
     assert "the checkpoint of step 2 could not be written" in leader["error"]
     assert "No space left on device" in leader["error"] and "--resume" in leader["error"]
@@ -129,10 +131,10 @@ def test_row_18_ranks_do_not_wait_for_one_that_cannot_save(two_ranks_out: Path) 
     assert list((two_ranks_out / "full_disk" / "checkpoints").iterdir()) == [], "nothing that looks like a checkpoint"
 
 
-# Row 22: counting of steps
+# Miscounted steps
 
 
-def test_row_22_the_learning_rate_knows_neither_passes_nor_processes(
+def test_the_learning_rate_knows_neither_passes_nor_processes(
     two_ranks_out: Path, workspace: Path, tmp_path: Path
 ) -> None:
     rates = {
@@ -150,7 +152,7 @@ def test_row_22_the_learning_rate_knows_neither_passes_nor_processes(
     assert rates["1 micro-batches"][0] == 2e-3 > 2.5 * rates["1 micro-batches"][-1], "and it has come down in the end"
 
 
-def test_row_22_epochs_become_optimizer_steps(workspace: Path, tmp_path: Path) -> None:
+def test_epochs_become_optimizer_steps(workspace: Path, tmp_path: Path) -> None:
     """Six rows, two a step: three steps an epoch, however many micro-batches a step has."""
     for rows in (2, 1):
         changes = {"steps": None, "epochs": 2, "batch_size": 2, "micro_batch_size": rows, "schedule": "linear"}
@@ -161,7 +163,7 @@ def test_row_22_epochs_become_optimizer_steps(workspace: Path, tmp_path: Path) -
         assert callback.steps[0]["learning_rate"] == 2e-3 > 5 * callback.steps[-1]["learning_rate"]
 
 
-def test_row_22_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, train_with: TrainWith) -> None:
+def test_rows_that_cannot_be_shared_out_are_refused(monkeypatch: Patch, train_with: TrainWith) -> None:
     monkeypatch.setattr(loop, "Shard", lambda *_: Shard(rank=0, world_size=2))
     with pytest.raises(
         TrainingError, match="3 rows a step cannot be shared by 2 processes of 1 rows a micro-batch"

@@ -1,4 +1,4 @@
-"""Rows 36, 45, 47, 48, 50 and 52: run folders, runs that no longer learn, and runs that go on."""
+"""Run folders, runs that no longer learn, and runs that go on."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def start_holding(*words: object) -> subprocess.Popen[str]:
     return process
 
 
-# Row 36: one process at a time writes a run
+# Two processes in one run
 
 
 @pytest.mark.parametrize("command", ["train", pytest.param("resume", marks=pytest.mark.slow)])
-def test_row_36_a_run_that_another_process_trains_is_refused_until_that_one_dies(
+def test_a_run_that_another_process_trains_is_refused_until_that_one_dies(
     recipe_file: Path, tmp_path: Path, command: str
 ) -> None:
     folder = tmp_path / "run"
@@ -112,11 +112,11 @@ def test_row_36_a_run_that_another_process_trains_is_refused_until_that_one_dies
     assert rows == [1, 2, 3], "every step once"
 
 
-# Row 45: a run that no longer learns
+# A run that no longer learns
 
 
 @pytest.mark.parametrize("rate", [1e9, 1e3])
-def test_row_45_a_run_whose_gradient_is_zero_stops_with_the_step_and_the_cure(
+def test_a_run_whose_gradient_is_zero_stops_with_the_step_and_the_cure(
     workspace: Path,
     pretrained_base: Path,
     tmp_path: Path,
@@ -139,7 +139,7 @@ def test_row_45_a_run_whose_gradient_is_zero_stops_with_the_step_and_the_cure(
     assert not run.is_finished and checkpoint_steps(run)[0] == 1, "what was saved before is kept"
 
 
-def test_row_45_a_short_run_that_ends_above_chance_is_not_called_a_result(
+def test_a_short_run_that_ends_above_chance_is_not_called_a_result(
     train_with: TrainWith, pretrained_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Trainer.train_step
@@ -158,7 +158,7 @@ def test_row_45_a_short_run_that_ends_above_chance_is_not_called_a_result(
 
 
 @pytest.mark.parametrize("source", ["model", "pretrained"])
-def test_row_45_a_run_that_recovers_or_begins_at_chance_is_left_alone(
+def test_a_run_that_recovers_or_begins_at_chance_is_left_alone(
     train_with: TrainWith, workspace: Path, pretrained_base: Path, source: str
 ) -> None:
     model = workspace / "model" if source == "model" else pretrained_base
@@ -168,7 +168,7 @@ def test_row_45_a_run_that_recovers_or_begins_at_chance_is_left_alone(
     assert run.is_finished and max(row["loss"] for row in callback.steps) > math.log(66)
 
 
-def test_row_45_a_loss_that_is_not_a_number_is_never_the_best(
+def test_a_loss_that_is_not_a_number_is_never_the_best(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, whole = iter([3.0, math.nan, 2.0, math.inf, 2.5]), Trainer.evaluate
@@ -194,7 +194,7 @@ def test_row_45_a_loss_that_is_not_a_number_is_never_the_best(
 
 
 @pytest.mark.parametrize("metric", ["similarity", "distillmos"])
-def test_row_45_a_score_that_is_not_a_number_is_never_the_best(metric: str) -> None:
+def test_a_score_that_is_not_a_number_is_never_the_best(metric: str) -> None:
     item = ItemScores("spoken", "line", "", "so it is", "wren", "en", "sentence", "", "sound", True, 1.0)
     item = replace(item, similarity=0.5, distillmos=3.5, characters=8, character_errors=0, seconds=1.0)
     base, *steps = (
@@ -207,7 +207,7 @@ def test_row_45_a_score_that_is_not_a_number_is_never_the_best(metric: str) -> N
     assert best is not None and best.step == 2
 
 
-def test_row_45_an_infinite_norm_is_null_and_its_reason_is_logged(
+def test_an_infinite_norm_is_null_and_its_reason_is_logged(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, whole = iter([math.inf, 0.5, math.nan]), Trainer.train_step
@@ -220,7 +220,7 @@ def test_row_45_an_infinite_norm_is_null_and_its_reason_is_logged(
     ]
 
 
-def test_row_45_weights_that_are_not_finite_replace_no_checkpoint(
+def test_weights_that_are_not_finite_replace_no_checkpoint(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Trainer.train_step
@@ -240,12 +240,12 @@ def test_row_45_weights_that_are_not_finite_replace_no_checkpoint(
     assert checkpoint_steps(run) == [2] and not run.is_finished
 
 
-# Row 47: checks of what is written, and of stages
+# Incomplete checkpoints, mixed stages
 
 
 @pytest.mark.parametrize("mode", ["comprehensive", "full"])
 @pytest.mark.parametrize("fault", ["missing", "unexpected"])
-def test_row_47_a_checkpoint_with_other_tensors_than_were_saved_is_not_named_one(
+def test_a_checkpoint_with_other_tensors_than_were_saved_is_not_named_one(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, fault: str
 ) -> None:
     """A writer that loses a tensor, or has one too many. Adapter, model and state are checked alike."""
@@ -274,7 +274,7 @@ def test_row_47_a_checkpoint_with_other_tensors_than_were_saved_is_not_named_one
     assert not list((tmp_path / "run" / "checkpoints").iterdir()) and not (tmp_path / "run" / name).exists()
 
 
-def test_row_47_a_state_that_lost_a_tensor_is_not_named_a_checkpoint(
+def test_a_state_that_lost_a_tensor_is_not_named_a_checkpoint(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lossy(tensors: dict[str, torch.Tensor], *given: Any) -> None:
@@ -287,7 +287,7 @@ def test_row_47_a_state_that_lost_a_tensor_is_not_named_a_checkpoint(
 
 
 @pytest.mark.parametrize("ends", [(0.5, 200), (1, 200)])
-def test_row_47_stages_do_not_mix_shares_of_the_run_with_steps(workspace: Path, ends: tuple[float, float]) -> None:
+def test_stages_do_not_mix_shares_of_the_run_with_steps(workspace: Path, ends: tuple[float, float]) -> None:
     stages = [{"until": end, "text_weight": 1.0} for end in ends]
     with pytest.raises(ConfigError, match=r"`train.stages` mixes shares .* with steps: [\d.]+, 200") as caught:
         make_recipe(workspace, train={"stages": stages})
@@ -296,10 +296,10 @@ def test_row_47_stages_do_not_mix_shares_of_the_run_with_steps(workspace: Path, 
         make_recipe(workspace, train={"stages": [{"until": end, "text_weight": 1.0} for end in alike]})
 
 
-# Row 50: a dry run into a run that exists
+# A dry run into a run that exists
 
 
-def test_row_50_a_dry_run_writes_nothing_and_so_works_in_any_folder(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_so_works_in_any_folder(recipe_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trackers = {"train.trackers": ["tensorboard"]} if find_spec("tensorboard") else {}
     myna.train(recipe_file, out=folder, dry_run=True, settings=trackers)
@@ -315,10 +315,10 @@ def test_row_50_a_dry_run_writes_nothing_and_so_works_in_any_folder(recipe_file:
         myna.train(recipe_file, out=folder)
 
 
-# Row 48: brackets and backslashes are a person's own
+# Markup in texts
 
 
-def test_row_48_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallowed(
+def test_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallowed(
     workspace: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     for number, text in enumerate(("hi [/b]", "[bold]you", ":speaker: who")):
@@ -340,7 +340,7 @@ def test_row_48_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallow
 
 
 @pytest.mark.parametrize("text", [r"C:\voices\[b]\01.wav", "C:\\voices\\", "[/b]", "take[a]/01", ":smile: [red]x[/]"])
-def test_row_48_messages_and_errors_are_printed_as_they_are(
+def test_messages_and_errors_are_printed_as_they_are(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     with terminal.TrainingDisplay() as display:
@@ -361,7 +361,7 @@ def test_row_48_messages_and_errors_are_printed_as_they_are(
     assert stopped.value.code == 1 and capsys.readouterr().err == f"error {text}\n  → {text}\n"
 
 
-# Row 52: more steps for a run, and training on from an adapter
+# Runs that go on
 
 
 def rates(run: Run) -> list[float]:
@@ -372,7 +372,7 @@ def metrics(run: Run) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "speed"} for row in run.read_metrics()]
 
 
-def test_row_52_a_run_resumed_with_more_steps_is_the_longer_run_bit_for_bit(workspace: Path, tmp_path: Path) -> None:
+def test_a_run_resumed_with_more_steps_is_the_longer_run_bit_for_bit(workspace: Path, tmp_path: Path) -> None:
     recipe = make_recipe(
         workspace,
         data={"evaluation": str(workspace / "evaluation")},
@@ -404,7 +404,7 @@ def test_row_52_a_run_resumed_with_more_steps_is_the_longer_run_bit_for_bit(work
     assert len(callback.messages) == 1 and "is finished" in callback.messages[0]
 
 
-def test_row_52_the_schedule_is_that_of_the_new_length_from_the_next_step_on(train_with: TrainWith) -> None:
+def test_the_schedule_is_that_of_the_new_length_from_the_next_step_on(train_with: TrainWith) -> None:
     run, _ = train_with(train={"steps": 4, "schedule": "cosine", "warmup": 0.5})
     before = rates(run)
     run = myna.resume(run, settings={"train.steps": 10})
@@ -417,7 +417,7 @@ def test_row_52_the_schedule_is_that_of_the_new_length_from_the_next_step_on(tra
     assert len(rates(myna.resume(other, settings=["train.epochs=2"]))) == 6
 
 
-def test_row_52_what_may_not_change_is_refused_by_name_and_nothing_is_touched(train_with: TrainWith) -> None:
+def test_settings_that_may_not_change_on_resume_are_refused_by_name(train_with: TrainWith) -> None:
     run, _ = train_with(train={"steps": 3})
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(TrainingError, match=r"another train\.learning_rate and train\.schedule") as caught:
@@ -433,7 +433,7 @@ def test_row_52_what_may_not_change_is_refused_by_name_and_nothing_is_touched(tr
     assert {path for path in after if after[path] != before.get(path)} <= {log} and Run.open(run.folder).is_finished
 
 
-def test_row_52_a_run_that_stopped_early_goes_on_with_more_patience(
+def test_a_run_that_stopped_early_goes_on_with_more_patience(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, whole = iter([3.0, 2.0, 2.5, 2.5, 1.0]), Trainer.evaluate
@@ -466,7 +466,7 @@ def evaluations(run: Run) -> dict[int, float]:
     return {row["step"]: row["evaluation"]["loss"] for row in run.read_metrics() if "evaluation" in row}
 
 
-def test_row_52_training_goes_on_from_a_run_a_checkpoint_or_any_peft_folder(first: Run, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_run_a_checkpoint_or_any_peft_folder(first: Run, tmp_path: Path) -> None:
     foreign = Path(shutil.copytree(first.adapter, tmp_path / "foreign"))
     (foreign / "myna.json").unlink()
     sources = {first.folder: 6, first.folder / "checkpoints" / "step-000003": 3, first.adapter: 6, foreign: 6}
@@ -479,7 +479,7 @@ def test_row_52_training_goes_on_from_a_run_a_checkpoint_or_any_peft_folder(firs
     assert Run.open(run.folder).recipe.adapt.init == str(foreign)
 
 
-def test_row_52_a_run_begun_from_an_adapter_resumes_without_it(first: Run, tmp_path: Path) -> None:
+def test_a_run_begun_from_an_adapter_resumes_without_it(first: Run, tmp_path: Path) -> None:
     source = Path(shutil.copytree(first.adapter, tmp_path / "source"))
     settings = {"adapt.init": source, "train.steps": 4, "train.save_every": 1}
     whole = myna.train(first.recipe, out=tmp_path / "whole", settings=settings)
@@ -503,7 +503,7 @@ def test_row_52_a_run_begun_from_an_adapter_resumes_without_it(first: Run, tmp_p
         ({"adapt.mode": "full", "adapt.train_modules": []}, "`adapt.init` starts a LoRA", "model.source=RUN/model"),
     ],
 )
-def test_row_52_an_adapter_that_does_not_fit_is_refused_with_the_difference(
+def test_an_adapter_that_does_not_fit_is_refused_with_the_difference(
     first: Run, tmp_path: Path, settings: dict[str, Any], message: str, cure: str
 ) -> None:
     with pytest.raises(MynaError, match=message) as caught:
@@ -512,7 +512,7 @@ def test_row_52_an_adapter_that_does_not_fit_is_refused_with_the_difference(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_row_52_an_adapter_of_another_base_model_is_refused(
+def test_an_adapter_of_another_base_model_is_refused(
     first: Run, pretrained_base: Path, tmp_path: Path, precision: str
 ) -> None:
     """In another type than it was trained in, the base is read once more to compare."""

@@ -1,4 +1,4 @@
-"""Synthesis: rows 24, 25, 26 and 34."""
+"""Speech generation: ends, prompts, decoding and very short lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def real(workspace: Path, speaker: str, text: str) -> Any:
     return next(corpus.codes(u) for u in corpus.utterances if (u.speaker, u.text) == (speaker, text))
 
 
-# Row 24: speech that never stops
+# Speech that never stops
 
 
 def mask_ends(patch: Patch) -> None:
@@ -64,7 +64,7 @@ def mask_ends(patch: Patch) -> None:
     patch.setattr(DelayPattern, "labels", masked)
 
 
-def test_row_24_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(family: Family) -> None:
+def test_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(family: Family) -> None:
     """The same model, overfitted on the same sentences, with and without end-of-stream labels."""
     prompts = [family.render(cloning(text, target=None, seed=seed)) for seed, text in enumerate(("one", "two"))]
 
@@ -85,7 +85,7 @@ def test_row_24_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(f
         assert spoken.codes().tolist() == random_codes(5 + seed, seed + 1).tolist()
 
 
-def test_row_24_masked_ends_are_refused_before_the_first_step(train_with: TrainWith, monkeypatch: Patch) -> None:
+def test_masked_ends_are_refused_before_the_first_step(train_with: TrainWith, monkeypatch: Patch) -> None:
     mask_ends(monkeypatch)
     with pytest.raises(
         TrainingError, match="6 samples have 0 ends of stream among their labels: speech would not learn"
@@ -93,7 +93,7 @@ def test_row_24_masked_ends_are_refused_before_the_first_step(train_with: TrainW
         train_with()
 
 
-def test_row_24_every_target_keeps_one_end_per_codebook_to_the_last_row(workspace: Path, family: Family) -> None:
+def test_every_target_keeps_one_end_per_codebook_to_the_last_row(workspace: Path, family: Family) -> None:
     """Through the loader and the collator, in the smallest row that is allowed."""
     with pytest.raises(DataError) as caught:
         make_loader(make_recipe(workspace, data={"row_tokens": 100}), family, workspace / "prepared")
@@ -106,9 +106,7 @@ def test_row_24_every_target_keeps_one_end_per_codebook_to_the_last_row(workspac
     assert ends.tolist() == [6.0] * 8
 
 
-def test_row_24_an_overfitted_run_stops_where_it_should_and_says_so(
-    engine: Engine, workspace: Path, overfitted: Run
-) -> None:
+def test_an_overfitted_run_stops_where_it_should_and_says_so(engine: Engine, workspace: Path, overfitted: Run) -> None:
     for speaker in SPEAKER_PITCHES:
         for text in LINES:
             spoken, sound = say(engine, workspace, speaker, text), real(workspace, speaker, text)
@@ -120,10 +118,10 @@ def test_row_24_an_overfitted_run_stops_where_it_should_and_says_so(
     assert '"stop_accuracy": 1.0' in last
 
 
-# Row 25: another prompt than in training
+# Prompt other than in training
 
 
-def test_row_25_speaking_continues_what_training_rendered(engine: Engine, workspace: Path, monkeypatch: Patch) -> None:
+def test_speaking_has_the_prompt_that_training_rendered(engine: Engine, workspace: Path, monkeypatch: Patch) -> None:
     """Token by token, from the loader's sequence to the engine's prompt."""
     recipe = make_recipe(workspace)
     loader = make_loader(recipe, engine.family, recipe.data.train)
@@ -147,20 +145,20 @@ def test_row_25_speaking_continues_what_training_rendered(engine: Engine, worksp
     assert trained.ids[len(prompt)] == engine.family.config.audio_token_id  # type: ignore[attr-defined]
 
 
-def test_row_25_another_prompt_spoils_what_was_learned(engine: Engine, workspace: Path) -> None:
+def test_another_prompt_spoils_what_was_learned(engine: Engine, workspace: Path) -> None:
     sound = real(workspace, "robin", "you")
     assert code_accuracy(say(engine, workspace, "robin", "you").codes, sound) >= 0.99
     elsewhere = Engine(engine.family, engine.model, engine.codec, reference_placement="system")
     assert code_accuracy(say(elsewhere, workspace, "robin", "you").codes, sound) < 0.5, "the cause"
 
 
-def test_row_25_a_run_remembers_where_its_references_stood(workspace: Path, tmp_path: Path) -> None:
+def test_a_run_remembers_its_reference_placement(workspace: Path, tmp_path: Path) -> None:
     recipe = make_recipe(workspace, data={"reference_placement": "system"}, train={"steps": 1, "learning_rate": 1e-2})
     run, _ = train_run(recipe, tmp_path / "run")
     assert load_engine(ModelRef.find_trained(run.folder), device="cpu").reference_placement == "system"
 
 
-def test_less_of_what_was_learned_can_be_spoken_with(overfitted: Run, engine: Engine, workspace: Path) -> None:
+def test_a_lora_is_applied_at_the_given_strength(overfitted: Run, engine: Engine, workspace: Path) -> None:
     def opened(strength: float) -> Engine:
         return load_engine(ModelRef.find_trained(overfitted.folder), device="cpu", strength=strength)
 
@@ -170,7 +168,7 @@ def test_less_of_what_was_learned_can_be_spoken_with(overfitted: Run, engine: En
     assert whole == say(engine, workspace, "robin", "you").codes.tolist() and some != whole
 
 
-def test_strength_is_refused_where_nothing_could_follow_it(workspace: Path, tmp_path: Path) -> None:
+def test_a_strength_without_a_lora_is_refused(workspace: Path, tmp_path: Path) -> None:
     recipe = make_recipe(workspace, adapt={"mode": "full"}, train={"steps": 1})
     run, _ = train_run(recipe, tmp_path / "run")
     with pytest.raises(SpeakError, match="was trained in full"):
@@ -179,12 +177,12 @@ def test_strength_is_refused_where_nothing_could_follow_it(workspace: Path, tmp_
         load_engine(ModelRef.find_model(str(workspace / "model")), device="cpu", strength=0.5)
 
 
-def test_row_25_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
+def test_a_prompt_cannot_be_smuggled_into_a_line(engine: Engine) -> None:
     with pytest.raises(DataError, match=r"control token <\|eot_id\|>"):
         engine.speak([SpeechRequest("hi<|eot_id|>you", **GREEDY)])
 
 
-def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
+def test_repetition_aware_sampling_breaks_a_loop() -> None:
     """A model that repeats one code for ever without the repetition check."""
 
     def share_of_loop(window: int) -> float:
@@ -198,10 +196,10 @@ def test_row_25_repetition_aware_sampling_breaks_a_loop() -> None:
     assert share_of_loop(Sampling().repetition_window) < 0.5
 
 
-# Row 26: two ways to decode
+# Two ways to decode
 
 
-def test_row_26_a_clip_becomes_the_same_codes_on_every_way(engine: Engine, workspace: Path) -> None:
+def test_a_clip_becomes_the_same_codes_on_every_way(engine: Engine, workspace: Path) -> None:
     """To learn from, to set a voice, and by the codec alone."""
     sound = read_audio(workspace / "recordings/robin/who.wav", sample_rate=SAMPLE_RATE)
     stored = real(workspace, "robin", VOICE)
@@ -209,7 +207,7 @@ def test_row_26_a_clip_becomes_the_same_codes_on_every_way(engine: Engine, works
     assert encode_clip(engine.codec, sound).tolist() == stored.tolist()
 
 
-def test_row_26_what_is_heard_is_what_the_codec_makes_of_the_codes(engine: Engine, workspace: Path) -> None:
+def test_spoken_samples_are_those_the_codec_decodes(engine: Engine, workspace: Path) -> None:
     spoken = say(engine, workspace, "robin", "you")
     assert np.array_equal(spoken.samples, engine.codec.decode(spoken.codes))
     assert len(spoken.samples) == len(spoken.codes) * engine.codec.hop
@@ -219,7 +217,7 @@ def test_row_26_what_is_heard_is_what_the_codec_makes_of_the_codes(engine: Engin
     )
 
 
-def test_row_26_the_delay_is_undone_or_refused_and_never_decoded(engine: Engine, workspace: Path) -> None:
+def test_the_delay_is_undone_or_refused_and_never_decoded(engine: Engine, workspace: Path) -> None:
     codes = real(workspace, "robin", "you")
     delay = DelayPattern(8, 64, 65)
     assert delay.undo(delay.apply(codes)).tolist() == codes.tolist()
@@ -229,7 +227,7 @@ def test_row_26_the_delay_is_undone_or_refused_and_never_decoded(engine: Engine,
         engine.codec.decode(codes.T)
 
 
-def test_row_26_a_padded_or_broken_clip_is_refused_and_not_clicked_through(engine: Engine) -> None:
+def test_a_padded_or_broken_clip_is_refused_and_not_clicked_through(engine: Engine) -> None:
     hop = engine.codec.hop
     with pytest.raises(AudioError, match="whole frames"):
         engine.codec.encode(np.zeros((1, hop + 1), np.float32))
@@ -238,7 +236,7 @@ def test_row_26_a_padded_or_broken_clip_is_refused_and_not_clicked_through(engin
     assert encode_clip(engine.codec, tone_speech("hi", 320.0)).shape == (4, 8)
 
 
-# Row 34: one word, and less
+# Very short lines
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +256,7 @@ def short(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, train_run(recipe, folder / "run")[0]
 
 
-def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple[Path, Run], workspace: Path) -> None:
+def test_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple[Path, Run], workspace: Path) -> None:
     folder, run = short
     engine = load_engine(ModelRef.find_trained(run.folder), device="cpu")
     corpus = PreparedDataset.open(folder / "prepared")
@@ -275,7 +273,7 @@ def test_row_34_one_word_and_one_frame_are_learned_spoken_and_ended(short: tuple
     assert min(lengths) == 1, "a single frame is among them"
 
 
-def test_row_34_short_lines_that_are_left_out_are_counted_and_named(
+def test_short_lines_that_are_left_out_are_counted_and_named(
     short: tuple[Path, Run], workspace: Path, tmp_path: Path
 ) -> None:
     data = {"train": str(short[0] / "prepared"), "seconds": [0.2, 30]}
@@ -285,7 +283,7 @@ def test_row_34_short_lines_that_are_left_out_are_counted_and_named(
     )
 
 
-def test_row_34_a_word_without_a_voice_is_spoken_too(engine: Engine) -> None:
+def test_a_word_without_a_voice_is_spoken_too(engine: Engine) -> None:
     [spoken] = engine.speak([SpeechRequest("hi", max_seconds=0.4, seed=1)])
     assert spoken.samples.shape == (len(spoken.codes) * engine.codec.hop,)
     assert len(spoken.codes) <= 10
