@@ -9,9 +9,6 @@ FIND_PYTHON = for python in $(CANDIDATES); do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-WHISPER := .cache/metrics/whisper-base
-CURATION := .cache/curation
-
 .PHONY: setup demo metrics curation-models test test-slow test-extras test-network test-browser test-all lint format clean
 
 setup: $(VENV)/.ready
@@ -28,18 +25,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: metrics
-	$(BIN)/myna demo --out demo --asr $(WHISPER)
+	$(BIN)/python -m myna demo --out demo --asr base
 
 # What scores speech is optional: `myna evaluate` and `myna demo --voice` name the metrics they could not compute.
 metrics: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[evaluate]"
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer distillmos xls_r_sqa
-	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
+	$(BIN)/python -m myna setup metrics
 
-# Models that `myna curate` listens with; it names what it does without. Only their conversion needs h5py and onnx.
+# Models that `myna curate` listens with; it names what it does without.
 curation-models: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[curate]" h5py onnx
-	$(BIN)/python tools/fetch_curation_models.py --out $(CURATION)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[curate]"
+	$(BIN)/python -m myna setup curation
 
 test: setup
 	$(BIN)/lint-imports
@@ -54,7 +51,7 @@ test-slow: setup
 test-extras: curation-models
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster,evaluate]" sea-g2p text2tashkeel
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer
-	$(BIN)/python tools/fetch_whisper_base.py --out $(WHISPER)
+	$(BIN)/python -m myna setup metrics
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends nginx; \

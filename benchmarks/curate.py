@@ -1,7 +1,7 @@
 """`myna curate` on planted faults: precision and recall of every reason, diarization, cut words, text, seconds kept.
 
 python benchmarks/planted_faults.py --corpus CORPUS --seed 11 --out seed-11
-python benchmarks/curate.py seed-11 --out curated --asr .cache/metrics/whisper-base --json docs/benchmarks/curate.json
+python benchmarks/curate.py seed-11 --out curated --asr base --json docs/benchmarks/curate.json
 
 `--settings` curates by other settings: curate_gpt_sovits.yaml and curate_emilia.yaml beside this file are the rules of
 those pipelines. `--analysis` measures diarization, music and noise alone, without `myna curate`; it also takes a folder
@@ -32,6 +32,7 @@ from benchmarks.figures import save_figures
 
 from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import frame_levels_db
+from myna.core.io import curation_models_folder
 from myna.text.normalization import words
 
 FRAME_SECONDS = 0.01
@@ -388,7 +389,7 @@ def main() -> None:
     parser.add_argument("planted", type=Path, help="folder of planted_faults.py")
     parser.add_argument("--out", type=Path, help="curated folder; where it is finished it is only measured")
     parser.add_argument("--asr", default="base", help="as of `myna curate`")
-    parser.add_argument("--models", type=Path, default=Path(".cache/curation"), help="folder of make curation-models")
+    parser.add_argument("--models", type=Path, default=curation_models_folder(), help="folder of myna setup curation")
     parser.add_argument("--settings", type=Path, help="settings of `myna curate`")
     parser.add_argument("--workers", type=int, help="as of `myna curate`")
     parser.add_argument("--analysis", action="store_true", help="measure diarization, music and noise alone")

@@ -30,8 +30,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from myna.core.io import curation_models_folder, whisper_folder
+
 ROOT = Path(".cache/gpu")
-WHISPER, CURATION = Path(".cache/metrics/whisper-base"), Path(".cache/curation")
+WHISPER, CURATION = whisper_folder(), curation_models_folder()
 PACKAGES = (
     *("faster-whisper", "soxr", "soundfile", "cffi", "pycparser", "pyarrow", "rapidfuzz", "psutil", "pydantic"),
     *(

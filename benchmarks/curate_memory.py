@@ -1,6 +1,6 @@
 """Memory and speed of `myna curate` on recordings: peak PSS of all processes, CPU seconds, hours an hour.
 
-python benchmarks/curate_memory.py long.wav --out scratch --asr .cache/metrics/whisper-base
+python benchmarks/curate_memory.py long.wav --out scratch --asr base
 python benchmarks/curate_memory.py long.wav --out scratch --minutes 40
 python benchmarks/curate_memory.py long.wav --out scratch --decode-only
 
@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.figures import save_figures
 
+from myna.core.io import curation_models_folder
+
 RESULTS = Path(__file__).parents[1] / "docs/benchmarks/curate-memory.json"
 INTERVAL_SECONDS = 1.0
 DECODE = """
@@ -44,8 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recording", type=Path, help="a file, or a folder of them")
     parser.add_argument("--out", type=Path, required=True, help="empty folder for the curation")
-    parser.add_argument("--asr", default=".cache/metrics/whisper-base")
-    parser.add_argument("--models", default=".cache/curation")
+    parser.add_argument("--asr", default="base")
+    parser.add_argument("--models", default=str(curation_models_folder()))
     parser.add_argument("--minutes", type=float, help="of a file, from its beginning; by default all of it")
     parser.add_argument("--part-minutes", type=float, default=30.0)
     parser.add_argument("--workers", type=int, help="by default those of myna curate")

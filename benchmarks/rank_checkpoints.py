@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.figures import save_figures
 
-from myna import api
+import myna
 from myna.core.config import parse_recipe
 from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.core.statistics import paired_difference
@@ -105,10 +105,10 @@ def train(args: argparse.Namespace, seed: int, voice: Path, language: str) -> Ru
     if (folder / "config.yaml").is_file() and Run.open(folder).is_finished:
         return Run.open(folder)
     if (folder / "checkpoints").is_dir():
-        run = api.resume(folder)
+        run = myna.resume(folder)
     else:
         path.write_text(yaml.safe_dump(recipe_tree(args, seed, voice, language), sort_keys=False), encoding="utf-8")
-        run = api.train(path, out=folder)
+        run = myna.train(path, out=folder)
     if not run.is_finished:
         raise SystemExit(f"{folder} was stopped; run the same command again to resume")
     return run

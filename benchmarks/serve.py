@@ -63,10 +63,10 @@ from benchmarks.load_client import (
 )
 
 from myna import __version__
+from myna.commands.display import progress_bars
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback
 from myna.report.media import Curve, plot_file
-from myna.terminal import progress_bars
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
 SYNTHETIC_SERVER = Path(__file__).parent / "synthetic_server.py"

@@ -39,7 +39,7 @@ SPEAK = (
     *("speak", TEXT, "--model", "fledgling", "--reference", str(RECORDINGS / REFERENCE)),
     *("--reference-text", REFERENCE_TEXT, "--out", "speech.wav", "--force"),
 )
-MYNA = "from myna.cli import main; main()"
+MYNA = "from myna.commands import main; main()"
 CASES: dict[str, tuple[tuple[str, ...], float | None]] = {
     "python -c pass": (("-c", "pass"), None),
     "import myna": (("-c", "import myna"), 0.2),
@@ -71,24 +71,24 @@ def timed(owner, name, phase):
     setattr(owner, name, wrapper)
 before = time.perf_counter()
 import myna; mark("import myna")
-import myna.cli; mark("import the command line")
-with myna.cli._fast_start():
-    mark("import torch and transformers")
-    import myna.speak.loading
-    from myna.models.higgs_v2.family import HiggsV2; mark("import the model's code")
-    import myna.models.mel_codec, myna.terminal; mark("import the rest")
-    from myna.speak.engine import Engine, Speech
-    timed(HiggsV2, "load_model", "load the model")
-    timed(HiggsV2, "load_codec", "load the codec")
-    timed(Engine, "reference", "encode the reference")
-    timed(HiggsV2, "generate", "generate codes")
-    timed(myna.models.mel_codec.MelCodec, "decode", "decode to samples")
-    timed(Speech, "save", "write the file")
-    sys.argv[1:] = arguments
-    try:
-        myna.cli.main()
-    except SystemExit as end:
-        assert not end.code, end
+from myna.commands import build_app, main
+build_app(["speak"]); mark("import the command line")
+import torch, transformers; mark("import torch and transformers")
+import myna.speak.loading
+from myna.models.higgs_v2.family import HiggsV2; mark("import the model's code")
+import myna.models.mel_codec, myna.speak.voice
+from myna.speak.engine import Engine, Speech; mark("import the rest")
+timed(HiggsV2, "load_model", "load the model")
+timed(HiggsV2, "load_codec", "load the codec")
+timed(Engine, "encode_reference", "encode the reference")
+timed(HiggsV2, "generate", "generate codes")
+timed(myna.models.mel_codec.MelCodec, "decode", "decode to samples")
+timed(Speech, "save", "write the file")
+sys.argv[1:] = arguments
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end
 mark("command")
 total = marks.pop()[1]
 marks += [*inside.items(), ("parse, render, show, end", total - sum(inside.values()))]

@@ -50,7 +50,7 @@ TEMPORARY = re.compile(r"^\.(.*\.)?(tmp|old)$|^\.[\w-]+\.\w{8}$")
 CLOCK_KEYS = ("speed",)
 ABSENT = dict.fromkeys(("resemblyzer", "distillmos", "xls_r_sqa", "faster_whisper"))
 """Scorers that need not be there: they take most of the time."""
-FRESH_COMMAND = f"import sys; sys.modules.update({ABSENT}); from myna.cli import main; main()"
+FRESH_COMMAND = f"import sys; sys.modules.update({ABSENT}); from myna.commands import main; main()"
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ class Commands:
 
 def run_command(words: list[str]) -> int:
     """A command as `myna` runs it; its exit code."""
-    from myna.cli import main
+    from myna.commands import main
 
     sys.argv = ["myna", *words]
     try:

@@ -11,18 +11,17 @@ import pytest
 import yaml
 from peft import PeftModel
 from transformers import HiggsAudioV2ForConditionalGeneration
-from typer.testing import CliRunner
 
-from myna.cli import app
 from myna.core.errors import MynaError
 from myna.data.codec import Codes
 from myna.data.dataset import PreparedDataset
 from myna.models.higgs_v2.tiny import save_tiny_codec
+from tests.command_line import run_command
 from tests.tone_corpus import LINES, REFERENCE, SPEAKER_PITCHES, code_accuracy, recipe, write_recordings
 
 
 def myna(*words: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    result = run_command([str(word) for word in words])
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 

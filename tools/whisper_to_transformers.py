@@ -1,6 +1,6 @@
 """Turn a Whisper of CTranslate2 into a folder of transformers, so that the same weights run by torch on any GPU.
 
-    python tools/whisper_to_transformers.py .cache/metrics/whisper-base .cache/metrics/whisper-base-transformers
+    python tools/whisper_to_transformers.py ~/.cache/myna/whisper-base ~/.cache/myna/whisper-base-transformers
 
 Weights must be stored as float16 or float32: int8 would have lost what it rounded off.
 """

@@ -4,112 +4,96 @@
     run = myna.train(model="fledgling", data=data, steps=60)
     myna.load(run).speak("Hi.", reference="ref.wav", reference_text="...").save("out.wav")
 
-Every command is one of these functions. Heavy packages are imported when a function needs them.
+Most commands are one of these functions. Nothing is printed: long work reports to its `progress` callback, and every
+error is a `MynaError` whose `hint` says what to do. A name is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-# These packages have the names of API functions. They are imported first, or importing one of their modules later would
-# put the package in place of the function.
-import myna.curate
-import myna.evaluate
-import myna.train  # noqa: F401
-from myna.api import (
-    add_voice,
-    compare,
-    consent_sentence,
-    convert,
-    correct,
-    curate,
-    detect,
-    doctor,
-    evaluate,
-    extract_lora,
-    forecast_curation,
-    import_dataset,
-    load,
-    load_answer_model,
-    make_tiny,
-    merge,
-    model_stats,
-    prepare,
-    render,
-    resume,
-    split,
-    train,
-    verify,
-    xray,
-)
-from myna.core.errors import MynaError
-from myna.core.progress import ProgressCallback
-from myna.speak.voice import Voice
-
 if TYPE_CHECKING:
+    from myna.commands.answer import load_answer_model as load_answer_model
+    from myna.commands.curate import correct as correct
+    from myna.commands.curate import curate as curate
+    from myna.commands.curate import forecast_curation as forecast_curation
+    from myna.commands.curate import xray as xray
+    from myna.commands.data import import_dataset as import_dataset
+    from myna.commands.data import prepare as prepare
+    from myna.commands.data import render as render
+    from myna.commands.data import split as split
+    from myna.commands.doctor import doctor as doctor
+    from myna.commands.evaluate import compare as compare
+    from myna.commands.evaluate import evaluate as evaluate
+    from myna.commands.model import convert as convert
+    from myna.commands.model import extract_lora as extract_lora
+    from myna.commands.model import make_tiny as make_tiny
+    from myna.commands.model import merge as merge
+    from myna.commands.model import model_stats as model_stats
+    from myna.commands.model import verify as verify
+    from myna.commands.speak import load as load
+    from myna.commands.train import resume as resume
+    from myna.commands.train import train as train
+    from myna.commands.voice import add_voice as add_voice
+    from myna.commands.voice import consent_sentence as consent_sentence
+    from myna.commands.voice import detect as detect
     from myna.core.config import Recipe as Recipe
     from myna.core.config import load_recipe as load_recipe
+    from myna.core.errors import MynaError as MynaError
+    from myna.core.progress import ProgressCallback as ProgressCallback
     from myna.data.dataset import DataFolder as DataFolder
     from myna.speak.answering import AnswerModel as AnswerModel
     from myna.speak.engine import Speech as Speech
+    from myna.speak.voice import Voice as Voice
     from myna.train.run import Run as Run
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "DataFolder": "myna.data.dataset",
-    "AnswerModel": "myna.speak.answering",
-    "Recipe": "myna.core.config",
-    "Run": "myna.train.run",
-    "Speech": "myna.speak.engine",
-    "load_recipe": "myna.core.config",
+_MODULES = {
+    "commands.answer": ("load_answer_model",),
+    "commands.curate": ("correct", "curate", "forecast_curation", "xray"),
+    "commands.data": ("import_dataset", "prepare", "render", "split"),
+    "commands.doctor": ("doctor",),
+    "commands.evaluate": ("compare", "evaluate"),
+    "commands.model": ("convert", "extract_lora", "make_tiny", "merge", "model_stats", "verify"),
+    "commands.speak": ("load",),
+    "commands.train": ("resume", "train"),
+    "commands.voice": ("add_voice", "consent_sentence", "detect"),
+    "core.config": ("Recipe", "load_recipe"),
+    "core.errors": ("MynaError",),
+    "core.progress": ("ProgressCallback",),
+    "data.dataset": ("DataFolder",),
+    "speak.answering": ("AnswerModel",),
+    "speak.engine": ("Speech",),
+    "speak.voice": ("Voice",),
+    "train.run": ("Run",),
 }
-"""Types that would bring heavy packages, by the module they are imported from when asked for."""
+"""Public names by the module that defines them; the imports above say the same to type checkers and editors."""
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "AnswerModel",
-    "DataFolder",
-    "MynaError",
-    "ProgressCallback",
-    "Recipe",
-    "Run",
-    "Speech",
-    "Voice",
-    "add_voice",
-    "compare",
-    "consent_sentence",
-    "convert",
-    "correct",
-    "curate",
-    "detect",
-    "doctor",
-    "evaluate",
-    "extract_lora",
-    "forecast_curation",
-    "import_dataset",
-    "load",
-    "load_answer_model",
-    "load_recipe",
-    "make_tiny",
-    "merge",
-    "model_stats",
-    "prepare",
-    "render",
-    "resume",
-    "split",
-    "train",
-    "verify",
-    "xray",
-]
+__all__ = sorted(_PLACES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'myna' has no attribute {name!r}")
-    from importlib import import_module
+class _Package(ModuleType):
+    """This package, whose functions are not replaced by subpackages of their names (`train`, `curate`, `evaluate`)."""
 
-    return getattr(import_module(_LAZY[name]), name)
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PLACES:
+            raise AttributeError(f"module 'myna' has no attribute {name!r}")
+        value = getattr(import_module(f"myna.{_PLACES[name]}"), name)
+        super().__setattr__(name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system binds a subpackage that it has imported to its name.
+        if name not in _PLACES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*__all__, "__version__"]
 
 
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+sys.modules[__name__].__class__ = _Package

@@ -1,6 +1,6 @@
-"""`python -m myna` is `myna`: what torchrun and accelerate start."""
+"""`python -m myna` is `myna`: torchrun and accelerate start it so."""
 
-from myna.cli import main
+from myna.commands import main
 
 if __name__ == "__main__":
     main()

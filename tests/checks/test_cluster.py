@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from myna.checks import cluster
 from myna.checks.cluster import NodeReport, check_shared_folder, compare_nodes, node_facts
-from myna.cli import app
+from myna.commands.doctor import show_nodes
 from myna.models import save_tiny_model
-from myna.terminal import show_nodes
+from tests.command_line import run_command
 
 FACTS = {"python": "3.11.2", "torch": "2.13.0", "transformers": "5.17", "myna": "1 ab", "curation models": "none"}
 
@@ -100,7 +99,7 @@ def test_the_table_of_nodes() -> None:
 
 
 def test_a_shared_folder_needs_a_cluster() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--shared", "."])
+    result = run_command(["doctor", "--shared", "."], catch=True)
     assert result.exit_code == 1 and "--ray" in getattr(result.exception, "hint", "")
 
 
@@ -119,7 +118,7 @@ class TestCluster:
     def test_nodes_of_one_machine_are_alike(self, address: str, tmp_path: Path) -> None:
         model = save_tiny_model(tmp_path / "model")
         words = ["doctor", "--ray", address, "--shared", str(tmp_path), "--model", str(model), "--json"]
-        result = CliRunner().invoke(app, words)
+        result = run_command(words, catch=True)
         assert result.exit_code == 0, result.output
         tree = json.loads(result.stdout)
         assert len(tree["nodes"]) == 2 and all(node["cpus"] == 1 for node in tree["nodes"])
@@ -127,6 +126,6 @@ class TestCluster:
         assert statuses["shared folder"] == statuses["codec"] == statuses["myna"] == "passed"
 
     def test_a_folder_that_is_not_there_fails(self, address: str, tmp_path: Path) -> None:
-        result = CliRunner().invoke(app, ["doctor", "--ray", address, "--shared", str(tmp_path / "none")])
+        result = run_command(["doctor", "--ray", address, "--shared", str(tmp_path / "none")], catch=True)
         assert result.exit_code == 1
         assert "there is no such folder" in " ".join(result.output.split())

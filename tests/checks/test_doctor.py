@@ -28,15 +28,14 @@ import torch
 from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from myna.checks import doctor
 from myna.checks.doctor import run_doctor
-from myna.cli import app
 from myna.core import device
 from myna.core.check import Check, CheckFunction
 from myna.models import convert_checkpoint, save_tiny_model
 from myna.models.higgs_v2.tiny import save_tiny_codec
+from tests.command_line import run_command
 
 Patch = pytest.MonkeyPatch
 
@@ -72,7 +71,7 @@ def only(function: Callable[[], Iterator[Check]]) -> Check:
 
 
 def run(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["doctor", *map(str, words)], catch_exceptions=False)
+    result = run_command(["doctor", *map(str, words)])
     return result.exit_code, result.stdout
 
 

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 import myna
 from myna.checks import verify as runner
 from myna.checks import verify_checks as checks
 from myna.checks.verify import Certificate, load_verified, run_verification
-from myna.cli import app
+from myna.commands.model import show_certificate
 from myna.core.check import Check
 from myna.core.config import AdaptSettings
 from myna.core.errors import MynaError
@@ -37,7 +36,7 @@ from myna.models.lora import make_trainable, save_adapter
 from myna.models.phi4 import family as phi4_family
 from myna.models.phi4.forward import RotaryTables
 from myna.models.phi4.generate import generate
-from myna.terminal import show_certificate
+from tests.command_line import run_command
 from tests.failures.tiny_setup import make_recipe, recordings, train_run
 
 ALL_CHECKS = [check.name for check in checks.CHECKS]
@@ -498,7 +497,7 @@ def test_the_command_writes_a_page_and_exits_with_the_verdict(
     speaking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["verify", str(speaking), "--device", "cpu", "--quick", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, words)
+    result = run_command(words, catch=True)
     assert result.exit_code == 0, result.output
     assert "verified, 8 checks passed" in " ".join(result.output.split())
     written = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
@@ -508,7 +507,7 @@ def test_the_command_writes_a_page_and_exits_with_the_verdict(
     assert "<h1>Verified</h1>" in page and "forward = transformers" in page
     assert not re.search(r"(?:src|href)=.?https?:", page)
     monkeypatch.setattr(fused, "swiglu", lambda *_: None)
-    result = CliRunner().invoke(app, words)
+    result = run_command(words, catch=True)
     assert result.exit_code == 1 and "fused = plain failed" in " ".join(result.output.split())
     assert not json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))["passed"]
     assert "<h1>Not verified</h1>" in (tmp_path / "out" / "verify.html").read_text(encoding="utf-8")

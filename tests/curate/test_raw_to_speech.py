@@ -16,10 +16,10 @@ from myna.curate.settings import load_curate_settings
 from myna.data.manifest import read_manifest
 from myna.text.wer import ErrorCount, character_errors
 from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
+from tests.real_models import CURATION, WHISPER
 
 ROOT = Path(__file__).parents[2]
-WHISPER, MODELS = ROOT / ".cache/metrics/whisper-base", ROOT / ".cache/curation"
-HAS_MODELS = (WHISPER / "model.bin").is_file() and (MODELS / "segmentation.safetensors").is_file()
+HAS_CURATION = (WHISPER / "model.bin").is_file() and (CURATION / "segmentation.safetensors").is_file()
 REQUIRED = os.environ.get("MYNA_EXTRAS") == "required"
 
 
@@ -48,7 +48,7 @@ def test_with_a_recogniser_that_knows_the_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.extras
-@pytest.mark.skipif(not HAS_MODELS and not REQUIRED, reason="`make test-extras` fetches the models that it needs")
+@pytest.mark.skipif(not HAS_CURATION and not REQUIRED, reason="`make test-extras` fetches the models that it needs")
 def test_with_whisper_by_the_command_line(tmp_path: Path) -> None:
     """Two voices are told apart, the text is right, no sentence is cut, and a model learns from it."""
     path = tmp_path / "raw" / "talk.wav"
@@ -56,7 +56,7 @@ def test_with_whisper_by_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "myna", "curate", str(path), "--out", str(tmp_path / "out"), "--asr", str(WHISPER)]
     # A voice that was slowed down is none that the measures of noise, music and quality were made for.
     measures = ["keep.min_snr_db=5", "keep.max_music_share=0.5", "keep.min_dnsmos_ovrl=2.5", "keep.min_bandwidth_hz=0"]
-    options = [f"listen.models={MODELS}", *measures]
+    options = [f"listen.models={CURATION}", *measures]
     done = subprocess.run(
         [*command, *(word for one in options for word in ("--set", one))], capture_output=True, text=True, check=False
     )

@@ -13,11 +13,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import myna
 from myna.audio.files import probe, read_audio
-from myna.cli import app
 from myna.core.errors import DataError
 from myna.curate.decision import decide
 from myna.curate.second_pass import write_segments
@@ -30,6 +28,7 @@ from myna.data.corrections import ClipDrop, append_correction
 from myna.data.manifest import read_manifest
 from myna.data.segments import DROP_REASONS
 from myna.models.files import byte_tokenizer
+from tests.command_line import run_command
 from tests.curate.curated_folder import ARABIC, HOSTILE, RECORDINGS, write_curated_folder
 from tests.data.segment_rows import segment, segments_table
 from tests.report.html_reader import Reader
@@ -208,11 +207,11 @@ def test_corrections_reach_what_is_prepared(tmp_path: Path) -> None:
     clips = read_manifest(folder / "manifest.jsonl")
     first, second, third = (clip.id for clip in clips[:3])
     for words in ([first, "--text", TYPED], [second, "--drop"], [third, "--start", "0.25", "--end", "1.5"]):
-        assert CliRunner().invoke(app, ["correct", str(folder), *words], catch_exceptions=False).exit_code == 0
+        assert run_command(["correct", str(folder), *words]).exit_code == 0
     wrong = (["--drop"], [first], [first, "--drop", "--restore"], ["nobody", "--drop"], ["--speaker", "nobody=me"])
     for words in (*wrong, [first, "--start", "2", "--end", "1"]):
         with pytest.raises(myna.MynaError):
-            CliRunner().invoke(app, ["correct", str(folder), *words], catch_exceptions=False)
+            run_command(["correct", str(folder), *words])
     report = myna.import_dataset(folder, tmp_path / "again")
     assert any("3 corrections of" in note for note in report.notes)
     after = {clip.id: clip for clip in read_manifest(tmp_path / "again" / "manifest.jsonl")}
@@ -223,9 +222,9 @@ def test_corrections_reach_what_is_prepared(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_verdict_or_json(curated: tuple[Path, Xray]) -> None:
     folder, xray = curated
-    plain = CliRunner().invoke(app, ["xray", str(folder), "--model", "fledgling"], catch_exceptions=False)
+    plain = run_command(["xray", str(folder), "--model", "fledgling"])
     assert xray.verdict[0] in plain.stdout and "report.html" in plain.stdout.replace("\n", "")
-    printed = CliRunner().invoke(app, ["xray", str(folder), "--json"], catch_exceptions=False)
+    printed = run_command(["xray", str(folder), "--json"])
     assert json.loads(printed.stdout)["hours"] == json.loads(json.dumps(xray.numbers["hours"]))
 
 

@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from myna import api
+import myna
 from myna.core.errors import AudioError, ConfigError, DataError
 from myna.core.pools import MAX_ATTEMPTS
 from myna.data.encoding import encode_dataset
@@ -23,7 +23,7 @@ from tests.data.kill_helper import FakeCodec
 from tests.data.pooled import SHARDS, DeadlyCodec, encode_pooled, files, write_source
 
 pytestmark = pytest.mark.slow
-DEMO_RECORDINGS = Path(api.__file__).parent / "demo" / "recordings"
+DEMO_RECORDINGS = Path(myna.__file__).parent / "demo" / "recordings"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_prepare_with_a_real_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     recordings = read_manifest(DEMO_RECORDINGS / "manifest.jsonl")[:10]
     write_manifest(Path("source/manifest.jsonl"), recordings)
     for out, workers in (("one", 1), ("two", 2)):
-        api.prepare("source", out, model="model", workers=workers, device="cpu")
+        myna.prepare("source", out, model="model", workers=workers, device="cpu")
     assert len(list(Path("one").glob("codes/*/0*.arrow"))) > 3
     assert files(Path("one")) == files(Path("two"))
 
@@ -115,4 +115,4 @@ def test_prepare_with_a_real_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_processes_on_a_gpu_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one process keeps a GPU busy"):
-        api.prepare(DEMO_RECORDINGS, tmp_path, model="fledgling", workers=2)
+        myna.prepare(DEMO_RECORDINGS, tmp_path, model="fledgling", workers=2)

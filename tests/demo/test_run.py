@@ -19,14 +19,13 @@ import soundfile
 import torch
 import yaml
 from rich.console import Console
-from typer.testing import CliRunner
 
-from myna import api
 from myna.audio.files import read_audio, write_audio
-from myna.cli import app
+from myna.commands.demo import show_demo
 from myna.core.errors import ConfigError, DataError, ModelError, MynaError
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import Utterance, read_manifest
+from myna.demo import run as runner
 from myna.demo.run import AFTER, BEFORE, STRENGTHS, DemoResult, demo_recipe, run_demo
 from myna.evaluate.items import EvalItem
 from myna.evaluate.systems import REAL, SpeechSystem
@@ -34,8 +33,9 @@ from myna.listen.speaker_encoders import cosine_similarity
 from myna.models import save_tiny_model
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
-from myna.terminal import show_demo
+from myna.train import launch
 from myna.train.run import Run
+from tests.command_line import run_command
 from tests.demo.fake_scorers import SpectrumEncoder, install_scorers, remove_scorers
 from tests.report.html_reader import Reader
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
@@ -147,9 +147,7 @@ def test_the_recipe_that_was_trained_is_there_to_be_trained_again(shown: tuple[P
     out, _ = shown
     written = yaml.safe_load((out / "recipe.yaml").read_text(encoding="utf-8"))
     assert written["train"]["steps"] == 3
-    result = CliRunner().invoke(
-        app, ["train", str(out / "recipe.yaml"), "-o", str(out / "again"), "--dry-run"], catch_exceptions=False
-    )
+    result = run_command(["train", str(out / "recipe.yaml"), "-o", str(out / "again"), "--dry-run"])
     assert result.exit_code == 0 and "preflight passed" in result.output
 
 
@@ -184,7 +182,7 @@ def test_the_commands_on_the_page_work(
     ):
         (line,) = [line for line in lines if line.startswith(beginning)]
         words = [str(nest / "robin") if word == "FOLDER" else word for word in shlex.split(line)[1:]]
-        result = CliRunner().invoke(app, [*words, *extra], catch_exceptions=False)
+        result = run_command([*words, *extra])
         assert result.exit_code == 0, result.output
 
 
@@ -346,14 +344,14 @@ def test_recordings_that_were_mended_go_into_the_same_folder(
 
 def test_a_training_that_was_stopped_ends_the_demo(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove_scorers(monkeypatch)
-    trained = api.train
+    trained = launch.start_training
 
-    def stopped(recipe: Path, **options: Any) -> Run:
-        run = trained(recipe, **options)
+    def stopped(run: Run, *rest: Any, **options: Any) -> Run:
+        run = trained(run, *rest, **options)
         shutil.rmtree(run.folder / "adapter")
         return run
 
-    monkeypatch.setattr(api, "train", stopped)
+    monkeypatch.setattr(runner, "start_training", stopped)
     with pytest.raises(MynaError, match="training was stopped") as caught:
         demo(nest, tmp_path / "demo")
     assert "--resume" in caught.value.hint
@@ -363,13 +361,13 @@ def test_a_training_that_was_stopped_ends_the_demo(nest: Path, tmp_path: Path, m
 def test_the_command_takes_what_it_says(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[tuple[Path, dict[str, Any]]] = []
     monkeypatch.setattr("myna.demo.run.run_demo", lambda out, **options: caught.append((out, options)))
-    monkeypatch.setattr("myna.terminal.show_demo", lambda *_: None)
+    monkeypatch.setattr("myna.commands.demo.show_demo", lambda *_: None)
     words = ["demo", "--out", str(tmp_path), "--voice", "mine", "--model", str(nest / "model"), "--seed", "3"]
     words += ["--asr", "base", "--language", "vi", "--format", "ljspeech", "--set", "train.steps=2"]
     words += ["--strength", "0.7"]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    result = run_command(words)
     assert result.exit_code == 0, result.output
-    CliRunner().invoke(app, ["demo"], catch_exceptions=False)
+    run_command(["demo"])
     names = ("voice", "format", "language", "model", "seed", "asr", "settings", "strength")
     (out, given), (default_out, default) = caught
     model = str(nest / "model")

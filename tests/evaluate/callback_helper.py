@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from myna.api import train
+from myna import train
 from myna.core.errors import AudioError
 from myna.train.distributed import ProcessInfo
 from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers

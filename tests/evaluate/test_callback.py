@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from myna.api import resume, train
+from myna import resume, train
 from myna.core.errors import ConfigError, TrainingError
 from myna.core.run_folder import checkpoint_folder
 from myna.evaluate.callback import open_required_scorers

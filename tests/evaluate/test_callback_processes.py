@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from myna.api import train
+from myna import train
 from myna.core.run_folder import checkpoint_folder
 from myna.train.run import Run
 from tests.evaluate.callback_helper import SIMILARITY

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from myna.cli import app
 from myna.core.errors import ConfigError, DataError, MynaError
 from myna.evaluate import comparison
 from myna.evaluate.comparison import Comparison, compare_systems
@@ -20,11 +18,12 @@ from myna.evaluate.evaluation import EvaluationSettings
 from myna.evaluate.listening import FORMAT, TIE, local_page_server
 from myna.evaluate.pipeline import read_item_scores
 from myna.evaluate.systems import BASE, REAL, SpeechSystem
+from tests.command_line import run_command
 from tests.tone_corpus import recipe, write_recordings
 
 
 def myna(*words: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    result = run_command([str(word) for word in words])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -121,7 +120,7 @@ def test_what_cannot_be_compared_is_told(runs_folder: Path, tmp_path: Path) -> N
         with pytest.raises(kind, match=message):
             compare_systems(subjects, **{"settings": EvaluationSettings(), **options})
     with pytest.raises(ConfigError, match="made already"):
-        CliRunner().invoke(app, ["compare", "a", "b", "--preferences", "x.json"], catch_exceptions=False)
+        run_command(["compare", "a", "b", "--preferences", "x.json"])
 
 
 def test_evaluations_in_another_language_are_not_compared(runs_folder: Path, tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from myna.audio.files import read_audio
-from myna.cli import app
 from myna.core.errors import ConfigError, OutputError, SpeakError
 from myna.core.progress import ProgressCallback, silent
 from myna.evaluate.evaluation import Evaluation, EvaluationSettings, evaluate_system
@@ -21,6 +19,7 @@ from myna.evaluate.items import load_clip
 from myna.evaluate.pipeline import read_item_scores, saved_references
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem, Subject, run_metadata
 from myna.train.run import Run
+from tests.command_line import run_command
 from tests.tone_corpus import LINES, recipe, write_recordings
 
 
@@ -39,7 +38,7 @@ def evaluate(
 
 
 def myna(*words: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    result = run_command([str(word) for word in words])
     assert result.exit_code == 0, result.output
     return result.stdout
 

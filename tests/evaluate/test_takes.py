@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import myna
 from myna.audio.files import Samples, read_audio, write_audio
-from myna.cli import app
 from myna.core.errors import ConfigError, SpeakError
 from myna.core.io import bytes_hash
 from myna.evaluate.scoring import Scorers
@@ -21,6 +19,7 @@ from myna.listen.asr import Transcript
 from myna.speak.engine import Speech
 from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.speak.scheduler import FinishReason
+from tests.command_line import run_command
 from tests.evaluate.speech import RATE, REFERENCE, SPEAKERS, fake_scorers, record, say
 from tests.evaluate.tiny_scorers import save_whisper
 
@@ -138,10 +137,8 @@ def test_the_best_take_is_the_one_with_the_fewest_word_errors(model: Path, monke
     assert [one.number for one in ranking.takes] != sorted(one.number for one in ranking.takes)
 
 
-def run(*words: object) -> str:
-    result = CliRunner().invoke(app, ["speak", *map(str, words), "--device", "cpu", "--max-seconds", "0.4"])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+def run(*words: object, command: str = "speak") -> str:
+    result = run_command([command, *words, "--device", "cpu", "--max-seconds", "0.4"])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -163,22 +160,13 @@ def test_the_best_take_has_the_name_that_was_asked_for(model: Path, whisper: str
 @pytest.mark.slow
 def test_lines_keep_the_best_of_their_takes(model: Path, whisper: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("a b c\nd e f\n")
-    words: tuple[object, ...] = (
-        "--lines",
-        tmp_path / "lines.txt",
-        "-o",
-        tmp_path / "out",
-        "-m",
-        model,
-        "--takes",
-        3,
-        "--seed",
-        3,
-    )
-    with pytest.raises(SpeakError, match="--lines does not go with --takes alone"):
-        run(*words)
-    words += ("--best", "--asr", whisper, "--format", "flac")
-    run(*words)
+    lines, out = tmp_path / "lines.txt", tmp_path / "out"
+    words = (lines, "-o", out, "-m", model, "--takes", 3, "--seed", 3, "--asr", whisper, "--format", "flac")
+
+    def speak_lines(*more: object) -> str:
+        return run(*words, *more, command="speak-lines")
+
+    speak_lines()
     rows = [json.loads(row) for row in (tmp_path / "out" / "spoken.jsonl").read_text().splitlines()]
     assert {file.name for file in (tmp_path / "out").glob("*.flac")} == {"line-0001.flac", "line-0002.flac"}
     ranking = myna.load(model, device="cpu").speak_best("a b c", 3, asr=whisper, **SETTINGS)
@@ -188,11 +176,11 @@ def test_lines_keep_the_best_of_their_takes(model: Path, whisper: str, tmp_path:
     best = read_audio(tmp_path / "out" / "line-0001.flac")
     assert np.abs(best - ranking.best.samples.clip(-1, 1)).max() < 1e-3
     before = (tmp_path / "out" / "line-0001.flac").stat().st_mtime_ns
-    assert "2 of them before" in run(*words)
+    assert "2 of them before" in speak_lines()
     assert (tmp_path / "out" / "line-0001.flac").stat().st_mtime_ns == before
-    run(*words, "--keep-takes")
+    speak_lines("--keep-takes")
     assert len(list((tmp_path / "out").glob("line-0001+take-*.flac"))) == 2
-    assert "2 of them before" in run(*words, "--keep-takes")
+    assert "2 of them before" in speak_lines("--keep-takes")
 
 
 def test_what_does_not_go_with_the_best_is_said(model: Path, tmp_path: Path) -> None:
@@ -201,7 +189,6 @@ def test_what_does_not_go_with_the_best_is_said(model: Path, tmp_path: Path) -> 
         (("hi", "--keep-takes"), "--keep-takes goes with --best"),
         (("hi", "--takes", 2, "--best", "--codes", "x.npy"), "--best does not go with --codes"),
         (("hi", "--takes", 2, "--best", "--play"), "--play does not go with --takes"),
-        (("hi", "--format", "flac"), "--format goes with --lines"),
     ):
         with pytest.raises(SpeakError, match=message):
             run(*words, "-m", model, "-o", tmp_path / "hi.wav")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from myna.api import prepare
+from myna import prepare
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
 from myna.models.ref import ModelRef

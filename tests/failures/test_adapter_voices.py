@@ -11,10 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import myna
-from myna.cli import app
 from myna.core.config import AdaptSettings, Recipe, parse_recipe
 from myna.core.errors import CheckpointError, ConfigError, ModelError, MynaError, OutputError, SpeakError
 from myna.models import open_family, save_tiny_model
@@ -25,11 +23,10 @@ from myna.models.merge import probe_logits
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_adapted, load_engine
 from myna.train.run import Run
+from tests.command_line import run_command
 
 from .conftest import TrainWith
 from .tiny_setup import cloning, load, make_recipe, train_run
-
-CLI = CliRunner()
 
 
 def changed_adapter(family: Family, folder: Path, **settings: Any) -> Path:
@@ -178,8 +175,8 @@ def test_an_adapter_is_a_voice(overfitted: Run, tmp_path: Path) -> None:
     for source in (overfitted.adapter, moved, str(moved)):
         assert torch.equal(logits(myna.load(source, device="cpu").engine), expected)
     out = tmp_path / "hi.wav"
-    spoken = CLI.invoke(
-        app, ["speak", "hi", "--run", str(moved), "--max-seconds", "1", "--device", "cpu", "--out", str(out)]
+    spoken = run_command(
+        ["speak", "hi", "--run", str(moved), "--max-seconds", "1", "--device", "cpu", "--out", str(out)], catch=True
     )
     assert spoken.exit_code == 0 and out.is_file(), spoken.exception
 
@@ -322,7 +319,7 @@ def test_a_merged_model_has_the_strength_that_was_asked_for(family: Family, tmp_
 
 def test_a_merged_model_speaks_and_is_trained_on(overfitted: Run, workspace: Path, tmp_path: Path) -> None:
     out = tmp_path / "merged"
-    made = CLI.invoke(app, ["merge", str(overfitted.folder), "--out", str(out)])
+    made = run_command(["merge", str(overfitted.folder), "--out", str(out)], catch=True)
     assert made.exit_code == 0 and "logits differ from the adapter's by at most" in made.output, made.exception
     before, after = (
         myna.load(one, device="cpu").speak("hi", temperature=0.0, max_seconds=1.0) for one in (overfitted, out)

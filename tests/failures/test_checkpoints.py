@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from myna.api import prepare
+from myna import prepare
 from myna.checks import doctor
 from myna.core.check import Check
 from myna.core.errors import CheckpointError, ModelError, TrainingError

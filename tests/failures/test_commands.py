@@ -20,7 +20,7 @@ import pytest
 
 import myna
 from myna.audio.files import write_audio
-from myna.cli import main
+from myna.commands import main
 from myna.core.config import dump_recipe, load_recipe, shipped_recipes
 from myna.core.io import FREE_BYTES
 from myna.evaluate.systems import Subject
@@ -379,13 +379,13 @@ def test_a_text_may_begin_with_a_dash(
 def test_a_misspelt_option_is_no_text(command: Command, speak: list[object]) -> None:
     for words in (["--temprature", "0"], ["--seeed=3"]):
         status, output = command(*speak, "--out", "out.wav", *words)
-        assert status == 2 and "No such option" in output
+        assert status == 2 and "Unknown option" in output
 
 
 def test_a_missing_recipe_is_reported_without_heavy_imports(tmp_path: Path) -> None:
     """Seconds went into torch before the file was looked for."""
     code = (
-        "import sys; from myna.cli import main\n"
+        "import sys; from myna.commands import main\n"
         "try: main()\n"
         "finally: print(sorted({'torch', 'numpy', 'transformers'} & {*sys.modules}))"
     )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from myna.api import prepare
+from myna import prepare
 from myna.audio.files import read_audio, write_audio
 from myna.core.errors import ConfigError, DataError, TrainingError
 from myna.data.conversation import AudioClip

@@ -16,10 +16,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from myna.api import prepare, train
-from myna.cli import app
+from myna import prepare, train
 from myna.core.config import SpeechEvalSettings, absolute_scorer
 from myna.core.errors import OutputError, TrainingError
 from myna.core.statistics import Estimate, RatioPart, paired_difference
@@ -47,6 +45,7 @@ from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
 from myna.models import save_tiny_model
 from myna.train.run import Run
 from tests import tone_learners
+from tests.command_line import run_command
 from tests.evaluate import tiny_scorers
 
 from .tiny_setup import LINES, make_recipe, train_run
@@ -131,7 +130,7 @@ def _evaluate(run: Run, out: Path, data: Path, *more: str) -> tuple[dict[str, An
         patch.setattr(
             evaluation, "Scorers", SimpleNamespace(open=lambda *_, **__: scoring.Scorers(), missing={})
         )  # they take long
-        result = CliRunner().invoke(app, [*words, *more], catch_exceptions=False)
+        result = run_command([*words, *more])
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
     return content, " ".join(result.output.split())
@@ -252,7 +251,7 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _answer(folder: Path, *words: object) -> str:
     more = ["--run", folder / "run", "--device", "cpu", "--max-tokens", 3]
-    result = CliRunner().invoke(app, ["answer", *map(str, words), *map(str, more)], catch_exceptions=False)
+    result = run_command(["answer", *map(str, words), *map(str, more)])
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import myna
 from myna import cli, terminal
 from myna.audio.files import write_audio
-from myna.cli import main
+from myna.commands import main
 from myna.core.config import dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
@@ -46,16 +46,15 @@ REPOSITORY = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from myna.core.config import load_recipe
-from myna import api
 from myna.train.launch import ProgressObserver
 class Waiting(ProgressObserver):
     def on_metrics(self, row):
         print("step", row["step"], flush=True)
         time.sleep(600)
 if sys.argv[1] == "train":
-    api.train(sys.argv[2], out=sys.argv[3], observer=Waiting(lambda *_: None))
+    myna.train(sys.argv[2], out=sys.argv[3], observer=Waiting(lambda *_: None))
 else:
-    api.resume(sys.argv[3], observer=Waiting(lambda *_: None))
+    myna.resume(sys.argv[3], observer=Waiting(lambda *_: None))
 """
 """A training that stays in its first step."""
 

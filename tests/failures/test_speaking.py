@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from myna.api import prepare
+from myna import prepare
 from myna.audio.files import read_audio
 from myna.core.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
 from myna.data.conversation import Reference

@@ -157,7 +157,7 @@ def test_where_nobody_speaks_there_are_no_speakers() -> None:
 
 
 def test_without_its_model_diarization_says_what_to_type() -> None:
-    with pytest.raises(ModelError, match="make curation-models"):
+    with pytest.raises(ModelError, match="myna setup curation"):
         find_local_speakers(np.zeros(16_000, np.float32), 16_000, AnalysisModels())
 
 

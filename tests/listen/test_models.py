@@ -33,7 +33,7 @@ def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -
     assert models == AnalysisModels()
     report = {one.name: one for one in capabilities(settings)}
     assert all(not report[name].available for name in FILES)
-    assert all("make curation-models" in report[name].what_to_install for name in FILES)
+    assert all("myna setup curation" in report[name].what_to_install for name in FILES)
     assert all(one.what_is_lost for one in report.values())
 
 

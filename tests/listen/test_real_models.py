@@ -18,12 +18,11 @@ from myna.listen.music import log_mel_patches
 from myna.listen.speaker_encoders import cosine_similarity
 from myna.listen.voice_activity import voice_activity
 from tests.listen.signals import babble
+from tests.real_models import CURATION
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".cache/curation"
 RECORDINGS = Path(myna.demo.__file__).parent / "recordings"
 REFERENCE: dict[str, Any] = json.loads(Path(__file__).with_name("reference.json").read_text(encoding="utf-8"))
-HAS_MODELS = all((FOLDER / file).is_file() for files in FILES.values() for file in files)
+HAS_MODELS = all((CURATION / file).is_file() for files in FILES.values() for file in files)
 REQUIRED = os.environ.get("MYNA_EXTRAS") == "required"
 pytestmark = [
     pytest.mark.extras,
@@ -33,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def models() -> AnalysisModels:
-    return load_models(AnalysisSettings(folder=FOLDER, threads=1))
+    return load_models(AnalysisSettings(folder=CURATION, threads=1))
 
 
 @pytest.fixture(scope="module")

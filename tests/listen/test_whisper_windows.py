@@ -26,10 +26,10 @@ from myna.listen.torch_whisper import TorchWhisperNetwork, time_warping
 from myna.listen.whisper_windows import decode_clips
 from tests.evaluate.tiny_scorers import save_whisper
 from tests.listen.transformers_beams import search_by_transformers
+from tests.real_models import WHISPER
 
 RATE = 16_000
 ROOT = Path(__file__).parents[2]
-WHISPER = ROOT / ".cache/metrics/whisper-base"
 
 
 def sound(seed: int, seconds: float) -> Samples:

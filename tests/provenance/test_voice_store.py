@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rapidfuzz import fuzz
-from typer.testing import CliRunner
 
 import myna
 from myna.audio.files import Samples, read_audio, write_audio
-from myna.cli import app
 from myna.core.errors import ConfigError, DataError
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
@@ -37,6 +34,7 @@ from myna.provenance.speech_log import read_log
 from myna.provenance.voice_store import MAX_FILE_BYTES, VoiceStore, check_voice_name
 from myna.provenance.watermark import watermark
 from myna.text.normalization import words
+from tests.command_line import run_command
 
 
 class PitchEncoder:
@@ -295,46 +293,47 @@ def test_languages_without_a_sentence() -> None:
     assert "en, ar, vi" in error.value.hint
 
 
-@pytest.fixture
-def commands(checker: ConsentChecker, monkeypatch: pytest.MonkeyPatch) -> Iterator[CliRunner]:
-    monkeypatch.setattr(ConsentChecker, "open", lambda *_: checker)
-    yield CliRunner()
-
-
 def test_commands(
-    commands: CliRunner, asr: DictationASR, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    checker: ConsentChecker,
+    asr: DictationASR,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sentence = commands.invoke(app, ["voice", "consent-sentence", "Marta"]).output.strip()
+    monkeypatch.setattr(ConsentChecker, "open", lambda *_: checker)
+    sentence = run_command(["voice", "consent-sentence", "Marta"], catch=True).output.strip()
     own, consent = str(tone(tmp_path, "own.wav", 220)), str(tone(tmp_path, "consent.wav", 220))
     other = str(tone(tmp_path, "other.wav", 440))
     asr.text = sentence
-    failed = commands.invoke(app, ["voice", "add", "Marta", "--recording", other, "--consent", consent, "--text", "hi"])
+    failed = run_command(
+        ["voice", "add", "Marta", "--recording", other, "--consent", consent, "--text", "hi"], catch=True
+    )
     assert isinstance(failed.exception, DataError)
     assert VoiceStore().list_consents() == [], "a consent without its voice is not kept"
     words = ["voice", "add", "Marta", "--recording", own, "--consent", consent, "--text", "hello"]
-    assert commands.invoke(app, words).exit_code == 0
-    assert json.loads(commands.invoke(app, ["voice", "list", "--json"]).output)[0]["name"] == "Marta"
-    shown = json.loads(commands.invoke(app, ["voice", "show", "marta"]).output)
+    assert run_command(words, catch=True).exit_code == 0
+    assert json.loads(run_command(["voice", "list", "--json"], catch=True).output)[0]["name"] == "Marta"
+    shown = json.loads(run_command(["voice", "show", "marta"], catch=True).output)
     assert shown["recordings"][0]["text"] == "hello"
 
     model = str(myna.make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
     speak = ["speak", "hi", "-m", model, "--device", "cpu", "--max-seconds", "0.4", "--voice", "marta"]
-    assert commands.invoke(app, [*speak, "-o", str(tmp_path / "out.wav")]).exit_code == 0
+    assert run_command([*speak, "-o", str(tmp_path / "out.wav")], catch=True).exit_code == 0
     row = list(read_log())[-1]
     assert (row["voice"], row["consent"]) == ("Marta", shown["consent"]["id"])
-    both = commands.invoke(
-        app, [*speak, "-o", str(tmp_path / "x.wav"), "--reference", own, "--reference-text", "hello"]
+    both = run_command(
+        [*speak, "-o", str(tmp_path / "x.wav"), "--reference", own, "--reference-text", "hello"], catch=True
     )
     assert "not both" in str(both.exception)
 
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"text": "one"}) + "\n")
-    said = ["speak", "-m", model, "--device", "cpu", "--max-seconds", "0.4", "--voice", "Marta"]
-    assert commands.invoke(app, [*said, "--lines", str(lines), "-o", str(tmp_path / "lines")]).exit_code == 0
+    said = ["speak-lines", str(lines), "-m", model, "--device", "cpu", "--max-seconds", "0.4", "--voice", "Marta"]
+    assert run_command([*said, "-o", str(tmp_path / "lines")], catch=True).exit_code == 0
     assert list(read_log())[-1]["consent"] == shown["consent"]["id"]
 
-    assert commands.invoke(app, ["voice", "remove", "Marta"]).exit_code == 0
+    assert run_command(["voice", "remove", "Marta"], catch=True).exit_code == 0
     assert VoiceStore().list_voices() == []
     assert VoiceStore().list_consents() == []
-    gone = commands.invoke(app, [*speak, "-o", str(tmp_path / "gone.wav")])
+    gone = run_command([*speak, "-o", str(tmp_path / "gone.wav")], catch=True)
     assert "myna voice list" in gone.exception.hint  # type: ignore[union-attr]

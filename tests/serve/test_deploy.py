@@ -10,22 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
-from myna.cli import app
+from myna.commands import build_app
 from myna.core.errors import ConfigError, MynaError
 from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
 from myna.serve.ray_server import settings_of_arguments
+from tests.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PARAMETERS = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
-OPTIONS = {name for parameter in PARAMETERS for name in parameter.opts}
+ARGUMENTS = build_app(["serve"])["serve"].assemble_argument_collection()
+OPTIONS = {name for argument in ARGUMENTS for name in (*argument.names, *argument.negatives)}
 
 
 @pytest.fixture
@@ -86,7 +85,8 @@ def test_the_container_of_kubernetes_listens_where_it_is_probed(routes: set[str]
     assert container["args"][0] in [mount["mountPath"] for mount in container["volumeMounts"]]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in service["spec"]["predictor"]["volumes"]}
-    assert {one["name"] for one in container["env"]} <= {getattr(parameter, "envvar", "") for parameter in PARAMETERS}
+    variables = {name for argument in ARGUMENTS for name in argument.parameter.env_var or ()}
+    assert {one["name"] for one in container["env"]} <= variables
 
 
 def test_arguments_of_ray_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +110,11 @@ def test_the_command_takes_as_many_streams_as_were_measured() -> None:
     words = measured["settings"]["serve_options"]
     streams = words[words.index("--streams") + 1]
     assert int(streams) >= measured["streams"]["most_listeners"]
-    error = CliRunner().invoke(app, ["serve", "./nowhere", "--port", "0", "--streams", streams]).exception
+    error = run_command(["serve", "./nowhere", "--port", "0", "--streams", streams], catch=True).exception
     assert isinstance(error, MynaError) and "nowhere" in str(error)
 
 
 @pytest.mark.parametrize("option", [("--replicas", "2"), ("--haproxy",)])
 def test_options_of_ray_are_refused_without_it(option: tuple[str, ...]) -> None:
-    error = CliRunner().invoke(app, ["serve", "fledgling", *option]).exception
+    error = run_command(["serve", "fledgling", *option], catch=True).exception
     assert isinstance(error, ConfigError) and "--ray auto" in error.hint

@@ -23,12 +23,12 @@ from myna.core.io import private_file
 from myna.provenance import consent as sentences
 from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import watermark
+from tests.real_models import WHISPER
 from tests.serve.conftest import RunningServer, start_server
 
 pytestmark = pytest.mark.extras
-WHISPER = Path(__file__).parents[2] / ".cache/metrics/whisper-base"
 if os.environ.get("MYNA_EXTRAS") != "required" and (find_spec("resemblyzer") is None or not WHISPER.is_dir()):
-    pytest.skip("needs resemblyzer and a Whisper: make metrics", allow_module_level=True)
+    pytest.skip("needs resemblyzer and a Whisper: myna setup metrics", allow_module_level=True)
 RECORDINGS = Path(myna.__file__).parent / "demo" / "recordings"
 NAME, TEXT = "Anna Berg", "The boats lay close together in the evening light."
 WORDS = ("garden", "river")

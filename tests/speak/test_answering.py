@@ -10,19 +10,18 @@ import pytest
 import yaml
 from peft import PeftModel
 from transformers import Phi4MultimodalForCausalLM
-from typer.testing import CliRunner
 
 from myna.audio.files import write_audio
-from myna.cli import app
 from myna.core.errors import MynaError
 from myna.data.pronunciation import MISPRONUNCIATION_F1, ParsedAnswers, read_assessment, score_answers
+from tests.command_line import run_command
 from tests.tone_learners import RATE, lines, recipe, record, sound
 
 pytestmark = pytest.mark.slow
 
 
 def myna(*words: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    result = run_command([str(word) for word in words])
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import myna
 from myna.audio.files import read_audio, write_audio
-from myna.cli import app
 from myna.provenance.credentials import read_credentials
 from myna.provenance.speech_log import read_log
 from myna.provenance.watermark import MARK_NAME, watermark
 from myna.speak.request import SpeechRequest
+from tests.command_line import run_command
 
 SETTINGS: dict[str, Any] = {"max_seconds": 1.0, "seed": 3}
 
@@ -101,7 +100,7 @@ def test_lines_are_marked(voice: myna.Voice, tmp_path: Path) -> None:
 
 def run(model: str, *words: object) -> Any:
     options = ["-m", model, "--device", "cpu", "--max-seconds", "1", "--seed", "3"]
-    return CliRunner().invoke(app, ["speak", "hello there", *options, *map(str, words)])
+    return run_command(["speak", "hello there", *options, *map(str, words)], catch=True)
 
 
 def test_commands(model: str, tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_commands(model: str, tmp_path: Path) -> None:
     marked, plain = read_audio(tmp_path / "a.wav"), read_audio(tmp_path / "b.wav")
     assert len(marked) == len(plain)
     assert not np.array_equal(marked, plain)
-    found = CliRunner().invoke(app, ["detect", "--json", str(tmp_path / "a.wav"), str(tmp_path / "b.wav")])
+    found = run_command(["detect", "--json", str(tmp_path / "a.wav"), str(tmp_path / "b.wav")], catch=True)
     first, second = json.loads(found.output)
     assert first["credentials"]["speech"]["watermark"] == MARK_NAME
     assert second["credentials"]["state"] == "own"
@@ -127,7 +126,7 @@ def test_detect_tells_real_recordings_by_its_exit_code(tmp_path: Path) -> None:
     broken.write_text("no audio")
 
     def detect(*files: Path) -> Any:
-        return CliRunner().invoke(app, ["detect", *map(str, files)])
+        return run_command(["detect", *map(str, files)], catch=True)
 
     assert detect(tmp_path / "marked.mp3").exit_code == 0
     assert ": marked (score" in detect(tmp_path / "marked.mp3").output

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from myna.api import resume, train
+from myna import resume, train
 from myna.core.config import Recipe, load_recipe
 from myna.core.errors import TrainingError
 from myna.data.conversation import Conversation, Turn

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from myna.api import prepare
+from myna import prepare
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import MynaError

@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from myna.api import prepare, resume, train
+from myna import prepare, resume, train
 from myna.audio.files import write_audio
 from myna.core.config import load_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from myna.api import prepare
+from myna import prepare
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import ConfigError, DataError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from myna.api import prepare
+from myna import prepare
 from myna.core.config import Recipe, override, parse_recipe
 from myna.core.device import is_out_of_memory
 from myna.core.errors import TrainingError

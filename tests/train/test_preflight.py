@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from myna.api import prepare
+from myna import prepare
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import DataError, TrainingError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from myna import api
+import myna
 from myna.core.config import Recipe, load_recipe, parse_recipe
 from myna.core.errors import ConfigError, TrainingError
 from myna.train import launch
@@ -191,7 +191,7 @@ def test_only_rank_0_holds_it(tmp_path: Path, recipe: Recipe, monkeypatch: pytes
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        api.train(recipe, out=tmp_path / "run")
+        myna.train(recipe, out=tmp_path / "run")
     assert held == [False, True]
 
 

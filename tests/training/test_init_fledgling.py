@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import HiggsAudioV2ForConditionalGeneration
-from typer.testing import CliRunner
 
 import export_fledgling
+import myna
 import myna.models
 from corpus_making.corpus_folder import CorpusClip, CorpusFolder
 from encode import assigned_clips, encode, open_codec_of
 from init_fledgling import SIZE, Size, fledgling_config, fledgling_tokenizer, make
 from mix_corpora import write_mix
-from myna import api
-from myna.cli import app
+from myna.commands.display import TrainingDisplay
 from myna.core.config import load_recipe
 from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import file_hash
@@ -33,7 +32,7 @@ from myna.models.mel_codec import MelCodec, MelCodecConfig, MelCodecNetwork, sav
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 from myna.speak.request import ReferenceRecording, SpeechRequest
-from myna.terminal import TrainingDisplay
+from tests.command_line import run_command
 from tests.tone_corpus import tone_speech
 from train_codec import LARGE, TINY
 
@@ -120,15 +119,15 @@ def run(home: Path) -> Path:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with Clock() as observer:
-        stopped = api.train(RECIPES / "language_model.yaml", out=out, settings=settings(home), observer=observer)
+        stopped = myna.train(RECIPES / "language_model.yaml", out=out, settings=settings(home), observer=observer)
     assert not stopped.is_finished
-    assert api.resume(out).is_finished
+    assert myna.resume(out).is_finished
     return out
 
 
 def test_codes_are_those_of_prepare(home: Path, tmp_path: Path) -> None:
     words = ["prepare", home / "mixed" / "train", "-o", tmp_path / "plain", "-m", home / "egg", "--device", "cpu"]
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    result = run_command([str(word) for word in words])
     assert result.exit_code == 0, result.output
     plain, ours = PreparedDataset.open(tmp_path / "plain"), PreparedDataset.open(home / "prepared" / "train")
     assert len(plain.utterances) == len(ours.utterances) == 2 * (2 * 4 + 4)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import myna
 import train_audio_encoder
-from myna import api
 from myna.models import open_family
 from myna.models.base import get_base_model
 from myna.models.phi4.tiny import save_tiny
@@ -24,7 +24,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixteen recordings of tones, and a model with random weights."""
     folder = tmp_path_factory.mktemp("tones")
     save_tiny(folder / "model", hidden=64)
-    api.prepare(str(record(folder / "recordings")), folder / "prepared", model=str(folder / "model"), device="cpu")
+    myna.prepare(str(record(folder / "recordings")), folder / "prepared", model=str(folder / "model"), device="cpu")
     return folder
 
 

@@ -1,6 +1,6 @@
 """Evaluate `myna demo` over several seeds.
 
-python training/fledgling/evaluate_demo.py --out data/fledgling/demo_evaluation --asr .cache/metrics/whisper-base
+python training/fledgling/evaluate_demo.py --out data/fledgling/demo_evaluation --asr base
 
 Each seed is a demo of its own in `OUT/seed-N`; one that is there is not run again. `OUT/evaluation.json` has the table.
 The demo passes if fine-tuning raises the speaker similarity to the real recordings by 0.03 on average over the seeds,

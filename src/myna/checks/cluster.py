@@ -61,8 +61,8 @@ def check_cluster(
 
     With `model` also its codec, with `asr` the recogniser of `myna curate`; `shared` is to be one folder for all.
     """
+    from myna.core.io import curation_models_folder
     from myna.core.pools import absolute_folder, call_on_nodes, cluster_nodes
-    from myna.listen.models import DEFAULT_FOLDER
     from myna.models import is_model_name
 
     nodes = cluster_nodes(address)
@@ -70,7 +70,7 @@ def check_cluster(
         hint = "add nodes to it: ray start --address=HEAD:6379"
         return ClusterReport([], [Check("nodes", "failed", f"the cluster at {address} has no CPUs", hint)])
     sources = [one if one is None or is_model_name(one) else absolute_folder(one) for one in (model, asr)]
-    answers = call_on_nodes(address, nodes, node_facts, DEFAULT_FOLDER.absolute(), *sources)
+    answers = call_on_nodes(address, nodes, node_facts, curation_models_folder().absolute(), *sources)
     reports = [
         NodeReport(node.name, node.cpus, node.gpus, answer if isinstance(answer, dict) else {})
         for node, answer in zip(nodes, answers, strict=True)
@@ -80,7 +80,7 @@ def check_cluster(
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, str):
             checks.append(Check(f"node {node.name}", "failed", answer, HINTS["node"]))
-    here = NodeReport(HERE, 0, 0, node_facts(DEFAULT_FOLDER.absolute(), *sources))
+    here = NodeReport(HERE, 0, 0, node_facts(curation_models_folder().absolute(), *sources))
     checks += compare_nodes(here, [report for report in reports if report.facts])
     if shared is None:
         hint = f"myna doctor --ray {address} --shared DIR"
@@ -146,7 +146,7 @@ def _compare(name: str, reports: Sequence[NodeReport]) -> Check:
             return Check(name, "failed", detail, HINTS[name])
     if value.startswith("cannot be opened"):
         return Check(name, "failed", value, HINTS[name])
-    absent = "none on any node: make curation-models, for `myna curate`"
+    absent = "none on any node: myna setup curation, for `myna curate`"
     return Check(name, "passed", absent if value == "none" else value)
 
 

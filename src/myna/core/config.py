@@ -7,7 +7,10 @@ tools/recipe_reference.py prints the reference page, docs/reference/recipe.md.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +24,8 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Quantization = Literal["none", "fp8", "int8", "nf4"]
+SettingOverrides = Mapping[str, Any] | Sequence[str]
+"""Settings on top of others: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
 SCORER_KINDS = ("transformers", "resemblyzer", "ecapa", "wavlm")
 """Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are no paths; a path may follow after a colon."""
 
@@ -357,6 +362,35 @@ def parse_settings(branch: type[AnySettings], tree: dict[str, Any], *, where: st
         return branch.model_validate(tree)
     except ValidationError as error:
         raise _explained(error, where, branch) from None
+
+
+def make_recipe(
+    source: Recipe | Mapping[str, Any] | str | os.PathLike[str] | None,
+    shortcuts: Mapping[str, Any],
+    settings: SettingOverrides = (),
+) -> Recipe:
+    """Make a recipe of a recipe, a tree of settings, a YAML file or nothing; with `shortcuts` that are not None, and
+    then `settings`, on top."""
+    given = {key: value for key, value in shortcuts.items() if value is not None}
+    overrides = [*format_overrides(given), *format_overrides(settings)]
+    if isinstance(source, str | os.PathLike):
+        return load_recipe(Path(source), overrides)
+    tree: dict[str, Any] = {"model": {}, "data": {}, "train": {}}
+    where = "the recipe"
+    if isinstance(source, Recipe):
+        tree, where = source.model_dump(mode="json"), f"the recipe {source.name}"
+    elif source is not None:
+        tree = deepcopy({**source})
+    for setting in overrides:
+        override(tree, setting)
+    return parse_recipe(tree, where=where)
+
+
+def format_overrides(settings: SettingOverrides) -> list[str]:
+    """Return settings as `key=value` with YAML values."""
+    if not isinstance(settings, Mapping):
+        return list(settings)
+    return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in settings.items()]
 
 
 def dump_recipe(recipe: Recipe) -> str:

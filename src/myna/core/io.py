@@ -277,18 +277,32 @@ def sniff_suffix(data: bytes) -> str:
     return ".bin"
 
 
-def user_folder(kind: Literal["config", "data", "state"]) -> Path:
-    """Return the user's folder for keys (`config`), voices (`data`) or the speech log (`state`); it may not exist."""
+def user_folder(kind: Literal["cache", "config", "data", "state"]) -> Path:
+    """Return the user's folder for downloads (`cache`), keys (`config`), voices (`data`) or the speech log (`state`).
+
+    It may not exist.
+    """
     if home := os.environ.get(HOME_VARIABLE):
         return Path(home).expanduser()
     import platformdirs
 
     folders = {
+        "cache": platformdirs.user_cache_path,
         "config": platformdirs.user_config_path,
         "data": platformdirs.user_data_path,
         "state": platformdirs.user_state_path,
     }
     return folders[kind]("myna", appauthor=False)
+
+
+def curation_models_folder() -> Path:
+    """Return the folder of the models that curation listens with, made by `myna setup curation`."""
+    return user_folder("cache") / "curation"
+
+
+def whisper_folder() -> Path:
+    """Return the folder of Whisper base, made by `myna setup metrics`."""
+    return user_folder("cache") / "whisper-base"
 
 
 def private_file(path: Path, content: bytes) -> bytes:

@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from myna.audio.files import Samples
 from myna.core.device import pick_device
+from myna.core.io import curation_models_folder
 from myna.curate.settings import ListenSettings
 from myna.listen.asr import ASR, TimedTranscript, Transcript
 from myna.listen.diarization import speaker_turns
 from myna.listen.fingerprints import fingerprint
 from myna.listen.models import (
-    DEFAULT_FOLDER,
     AnalysisModels,
     AnalysisSettings,
     batches,
@@ -166,7 +166,7 @@ def _middle(samples: Samples, sample_rate: int) -> Samples:
 
 
 def analysis_settings(settings: ListenSettings, threads: int = 0) -> AnalysisSettings:
-    folder = Path(settings.models).expanduser() if settings.models else DEFAULT_FOLDER
+    folder = Path(settings.models).expanduser() if settings.models else curation_models_folder()
     return AnalysisSettings(folder=folder, device=str(pick_device(settings.device)), threads=threads)
 
 

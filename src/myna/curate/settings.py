@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,17 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from myna.core.config import Count, Positive, Settings, Share, override, parse_settings, read_settings_tree
+from myna.core.config import (
+    Count,
+    Positive,
+    SettingOverrides,
+    Settings,
+    Share,
+    format_overrides,
+    override,
+    parse_settings,
+    read_settings_tree,
+)
 from myna.core.errors import ConfigError
 from myna.core.io import save_text
 from myna.data.segments import SETTINGS_FILE
@@ -30,7 +41,7 @@ class ListenSettings(Settings):
     check_asr: str | None = None
     """Another Whisper for the second transcription of each clip; by default the same one."""
     models: str | None = None
-    """Folder of the models that `tools/fetch_curation_models.py` makes; by default `.cache/curation`."""
+    """Folder of the models of `myna setup curation`; by default in the user's cache folder."""
     language: str = ""
     """Language of the recordings, such as `en`; by default each stretch of speech has it detected."""
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
@@ -182,3 +193,22 @@ def load_curate_settings(
     for setting in overrides:
         override(tree, setting, CurateSettings)
     return parse_settings(CurateSettings, tree, where=f"{path or 'settings'} with --set" if overrides else str(path))
+
+
+def curation_settings(
+    folder: Path | None,
+    *,
+    asr: str | None = None,
+    language: str | None = None,
+    speakers: int | None = None,
+    enrol: Sequence[str] = (),
+    settings_file: str | os.PathLike[str] | None = None,
+    settings: SettingOverrides = (),
+) -> CurateSettings:
+    """Return the settings of a curation: the named ones are short for `listen.asr`, `listen.language`,
+    `speakers.number` and `speakers.enrolment`."""
+    named: dict[str, Any] = {"listen.asr": asr, "listen.language": language, "speakers.number": speakers}
+    named["speakers.enrolment"] = list(enrol) or None
+    shortcuts = {key: value for key, value in named.items() if value is not None}
+    overrides = [*format_overrides(shortcuts), *format_overrides(settings)]
+    return load_curate_settings(folder, overrides, Path(settings_file) if settings_file is not None else None)

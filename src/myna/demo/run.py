@@ -17,29 +17,32 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 
-from myna import api
 from myna.audio.files import write_audio
-from myna.core.config import override, parse_recipe
+from myna.core.config import make_recipe, override, parse_recipe
 from myna.core.errors import MynaError
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import Utterance, read_manifest, write_manifest
-from myna.data.split import TEXTS, TRAIN, subset_folder
+from myna.data.prepare import import_folder, prepare_folder
+from myna.data.split import TEXTS, TRAIN, split_folder, subset_folder
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
+from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.evaluation import Results, save_json
 from myna.evaluate.items import EvalItem, EvalSet, clip_seconds
 from myna.evaluate.metrics import METRICS_BY_KEY, missing_metrics
+from myna.evaluate.model_card import write_run_card
 from myna.evaluate.pages import difference_cell, item_section
 from myna.evaluate.pipeline import score_systems, torch_threads
 from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
-from myna.models import open_family
+from myna.models import is_model_name, open_family
 from myna.models.ref import ModelRef
 from myna.report.media import Curve, line_plot, smooth_curve
 from myna.report.page import (
@@ -56,7 +59,9 @@ from myna.report.page import (
 )
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
+from myna.train.launch import start_training
 from myna.train.memory_plan import peak_memory
+from myna.train.run import Run
 
 if TYPE_CHECKING:
     from myna.train.loop import TrainingObserver
@@ -173,12 +178,12 @@ def prepare_voice(
     """Import recordings (None: the bundled ones), prepare the clips of one speaker, and hold out some texts. Return the
     selection, the clips to train on, and those held out."""
     source, recordings, data = voice or str(BUNDLED), out / "recordings", out / "data"
-    api.import_dataset(source, recordings, format=format, max_bad=MAX_BAD_SHARE, language=language, progress=progress)
+    import_folder(source, recordings, format=format, max_bad=MAX_BAD_SHARE, language=language, progress=progress)
     selected = select_voice(read_manifest(recordings / "manifest.jsonl"), source, seed)
     write_manifest(recordings / "manifest.jsonl", selected.clips)
-    api.prepare(recordings, data, model=model, device=device, progress=progress)
+    prepare_folder(recordings, data, partial(open_family, model), device=device, progress=progress)
     selected.write_marks(data, seed)
-    api.split(data, texts=selected.held_out_texts(), seed=seed)
+    split_folder(data, texts=selected.held_out_texts(), seed=seed)
     train, held_out = (read_manifest(subset_folder(data, subset) / "manifest.jsonl") for subset in (TRAIN, TEXTS))
     return selected, train, held_out
 
@@ -229,7 +234,13 @@ def run_demo(
         with stage("train", "a LoRA learns the voice"):
             recipe_file = out / "recipe.yaml"
             recipe_file.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            run = api.train(recipe_file, out=out / "run", progress=progress, observer=observer)
+            run = start_training(
+                Run(out / "run", make_recipe(recipe_file, {}).absolute(is_model_name)),
+                observer,
+                progress=progress,
+                open_evaluation=SpeechEvaluation.from_recipe,
+                describe=write_run_card,
+            )
             if not run.is_finished:
                 raise MynaError(
                     "the training was stopped, so there is nothing to compare",

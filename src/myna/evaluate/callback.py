@@ -213,7 +213,7 @@ def open_required_scorers(settings: SpeechEvalSettings) -> Scorers:
     if lacking:
         raise ConfigError(
             "`speech_eval.asr` asks for scorers that are not here: " + "; ".join(lacking),
-            hint="make metrics, or install what is named; or train without it: --set speech_eval.asr=null",
+            hint="myna setup metrics, or install what is named; or train without it: --set speech_eval.asr=null",
         )
     names = {scorer: scorers.names[scorer] for scorer in REQUIRED_SCORERS}
     return replace(scorers, dnsmos=None, names=names, missing={})

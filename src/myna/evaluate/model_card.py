@@ -18,6 +18,7 @@ from myna.evaluate.metrics import METRICS
 from myna.models import SHIPPED, find_checkpoint
 from myna.models.files import read_json
 from myna.models.ref import display_name, weights_sha256
+from myna.train.run import Run
 
 CARD_FILE = "README.md"
 MAX_LISTED = 12
@@ -48,6 +49,18 @@ def write_model_card(run: RunFolder, consents: Mapping[str, str], folder: Path |
     ]
     save_text(folder / CARD_FILE, "\n\n".join(parts) + "\n")
     return folder / CARD_FILE
+
+
+def write_run_card(run: RunFolder, folder: Path | None = None) -> None:
+    """Write the card of a finished run with the consents of the user's stored voices. An error is only logged: a card
+    is not worth the weights."""
+    from myna.provenance.voice_store import VoiceStore
+
+    try:
+        write_model_card(run, {voice.name: voice.consent.id for voice in VoiceStore().list_voices()}, folder)
+    except (MynaError, OSError) as error:
+        if isinstance(run, Run):
+            run.log(f"no model card was written: {error}")
 
 
 def _front_matter(run: RunFolder, speakers: Speakers) -> str:

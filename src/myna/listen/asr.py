@@ -20,6 +20,7 @@ from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
 from myna.core.compat import set_beam_reordering
 from myna.core.device import is_out_of_memory, pick_device
 from myna.core.errors import ModelError, import_optional
+from myna.core.io import whisper_folder
 from myna.listen.torch_whisper import open_torch_whisper
 from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
 from myna.listen.whisper_windows import BEAMS, DecodedClip, decode_clips
@@ -180,7 +181,8 @@ def _folder(name: str, *, by_transformers: bool) -> Path:
     if path.is_absolute() or name.startswith((".", "~")):
         raise ModelError(f"there is no folder {path}", hint=ASR_HINT)
     if "/" not in name and not by_transformers:
-        return download_faster_whisper(name)
+        fetched = whisper_folder()
+        return fetched if fetched.name == f"whisper-{name}" and fetched.is_dir() else download_faster_whisper(name)
     repository = name if "/" in name else f"openai/whisper-{name}"
     return download_snapshot(repository, WEIGHTS_FILE, *HUB_FILES)
 

@@ -1,7 +1,7 @@
 """Speaker segmentation of 10 s windows: pyannote's segmentation-3.0 (PyanNet: SincNet, LSTM, linear) in plain torch.
 
 Module names are those of the published checkpoint; its sinc filters are weights of a plain convolution here
-(tools/fetch_curation_models.py). Each frame has one class of the powerset of three speakers, of whom two may overlap.
+(`myna setup curation`). Each frame has one class of the powerset of three speakers, of whom two may overlap.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 from myna.audio.files import Samples
 from myna.audio.signal_measures import bandwidth_hz, clipped_share, integrated_loudness
 from myna.core.errors import ModelError
-from myna.core.io import bytes_hash, file_hash
+from myna.core.io import bytes_hash, curation_models_folder, file_hash
 from myna.listen.weights import FETCH_COMMAND, INSTALL
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from myna.listen.noise import DeepFilterNet
     from myna.listen.speaker_encoders import SpeakerEncoder
 
-DEFAULT_FOLDER = Path(".cache/curation")
-"""Where `make curation-models` puts them."""
 FILES = {
     "segmentation": ("segmentation.safetensors",),
     "speaker encoder": ("ecapa.safetensors",),
@@ -71,7 +69,7 @@ class Capability(NamedTuple):
 
 @dataclass(frozen=True)
 class AnalysisSettings:
-    folder: Path = DEFAULT_FOLDER
+    folder: Path = field(default_factory=curation_models_folder)
     speaker_encoder: str | None = None
     """As in `myna evaluate --speaker-encoder`; by default ECAPA of the folder."""
     device: str = "cpu"

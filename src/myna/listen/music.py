@@ -1,7 +1,7 @@
 """Music detection: inaSpeechSegmenter's network of speech, music and noise (Doukhan et al. 2018) in plain torch.
 
 Input is 0.68 s of 21 log mel bands, normalized as a whole. Batch normalization is folded into the weights
-(tools/fetch_curation_models.py).
+(`myna setup curation`).
 """
 
 from __future__ import annotations

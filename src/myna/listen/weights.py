@@ -14,8 +14,7 @@ from myna.core.io import bytes_hash, file_hash
 from myna.models.files import error_summary, format_names, quiet_transformers, weight_files
 
 INSTALL = 'pip install "myna[curate]"'
-FETCH_COMMAND = "make curation-models"
-"""It runs tools/fetch_curation_models.py."""
+FETCH_COMMAND = "myna setup curation"
 
 
 def remake_hint(file: Path) -> str:

@@ -210,6 +210,13 @@ class VoiceStore:
             shutil.rmtree(self.folder / "voices" / voice.id)
         return voice
 
+    def remove_voice(self, id_or_name: str) -> StoredVoice:
+        """Remove a voice with its recordings, and its consent unless another voice has the same."""
+        voice = self.delete_voice(id_or_name)
+        if not any(other.consent.id == voice.consent.id for other in self.list_voices()):
+            self.delete_consent(voice.consent.id)
+        return voice
+
     def reference(self, voice: StoredVoice) -> tuple[Path, str]:
         """Return the reference recording of a voice and its transcript. A file that was changed since is refused."""
         recording = voice.recordings[0]
@@ -286,3 +293,31 @@ def _new_id(kind: str) -> str:
 
 def _now() -> int:
     return int(datetime.now(UTC).timestamp())
+
+
+def store_voice(
+    name: str,
+    recordings: Sequence[Path],
+    consent: Path,
+    *,
+    language: str,
+    texts: Sequence[str],
+    asr: str,
+    speaker_encoder: str,
+    device: str,
+) -> StoredVoice:
+    """Store a voice of this user once the recorded consent of its speaker is checked. Without `texts` the ASR
+    transcribes the recordings."""
+    from myna.core.device import pick_device
+    from myna.provenance.consent import ConsentChecker
+
+    check_voice_name(name)
+    store = VoiceStore()
+    store.check_new_name(name)
+    checker = ConsentChecker.open(asr, speaker_encoder, str(pick_device(device)))
+    known = store.create_consent(name, consent, language, checker)
+    try:
+        return store.create_voice(name, list(recordings), known.id, checker, texts=texts)
+    except BaseException:
+        store.delete_consent(known.id)  # of no use without its voice
+        raise

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
@@ -128,25 +128,6 @@ class SpeechRequest:
         _check_range("strength", self.strength, -math.inf, math.inf)
         if not 0 < self.max_seconds < math.inf:
             raise SpeakError(f"max_seconds is {self.max_seconds:g}", hint="give a number of seconds above 0")
-
-
-class SpeechOptions(TypedDict, total=False):
-    """Keyword arguments of all functions that speak: fields of `SpeechRequest` as a person writes them."""
-
-    reference: PathLike | Sequence[PathLike]
-    """Recordings of the voice, of at most 60 s; several for `[SPEAKER0]`, `[SPEAKER1]` tags."""
-    reference_text: str | Sequence[str]
-    """Transcripts of those recordings."""
-    voice: str | None
-    """Name of a stored voice, in place of a reference."""
-    scene: str | None
-    language: str
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    max_seconds: float
-    seed: int
-    watermark: bool
 
 
 def pair_references(

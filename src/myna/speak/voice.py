@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from myna.speak.engine import Engine, Speech
     from myna.speak.lines import SpokenLines
     from myna.speak.marking import MarkedStream, SpeechMarker
-    from myna.speak.request import SpeechOptions, SpeechRequest
+    from myna.speak.options import SpeechOptions
+    from myna.speak.request import SpeechRequest
     from myna.train.run import Run
 
 PathLike = str | os.PathLike[str]
@@ -29,12 +30,12 @@ PathLike = str | os.PathLike[str]
 
 def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
     """Make a checked request, with the recording of a stored voice where one is named."""
-    request = _request(text, options)
+    request = unchecked_request(text, **options)
     request.check()
     return request
 
 
-def _request(text: str, options: SpeechOptions) -> SpeechRequest:
+def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
     """Make a request whose text is not checked: lines of a file have texts of their own."""
     from myna.speak.request import ReferenceRecording, SpeechRequest, pair_references
 
@@ -45,7 +46,7 @@ def _request(text: str, options: SpeechOptions) -> SpeechRequest:
         from myna.provenance.voice_store import VoiceStore
 
         if references:
-            raise SpeakError("a stored voice has a reference of its own", hint="give --voice or --reference, not both")
+            raise SpeakError("a stored voice has a reference of its own", hint="give `voice` or `reference`, not both")
         store = VoiceStore()
         stored = store.get_voice(name)
         recording, transcript = store.reference(stored)
@@ -186,7 +187,7 @@ class Voice:
         `keep_takes` the others are written beside it."""
         from myna.speak.lines import LineTakes, open_lines, speak_lines
 
-        defaults, suffix = self._own(_request("", options)), f".{format}"
+        defaults, suffix = self._own(unchecked_request("", **options)), f".{format}"
         defaults.check_settings()
         lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, force=force)
         choice = None

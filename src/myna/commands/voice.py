@@ -1,0 +1,186 @@
+"""`myna voice` and `myna detect`: stored voices with their consents, and the marks of generated speech."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from myna.commands.command import command
+from myna.commands.display import console, show_notes, show_warnings
+from myna.commands.options import Device, Json, PathLike, SpeakerEncoder, option
+
+if TYPE_CHECKING:
+    from myna.provenance.detection import Detection
+    from myna.provenance.voice_store import StoredVoice
+
+VoiceName = Annotated[str, option("Name or id of a voice.")]
+
+
+def add_voice(
+    name: Annotated[str, option("Name of the voice: that of its speaker, as the consent says it.")],
+    recordings: Annotated[
+        Sequence[PathLike], Parameter(name="--recording", help="A few seconds of the voice, at most 60; repeatable.")
+    ],
+    consent: Annotated[
+        PathLike,
+        Parameter(name="--consent", help="Recording of `myna voice consent-sentence NAME`, read aloud today."),
+    ],
+    *,
+    language: Annotated[str, option("Language of the consent and the recordings: en, ar, vi ...")] = "en",
+    texts: Annotated[
+        Sequence[str],
+        Parameter(name="--text", help="Transcript of each recording; by default of the ASR; repeatable."),
+    ] = (),
+    asr: Annotated[str, option("Name or folder of a Whisper, which checks the words.")] = "base",
+    speaker_encoder: SpeakerEncoder = "resemblyzer",
+    device: Device = "auto",
+) -> StoredVoice:
+    """Store a voice under a name, once the consent of its speaker is checked: the words of the sentence by speech
+    recognition, the voice by a speaker encoder against the recordings. `myna speak --voice NAME` uses it."""
+    from myna.provenance.voice_store import store_voice
+
+    return store_voice(
+        name,
+        [Path(one) for one in recordings],
+        Path(consent),
+        language=language,
+        texts=texts,
+        asr=asr,
+        speaker_encoder=speaker_encoder,
+        device=device,
+    )
+
+
+@command("voice add", add_voice, example='myna voice add "Marta Gil" --recording marta.wav --consent marta-consent.wav')
+def _(call: Callable[..., StoredVoice]) -> None:
+    voice = call()
+    show_voices([voice], console())
+    show_notes([f'myna speak "your words" --voice "{voice.name}" --model MODEL -o out.wav'], console())
+
+
+@command("voice list", example="myna voice list")
+def _(*, as_json: Json = False) -> None:
+    """List the stored voices."""
+    from myna.provenance.voice_store import VoiceStore
+
+    voices = VoiceStore().list_voices()
+    if as_json:
+        print(json.dumps([voice.model_dump(mode="json") for voice in voices], indent=2, ensure_ascii=False))
+    elif voices:
+        show_voices(voices, console())
+    else:
+        show_notes(["no voices yet: myna voice consent-sentence NAME, then myna voice add NAME"], console())
+
+
+@command("voice show", example='myna voice show "Marta Gil"')
+def _(name: VoiceName) -> None:
+    """Print all that is stored of a voice, as JSON: recordings with their hashes, and how its consent was checked."""
+    from myna.provenance.voice_store import VoiceStore
+
+    print(VoiceStore().get_voice(name).model_dump_json(indent=2))
+
+
+@command("voice remove", example='myna voice remove "Marta Gil"')
+def _(name: VoiceName) -> None:
+    """Remove a voice, its recordings and its consent from this machine. Its speech stays in the log."""
+    from myna.provenance.voice_store import VoiceStore
+
+    show_notes([f"{VoiceStore().remove_voice(name).name}: removed"], console())
+
+
+def consent_sentence(
+    name: Annotated[str, option("Name of the speaker.")],
+    *,
+    language: Annotated[str, option("en, ar, vi, de, fr or es.")] = "en",
+) -> str:
+    """Return the sentence that a speaker reads aloud to agree to a stored voice. It has two words of the day: record it
+    today."""
+    from myna.provenance.consent import sentence_of_day
+    from myna.provenance.voice_store import check_voice_name
+
+    check_voice_name(name)
+    return sentence_of_day(name, language).text
+
+
+@command("voice consent-sentence", consent_sentence, example='myna voice consent-sentence "Marta Gil"')
+def _(call: Callable[..., str]) -> None:
+    print(call())
+
+
+def detect(file: PathLike, *, device: str = "cpu") -> Detection:
+    """Look for the watermark and content credentials in an audio file, and for the file in this machine's log."""
+    from myna.provenance.detection import inspect_file
+
+    return inspect_file(Path(file), device=device)
+
+
+@command("detect", example="myna detect morning.wav")
+def _(
+    files: Annotated[Sequence[PathLike], option("Recordings in any format.")],
+    *,
+    device: Annotated[str, option("cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> int:
+    """Tell whether recordings were spoken by a model: look for the watermark, the content credentials and an entry in
+    this machine's log.
+
+    Exit code 0 if every file is marked, or signed as speech of a model; 1 if one is neither; 2 if one cannot be read.
+    A recording without a mark may still be synthetic: docs/guides/provenance.md says what removes it."""
+    from myna.core.errors import AudioError
+
+    found, failures = [], list[str]()
+    for file in files:
+        try:
+            found.append(detect(file, device=device))
+        except AudioError as error:
+            failures.append(error.what)
+        else:
+            if not as_json:
+                show_detection(found[-1], console())
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
+    show_warnings(failures, console(stderr=True))
+    return 2 if failures else 0 if all(one.is_synthetic for one in found) else 1
+
+
+def show_detection(found: Detection, console: Console) -> None:
+    """Print what was found in a file, and who signed it."""
+    parts = [span for span in found.spans if span.score > 0.5]
+    mark = (
+        f"marked (score {max(span.score for span in parts):.2f})" if parts else f"not marked (score {found.score:.2f})"
+    )
+    if 0 < len(parts) < len(found.spans):
+        mark += f", in {', '.join(f'{span.start:.0f}-{span.end:.0f} s' for span in parts)}"
+    lines, known = [f"{found.file}: {mark}"], found.credentials
+    if known is not None:
+        who = {
+            "own": f"signed by this installation ({known.signer})",
+            "valid": f"signed by {known.signer or 'an unknown key'}, for which nobody vouches",
+            "invalid": f"signature does not hold ({', '.join(known.problems) or 'damaged'}): do not trust what it says",
+        }
+        lines.append(f"  credentials: {who[known.state]}")
+        lines += [f"    {key}: {value}" for key, value in known.speech.items()]
+    if found.logged is not None:
+        lines.append(f"  spoken here: {found.logged['time']}, voice {found.logged['voice'] or 'of the model'}")
+    style = "yellow" if known is not None and known.state == "invalid" else "none"
+    for line in lines:
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_voices(voices: Sequence[StoredVoice], console: Console) -> None:
+    """Print stored voices, a row each."""
+    table = Table("name", "language", "recordings", "similarity", "added")
+    for voice in voices:
+        added = datetime.fromtimestamp(voice.created_at, UTC).strftime("%Y-%m-%d")
+        similarity = f"{min(voice.checks['similarities']):.2f}"
+        cells = (voice.name, voice.language, str(len(voice.recordings)), similarity, added)
+        table.add_row(*map(Text, cells))
+    console.print(table)
