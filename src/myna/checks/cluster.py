@@ -1,4 +1,4 @@
-"""Checks of a Ray cluster: whether its nodes have the same software and models, and share a folder."""
+"""Checks of a Ray cluster: equal software and models on all nodes, and a shared folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from myna.core.check import Check
 from myna.core.errors import MynaError
 
 SHARED_FACTS = ("python", "transformers", "myna", "codec")
-"""That the machine that shares out the work needs as well; its torch may be a build for CPUs."""
+"""Facts that must be equal on this machine as well. Its torch may be a CPU build, since it only shares out work."""
 HINTS = {
     "node": "`ray start` there within the environment of Myna; /tmp/ray/session_latest/logs on that node say more",
     "python": "make every environment with the same Python: make setup PYTHON=/path/to/python3.12",
@@ -27,18 +27,18 @@ HINTS = {
     "recogniser": "copy one Whisper to every node, under the same path, and name its folder: --asr /path/to/whisper",
     "codec": "copy one model to every node, under the same path, and name its folder: --model /path/to/model",
 }
-"""What to do about a difference."""
+"""Hints for differences between nodes, by fact."""
 SHARED_SECONDS = 10.0
-"""In which a file that one node has written must be seen by the others."""
+"""Seconds in which the other nodes must see a file that one node has written."""
 HERE = "here"
 
 NodeFacts = dict[str, str]
-"""What should be equal on all nodes, by name."""
+"""Values that should be equal on all nodes, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node of a cluster, and what was found on it."""
+    """Resources of a node of a cluster, and the facts found on it."""
 
     name: str
     cpus: int
@@ -48,7 +48,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """Nodes of a cluster side by side, and what differs."""
+    """Nodes of a cluster, and the checks of their differences."""
 
     nodes: list[NodeReport]
     checks: list[Check]
@@ -57,9 +57,10 @@ class ClusterReport:
 def check_cluster(
     address: str, *, shared: Path | None = None, model: str | None = None, asr: str | None = None
 ) -> ClusterReport:
-    """Compare the nodes of a cluster with one another and with this machine; nothing is changed on them.
+    """Compare the nodes of a cluster with one another and with this machine. Nothing is changed on them.
 
-    With `model` also its codec, with `asr` the recogniser of `myna curate`; `shared` is to be one folder for all.
+    `model` adds its codec to the comparison, `asr` the recogniser of `myna curate`. `shared` must be one folder on all
+    nodes.
     """
     from myna.core.io import curation_models_folder
     from myna.core.pools import absolute_folder, call_on_nodes, cluster_nodes
@@ -92,7 +93,7 @@ def check_cluster(
 
 
 def compare_nodes(here: NodeReport, nodes: Sequence[NodeReport]) -> list[Check]:
-    """What should be equal on the nodes, and some of it on this machine, which only shares out the work."""
+    """Compare the facts of the nodes, and the `SHARED_FACTS` of this machine."""
     names = dict.fromkeys(name for report in (here, *nodes) for name in report.facts)
     checks = [_compare(name, [here, *nodes] if name in SHARED_FACTS else nodes) for name in names if nodes]
     for node in nodes:
@@ -104,7 +105,7 @@ def compare_nodes(here: NodeReport, nodes: Sequence[NodeReport]) -> list[Check]:
 
 
 def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
-    """Of the machine that this runs on. `models` is the folder of the models of `myna curate`."""
+    """Return the facts of the machine that this runs on. `models` is the folder of the models of `myna curate`."""
     import torch
 
     from myna.core.io import bytes_hash, file_hash
@@ -155,7 +156,7 @@ def _place(report: NodeReport) -> str:
 
 
 def check_shared_folder(folder: Path, names: Sequence[str], call: Callable[..., list[Any]]) -> Check:
-    """Every node writes a file, which all others have to see under its last name."""
+    """Let every node write a file, which all others have to see under its final name."""
     content = uuid.uuid4().hex
     mount = f"mount the same folder at {folder} on every node, writable, then: myna doctor --ray ADDRESS --shared DIR"
     written = call(write_shared, folder, content)
@@ -176,7 +177,7 @@ def check_shared_folder(folder: Path, names: Sequence[str], call: Callable[..., 
 
 
 def write_shared(folder: Path, content: str) -> Path | str:
-    """Write a file as workers write their results; the reason where that fails."""
+    """Write a file as workers write their results; return it, or the reason why that failed."""
     from myna.core.io import atomic_write, fsync
 
     path = folder / f".{uuid.uuid4().hex[:12]}.tmp"
@@ -192,7 +193,7 @@ def write_shared(folder: Path, content: str) -> Path | str:
 
 
 def unseen_files(paths: Sequence[Path], content: str) -> list[Path]:
-    """Files that do not appear here in time with this content."""
+    """Return the files that do not appear on this node in time with this content."""
     deadline = time.monotonic() + SHARED_SECONDS
     while (unseen := [path for path in paths if not _holds(path, content)]) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from myna.models.base import Family
 
 HUB_TIMEOUT = 3.0
-"""Seconds to wait for the hub; a name server that does not answer may take much longer to give up."""
+"""Seconds to wait for the hub; a name server that does not answer may block much longer."""
 MODEL_BYTES, RUN_BYTES, LEAST_BYTES = 15e9, 5e9, 1e9
-"""On disk: the 3B model with its codec; a LoRA run with three checkpoints; too little for anything."""
+"""Bytes on disk for the 3B model with its codec, for a LoRA run with three checkpoints, and at the very least."""
 MEMORY_BYTES = 8e9
-"""Main memory below which loading a 3B model gets tight."""
+"""Main memory in bytes below which loading a 3B model may fail."""
 CUDA_TORCH = "pip install --force-reinstall torch, in the build that https://pytorch.org/get-started names for the GPU"
 CPU_TORCH = "install the CPU build of torch: pytorch.org/get-started has the line for this machine"
 TRITON = "pip install triton (on Linux), with a card of compute capability 8.0 or later"
@@ -59,7 +59,7 @@ def check_python() -> Iterator[Check]:
 
 
 def check_packages() -> Iterator[Check]:
-    """What Myna's own metadata asks for, against what is installed."""
+    """Compare the installed packages with the requirements in Myna's metadata."""
     from packaging.requirements import Requirement
 
     fine, wrong, install = [], [], []
@@ -83,7 +83,7 @@ def check_packages() -> Iterator[Check]:
 
 
 def check_audio_files() -> Iterator[Check]:
-    """A tone through every format and the resampler, in memory."""
+    """Write and read a tone in every format, and resample it, in memory."""
     import numpy as np
     import soundfile
     import soxr  # type: ignore[import-untyped]
@@ -120,7 +120,7 @@ def check_audio_files() -> Iterator[Check]:
 
 
 def check_transformers() -> Iterator[Check]:
-    """Whether it can be imported: it takes torchaudio along wherever that is installed, and falls with it."""
+    """Import transformers. It imports torchaudio wherever that is installed, and fails with it."""
     if util.find_spec("torchaudio") is None:
         yield Check("torchaudio", "passed", "absent; Myna does not need it")
     else:
@@ -136,7 +136,7 @@ def check_transformers() -> Iterator[Check]:
 
     classes: list[type] = []
     for family in pkgutil.iter_modules(models.__path__):
-        if family.ispkg:  # each of which has a codec.py
+        if family.ispkg:  # a model family, which has a codec.py
             codec = importlib.import_module(f"myna.models.{family.name}.codec")
             classes += codec.codec_classes() if hasattr(codec, "codec_classes") else []
     yield Check("codec classes", "passed", ", ".join(kind.__name__ for kind in classes))
@@ -241,7 +241,7 @@ def check_gpu() -> Iterator[Check]:
 
 
 def _built_for(major: int, minor: int, kernels: list[str]) -> bool:
-    """Machine code serves later cards of its generation, PTX (`compute_..`) all later cards."""
+    """Whether kernels run on a card. Machine code runs on later cards of its generation, PTX (`compute_..`) on all."""
     for kernel in kernels:
         kind, _, digits = kernel.partition("_")
         number = int("".join(digit for digit in digits if digit.isdigit()) or 0)
@@ -296,7 +296,7 @@ def check_memory(root: Path = Path("/")) -> Iterator[Check]:
 
 
 def check_processes() -> Iterator[Check]:
-    """What torchrun, accelerate or srun has put into the environment."""
+    """Check the environment variables of torchrun, accelerate or srun."""
     from myna.train.distributed import ProcessInfo
 
     variables = {name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ}
@@ -306,7 +306,7 @@ def check_processes() -> Iterator[Check]:
         yield Check("processes", "failed", f"{' and '.join(bad)} should be a number: {listing}", start_over)
         return
     process = ProcessInfo.from_environment()
-    launched = "WORLD_SIZE" in variables  # srun has variables of its own, and the rest follows from them
+    launched = "WORLD_SIZE" in variables  # srun has its own variables
     absent = [name for name in LAUNCHER_VARIABLES[3:] if name not in variables and launched and process.world_size > 1]
     if absent:
         yield Check("processes", "failed", f"several processes, but no {' and '.join(absent)}: {listing}", start_over)
@@ -337,7 +337,7 @@ class CheckedModel:
 
 
 def check_model(model: CheckedModel) -> Iterator[Check]:
-    """Configuration and tokenizer, each by itself and with one another."""
+    """Open the model: its configuration and tokenizer must be valid and agree."""
     try:
         family = model.family
     except ModelError as error:
@@ -366,12 +366,12 @@ def check_model_tokenizer(model: CheckedModel) -> Iterator[Check]:
 
 
 def check_model_weights(model: CheckedModel) -> Iterator[Check]:
-    """Names and shapes of every tensor; reads headers and no tensor."""
+    """Check names and shapes of all tensors, from the headers of the files."""
     yield Check("weights", "passed", model.family.check_weights())
 
 
 def check_model_codec(model: CheckedModel) -> Iterator[Check]:
-    """A second of noise, encoded and, with a codec, decoded."""
+    """Encode a second of noise and, with a codec, decode it."""
     import numpy as np
 
     try:

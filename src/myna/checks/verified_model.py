@@ -46,9 +46,9 @@ class VerifiedModel:
 
     family: Family
     model: nn.Module
-    """With an adapter on it until `check_merged` has merged it."""
+    """Model with the adapter on it, until `check_merged` merges it."""
     adapter: Path | None
-    """The folder of that adapter; None for a whole model."""
+    """Folder of the adapter; None for a whole model."""
     codec: Codec | None
     device: torch.device
     dtype: torch.dtype
@@ -56,12 +56,12 @@ class VerifiedModel:
 
     @property
     def frames(self) -> int:
-        """Frames, or tokens, to generate."""
+        """Number of frames or tokens to generate."""
         return 16 if self.quick else 64
 
     @property
     def is_exact(self) -> bool:
-        """Whether requests are spoken in exact batches: on a CPU any batch is one, and elsewhere only CUDA has them."""
+        """Whether requests are spoken in exact batches, which CUDA has. Every batch on a CPU is exact anyway."""
         return self.device.type == "cuda" and isinstance(self.family, SpeakingFamily)
 
     @property
@@ -72,12 +72,12 @@ class VerifiedModel:
 
     @cached_property
     def clips(self) -> list[AudioClip]:
-        """Those of the family's probe: a reference and a target, or the clip of a question."""
+        """Clips of the family's probe: a reference and a target, or the clip of a question."""
         return [part for turn in self.family.probe().turns for part in turn.parts if isinstance(part, AudioClip)]
 
     @cached_property
     def sequences(self) -> list[RenderedSequence]:
-        """Supervised: the family's probe, and others of other lengths, one of them without a reference."""
+        """Supervised sequences: the family's probe, and others of other lengths, one without a reference."""
         conversations = [self.family.probe()]
         for number, text in enumerate(TEXTS[:2]):
             clip = replace(self.clips[-1], codes=self.clips[-1].codes[number:])
@@ -90,12 +90,12 @@ class VerifiedModel:
 
     @cached_property
     def prompts(self) -> list[RenderedSequence]:
-        """Open: with and without a reference, of different lengths."""
+        """Prompts of different lengths, with and without a reference."""
         return [self.family.render(conversation) for conversation in self._open()]
 
     @cached_property
     def generated(self) -> list[TransformersGeneration]:
-        """What transformers' own `generate` makes of the prompts, with the adapter merged."""
+        """Output of transformers' `generate` for the prompts, with the adapter merged."""
         return [self.family.transformers_generate(self.model, prompt, self.frames) for prompt in self.prompts]
 
     def _open(self) -> Iterator[Conversation]:
@@ -107,34 +107,34 @@ class VerifiedModel:
             yield answer_conversation(question, clip, id=question)
 
     def speech(self, number: int, target: AudioClip | None = None) -> Conversation:
-        """The conversation of a prompt; with a target, that of its answer."""
+        """Return the conversation of a prompt, with its answer if a target is given."""
         references = (Reference(TEXTS[2], self.clips[0]),) if number % 2 else ()
         return speech_conversation(TEXTS[number], id=TEXTS[number], references=references, target=target)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """As in training."""
+        """Return the autocast context of training."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GreedyChoices:
-    """Greedy choices of ours for one prompt, as in `TransformersGeneration`."""
+    """Greedy choices of Myna for one prompt, in the layout of `TransformersGeneration`."""
 
     choices: npt.NDArray[np.int64]
-    """(frames or tokens, codebooks or 1), without the end."""
+    """Chosen ids without the end, shape (frames or tokens, codebooks or 1)."""
     stopped: bool
-    """Whether the end was found; it is the choice after the last."""
+    """Whether the model chose the end after the last id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpokenCodes:
-    """Codes of one prompt, with what the scheduler knows of them."""
+    """Codes of one prompt, with their log-probabilities and steps."""
 
     codes: Codes
     log_probs: npt.NDArray[np.float32]
-    """(frames + 1, codebooks): of the codes, and of the ends."""
+    """Log-probabilities of the codes and of the ends, shape (frames + 1, codebooks)."""
     steps: npt.NDArray[np.int64]
-    """(frames, codebooks): the step at which each code was chosen."""
+    """Step at which each code was chosen, shape (frames, codebooks)."""
     stopped: bool
 
     @property
@@ -143,7 +143,7 @@ class SpokenCodes:
 
 
 def greedy_choices(subject: VerifiedModel) -> list[GreedyChoices]:
-    """Of each prompt by itself."""
+    """Generate the answer to each prompt by itself, greedily."""
     if isinstance(subject.family, AnsweringFamily):
         answers = [subject.family.greedy_ids(subject.model, prompt, subject.frames) for prompt in subject.prompts]
         return [GreedyChoices(np.array(ids, np.int64).reshape(-1, 1), stopped) for ids, stopped in answers]
@@ -155,7 +155,7 @@ def greedy_choices(subject: VerifiedModel) -> list[GreedyChoices]:
 
 
 def adapter_choices(subject: VerifiedModel, matrices: LoraMatrices) -> list[GreedyChoices]:
-    """Of each prompt with an adapter in a slot beside the base model, in a batch whose every second row has none."""
+    """Generate greedily with an adapter in a slot beside the base model, in every second row of a batch."""
     family, _ = subject.speaking
     slots = family.adapter_slots(subject.model, 1, max(len(a) for a, _ in matrices.values()))
     slots.load("adapter", matrices)
@@ -175,7 +175,7 @@ def speak_together(
     slots: AdapterSlots | None = None,
     adapters: Sequence[str] = (),
 ) -> list[SpokenCodes]:
-    """Prompts in one batch of so many rows, with room for `max_frames`; each with its adapter, if any are named."""
+    """Speak prompts in one batch of a number of rows, with room for `max_frames`; each with its adapter, if named."""
     family, _ = subject.speaking
     positions = max(map(len, subject.prompts)) + max(*caps, max_frames) + SPARE_POSITIONS
     decoder = family.speech_decoder(subject.model, rows, positions, slots, exact=subject.is_exact)
@@ -192,14 +192,14 @@ def speak_together(
 def _spoken(scheduler: BatchScheduler, generation: Generation) -> SpokenCodes:
     codes = generation.codes()
     frames, books = codes.shape
-    # The delay undone on the numbers of the steps themselves.
+    # Undo the delay pattern on the numbers of the steps themselves.
     numbered = [np.full(books, step) for step in range(frames + books)]
     steps = scheduler.decoder.undelay(numbered, 0, frames)
     return SpokenCodes(codes, generation.log_probs(), steps, generation.finish_reason == "stop")
 
 
 def decode_together(codec: Codec, spoken: Sequence[SpokenCodes], piece: int = 9) -> list[Samples]:
-    """Samples of clips whose frames come a few at a time, the windows of all clips in one call."""
+    """Decode clips whose frames come a few at a time, with the windows of all clips in one call."""
     streams = [CodeStream(codec) for _ in spoken]
     parts: list[list[Samples]] = [[np.zeros(0, np.float32)] for _ in spoken]
     for start in range(0, max(len(one.codes) for one in spoken), piece):

@@ -44,7 +44,7 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """One line: all is well, or the first difference."""
+        """One line that says that all checks passed, or names the first failure."""
         where = f"{self.source} on {self.device} in {self.dtype}"
         if (failure := self.first_failure) is not None:
             return f"{where}: {failure.name} failed: {failure.message}"
@@ -93,7 +93,7 @@ def run_verification(
     quick: bool = False,
     progress: ProgressCallback = silent,
 ) -> Certificate:
-    """Every check of a model; `base` is the base model of a run or an adapter, where it is not the one it names."""
+    """Run every check of a model. `base` replaces the base model that a run or an adapter names."""
     progress("verify", 0, len(CHECKS))
     subject = load_verified(source, base=base, codec=codec, device=device, quick=quick)
     checks = tuple(run_checks(CHECKS, subject, stage="verify", progress=progress))
@@ -111,7 +111,7 @@ def run_verification(
 def load_verified(
     source: str | os.PathLike[str], *, base: str | None, codec: str | None, device: str, quick: bool
 ) -> VerifiedModel:
-    """Open what is to be verified, in the type in which it speaks on the device; an adapter is not yet merged."""
+    """Load the model in the type in which it speaks on the device; an adapter is not merged yet."""
     target = pick_device(device)
     dtype = choose_precision("auto", target).compute_dtype
     ref = ModelRef.find(source) if base is None else ModelRef.find_trained(source, base)

@@ -1,4 +1,4 @@
-"""Checks of a model: our paths against transformers' own, and against one another.
+"""Checks of a model: the paths of Myna against those of transformers, and against one another.
 
 Each check is a function of a `VerifiedModel` that returns a `Check`, or raises `CheckSkipped`. They run in the
 order of `CHECKS`: the first one merges an adapter, the last one puts a LoRA on the model.
@@ -50,17 +50,17 @@ from myna.speak.request import SpeechRequest
 from myna.speak.streaming import StreamDecoder
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""How far two losses of one stream may be from one another, as a share of the larger, by the type of the weights."""
+"""Largest accepted difference of two losses of one term, as a share of the larger one, by type of the weights."""
 GRADIENT_TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""How far two gradients of a LoRA matrix may be from one another, as a share of its norm, in a model of up to
-`TOLERATED_LAYERS`; the roundings of more layers add up as the root of their number."""
+"""Largest accepted difference of two gradients of a LoRA matrix, as a share of its norm, in a model of up to
+`TOLERATED_LAYERS`. Rounding errors of more layers grow with the square root of their number."""
 TOLERATED_LAYERS = 8
 LOG_PROB_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""How far two log-probabilities of one code may be from one another."""
+"""Largest accepted difference of two log-probabilities of one code."""
 MIN_STEPS = 8
-"""Steps that must be comparable with transformers' `generate`, over all prompts."""
+"""Minimum number of steps comparable with transformers' `generate`, over all prompts."""
 MIN_LEVEL = 1e-4
-"""Root-mean-square level below which decoded audio is silence: -80 dB."""
+"""Root-mean-square level below which decoded audio counts as silence: -80 dB."""
 
 
 def check_merged(subject: VerifiedModel) -> Check:
@@ -95,7 +95,7 @@ def check_merged(subject: VerifiedModel) -> Check:
 
 
 def _row_matrices(subject: VerifiedModel, adapter: Path) -> tuple[LoraMatrices | None, str]:
-    """The adapter's matrices for rows of a batch; or why it can only be merged."""
+    """Return the adapter's matrices for rows of a batch, or the reason why it can only be merged."""
     if not isinstance(subject.family, SpeakingFamily):
         return None, ""
     try:
@@ -153,7 +153,7 @@ def check_generate(subject: VerifiedModel) -> Check:
 
 
 def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -> Check:
-    """Greedy choices of ours for all prompts, and those of transformers' `generate`, up to the first difference."""
+    """Compare greedy choices for all prompts with transformers' `generate`, up to the first difference."""
     compared, complete, gap, largest, note = 0, 0, 0.0, 0.0, ""
     for prompt, found, theirs in zip(subject.prompts, choices, subject.generated, strict=True):
         ours = found.choices
@@ -163,7 +163,7 @@ def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -
         steps, mine, other = theirs.steps[:count], ours[:count], theirs.choices[:count]
         known = other != IGNORE_INDEX
         if not found.stopped and len(ours) <= len(theirs.choices):
-            # Beyond the cap of frames ours is made to end, and the codebooks that are not at their end see that.
+            # At the limit of frames the codebooks are forced to end, which the later ones see.
             known &= steps <= theirs.steps[len(ours) - 1, 0]
         different = known & (mine != other)
         complete += bool(known[:, 0].all()) and len(ours) == count and not different.any()
@@ -196,14 +196,14 @@ def check_alone(subject: VerifiedModel) -> Check:
         ]
         return _equality(subject, sum(alike) / len(alike), "answers")
     _, codec = subject.speaking
-    # Fewer rows than requests, and caps that differ: some wait, and rows are moved.
+    # With fewer rows than requests and different limits, some requests wait and rows are moved.
     caps = [subject.frames - 3 * number for number in range(len(subject.prompts))]
     rows = len(caps) - 1
     crowd = speak_together(subject, subject.prompts, caps, rows)
     equal = total = compared = 0
     worst, note, tolerance = 0.0, "", LOG_PROB_TOLERANCES[subject.dtype]
     for prompt, cap, among in zip(subject.prompts, caps, crowd, strict=True):
-        # An exact batch has one shape, whatever is in it.
+        # An exact batch always has the same shape.
         [alone] = speak_together(subject, [prompt], [cap], rows if subject.is_exact else 1, max(caps))
         count = min(len(alone.codes), len(among.codes))
         same = alone.codes[:count] == among.codes[:count]
@@ -211,7 +211,7 @@ def check_alone(subject: VerifiedModel) -> Check:
         if not note and (not same.all() or alone.codes.shape != among.codes.shape):
             frame = count if same.all() else int((~same).any(1).argmax())
             note = f"; the first difference is in frame {frame} of {prompt.id!r}"
-        # Codes that were chosen after a difference follow from another past.
+        # Codes chosen after a difference have another context.
         steps = alone.steps[:count]
         shared = same & (steps <= steps[~same].min(initial=np.iinfo(np.int64).max))
         apart = np.abs(alone.log_probs[:count] - among.log_probs[:count])[shared]
@@ -339,20 +339,20 @@ def check_fused(subject: VerifiedModel) -> Check:
 
 
 def make_learner(subject: VerifiedModel) -> Any:
-    """The model with a random LoRA."""
+    """Return the model with a random LoRA."""
     learner = make_trainable(get_base_model(subject.model), subject.family, AdaptSettings(rank=8))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in learner.named_parameters():
-        if "lora_B" in name:  # zeros in a new LoRA: it would have no part in the result
+        if "lora_B" in name:  # zero in a new LoRA, which would have no effect
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.copy_(0.02 * noise)
     return learner
 
 
 def gradient_differences(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By matrix, as a share of its norm."""
+    """Return the difference of each matrix's gradients, as a share of its norm."""
     norms = {name: float(gradient.norm()) for name, gradient in plain.items()}
-    floor = 0.01 * max(norms.values())  # smaller gradients are rounding, for the most part
+    floor = 0.01 * max(norms.values())  # smaller gradients are mostly rounding errors
     return {name: float((ours[name] - gradient).norm()) / max(norms[name], floor) for name, gradient in plain.items()}
 
 
@@ -379,7 +379,7 @@ CHECKS: tuple[CheckFunction, ...] = (
 
 
 def voiced_sound(codec: Codec, seconds: float) -> Samples:
-    """Glottal pulses of a falling pitch through three formants, in whole frames: no recording is at hand."""
+    """Synthesize glottal pulses of falling pitch through three formants, in whole frames."""
     rate = codec.sample_rate
     time = np.arange(max(1, int(seconds * codec.frame_rate)) * codec.hop) / rate
     phase = 2 * np.pi * np.cumsum(140 - 30 * time / time[-1]) / rate
@@ -395,7 +395,7 @@ def voiced_sound(codec: Codec, seconds: float) -> Samples:
 
 @contextmanager
 def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
-    """The logits of every head, in the order they are computed in, fp32 on the CPU."""
+    """Record the logits of every head in the order of computation, in fp32 on the CPU."""
     core, found = get_base_model(subject.model), list[torch.Tensor]()
     parts = subject.family.module_names(core).items()
     hooks = [
@@ -414,7 +414,7 @@ def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
 
 
 def train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss sums, and the gradients of what is trained."""
+    """Return the loss sums and the gradients of the trained weights."""
     with subject.autocast():
         losses: LossSums = objective.train()(batch.to(subject.device))
     torch.autograd.backward(losses.sums.sum())
@@ -453,7 +453,7 @@ def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Check |
 
 
 def _equality(subject: VerifiedModel, share: float, detail: str) -> Check:
-    """All must be equal on a CPU and in an exact batch; elsewhere kernels of other batch sizes may round otherwise."""
+    """Require equality on a CPU and in an exact batch; elsewhere kernels may round differently by batch size."""
     if subject.device.type == "cpu" or subject.is_exact or share == 1:
         return _finding(share == 1, f"{share:.2%} equal {detail}", 1 - share, 0)
     reason = f"kernels round otherwise for other batch sizes, and {subject.device.type} has no exact batch"

@@ -21,15 +21,15 @@ class Check:
     name: str
     status: CheckStatus
     message: str
-    """What was found, or the reason why the check was skipped."""
+    """Finding of the check, or the reason why it was skipped."""
     hint: str = ""
-    """What to type or do about a warning or a failure."""
+    """Remedy for a warning or a failure, if possible a command to type."""
     difference: float | None = None
     """Measured difference of a comparison."""
     tolerance: float | None = None
     """Largest difference that passes, in the unit of the difference."""
     compared: str = ""
-    """What was compared with what."""
+    """The two things that were compared."""
     seconds: float = 0.0
 
     @property
@@ -48,7 +48,7 @@ class CheckFunction(NamedTuple):
     """Name of results that have none."""
     run: Callable[..., Check | Iterable[Check]]
     hint: str = ""
-    """What to do about an unexpected exception."""
+    """Remedy for an unexpected exception."""
     compared: str = ""
 
 

@@ -27,14 +27,14 @@ Quantization = Literal["none", "fp8", "int8", "nf4"]
 SettingOverrides = Mapping[str, Any] | Sequence[str]
 """Settings on top of others: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
 SCORER_KINDS = ("transformers", "resemblyzer", "ecapa", "wavlm")
-"""Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are no paths; a path may follow after a colon."""
+"""Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are not paths; a path may follow after a colon."""
 
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 class Settings(BaseModel):
-    """A branch of the tree. Frozen; refuses keys it does not know."""
+    """Group of settings. Frozen; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -47,11 +47,10 @@ class ModelSettings(Settings):
     revision: str | None = None
     """Hub revision: a branch, a tag or a commit."""
     codec: str | None = None
-    """Hub name (`OWNER/NAME`, or `OWNER/NAME@REVISION`) or folder of the codec; by default the one that belongs to the
-    model."""
+    """Hub name (`OWNER/NAME`, or `OWNER/NAME@REVISION`) or folder of the codec; by default the model's own."""
     check_pretrained: bool = True
-    """Expect a pretrained model: stop before the first step if its loss is at chance, or lower with labels of another
-    position. False for random weights."""
+    """Expect a pretrained model: stop before the first step if its loss is at chance, or lower with shifted labels. Set
+    false for random weights."""
     quantization: Quantization = "none"
     """Storage of the frozen layers under a LoRA: `none` keeps the compute type, `fp8` is faster on Hopper and later,
     `int8` and `nf4` take half and a quarter of the memory on any device. Trainable weights stay fp32."""
@@ -61,14 +60,14 @@ class DataSettings(Settings):
     """Training data, references and packing."""
 
     train: Path
-    """A folder made by `myna prepare`."""
+    """Folder of training data, made by `myna prepare`."""
     evaluation: Path | None = None
-    """Another such folder, never trained on."""
+    """Prepared folder for evaluation, never trained on."""
     reference: Literal["same_speaker", "given", "none"] = "same_speaker"
-    """Where the voice comes from: another clip of the speaker (unless the data names one), only what the data names,
-    or nothing."""
+    """Source of the voice: another clip of the speaker (unless the data names one), only clips that the data names, or
+    none."""
     require_reference: bool = False
-    """Stop if a target finds no reference, instead of training it without."""
+    """Stop if a target has no reference, instead of training it without one."""
     reference_placement: Literal["turn", "system"] = "turn"
     """Put the reference into turns of its own, or into the system message."""
     reference_seconds: tuple[Positive, Positive] = (1.0, 15.0)
@@ -76,26 +75,26 @@ class DataSettings(Settings):
     seconds: tuple[Positive, Positive] = (0.2, 30.0)
     """Shortest and longest target; others are left out and counted."""
     scene: str = ""
-    """A sentence about the room or the manner, for targets whose data names none."""
+    """Sentence about the room or the manner of speaking, for targets whose data names none."""
     row_tokens: Count = 2048
     """Token budget of a packed row."""
     pack: bool = True
-    """Several utterances to a row; false gives every utterance a row of its own."""
+    """Pack several utterances into a row; false gives each utterance its own row."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Data loader workers: processes when training on a GPU, threads elsewhere; 0 makes batches in the training thread.
     The data does not depend on it."""
     packing_window: Count = 4096
-    """Utterances packed together at a time: more of them fill rows better."""
+    """Number of utterances packed at a time: more of them fill rows better."""
 
 
 class AdaptSettings(Settings):
     """Trainable weights: a LoRA, or the model itself."""
 
     mode: Literal["comprehensive", "audio_focused", "attention_only", "custom", "full"] = "comprehensive"
-    """Which projections get a LoRA: attention and both FFNs; q, v and the audio FFN; attention; the list under
+    """Projections with a LoRA: attention and both FFNs; q, v and the audio FFN; attention; the list in
     `targets`. `full` trains the model itself, without LoRA."""
     targets: tuple[str, ...] = ()
-    """With `custom`: ends of module names, such as `audio_mlp.down_proj`."""
+    """Endings of module names for mode `custom`, such as `audio_mlp.down_proj`."""
     rank: Count = 16
     """Rank of each LoRA."""
     alpha: Positive = 32.0
@@ -107,14 +106,14 @@ class AdaptSettings(Settings):
     dora: bool = False
     """Train magnitude and direction of each weight separately (DoRA)."""
     train_modules: tuple[str, ...] = ()
-    """Trained in full beside the LoRA: `text_head` (which needs `loss.text_weight` in a model that speaks),
-    `audio_head`, `audio_embedding`, or any group `freeze` knows that holds no LoRA."""
+    """Modules trained in full beside the LoRA: `text_head` (which needs `loss.text_weight` in a model that speaks),
+    `audio_head`, `audio_embedding`, or any group listed under `freeze` without a LoRA."""
     init: str | None = None
-    """Adapter to train on from, instead of a new one: a run or one of its checkpoints, or the folder or hub name of any
-    LoRA that PEFT has saved. It must have this rank, alpha and modules, and this base model."""
+    """Adapter to start from instead of a new one: a run or one of its checkpoints, or the folder or hub name of any
+    LoRA saved by PEFT. It must have the same rank, alpha, modules and base model."""
     freeze: tuple[str, ...] = ()
-    """With `full`, what stays frozen: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`, `audio_ffn`,
-    `norms`, `text_head`, `audio_head`."""
+    """Groups that stay frozen in mode `full`: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`,
+    `audio_ffn`, `norms`, `text_head`, `audio_head`."""
 
 
 class LossSettings(Settings):
@@ -128,7 +127,7 @@ class LossSettings(Settings):
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the loss on audio codes, a mean over codebooks."""
     supervise_references: bool = False
-    """Supervise every audio turn, references too; not clips that are marked `reference_only`."""
+    """Supervise every audio turn, including references, except clips marked `reference_only`."""
     label_smoothing: BelowOne = 0.0
     """Probability mass of each target spread over all classes."""
 
@@ -137,7 +136,7 @@ class Stage(Settings):
     """One stage of a curriculum of loss weights."""
 
     until: Positive
-    """Where the stage ends: an optimizer step, or a share of all steps up to 1."""
+    """End of the stage: an optimizer step, or a share of all steps up to 1."""
     text_weight: Annotated[float, Field(ge=0)] = 0.0
     """`loss.text_weight` in this stage."""
     audio_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -182,60 +181,60 @@ class TrainSettings(Settings):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto` takes the best device there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Same seed, same data, same run."""
+    """Seed of all random choices: equal seeds and data give equal runs."""
     evaluate_every: Count | None = None
     """Optimizer steps between evaluations; by default ten times in a run."""
     save_every: Count | None = None
     """Optimizer steps between checkpoints; by default with each evaluation."""
     keep_checkpoints: Count = 2
-    """Checkpoints to keep, beside the best one."""
+    """Number of checkpoints to keep, in addition to the best one."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a better loss; the best checkpoint is then the result."""
     ema_decay: BelowOne | None = None
-    """Decay of a running mean of the trained weights, which is then what is evaluated and saved."""
+    """Decay of a running mean of the trained weights, which is then evaluated and saved in their place."""
     stages: tuple[Stage, ...] = ()
-    """A curriculum: other loss weights for the first part of the run. A list of stages in order; each gives `until`,
-    where it ends (as a share of the run up to 1, or as a step; all of them alike), and its `text_weight` (by default 0)
-    and `audio_weight` (by default 1). After the last stage those of `loss` hold. For example, text first:
+    """Curriculum of loss weights for the first part of the run: stages in order. Each has `until`, its end (all of them
+    as a share of the run up to 1, or all as a step), `text_weight` (by default 0) and `audio_weight` (by default 1).
+    After the last stage the weights of `loss` apply. For example, text first:
     `[{until: 0.2, text_weight: 1, audio_weight: 0.5}, {until: 0.5, text_weight: 0.2}]`."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Where else metrics go, beside `metrics.jsonl`."""
+    """Trackers that get the metrics, in addition to `metrics.jsonl`."""
 
 
 class SpeechEvalSettings(Settings):
-    """Speech evaluation during training, and by it the choice of the best checkpoint. Off unless `asr` is named."""
+    """Speech evaluation during training, which chooses the best checkpoint. Off unless `asr` is set."""
 
     asr: str | None = None
-    """Name or folder of a Whisper. With one, the untuned model and then the model in training speak the same sentences
-    at every evaluation, and `best/` in the run is the checkpoint that scored best."""
+    """Name or folder of a Whisper model. If set, the untuned model and then the model in training speak the same
+    sentences at every evaluation, and `best/` in the run is the checkpoint with the best score."""
     speaker_encoder: str = "resemblyzer"
-    """Speaker encoder for similarities: `resemblyzer`, or what `myna evaluate --speaker-encoder` takes. Scores of one
-    cannot be compared with those of another."""
+    """Speaker encoder for similarities: `resemblyzer`, or another one that `myna evaluate --speaker-encoder` accepts.
+    Scores of different encoders cannot be compared."""
     sentences: Path | None = None
-    """A text file, one sentence a line, spoken by the speakers of `speech_eval.data` in turn, or a list as of
-    seed-tts-eval; by default the texts of `speech_eval.data`."""
+    """Text file with one sentence per line, spoken by the speakers of `speech_eval.data` in turn, or a list in the
+    format of seed-tts-eval; by default the texts of `speech_eval.data`."""
     data: Path | None = None
-    """A prepared folder with voices and texts that are not trained on; `data.evaluation` by default."""
+    """Prepared folder with voices and texts that are not trained on; by default `data.evaluation`."""
     limit: Count = 48
-    """Sentences; speakers take turns. Half of them are spoken at every evaluation and choose the best checkpoint. The
-    others choose nothing: the untuned model and each new best speak them, and they say what was gained."""
+    """Number of sentences; speakers take turns. Half of them are spoken at every evaluation and choose the best
+    checkpoint. The untuned model and each new best checkpoint speak the others, which measure the gain."""
     every: Count | None = None
     """Optimizer steps between speech evaluations; by default with each evaluation of the loss."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the choice of sentences and of sampling: the same at every evaluation."""
+    """Seed for choosing sentences and for sampling, equal at every evaluation."""
     language: str = ""
     """Language of sentences that name none, such as `en`."""
     forgetting_data: Path | None = None
-    """Other languages and speakers, a prepared folder or a list as of seed-tts-eval: a checkpoint that gets worse on
-    these cannot be the best."""
+    """Prepared folder, or list in the format of seed-tts-eval, with other languages and speakers: a checkpoint that
+    gets worse on these cannot be the best."""
     patience: Count | None = None
     """Stop after this many speech evaluations without a better checkpoint."""
     min_stop_rate: Share = 0.9
-    """Share of sentences that must stop by themselves in a checkpoint that may be the best."""
+    """Minimum share of sentences that end by themselves, for the best checkpoint."""
     min_mos: Annotated[float, Field(ge=1, le=5)] | None = None
-    """The lowest DistillMOS of a checkpoint that may be the best; by default half a point below the untuned model's."""
+    """Minimum DistillMOS of the best checkpoint; by default half a point below that of the untuned model."""
     batch_size: Count = 16
-    """Sentences spoken at once: fewer need less memory. The speech does not depend on it."""
+    """Sentences spoken at once: fewer need less memory. The speech does not change."""
 
 
 class Recipe(Settings):
@@ -251,8 +250,8 @@ class Recipe(Settings):
     speech_eval: SpeechEvalSettings = SpeechEvalSettings()
 
     def absolute(self, is_model_name: Callable[[str], bool] = lambda _: False) -> Recipe:
-        """The same with full paths, so that a run opens from anywhere. A model of which `is_model_name` is true is no
-        folder, even if there is one of that name."""
+        """Return the recipe with full paths, so that a run opens from any folder. A model for which `is_model_name` is
+        true is not a folder, even if there is one of that name."""
         data = {"train": self.data.train.absolute()}
         data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
         evaluation = self.speech_eval
@@ -281,18 +280,18 @@ class Recipe(Settings):
 
     @property
     def publishes_best(self) -> bool:
-        """Whether the result of a run is its best checkpoint, and not the last."""
+        """Whether the result of a run is its best checkpoint instead of the last."""
         return self.train.early_stopping_patience is not None or self.evaluates_speech
 
     @property
     def needs_text_head(self) -> bool:
-        """An audio-only loss never reaches it, so it is not loaded."""
+        """Whether the text head is loaded: a loss on audio alone never reaches it."""
         return self.loss.text_weight > 0 or any(stage.text_weight > 0 for stage in self.train.stages)
 
 
 def absolute_scorer(name: str) -> str:
-    """The name of an ASR model or a speaker encoder, with a full path where it is a folder or file here; other names
-    are those of a package or of the hub."""
+    """Return the name of an ASR model or a speaker encoder, with a full path if it is an existing folder or file; other
+    names are those of a package or of the hub."""
     kind = next((kind for kind in SCORER_KINDS if name.startswith(f"{kind}:")), "")
     path = Path(name.removeprefix(f"{kind}:")).expanduser()
     if name in SCORER_KINDS or not path.exists():
@@ -301,7 +300,7 @@ def absolute_scorer(name: str) -> str:
 
 
 def settings_group(annotation: Any) -> type[Settings] | None:
-    """The group of settings behind a field; None for a value."""
+    """Return the group of settings that a field holds; None for a value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Settings) else None
 
 
@@ -310,14 +309,13 @@ def _groups(root: type[Settings]) -> tuple[str, ...]:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes of this package, by name."""
+    """Return the recipes of this package, by name."""
     return {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
 
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe, a YAML file or the name of one that ships; `overrides` are `key.path=value` with YAML values,
-    applied on top."""
-    if not path.is_file():  # a folder of that name is perhaps its run
+    """Read a YAML file or a recipe of this package by its name; `overrides` are `key.path=value` with YAML values."""
+    if not path.is_file():  # a folder of that name may be the run of the recipe
         path = shipped_recipes().get(str(path), path)
     try:
         tree = read_settings_tree(path, Recipe, hint="start from one that ships: myna recipes NAME --out mine.yaml")
@@ -332,7 +330,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def read_settings_tree(path: Path, root: type[Settings], *, hint: str) -> dict[str, Any]:
-    """The plain values of a YAML file of `root`'s settings; `hint` is for a file that holds none."""
+    """Return the plain values of a YAML file with settings of `root`; `hint` belongs to the error for an empty file."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except FileNotFoundError:
@@ -357,7 +355,7 @@ def parse_recipe(tree: dict[str, Any], *, where: str) -> Recipe:
 
 
 def parse_settings(branch: type[AnySettings], tree: dict[str, Any], *, where: str) -> AnySettings:
-    """One branch of the tree, or all of it, by types alone."""
+    """Check a group of settings by types alone."""
     try:
         return branch.model_validate(tree)
     except ValidationError as error:
@@ -394,12 +392,12 @@ def format_overrides(settings: SettingOverrides) -> list[str]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved tree as YAML that `load_recipe` reads back to the same recipe."""
+    """Return all settings as YAML, which `load_recipe` reads as the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> list[str]:
-    """Every dotted key the tree knows."""
+    """Return all valid dotted keys."""
     keys = []
     for name, field in settings.model_fields.items():
         branch = settings_group(field.annotation)
@@ -408,7 +406,7 @@ def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> list[str]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML lets a key come twice and keeps the last one; a recipe must not."""
+    """YAML loader that refuses repeated keys, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -421,7 +419,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def override(tree: dict[str, Any], setting: str, root: type[Settings] = Recipe) -> None:
-    """Put a `key.path=value` into a tree of `root`'s settings that is not parsed yet."""
+    """Put a `key.path=value` into a tree of settings of `root` before it is parsed."""
     key, equals, value = setting.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -485,7 +483,7 @@ def _nearest(key: str, root: type[Settings]) -> str:
 
 
 def _check_sense(recipe: Recipe, where: str) -> None:
-    """What types alone cannot say."""
+    """Refuse settings that contradict one another."""
     train, adapt, data, loss = recipe.train, recipe.adapt, recipe.data, recipe.loss
 
     def refuse(what: str, hint: str) -> None:
@@ -559,7 +557,7 @@ def _check_sense(recipe: Recipe, where: str) -> None:
 def _check_speech_eval(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     speech_eval, data = recipe.speech_eval, recipe.data
     if speech_eval.asr is None:
-        # Written out it is meant: the rest may stay in the recipe for another time.
+        # `asr: null` in a recipe switches the evaluation off; its other settings may stay.
         for key in sorted(speech_eval.model_fields_set) if "asr" not in speech_eval.model_fields_set else ():
             refuse(f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base")
         return

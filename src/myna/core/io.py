@@ -1,4 +1,4 @@
-"""Files as bytes: written whole or not at all, never over what is not ours, named by what they hold."""
+"""Files: written complete or not at all, never over foreign data; locks, hashes, and the folders of the user."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ DISK_ERROR_HINTS = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EIO: "the disk does not answer as it should: check it, or choose another place",
 }
-"""What to do about errors of disks and permissions, by `OSError.errno`. Other numbers are bugs of ours."""
+"""Hints for errors of disks and permissions, by `OSError.errno`. Other numbers are bugs."""
 FREE_BYTES = 1 << 20
-"""Room that there must be for an output, at least."""
+"""Minimum free bytes for an output."""
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{12}\.tmp")
-"""Of a file that is being written. A kill leaves it behind, and it stands in nobody's way; see `lock_folder`."""
+"""Name of a file that is being written. A killed process may leave one behind; `lock_folder` removes it."""
 LOCK_FILE = ".lock"
 """Lock file in an output folder, or in the temporary folder of a process."""
 MARKER_FILE = ".myna"
-"""In a folder of ours, the kind of its contents."""
+"""File in an output folder with the kind of its contents."""
 
 
 def disk_error(error: OSError) -> OutputError | None:
-    """An error of a disk or of permissions, with what to do about it; None for anything else."""
+    """Return an error of a disk or of permissions with its hint; None for any other error."""
     hint = DISK_ERROR_HINTS.get(error.errno or 0)
     name = f"{error.filename}: " if error.filename else ""
     return OutputError(f"{name}{os.strerror(error.errno or 0)}", hint=hint) if hint else None
@@ -60,8 +60,8 @@ def report_disk_errors() -> Iterator[None]:
 
 
 def check_output_file(path: Path, *, inputs: Iterable[Path] = (), force: bool = False) -> None:
-    """Refuse, before any work is done for it, a file that would replace an input, or with `force` not given anything
-    else; and a place that cannot be written to."""
+    """Refuse, before any work is done, an output file that would replace an input or (without `force`) any other file,
+    and a place that cannot be written to."""
     _check_no_input(path, inputs)
     if path.is_dir():
         raise OutputError(f"{path} is a folder", hint=f"name a file: {path / 'NAME'}")
@@ -73,8 +73,8 @@ def check_output_file(path: Path, *, inputs: Iterable[Path] = (), force: bool = 
 def claim_folder(
     folder: Path, kind: str, *, known: Iterable[str] = (), inputs: Iterable[Path] = (), force: bool = False
 ) -> None:
-    """Make an output folder and mark it as ours. One that holds anything else is refused unless `force` is given; one
-    that is an input, always. Files of the `known` names prove a folder of ours that has no mark."""
+    """Make an output folder and write its marker file. A folder with other contents is refused unless `force` is given;
+    an input is always refused. A folder without a marker is accepted if it has a file of the `known` names."""
     _check_no_input(folder, inputs)
     marker = folder / MARKER_FILE
     if folder.exists() and not folder.is_dir():
@@ -91,13 +91,13 @@ def claim_folder(
 
 
 def is_unused(folder: Path, known: Iterable[str] = ()) -> bool:
-    """Whether a folder holds nothing but files of the `known` names, and files that a kill has left half-written."""
+    """Whether a folder holds only files of the `known` names and half-written files of killed processes."""
     names = {entry.name for entry in folder.iterdir()}.difference(known)
     return all(TEMPORARY_NAME.fullmatch(name) for name in names)
 
 
 def check_new_folder(folder: Path) -> None:
-    """Refuse a folder that is not empty, whatever it holds, and a place that cannot be written to."""
+    """Refuse a folder that is not empty, and a place that cannot be written to."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} exists and is not empty", hint="name a new folder, or remove that one first")
     check_writable(folder)
@@ -110,7 +110,7 @@ def _check_no_input(path: Path, inputs: Iterable[Path]) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse, before any work is done for it, an output folder that cannot be made or written to."""
+    """Refuse, before any work is done, an output folder that cannot be made or written to."""
     try:
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -122,7 +122,7 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def _named_errors(path: Path, temporary: Path) -> Iterator[None]:
-    """Errors of a disk name the file that was asked for, not the temporary one nor none, as libraries have them."""
+    """Make errors of a disk name the output file, instead of the temporary one or none."""
     try:
         yield
     except OSError as error:
@@ -131,14 +131,14 @@ def _named_errors(path: Path, temporary: Path) -> Iterator[None]:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     except Exception as error:
-        if number := re.search(r"\(os error (\d+)\)", str(error)):  # of a library in Rust
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # raised by a library in Rust
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; the file then appears under `path` complete, or not at all."""
+    """Yield a temporary file to write to; it then appears as `path` complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -150,17 +150,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all."""
+    """Write a UTF-8 file complete or not at all."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder to write to; it then appears under its name complete, or not at all.
+    """Yield a temporary folder to write to; it then appears as `folder` complete, or not at all.
 
-    A folder of that name that is not empty is refused, or with `replace` gives way to the new one. Temporary folders
-    that killed processes have left for it are removed.
+    An existing folder that is not empty is refused, or with `replace` replaced. Temporary folders left by killed
+    processes are removed.
     """
     if not replace:
         check_new_folder(folder)
@@ -215,14 +215,14 @@ class _LockHeldError(Exception):
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what killed processes have left half-written in a folder that no other process writes to."""
+    """Remove half-written files of killed processes from a folder that no other process writes to."""
     for file in folder.rglob(".*.tmp"):
         if TEMPORARY_NAME.fullmatch(file.name):
             file.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or folder to the disk: a file's name is safe from a power cut once its folder is flushed."""
+    """Flush a file or folder to the disk. A file's name survives a power failure only after its folder was flushed."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -235,13 +235,13 @@ def bytes_hash(data: bytes) -> str:
 
 
 def safe_file_name(name: str) -> str:
-    """A name that any file system takes. Names that would become equal are kept apart by their hash."""
+    """Return a name that any file system accepts. A hash keeps names apart that would become equal."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:80]
     return plain if plain == name else f"{plain}-{bytes_hash(name.encode())[:8]}"
 
 
 def file_hash(path: Path) -> str:
-    """blake2b-128 of the file's bytes, in hex."""
+    """Return the blake2b-128 hash of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -252,7 +252,7 @@ def file_sha256(path: Path) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Like `path.is_file()`, and false for what cannot even be a name (a path of ten thousand characters)."""
+    """Whether a path is a file; False also for a string that cannot be a path, such as ten thousand characters."""
     try:
         return path.is_file()
     except OSError:
@@ -260,7 +260,7 @@ def is_file(path: Path) -> bool:
 
 
 def sniff_suffix(data: bytes) -> str:
-    """The suffix that belongs to encoded audio, by its first bytes; `.bin` for what we do not know."""
+    """Return the suffix of encoded audio by its first bytes; `.bin` if unknown."""
     head = data[:64]
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
         return ".wav"

@@ -1,4 +1,4 @@
-"""Bootstrap estimates: means of ratios over items with confidence intervals, always by the same random draws."""
+"""Bootstrap estimates: means of ratios over items with confidence intervals, always with the same random draws."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, CONFIDENCE_LEVEL = 2000, 20_26, 0.95
-"""Number of bootstrap resamples, their seed, and the share of them that an interval holds."""
+"""Number of bootstrap resamples, their seed, and the share of them inside an interval."""
 
 
 class RatioPart(NamedTuple):
-    """What one item adds to a ratio: word errors and words, or a value and 1."""
+    """Contribution of one item to a ratio: word errors and words, or a value and 1."""
 
     numerator: float
     denominator: float = 1.0
@@ -24,7 +24,7 @@ class RatioPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Mean and confidence interval over `n` items; None where there are none."""
+    """Mean and confidence interval over `n` items; None without items."""
 
     mean: float | None = None
     low: float | None = None
@@ -40,18 +40,18 @@ class Estimate:
 
 
 def estimate(parts: Sequence[RatioPart]) -> Estimate:
-    """Ratio over all items together, so that every word has the same weight, with a bootstrap interval over items."""
+    """Return the ratio over all items together, so that all words have equal weight, with a bootstrap interval."""
     return _estimate(np.array(parts, np.float64).reshape(-1, 2)[:, None])
 
 
 def paired_difference(first: Sequence[RatioPart], second: Sequence[RatioPart]) -> Estimate:
-    """Difference of two systems, first minus second, on the same items: both are resampled together, so that hard and
-    easy items count on both sides."""
+    """Return the difference of two systems, first minus second, on the same items. Both are resampled together, so that
+    hard and easy items count on both sides."""
     return _estimate(np.stack([np.array(side, np.float64).reshape(-1, 2) for side in (first, second)], axis=1))
 
 
 def _estimate(values: npt.NDArray[np.float64]) -> Estimate:
-    """`values` is (items, one or two systems, numerator and denominator)."""
+    """Estimate from `values` of shape (items, one or two systems, numerator and denominator)."""
     items = len(values)
     total = values.sum(axis=0)
     if not items or not (total[:, 1] > 0).all():
@@ -65,13 +65,13 @@ def _estimate(values: npt.NDArray[np.float64]) -> Estimate:
 
 @functools.lru_cache(maxsize=8)
 def _resamples(items: int) -> npt.NDArray[np.float64]:
-    """(draws, items): how often each item is drawn."""
+    """Return how often each item is drawn, shape (draws, items)."""
     rng = np.random.default_rng(BOOTSTRAP_SEED)
     return rng.multinomial(items, np.full(items, 1 / items), size=BOOTSTRAP_DRAWS).astype(np.float64)
 
 
 def _difference(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """(draws,): the ratio of one system, or the difference of the ratios of two."""
+    """Return the ratio of one system, or the difference of the ratios of two, shape (draws,)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = sums[:, :, 0] / sums[:, :, 1]
     return ratios[:, 0] if ratios.shape[1] == 1 else ratios[:, 0] - ratios[:, 1]
