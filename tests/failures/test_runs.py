@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import myna
-from myna import cli, terminal
 from myna.audio.files import write_audio
-from myna.commands import main
+from myna.commands import display, main
+from myna.commands.model import show_model_stats
 from myna.core.config import dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
@@ -328,7 +328,7 @@ def test_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallowed(
     capsys.readouterr()
     words = ["train", recipe_file, "--out", tmp_path / "[/red]", "--set", f"data.train={tmp_path / 'prepared'}"]
     monkeypatch.setattr(sys, "argv", ["myna", *map(str, words)])
-    monkeypatch.setattr(terminal.errors, "width", 1000)
+    monkeypatch.setattr(display.errors, "width", 1000)
     with pytest.raises(SystemExit, match="0"):
         main()
     printed = capsys.readouterr()
@@ -342,19 +342,20 @@ def test_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallowed(
 def test_messages_and_errors_are_printed_as_they_are(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    with terminal.TrainingDisplay() as display:
-        display.on_message(text)
-        display.on_start(1, 0)
-        display.progress(text, 1, 2)
-    terminal.show_notes([text], cli._console(stderr=True))
-    terminal.show_model_stats(text, {text: text}, cli._console(stderr=True))
+    with display.TrainingDisplay() as shown:
+        shown.on_message(text)
+        shown.on_start(1, 0)
+        shown.progress(text, 1, 2)
+    display.show_notes([text], display.errors)
+    show_model_stats(text, {text: text}, display.errors)
     printed = capsys.readouterr().err
     assert printed.count(text) >= 5, printed
 
     def fail(*_: object) -> None:
         raise TrainingError(text, hint=text)
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr("myna.core.config.shipped_recipes", fail)
+    monkeypatch.setattr(sys, "argv", ["myna", "recipes"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1 and capsys.readouterr().err == f"error {text}\n  → {text}\n"
