@@ -35,7 +35,7 @@ from benchmarks.figures import save_figures
 from myna.core.device import supports_triton
 from myna.data.codec import Codes, EncodedBatch, Samples, encode_equal_lengths
 from myna.models.higgs_v2 import tiny
-from myna.models.higgs_v2.batched_encoder import BatchedCodec, synthetic_voices
+from myna.models.higgs_v2.batched_encoder import BatchedCodec, synthetic_speech
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, sinc_resample
 
 MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 8.3, 0.55, 1.0, 30.0
@@ -101,7 +101,7 @@ def draw_clips(count: int, codec: HiggsCodec, pace: float) -> list[Samples]:
     drawn = np.exp(SPREAD * np.random.default_rng(0).standard_normal(count))
     seconds = pace * np.clip(MEDIAN_SECONDS * drawn, SHORTEST, LONGEST)
     frames = np.maximum(1, seconds * codec.sample_rate // codec.hop).astype(int)
-    return synthetic_voices([int(count) * codec.hop for count in frames], codec.sample_rate)
+    return synthetic_speech([int(count) * codec.hop for count in frames], codec.sample_rate)
 
 
 class Bench:

@@ -437,8 +437,8 @@ class SpeechDecoder(Protocol):
     rows: int
     max_positions: int
     steps_ahead: int
-    """Number of steps that may be enqueued before the result of the first is read; 0 if a step is over when it returns.
-    """
+    """Number of steps that may be enqueued before the result of the first is read; 0 if a step is over when it
+    returns."""
 
     @property
     def adapters(self) -> AdapterSlots | None:

@@ -22,6 +22,14 @@ import torch
 from myna.core.errors import AudioError, ModelError
 from myna.data.codec import Codec, Codes, Samples
 
+FIRST_WINDOW = 2
+"""Frames of the first window. Speech begins when these and the following frames of the reach are known."""
+MAX_WINDOW = 128
+"""Frames of the windows of a long stream. With a reach of 10 frames, one frame in seven is decoded twice."""
+PROBE_FRAMES = 45
+"""Frames of the probe: few enough to be quick. Small windows count, because libraries have other kernels for few
+rows."""
+
 
 def check_clips(codec: Codec, clips: npt.NDArray[np.float32]) -> None:
     """Refuse clips that are not finite or not in whole frames."""
@@ -80,16 +88,6 @@ def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]
         lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}")
     whole = "\n".join([json.dumps(settings, sort_keys=True), *sorted(lines)])
     return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
-
-
-FIRST_WINDOW = 2
-"""Frames of the first window. Speech begins when these and the following frames of the reach are known."""
-MAX_WINDOW = 128
-"""Frames of the windows of a long stream. With a reach of 10 frames, one frame in seven is decoded twice."""
-
-PROBE_FRAMES = 45
-"""Frames of the probe: few enough to be quick. Small windows count, because libraries have other kernels for few rows.
-"""
 
 
 class Window(NamedTuple):

@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -195,14 +195,9 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     config, tensors = _read_adapter(folder)
     config.task_type = None
     config.inference_mode = not trainable
-    try:
-        wrapped: nn.Module = PeftModel(model, config)
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
+    wrapped = _wrap(model, folder, config, tensors)
     if trainable:
         cast_trainable(wrapped)
-    if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
-        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
     set_peft_model_state_dict(wrapped, tensors)
     if trainable:
         return wrapped
@@ -226,13 +221,7 @@ def read_lora_matrices(family: SupportsBaseModel, folder: Path) -> LoraMatrices:
         raise ModelError(f"{folder} has {whole} trained in full, which every request would share", hint=hint)
     config.task_type = None
     model = family.load_model(dtype=torch.float32, device="meta", text_head=False)
-    try:
-        wrapped: nn.Module = PeftModel(model, config)
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
-    if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
-        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
-    matrices = {}
+    wrapped, matrices = _wrap(model, folder, config, tensors), {}
     for name, module in wrapped.named_modules():
         if isinstance(module, LoraLayer):
             a, b = (tensors[f"{name}.lora_{side}.weight"] for side in "AB")
@@ -371,6 +360,17 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
             f"{folder}: {format_names(broken)} not finite", hint="open an earlier checkpoint of the run"
         )
     return config, tensors
+
+
+def _wrap(model: nn.Module, folder: Path, config: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Add the modules of a saved adapter to a model, with every key and shape checked."""
+    try:
+        wrapped: nn.Module = PeftModel(model, config)
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
+        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
+    if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
+        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
+    return wrapped
 
 
 def _wrong_model(config: Any) -> str:

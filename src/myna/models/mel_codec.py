@@ -41,6 +41,10 @@ MAX_LOG_MAGNITUDE = 3.0
 """Upper limit of log magnitudes: above any full-scale sine, and low enough that its exponential cannot overflow."""
 INITIAL_LOG_MAGNITUDE = -4.0
 """Initial log magnitude of the decoder's spectra, near that of speech."""
+MODEL_TYPE = "myna_mel_codec"
+MAX_SHARD_BYTES = 15_900_000
+"""Bytes of tensors in one file, which stays below 16 MB with its header."""
+COPY_AGAIN_HINT = "copy the codec's folder again; it came with the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +284,6 @@ class MelCodecNetwork(nn.Module):
 
 def _blocks(count: int, width: int, config: MelCodecConfig) -> nn.Sequential:
     return nn.Sequential(*(ConvNeXtBlock(width, config.kernel, config.expansion) for _ in range(count)))
-
-
-MODEL_TYPE = "myna_mel_codec"
-MAX_SHARD_BYTES = 15_900_000
-"""Bytes of tensors in one file, which stays below 16 MB with its header."""
-COPY_AGAIN_HINT = "copy the codec's folder again; it came with the model"
 
 
 class MelCodec:

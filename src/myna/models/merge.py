@@ -42,6 +42,10 @@ LOGIT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e
 the type of the weights. A merged weight is rounded to that type once, the adapter's was not."""
 MAX_LOST_SHARE = 0.5
 """Largest part of an adapter's change of the logits that rounding may lose: quotient of the two root-mean-squares."""
+MAX_EXACT_SVD_SIZE = 1024
+"""Largest number of rows or columns for an exact SVD; above it the SVD is randomized."""
+SVD_OVERSAMPLING, SVD_ITERATIONS = 32, 6
+"""Additional singular vectors, and power iterations, of the randomized SVD."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +153,6 @@ def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-MAX_EXACT_SVD_SIZE = 1024
-"""Largest number of rows or columns for an exact SVD; above it the SVD is randomized."""
-SVD_OVERSAMPLING, SVD_ITERATIONS = 32, 6
-"""Additional singular vectors, and power iterations, of the randomized SVD."""
 
 
 @dataclass(frozen=True, slots=True)

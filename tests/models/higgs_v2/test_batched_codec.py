@@ -13,7 +13,7 @@ from myna.core.errors import AudioError
 from myna.data.codec import Samples
 from myna.models.higgs_v2 import batched_encoder, tiny
 from myna.models.higgs_v2 import codec as codec_module
-from myna.models.higgs_v2.batched_encoder import BatchedCodec, BatchedEncoder, synthetic_voices
+from myna.models.higgs_v2.batched_encoder import BatchedCodec, BatchedEncoder, synthetic_speech
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes
 
 FRAMES = (7, 25, 7, 1, 40, 13, 25)
@@ -38,7 +38,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def clips(*frames: int) -> list[Samples]:
-    return synthetic_voices([960 * count for count in frames or FRAMES], 24_000, seed=1)
+    return synthetic_speech([960 * count for count in frames or FRAMES], 24_000, seed=1)
 
 
 def encoded(codec: HiggsCodec, given: list[Samples], seconds: float = 2.0) -> tuple[dict[int, Any], list[str]]:

@@ -29,6 +29,11 @@ from myna.models.codecs import full_precision
 
 Activation = Tensor | Literal["gelu", "elu"] | None
 """Activation after a convolution; a tensor holds the channel frequencies of a snake activation."""
+PROBE_SECONDS = (16.0, 12.0, 10.0, 8.0, 6.0, 4.0, 3.0, 1.0)
+"""Clips of the probe: one minute, or 12,000 codes of the released codec, of which 12 may differ."""
+PROBE_BATCH_SECONDS = 48.0
+"""Size of the probe's batches: a large and a small one, with clips of unequal length in both."""
+MIN_EQUAL_SHARE = 0.999
 
 
 @cache
@@ -366,13 +371,6 @@ def unsupported_reason(model: Any) -> str | None:
     return None
 
 
-PROBE_SECONDS = (16.0, 12.0, 10.0, 8.0, 6.0, 4.0, 3.0, 1.0)
-"""Clips of the probe: one minute, or 12,000 codes of the released codec, of which 12 may differ."""
-PROBE_BATCH_SECONDS = 48.0
-"""Size of the probe's batches: a large and a small one, with clips of unequal length in both."""
-MIN_EQUAL_SHARE = 0.999
-
-
 class BatchedCodec:
     """Batched encoder with the codec's own quantizer."""
 
@@ -441,7 +439,7 @@ class BatchedCodec:
         """Compare with `codec.encode` on a minute of synthetic speech. Returns the reason if the codes differ, else
         None."""
         lengths = [max(1, int(seconds * self._rate) // self._hop) * self._hop for seconds in PROBE_SECONDS]
-        clips = synthetic_voices(lengths, self._rate)
+        clips = synthetic_speech(lengths, self._rate)
         expected: dict[int, Codes] = {}
         for indices, batch in encode_equal_lengths(codec, clips, PROBE_BATCH_SECONDS):
             expected |= zip(indices, batch, strict=True)
@@ -464,11 +462,11 @@ class BatchedCodec:
         return None
 
 
-def synthetic_voices(lengths: Sequence[int], rate: int, seed: int = 0) -> list[Samples]:
+def synthetic_speech(lengths: Sequence[int], rate: int, seed: int = 0) -> list[Samples]:
     """Make speech-like clips of these lengths to probe a codec: gliding pitch, breath noise, syllables, various
     levels."""
     rng = np.random.default_rng(seed)
-    voices: list[Samples] = []
+    clips: list[Samples] = []
     for samples in lengths:
         t = np.arange(samples, dtype=np.float32) / rate
         pitch = rng.uniform(80, 250) * (1 + 0.1 * np.sin(2 * np.pi * rng.uniform(0.2, 1) * t))
@@ -478,5 +476,5 @@ def synthetic_voices(lengths: Sequence[int], rate: int, seed: int = 0) -> list[S
         syllables = np.clip(0.3 + np.sin(2 * np.pi * rng.uniform(2, 5) * t + rng.uniform(0, 6)), 0.02, None)
         level = 10 ** rng.uniform(-1.5, -0.5)
         breath = rng.standard_normal(samples)
-        voices.append((level * syllables * (0.4 * voice + 0.15 * breath)).astype(np.float32))
-    return voices
+        clips.append((level * syllables * (0.4 * voice + 0.15 * breath)).astype(np.float32))
+    return clips

@@ -56,6 +56,11 @@ SEMANTIC_SETTINGS = (
     "conv_stride conv_kernel feat_extract_norm feat_extract_activation feat_proj_layer_norm hidden_act layer_norm_eps "
     "do_stable_layer_norm num_attention_heads num_conv_pos_embedding_groups"
 )
+FRAME_BUCKETS = (24, 52, 84, 116, 148)
+"""Frames that windows are padded to. Windows of `codecs.py` have at most the last number, with a reach of 10 frames;
+longer ones are decoded one by one without padding."""
+WINDOW_BUCKETS = (1, 2, 4, 8, 16)
+"""Numbers of windows in a call. Windows are stacked up to the last."""
 
 
 class HiggsCodec:
@@ -315,13 +320,6 @@ def _revision(config: Any, files: list[Path]) -> str:
         stored = [stack.enter_context(open_safetensors(file)) for file in files]
         tensors = ((name, tensors.get_tensor(name)) for tensors in stored for name in tensors.keys())  # noqa: SIM118
         return codec_revision(settings, tensors)
-
-
-FRAME_BUCKETS = (24, 52, 84, 116, 148)
-"""Frames that windows are padded to. Windows of `codecs.py` have at most the last number, with a reach of 10 frames;
-longer ones are decoded one by one without padding."""
-WINDOW_BUCKETS = (1, 2, 4, 8, 16)
-"""Numbers of windows in a call. Windows are stacked up to the last."""
 
 
 class UpsamplingBlock(nn.Module):

@@ -65,7 +65,16 @@ class PackedAttention(NamedTuple):
         tiles = None
         if varlen and supports_tiled_attention(stream):
             tiles = _kernels().AttentionTileTables.from_cu_seqlens(batch.cu_seqlens, len(stream))
-        return cls(batch.to_sequence, batch.to_stream, cos, sin, batch.cu_seqlens, lengths, max_seqlen, tiles)
+        return cls(
+            to_sequence=batch.to_sequence,
+            to_stream=batch.to_stream,
+            cos=cos,
+            sin=sin,
+            cu_seqlens=batch.cu_seqlens,
+            lengths=lengths,
+            max_seqlen=max_seqlen,
+            tiles=tiles,
+        )
 
     def rotate_and_attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys, then `attend`."""

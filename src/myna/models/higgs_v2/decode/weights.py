@@ -27,6 +27,17 @@ MAX_COPIED_BYTES = 2**30
 WeightFormat = Literal["plain", "row_scales", "nf4"]
 """Format of weights that kernels read: numbers; codes with a scale per output (fp8, int8); nf4 with a scale per
 block."""
+RANK_MULTIPLE = 8
+"""Smallest padded rank; ranks are padded to powers of two."""
+GROUPS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("audio_mlp.gate_proj", "audio_mlp.up_proj"),
+    "down": ("audio_mlp.down_proj",),
+    "text_gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "text_down": ("mlp.down_proj",),
+}
+"""Projections that share an input, whose matrices are stacked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,19 +213,6 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return first.as_strided((length, *first.shape[1:]), first.stride(), first.storage_offset())
     return torch.cat(list(tensors))
 
-
-RANK_MULTIPLE = 8
-"""Smallest padded rank; ranks are padded to powers of two."""
-
-GROUPS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("audio_mlp.gate_proj", "audio_mlp.up_proj"),
-    "down": ("audio_mlp.down_proj",),
-    "text_gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "text_down": ("mlp.down_proj",),
-}
-"""Projections that share an input, whose matrices are stacked."""
 
 AdapterDelta = Callable[[str, int, torch.Tensor], torch.Tensor]
 """(group, layer number, input (positions, inputs)) -> what the adapters add to the group's outputs."""

@@ -30,6 +30,15 @@ product of two residuals is negligible: inputs hold (rounded, residual, rounded)
 rounded, residual)."""
 MIN_ROW_ABSMAX = 1e-12
 """Lower bound of a row's largest magnitude, so that a row of zeros has a scale."""
+LORA_ALIGNMENT = 16
+"""Number of LoRA columns of a group is a multiple of this, which tensor cores need."""
+ROW_ALIGNMENT = 64
+"""Number of elements that rows begin at multiples of, for the same reason."""
+SCALE_ALIGNMENT_BYTES = 16
+"""Alignment of the address of fp8 row scales."""
+FP8_HEADROOM = 64
+"""Factor by which a value of B may exceed its row's largest weight before fp8 saturates. As floats, the codes lose
+almost no precision by it."""
 
 
 class ModalityNorms(NamedTuple):
@@ -271,17 +280,6 @@ class WeightCopies:
             table = torch.tensor(lines, dtype=torch.int64, device=device)
             tables.append((table, factors, max_elements, *types))
         return tables
-
-
-LORA_ALIGNMENT = 16
-"""Number of LoRA columns of a group is a multiple of this, which tensor cores need."""
-ROW_ALIGNMENT = 64
-"""Number of elements that rows begin at multiples of, for the same reason."""
-SCALE_ALIGNMENT_BYTES = 16
-"""Alignment of the address of fp8 row scales."""
-FP8_HEADROOM = 64
-"""Factor by which a value of B may exceed its row's largest weight before fp8 saturates. As floats, the codes lose
-almost no precision by it."""
 
 
 @dataclass(frozen=True, slots=True)
