@@ -16,7 +16,7 @@ RIDDLE = re.compile(
     r"With|Without|Into|Among|If|Nobody|Somebody)\b"
 )
 PENDING = {
-    "audio", "curate", "demo", "evaluate", "listen", "report", "serve", "speak", "text",
+    "audio", "curate", "listen", "serve", "speak", "text",
 }  # fmt: skip
 """Parts of the package whose docstrings have not been rewritten yet."""
 

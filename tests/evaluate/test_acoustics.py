@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myna.audio.files import Samples
-from myna.evaluate.acoustics import copy_similarity, measure_acoustics
+from myna.evaluate.scoring import copy_similarity, measure_acoustics
 from tests.evaluate.speech import RATE, say
 
 

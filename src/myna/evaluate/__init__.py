@@ -1,1 +1,1 @@
-"""Speech evaluation: word errors, speaker similarity, MOS and stopping. Scorers are optional packages."""
+"""Speech evaluation: systems, items, metrics, comparison, ranking of checkpoints. Scorers are optional packages."""

@@ -1,13 +1,13 @@
-"""Speech evaluation during training: the same items and the same sampling seeds at every step, for ranking checkpoints.
+"""Speech evaluation during training, with the same items and sampling seeds at every step, to rank checkpoints.
 
 RUN/speech_eval/
-  real/               the recordings of the items, where there are such
+  real/               the recordings of the items, if there are any
   step-000000/        the base model; then a folder for every evaluated step
     audio/spoken/     generated audio, lossless
-    spectrograms/     of the same
+    spectrograms/     spectrograms of that audio
     items.parquet     scores, item by item
-    forgetting/       the same for the forgetting set
-    confirmation/     the same for the items that choose nothing: of the base model, and of each new best
+    forgetting/       audio and scores of the forgetting set
+    confirmation/     audio and scores of the items that choose nothing, by the base model and by each new best
   report.html         all steps side by side, rewritten at every evaluation
 """
 
@@ -40,16 +40,16 @@ from myna.train.callbacks import AutocastContext, LoggedSample, SpeechScores
 from myna.train.distributed import ProcessInfo
 
 SPOKEN = "spoken"
-"""Name of the model among the systems; the folder says which checkpoint it is."""
+"""Name of the model among the systems; its folder tells the checkpoint."""
 REQUIRED_SCORERS = ("asr", "speaker_encoder", "distillmos")
-"""Without these the ranking rule cannot be applied."""
+"""Scorers that the ranking rule needs."""
 TRACKED_ITEMS = 4
-"""Items whose audio goes to the trackers at each evaluation."""
+"""Number of items whose audio goes to the trackers at each evaluation."""
 
 
 @dataclass(slots=True)
 class SpeechEvaluation:
-    """The evaluation callback of the training loop; `folder` is RUN/speech_eval."""
+    """Evaluation callback of the training loop; `folder` is RUN/speech_eval."""
 
     recipe: Recipe
     folder: Path
@@ -57,12 +57,12 @@ class SpeechEvaluation:
     family: SpeakingFamily
     device: torch.device
     eval_set: EvalSet
-    """The items that choose."""
+    """Items that choose the best checkpoint."""
     confirmation_set: EvalSet | None = None
-    """Items that choose nothing and confirm the gain of the best; None where there is but one item."""
+    """Items that choose nothing and confirm the gain of the best; None if there is only one item."""
     forgetting_set: EvalSet | None = None
     codec: Codec | None = None
-    """None on a GPU, where it is loaded for each evaluation: training needs the memory in between."""
+    """Codec; None on a GPU, where it is loaded for each evaluation, since training needs the memory in between."""
     progress: ProgressCallback = silent
     steps: dict[int, StepScores] = field(default_factory=dict)
     recordings: list[ItemScores] = field(default_factory=list)
@@ -70,7 +70,7 @@ class SpeechEvaluation:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, run: Path, progress: ProgressCallback = silent) -> SpeechEvaluation:
-        """Whatever is missing is found missing now, and not at the first evaluation."""
+        """Open everything that is needed, so that missing data or scorers are found now."""
         settings, model, data = recipe.speech_eval, recipe.model, recipe.data
         family = open_family(model.source, revision=model.revision, codec=model.codec)
         if not isinstance(family, SpeakingFamily):
@@ -87,7 +87,7 @@ class SpeechEvaluation:
             prepared, sentences = (forgetting, None) if forgetting.is_dir() else (None, forgetting)
             forgetting_set = load_eval_set(prepared, sentences, data if prepared else None, *choice)
         device = ProcessInfo.from_environment().device(recipe.train.device)
-        codec = family.load_codec(device="cpu")  # on a GPU only to see that it is there
+        codec = family.load_codec(device="cpu")  # on a GPU this only checks that it is there
         return cls(
             recipe=recipe,
             folder=run / "speech_eval",
@@ -172,13 +172,13 @@ class SpeechEvaluation:
         return rows[system.name]
 
     def _restore_rows(self, eval_set: EvalSet | None, folder: Path) -> list[ItemScores]:
-        """Scores of two models cannot be compared, so a run continues with the scorers and items it began with."""
+        """Read the scores of a step; they must come from the scorers and items that are used now, to be comparable."""
         if eval_set is None:
             return []
         rows = read_item_scores(folder / ITEMS_FILE) if (folder / ITEMS_FILE).is_file() else []
         for scorer in REQUIRED_SCORERS:
             name = self.scorers.names[scorer]
-            # A hash of the clips that were compared with follows the name of the speaker encoder.
+            # The name of a speaker encoder is followed by a hash of the clips it was compared with.
             models = {getattr(row, f"{scorer}_model") for row in rows} - {"", name}
             if others := [model for model in models if not model.startswith(f"{name} ")]:
                 raise TrainingError(
@@ -193,7 +193,7 @@ class SpeechEvaluation:
         return rows
 
     def _spectrograms(self, rows: Sequence[ItemScores], folder: Path, sample_rate: int) -> list[LoggedSample]:
-        """Spectrograms of all items into the folder; the first ones, with their audio, for the trackers."""
+        """Write spectrograms of all items; return the first ones, with their audio, for the trackers."""
         logged = []
         for index, row in enumerate(rows):
             if row.audio:
@@ -207,7 +207,7 @@ class SpeechEvaluation:
 
 
 def open_required_scorers(settings: SpeechEvalSettings) -> Scorers:
-    """The scorers that the ranking rule needs, and no others, since each takes its time at every evaluation."""
+    """Open the scorers that the ranking rule needs, and no others, since each takes time at every evaluation."""
     scorers = Scorers.open(settings.asr, settings.speaker_encoder)
     lacking = [f"{scorer}: {scorers.missing[scorer]}" for scorer in REQUIRED_SCORERS if scorer in scorers.missing]
     if lacking:

@@ -20,13 +20,14 @@ from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
 from myna.data.overlap import ComparedClip, TrainedClips
-from myna.evaluate.diagnostics import Diagnosis, diagnose
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.metrics import (
     GROUPED_METRICS,
     METRICS,
+    Diagnosis,
     MetricEstimates,
     count_looped,
+    diagnose,
     estimate_differences,
     estimate_metrics,
     missing_metrics,

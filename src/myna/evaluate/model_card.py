@@ -22,16 +22,16 @@ from myna.train.run import Run
 
 CARD_FILE = "README.md"
 MAX_LISTED = 12
-"""Speakers that are named one by one."""
+"""Maximum number of speakers that are listed by name."""
 Speakers = list[dict[str, Any]]
-"""A row for every speaker of the training data."""
+"""Rows of the speakers of the training data."""
 
 
 def write_model_card(run: RunFolder, consents: Mapping[str, str], folder: Path | None = None) -> Path | None:
     """Write the card of a finished run; None for a run that has no weights yet. `consents` are consent ids by the names
     of stored voices, `folder` is where the result is while it is being written.
 
-    Nothing that a card says is worth a failed run: what cannot be found out is said to be unknown.
+    A card must never fail a run: whatever cannot be found out is said to be unknown.
     """
     folder = folder or run.result
     if not folder.is_dir():
@@ -92,7 +92,7 @@ def _summary(run: RunFolder, folder: Path) -> str:
 
 
 def _speakers(run: RunFolder) -> Speakers:
-    """Speakers of the training data with language, clips and hours; none where it cannot be read any more."""
+    """Count the speakers of the training data; none if it cannot be read any more."""
     try:
         dataset = PreparedDataset.open(run.recipe.data.train)
     except (MynaError, OSError):
@@ -101,7 +101,7 @@ def _speakers(run: RunFolder) -> Speakers:
 
 
 def speaker_rows(table: ManifestTable, frame_rate: float) -> Speakers:
-    """Speakers of a table with language (of most of their clips), clips and hours; most hours first."""
+    """List the speakers of a table with language (of most of their clips), clips and hours; most hours first."""
     is_target = np.asarray(table.is_target, bool) | table.has_answer
     speakers, languages = table.speaker.indices[is_target], table.language.indices[is_target]
     clips = np.bincount(speakers)
@@ -217,7 +217,7 @@ def _scores(run: RunFolder) -> str:
 
 
 def base_license(source: str) -> str:
-    """Licence of a model as its own card names it; empty where it has none."""
+    """Read the licence of a model from its own card; empty if it names none."""
     if source in SHIPPED:
         return "apache-2.0"
     try:

@@ -26,9 +26,15 @@ from myna.audio.mono import LISTENING_RATE
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import atomic_write, bytes_hash, safe_file_name
 from myna.core.progress import ProgressCallback, silent
-from myna.evaluate.acoustics import ACOUSTICS_REVISION
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
-from myna.evaluate.scoring import SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings, score_item
+from myna.evaluate.scoring import (
+    ACOUSTICS_REVISION,
+    SCORING_WORKERS,
+    ItemScores,
+    Scorers,
+    SpeakerEmbeddings,
+    score_item,
+)
 from myna.evaluate.systems import System, SystemOutput
 
 ITEMS_FILE, ITEMS_FOLDER, AUDIO_FOLDER = "items.parquet", "items", "audio"

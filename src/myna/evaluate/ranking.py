@@ -1,8 +1,8 @@
-"""Checkpoint ranking by speech: `RULE`, explained in docs/guides/evaluate.md.
+"""Ranking of checkpoints by their speech (`RULE`, explained in docs/guides/evaluate.md), and its outcome in words.
 
 A difference within one standard error is not worth more training, and a choice that depends on a few items would be
-another on other items. The highest of several scores is too high by chance, so that a gain is measured on items that
-chose nothing.
+different on other items. The highest of several scores is too high by chance; a gain is therefore measured on items
+that chose nothing.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ RULE = (
     "best, confirm its gain."
 )
 MIN_CONFIRMING_ITEMS = 12
-"""Fewer items confirm no gain: the bootstrap interval of so few is too narrow, and more than 5 % of the gains that it
-would confirm without an effect are chance."""
+"""Minimum number of items to confirm a gain: the bootstrap interval of fewer is too narrow, and more than 5 % of the
+gains that it would confirm without an effect are chance."""
 MIN_AUDIBLE_DIFFERENCE = 0.005
-"""A smaller difference of scores cannot be heard, however certain it is."""
+"""Smallest difference of scores that can be heard."""
 MAX_MOS_DROP = 0.5
-"""How far the DistillMOS of a checkpoint may be below the base model's, where no `min_mos` is set."""
+"""Maximum DistillMOS of the base model above that of a checkpoint, if no `min_mos` is set."""
 SHOWN_METRICS = tuple(METRICS_BY_KEY[key] for key in ("wer", "similarity", "distillmos", "stop_rate"))
 """Metrics in the table of steps."""
 REPORTED_METRICS = (
     *("wer", "cer", "similarity", "similarity_rank1", "distillmos", "stop_rate", "early_rate", "silent_rate"),
     *("repetition_rate", "prompt_rate", "copy_rate", "loop_rate"),
 )
-"""Logged beside the score."""
+"""Metrics that are logged beside the score."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a checkpoint must satisfy to be the best, however high its score."""
+    """Requirements on the best checkpoint, however high its score."""
 
     min_stop_rate: float
     min_mos: float | None = None
-    """A DistillMOS; None for that of the base model, less `MAX_MOS_DROP`."""
+    """Required DistillMOS; None for that of the base model less `MAX_MOS_DROP`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +57,44 @@ class StepScores:
     step: int
     rows: Sequence[ItemScores]
     forgetting: Sequence[ItemScores] = ()
-    """Of the forgetting set."""
+    """Scores of the forgetting set."""
     confirmation: Sequence[ItemScores] = ()
-    """Of the items that choose nothing; only of the base model and of checkpoints that were the best so far."""
+    """Scores of items that choose nothing, for the base model and for checkpoints that were the best so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointScore:
+    """Score of a checkpoint, and its gain over the base model."""
+
     step: int
     score: Estimate
     gain: Estimate
-    """Of the score over the base model's, on the items that choose: that of the best is too high by chance."""
+    """Gain on the items that choose; that of the best is too high by chance."""
     confirmed_gain: Estimate
-    """The same on items that chose nothing; empty for a checkpoint that was never the best."""
+    """Gain on items that chose nothing; empty for a checkpoint that was never the best."""
     forgetting_change: Estimate
-    """The same on the forgetting set; empty without one."""
+    """Gain on the forgetting set; empty without one."""
     violations: tuple[str, ...]
-    """Constraints that it violates, in words; empty where it may be the best."""
+    """Violated constraints in words; empty if it may be the best."""
     item_scores: Mapping[str, float]
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     looped: int = 0
-    """Items whose transcript loops."""
+    """Number of items whose transcript loops."""
 
     def is_better_than(self, other: CheckpointScore) -> bool:
-        """By more than one standard error of the difference, on the items that both have."""
+        """Whether it is better by more than one standard error of the difference, on the items that both have."""
         both = [score - other.item_scores[id] for id, score in self.item_scores.items() if id in other.item_scores]
         return bool(both) and fmean(both) > (stdev(both) / len(both) ** 0.5 if len(both) > 1 else 0.0)
 
     @property
     def beats_base(self) -> bool:
-        """Better than the base model on items that chose nothing, beyond the interval, and by enough to be heard."""
+        """Whether it beats the base model on items that chose nothing, by more than the interval, and audibly."""
         gain = self.confirmed_gain
         is_certain = gain.n >= MIN_CONFIRMING_ITEMS and gain.low is not None and gain.low > 0
         return is_certain and (gain.mean or 0.0) >= MIN_AUDIBLE_DIFFERENCE
 
     def to_json(self, best_step: int | None) -> dict[str, Any]:
-        """As it is written to metrics.jsonl; `best_step` is the best so far."""
+        """Return the row of metrics.jsonl; `best_step` is the best so far."""
         row: dict[str, Any] = {"score": self.score.mean, **self.metrics, "looped": self.looped}
         if self.gain.n:
             row |= {"gain": self.gain.mean, "gain_low": self.gain.low, "gain_high": self.gain.high}
@@ -106,8 +108,8 @@ class CheckpointScore:
 
 
 def item_score(row: ItemScores) -> RatioPart:
-    """Score of one item, from -1 to 1. An item without a speaker similarity, as of two speakers, is scored by its
-    words alone."""
+    """Score one item, from -1 to 1. An item without a speaker similarity, as of two speakers, is scored by its words
+    alone."""
     if row.character_errors is None:
         cer = 1.0
     else:
@@ -116,7 +118,7 @@ def item_score(row: ItemScores) -> RatioPart:
 
 
 def score_checkpoint(scores: StepScores, base: StepScores, constraints: Constraints) -> CheckpointScore:
-    """A checkpoint against the base model, which can be scored against itself too."""
+    """Score a checkpoint against the base model, which can be scored against itself too."""
     metrics = {key: estimate_metric(METRICS_BY_KEY[key], scores.rows).mean for key in REPORTED_METRICS}
     change = estimate_difference(item_score, scores.forgetting, base.forgetting)
     is_base = scores.step == base.step
@@ -135,7 +137,7 @@ def score_checkpoint(scores: StepScores, base: StepScores, constraints: Constrai
 
 
 def best_checkpoint(checkpoints: Iterable[CheckpointScore]) -> CheckpointScore | None:
-    """The best of them, or None where all violate a constraint. The base model is no checkpoint."""
+    """Return the best, or None if all violate a constraint. The base model is no checkpoint."""
     best: CheckpointScore | None = None
     for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
         if checkpoint.step > 0 and not checkpoint.violations and (best is None or checkpoint.is_better_than(best)):
@@ -144,7 +146,7 @@ def best_checkpoint(checkpoints: Iterable[CheckpointScore]) -> CheckpointScore |
 
 
 def required_mos(base: Sequence[ItemScores], constraints: Constraints) -> float | None:
-    """The DistillMOS that a checkpoint must have; None where the base model has none."""
+    """Return the DistillMOS that a checkpoint must have; None if the base model has none."""
     if constraints.min_mos is not None:
         return constraints.min_mos
     base_mos = estimate_metric(METRICS_BY_KEY["distillmos"], base).mean
@@ -152,7 +154,7 @@ def required_mos(base: Sequence[ItemScores], constraints: Constraints) -> float 
 
 
 def _violations(metrics: Mapping[str, float | None], base: StepScores, constraints: Constraints) -> list[str]:
-    # Nothing is better than such a score, so that it would stay the best for ever.
+    # A score that is not finite would stay the best for ever.
     broken = [key for key, value in metrics.items() if value is not None and not math.isfinite(value)]
     violations = [f"its {METRICS_BY_KEY[key].title} is not a number" for key in broken]
     stop_rate, mos, min_mos = metrics["stop_rate"] or 0.0, metrics["distillmos"], required_mos(base.rows, constraints)
@@ -182,13 +184,13 @@ def _forgetting(scores: StepScores, base: StepScores, change: Estimate) -> list[
 
 @dataclass(frozen=True)
 class TrainingHistory:
-    """The speech evaluations of a run, that of the base model first."""
+    """Speech evaluations of a run, that of the base model first."""
 
     name: str
     steps: Sequence[StepScores]
     constraints: Constraints
     recordings: Sequence[ItemScores] = ()
-    """The real recordings of the items, where there are such."""
+    """Scores of the real recordings of the items, if there are any."""
 
     @cached_property
     def checkpoints(self) -> list[CheckpointScore]:
@@ -205,7 +207,7 @@ class TrainingHistory:
 
     @property
     def is_highest(self) -> bool:
-        """Whether the latest satisfies the constraints and has the highest score of those that do, certain or not."""
+        """Whether the latest has the highest score of all that satisfy the constraints, certain or not."""
         *before, latest = self.checkpoints
         scores = [one.score.mean or 0.0 for one in before if one.step > 0 and not one.violations]
         return not latest.violations and (latest.score.mean or 0.0) > max(scores, default=-1.0)
@@ -227,7 +229,7 @@ def format_score(figure: Estimate, *, signed: bool = False) -> str:
 
 
 def training_conclusion(history: TrainingHistory) -> list[str]:
-    """The outcome for people: which step is the best, what was gained, and likely reasons if nothing was."""
+    """Say which step is the best, what was gained, and likely reasons if nothing was."""
     checkpoints, best = history.checkpoints, history.best
     if len(checkpoints) < 2:
         return ["only the base model was evaluated, so there is nothing to compare it with"]
@@ -258,7 +260,7 @@ def _metrics(checkpoint: CheckpointScore) -> str:
 
 
 def _excluded(checkpoints: Sequence[CheckpointScore], best: CheckpointScore | None) -> list[str]:
-    """Checkpoints that would be the best if they did not violate a constraint."""
+    """Name the checkpoints that would be the best if they did not violate a constraint."""
     least = best.score.mean if best is not None and best.score.mean is not None else -1.0
     return [
         f"step {one.step} has the score {one.score.mean:.3f} and cannot be the best: {' and '.join(one.violations)}"
@@ -268,9 +270,9 @@ def _excluded(checkpoints: Sequence[CheckpointScore], best: CheckpointScore | No
 
 
 def _reasons(history: TrainingHistory, best: CheckpointScore) -> list[str]:
-    """Why nothing was gained, as far as the scores can tell."""
+    """Say why nothing was gained, as far as the scores can tell."""
     tuned, base = [one for one in history.checkpoints if one.step > 0], history.steps[0]
-    # What chose the best is too high by chance.
+    # The gain on the items that chose the best is too high by chance.
     gain = best.confirmed_gain if best.confirmed_gain.n else best.gain
     hashes = {row.id: row.audio_hash for row in base.rows}
     if all(hashes.get(row.id) == row.audio_hash for scores in history.steps for row in scores.rows):

@@ -1,6 +1,4 @@
-"""Scores of one synthesized item: acoustics, word errors, speaker similarity and MOS.
-
-All scorers of one evaluation: those that could be opened, and why the others could not."""
+"""Scores of one item as a system speaks it, and the scorers: acoustics, word errors, speaker similarity and MOS."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from myna.audio.files import Samples, read_audio
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.core.device import pick_device
 from myna.core.errors import MynaError
 from myna.core.progress import ProgressCallback
 from myna.data.manifest import Span, Utterance
-from myna.evaluate.acoustics import ACOUSTICS_REVISION, HOP, active_frames, copy_similarity, measure_acoustics
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
 from myna.listen.asr import ASR, Transcript
 from myna.listen.mos import DNSMOS, DistillMOS
@@ -37,42 +35,55 @@ from myna.listen.speaker_encoders import (
 from myna.text.normalization import base_language, letters, words
 from myna.text.wer import character_errors, word_errors
 
+ACOUSTICS_REVISION = "1"
+"""Revision of the measures; those of another revision are computed again."""
+HOP = LISTENING_RATE // 100
+"""Samples between two frames: ten milliseconds."""
+BELOW_PEAK_DB, SILENCE_DB = 40.0, -60.0
+"""Levels below which a frame is silent: relative to the loud frames, and absolute."""
+MIN_PAUSE_SECONDS = 0.15
+"""Minimum length of a pause: shorter silence is part of a consonant."""
+MIN_PITCH_HZ, MAX_PITCH_HZ = 60.0, 500.0
+MIN_VOICED_CORRELATION = 0.6
+"""Autocorrelation at the pitch period from which a frame is voiced."""
+BANDS = 24
+Array = npt.NDArray[np.float64]
 EARLY_SHARE = 0.4
-"""An item that takes less than this share of its expected time ended early."""
+"""Share of the expected time below which an item ended early."""
 COPY_THRESHOLD = 0.75
-"""From this similarity on a clip is a copy of its reference. Two sentences of one speaker have at most about 0.5."""
+"""Similarity from which a clip is a copy of its reference. Two sentences of one speaker have at most about 0.5."""
 MIN_TRANSCRIBED_SECONDS = 0.1
-"""Shorter speech is not transcribed: nothing can have been said."""
+"""Seconds of speech below which nothing is transcribed: no word is that short."""
 PROMPT_MAX_CER = 0.5
 """Character error rate against the reference's text below which the transcript may be that text."""
 REPEATED_WORDS = 3
-"""So many words in a row that come again, and not in the text, are a repetition."""
+"""Number of consecutive words that are a repetition if they come again, and not in the text."""
 
 
 @dataclass(slots=True)
 class ItemScores:
-    """One item as one system speaks it, with its scores. What no scorer has computed is None."""
+    """Item as one system speaks it, with its scores. A score that was not computed is None."""
 
     system: str
     id: str
     key: str
-    """Of the request to the system: another key, other audio."""
+    """Key of the request to the system: another key means other audio."""
     text: str
     speaker: str
     language: str
     length_class: str
     audio: str
-    """Path inside the results folder; empty where nothing was spoken."""
+    """Path inside the results folder; empty if nothing was spoken."""
     audio_hash: str
     stopped: bool | None
-    """None for recordings."""
+    """Whether the system found the end; None for recordings."""
     expected_seconds: float
     item_key: str = ""
-    """Of the item, whatever the system: its text, references and maximum length. Equal items can be compared."""
+    """Key of the item for all systems: its text, references and maximum length. Equal items can be compared."""
 
     trained_on: str | None = None
-    """`audio` or `words` where the system was trained on the item's audio, or on its words by the same speaker; empty
-    where it was not; None where its training data is not known."""
+    """`audio` or `words` if the system was trained on the item's audio, or on its words by the same speaker; empty if
+    it was not; None if its training data is not known."""
     chose_checkpoint: bool | None = None
     """Whether the item chose the checkpoint during training: a gain on such items is too high."""
 
@@ -88,11 +99,11 @@ class ItemScores:
     speaking_rate: float | None = None
     """Characters a second, from the first active frame to the last."""
     silent: bool | None = None
-    """It has its length, and nothing can be heard."""
+    """Whether nothing can be heard, over the length that the text takes."""
     ended_early: bool | None = None
-    """It ended long before the text could have been spoken."""
+    """Whether it ended long before the text could have been spoken."""
     copy_similarity: float | None = None
-    """To its reference."""
+    """Cross-correlation with its reference; 1 is a copy."""
 
     asr_model: str = ""
     transcript: str | None = None
@@ -103,14 +114,14 @@ class ItemScores:
     characters: int | None = None
     repeats: bool | None = None
     speaks_prompt: bool | None = None
-    """The transcript is the reference's text instead of the item's."""
+    """Whether the transcript is the text of the reference instead of the item's."""
 
     speaker_encoder_model: str = ""
     similarity: float | None = None
     similarity_to_others: float | None = None
     speaker_rank: int | None = None
     compared_with: str = ""
-    """`clips` of the speaker that are neither the item nor its reference, or the `reference` where there are none."""
+    """`clips` of the speaker that are neither the item nor its reference, or the `reference` if there are none."""
 
     distillmos_model: str = ""
     distillmos: float | None = None
@@ -121,15 +132,15 @@ class ItemScores:
         self.count_loop_as_wrong()
 
     def count_loop_as_wrong(self) -> None:
-        """A looped transcript says nothing about the audio except that it was not understood: every word is an error,
-        and words that the loop adds are none."""
+        """Count every word of a looped transcript as an error, and no word that the loop adds: the audio was not
+        understood."""
         if self.looped:
             self.word_errors, self.character_errors = self.words, self.characters
 
 
 @dataclass(slots=True)
 class SpeakerEmbeddings:
-    """Embeddings of the real recordings; each clip is embedded once."""
+    """Speaker embeddings of real recordings; each clip is embedded once."""
 
     eval_set: EvalSet
     encoder: SpeakerEncoder
@@ -142,7 +153,7 @@ class SpeakerEmbeddings:
         return self._embeddings[key]
 
     def embed_all(self, progress: ProgressCallback) -> None:
-        """Every clip, before several threads need it."""
+        """Embed every clip, before several threads need it."""
         clips = [clip for speaker in self.eval_set.speaker_clips.values() for clip in speaker]
         clips += [clip for item in self.eval_set.items for clip in item.references]
         for number, clip in enumerate(clips, start=1):
@@ -150,27 +161,27 @@ class SpeakerEmbeddings:
             progress("embedding real recordings", number, len(clips))
 
     def of_speaker(self, speaker: str, excluded: Sequence[Utterance] = ()) -> SpeakerEmbedding | None:
-        """Mean over a speaker's clips without the excluded ones. None where none is left."""
+        """Return the mean over a speaker's clips without the excluded ones; None if none is left."""
         keys = {recording_key(clip) for clip in excluded}
         clips = [clip for clip in self.eval_set.speaker_clips.get(speaker, ()) if recording_key(clip) not in keys]
         return np.mean([self.of_clip(clip) for clip in clips], axis=0) if clips else None
 
     @property
     def revision(self) -> str:
-        """Changes whenever the same audio could be compared with other clips."""
+        """Identifies the clips that audio is compared with."""
         clips = self.eval_set.speaker_clips
         return str(sorted((speaker, *map(recording_key, clips[speaker])) for speaker in clips))
 
 
 @functools.lru_cache(maxsize=65_536)
 def _speech_seconds(audio: Path, span: Span | None) -> float:
-    """From the first active frame of a recording to the last."""
+    """Return the seconds from the first active frame of a recording to the last."""
     active = active_frames(read_audio(audio, sample_rate=LISTENING_RATE, span=(span.start, span.end) if span else None))
     return float(np.ptp(np.flatnonzero(active)) + 1) * HOP / LISTENING_RATE if active.any() else 0.0
 
 
 def score_acoustics(row: ItemScores, item: EvalItem, samples: Samples) -> None:
-    """Fill in what needs no model, from audio at 16 kHz."""
+    """Fill in the measures that need no model, from audio at 16 kHz."""
     measures = measure_acoustics(samples, LISTENING_RATE)
     for name, value in asdict(measures).items():
         setattr(row, name, None if math.isnan(value) else value)
@@ -178,7 +189,7 @@ def score_acoustics(row: ItemScores, item: EvalItem, samples: Samples) -> None:
     row.speaking_rate = characters / measures.speech_seconds if measures.speech_seconds and characters else None
     recording = item.recording
     expected = _speech_seconds(recording.audio, recording.span) if recording is not None else item.expected_seconds
-    # Without speech the item either ended at once or was silent for as long as the text takes: one or the other.
+    # An item without speech either ended at once, or was silent for as long as the text takes.
     seconds = measures.speech_seconds or measures.seconds
     row.ended_early = row.stopped is not False and seconds < EARLY_SHARE * expected
     row.silent = measures.is_silent and not row.ended_early
@@ -196,7 +207,7 @@ def score_item(
     speakers: SpeakerEmbeddings | None,
     models: Mapping[str, str],
 ) -> None:
-    """Fill in what the scorers have not computed yet, from audio at 16 kHz; `models` identifies the scorers."""
+    """Fill in the scores that are missing, from audio at 16 kHz; `models` identifies the scorers."""
     if row.acoustics_revision != ACOUSTICS_REVISION:
         score_acoustics(row, item, samples)
     if scorers.asr is not None and row.asr_model != models["asr"]:
@@ -233,12 +244,12 @@ def _score_transcript(row: ItemScores, item: EvalItem, transcript: Transcript) -
 
 
 def _score_speaker(row: ItemScores, item: EvalItem, embedding: SpeakerEmbedding, speakers: SpeakerEmbeddings) -> None:
-    """Speaker similarity and rank. Items of several speakers have none."""
+    """Fill in speaker similarity and rank. Items of several speakers have none."""
     row.similarity = row.similarity_to_others = row.speaker_rank = None
     row.compared_with = ""
     if len(item.references) > 1:
         return
-    # Neither with itself, nor with the clip it was cloned from, which a mere copy would be most similar to.
+    # It is compared neither with itself, nor with its reference: a mere copy would be most similar to that.
     excluded = [*item.references, *([item.recording] if item.recording else [])]
     own, compared_with = speakers.of_speaker(item.speaker, excluded), "clips"
     if own is None and item.references:
@@ -267,7 +278,7 @@ def has_repetition(reference: Sequence[str], transcript: Sequence[str]) -> bool:
 
 NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
 SCORING_WORKERS = min(4, os.cpu_count() or 1)
-"""Threads that score clips concurrently."""
+"""Number of threads that score clips concurrently."""
 
 
 class Transcriber(Protocol):
@@ -280,8 +291,8 @@ class MOSPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """Each scorer may be None, and `missing` then says why. `names` identifies each model and version: scores of
-    another one are computed again."""
+    """Scorers of an evaluation. Each may be None, and `missing` then says why. `names` identifies each model and
+    version: scores of another one are computed again."""
 
     asr: Transcriber | None = None
     speaker_encoder: SpeakerEncoder | None = None
@@ -290,7 +301,7 @@ class Scorers:
     names: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """For people: a scorer that is not on the device that was asked for."""
+    """Sentences on scorers that are not on the device that was asked for."""
 
     def __post_init__(self) -> None:
         kinds = ("asr", "speaker_encoder", "distillmos", "dnsmos")
@@ -306,8 +317,8 @@ class Scorers:
         device: str = "cpu",
         workers: int = SCORING_WORKERS,
     ) -> Scorers:
-        """Every scorer that can be opened, on `device` unless it can only be on the CPU, as DNSMOS. Nothing is
-        downloaded unless it is named."""
+        """Open every scorer that can be opened, on `device` unless it runs on the CPU only, as DNSMOS. A model is
+        downloaded only if it is named."""
         target = str(pick_device(device))
         openers: dict[str, Callable[[], tuple[Any, str]]] = {
             "speaker_encoder": lambda: _named(open_speaker_encoder(speaker_encoder, target)),
@@ -329,3 +340,119 @@ class Scorers:
 
 def _named(scorer: Any) -> tuple[Any, str]:
     return scorer, scorer.name
+
+
+@dataclass(frozen=True, slots=True)
+class AcousticMeasures:
+    """Measures of one clip."""
+
+    seconds: float
+    leading_silence: float
+    """Seconds before the first active frame."""
+    trailing_silence: float
+    speech_seconds: float
+    """Seconds from the first active frame to the last; 0 for silence."""
+    pause_share: float
+    """Share of the speech in pauses."""
+    voiced_share: float
+    """Share of the active frames that have a pitch. Speech has half or more, noise has none."""
+    pitch: float
+    """Median in hertz; NaN if nothing is voiced."""
+    pitch_range: float
+    """Semitones between the 10th and the 90th percentile."""
+
+    @property
+    def is_silent(self) -> bool:
+        return self.speech_seconds == 0
+
+
+def measure_acoustics(samples: Samples, sample_rate: int) -> AcousticMeasures:
+    clip = as_mono_16khz(samples, sample_rate)
+    seconds, active = len(clip) / LISTENING_RATE, active_frames(clip)
+    if not active.any():
+        return AcousticMeasures(seconds, seconds, 0.0, 0.0, 0.0, 0.0, math.nan, math.nan)
+    first, last = int(np.argmax(active)), len(active) - int(np.argmax(active[::-1]))
+    speech_seconds = (last - first) * HOP / LISTENING_RATE
+    pitch = pitch_track(clip)
+    voiced = pitch[active & (pitch > 0)]
+    low, median, high = np.percentile(voiced, [10, 50, 90]) if len(voiced) else (math.nan,) * 3
+    return AcousticMeasures(
+        seconds=seconds,
+        leading_silence=first * HOP / LISTENING_RATE,
+        trailing_silence=max(0.0, seconds - last * HOP / LISTENING_RATE),
+        speech_seconds=speech_seconds,
+        pause_share=_pause_frames(active[first:last]) * HOP / LISTENING_RATE / speech_seconds,
+        voiced_share=len(voiced) / int(active.sum()),
+        pitch=float(median),
+        pitch_range=12 * math.log2(high / low) if len(voiced) else math.nan,
+    )
+
+
+def active_frames(clip: Samples) -> npt.NDArray[np.bool_]:
+    """Mark the frames that are not silent, (frames,)."""
+    count = len(clip) // HOP
+    power = np.square(clip[: count * HOP].astype(np.float64)).reshape(count, HOP).mean(axis=1)
+    level = 10 * np.log10(power + 1e-12)
+    loud = np.percentile(level, 95) if count else SILENCE_DB
+    return np.asarray(level > max(loud - BELOW_PEAK_DB, SILENCE_DB))
+
+
+def _pause_frames(active: npt.NDArray[np.bool_]) -> int:
+    """Count the frames in pauses."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (~active).astype(np.int8), [0]])))
+    lengths = edges[1::2] - edges[::2]
+    return int(lengths[lengths >= MIN_PAUSE_SECONDS * LISTENING_RATE / HOP].sum())
+
+
+def pitch_track(clip: Samples) -> Array:
+    """Track F0 in hertz, (frames,), 0 if unvoiced, by autocorrelation normalised by that of the window.
+
+    librosa.pyin takes 30 times as long: docs/decisions/0020-own-pitch-tracker.md.
+    """
+    size, window = LISTENING_RATE // 20, np.hanning(LISTENING_RATE // 20)
+    padded = np.pad(clip.astype(np.float64), (size // 2, size))
+    starts = np.arange(len(clip) // HOP) * HOP
+    frames = padded[starts[:, None] + np.arange(size)]
+    frames = (frames - frames.mean(axis=1, keepdims=True)) * window
+    lags = np.arange(int(LISTENING_RATE / MAX_PITCH_HZ), int(LISTENING_RATE / MIN_PITCH_HZ) + 1)
+    correlation = _autocorrelation(frames)[:, : lags[-1] + 2] / _autocorrelation(window[None])[0, : lags[-1] + 2]
+    at_lags = correlation[:, lags]
+    peaks = (at_lags >= correlation[:, lags - 1]) & (at_lags >= correlation[:, lags + 1])
+    best = np.where(peaks, at_lags, 0.0).max(axis=1, initial=0.0)
+    # Multiples of the period correlate nearly as well, and the pitch is the shortest of them.
+    shortest = np.argmax(peaks & (at_lags >= 0.9 * best[:, None]), axis=1)
+    return np.where(best >= MIN_VOICED_CORRELATION, LISTENING_RATE / lags[shortest], 0.0)
+
+
+def _autocorrelation(frames: Array) -> Array:
+    power = np.square(np.abs(np.fft.rfft(frames, 2 * frames.shape[1], axis=1)))
+    correlation = np.fft.irfft(power, axis=1)[:, : frames.shape[1]]
+    return np.asarray(correlation / np.maximum(correlation[:, :1], 1e-12))
+
+
+def copy_similarity(samples: Samples, other: Samples, sample_rate: int) -> float:
+    """Compute the cross-correlation of two clips at the best shift in time: 1 is a copy, other words are well below.
+
+    It compares band levels and not samples, so that a copy through a codec is found too.
+    """
+    first, second = (_band_levels(as_mono_16khz(clip, sample_rate)) for clip in (samples, other))
+    size = 1 << int(len(first) + len(second)).bit_length()
+    spectrum = np.fft.rfft(first, size, axis=0) * np.conj(np.fft.rfft(second, size, axis=0))
+    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(np.fft.irfft(spectrum, size, axis=0).sum(axis=1).max() / norm) if norm else 0.0
+
+
+def _band_levels(clip: Samples) -> Array:
+    """Compute the level of each band in decibels above its own mean, (frames, bands)."""
+    size = 2 * HOP
+    count = max(0, (len(clip) - size) // HOP + 1)
+    if not count or not active_frames(clip).any():
+        return np.zeros((1, BANDS))
+    starts = np.arange(count) * HOP
+    spectrum = np.abs(np.fft.rfft(clip[starts[:, None] + np.arange(size)] * np.hanning(size), axis=1))
+    edges = np.unique(np.geomspace(2, spectrum.shape[1], BANDS + 1).astype(int))
+    power = np.add.reduceat(np.square(spectrum), edges[:-1], axis=1)
+    level = 10 * np.log10(np.maximum(power, power.max() * 1e-5))
+    padded = np.zeros((count, BANDS))
+    padded[:, : level.shape[1]] = level - level.mean(axis=0)
+    return padded

@@ -1,4 +1,4 @@
-"""Takes of one text, ranked by the metrics that are installed: best of n."""
+"""Ranking of several takes of one text by the metrics that are installed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ SHOWN_SCORES = ("word_errors", "words", "similarity", "distillmos", "dnsmos", "t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedTake:
-    """One take with its scores."""
+    """Take with its scores."""
 
     number: int
-    """From 1, in the order of the seeds."""
+    """Number from 1 on, in the order of the seeds."""
     speech: Speech
     scores: ItemScores
 
     @property
     def defects(self) -> list[str]:
-        """What no metric may outweigh: silent, ended long before the text could have been spoken, or a copy of the
-        reference's audio."""
+        """Defects that no metric may outweigh."""
         scores = self.scores
         found = {
             "silent": scores.silent,
@@ -48,7 +47,7 @@ class RankedTake:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Smaller is better. Similarities that are equal to two digits sound alike, and quality decides."""
+        """Sort key: smaller is better. If similarities are equal to two digits, quality decides."""
         scores = self.scores
         return (
             not self.speech.stopped,
@@ -61,7 +60,7 @@ class RankedTake:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the ranking went by, of the metrics that were measured."""
+        """Return the measured metrics that the ranking used."""
         measured = {name: getattr(self.scores, name) for name in SHOWN_SCORES}
         end = {"take": self.number, "finish_reason": self.speech.finish_reason, "defects": self.defects}
         return end | {name: value for name, value in measured.items() if value is not None}
@@ -69,11 +68,11 @@ class RankedTake:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TakeRanking:
-    """Takes of one text, the best first."""
+    """Takes of one text, best first."""
 
     takes: tuple[RankedTake, ...]
     notes: tuple[str, ...] = ()
-    """For people: metrics that were not measured, and why."""
+    """Sentences on metrics that were not measured."""
 
     @property
     def best(self) -> Speech:
@@ -81,16 +80,15 @@ class TakeRanking:
 
 
 class TakeRanker:
-    """Ranks takes: those that found their end before all others, then by word errors, by speaker similarity to the
-    reference, and by predicted MOS; each as far as its scorer is installed."""
+    """Ranker of takes: those that found their end come first, then fewer word errors, higher speaker similarity to the
+    reference, and higher predicted MOS, as far as the scorers are installed."""
 
     def __init__(self, scorers: Scorers) -> None:
         self.scorers = scorers
 
     @classmethod
     def open(cls, asr: str | None = None, speaker_encoder: str = RESEMBLYZER, *, device: str = "cpu") -> TakeRanker:
-        """With every scorer that can be opened; an ASR or an encoder that was named and cannot be opened is an error,
-        and so is none at all."""
+        """Open every scorer that can be opened; one that was named and cannot be opened is an error."""
         scorers = Scorers.open(asr, speaker_encoder, device=device)
         named = {"asr": asr is not None, "speaker_encoder": speaker_encoder != RESEMBLYZER}
         for scorer, reason in scorers.missing.items():
@@ -100,11 +98,11 @@ class TakeRanker:
 
     @property
     def name(self) -> str:
-        """Identifies the scorers: others may choose another take."""
+        """Names of the scorers: others may choose another take."""
         return str(sorted(self.scorers.names.items()))
 
     def check(self, references: int) -> None:
-        """Refuse, before anything is spoken, takes with so many references that no scorer could tell apart."""
+        """Raise an error before anything is spoken if no scorer can rank takes with so many references."""
         usable = self.scorers.names.keys() - (set() if references == 1 else {"speaker_encoder"})
         if usable:
             return
