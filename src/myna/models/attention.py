@@ -41,8 +41,7 @@ def padded_causal_attention(
 
 
 def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat key and value heads for every query head, in half precision on CUDA. With shared heads, older GPUs have no
-    fused kernel and would compute all pairs."""
+    """Repeat shared heads in half precision on CUDA: older GPUs have no fused kernel for them and compute all pairs."""
     if not q.is_cuda or q.dtype == torch.float32:
         return k, v
     repeats = q.shape[1] // k.shape[1]

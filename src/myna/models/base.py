@@ -210,8 +210,8 @@ class Family(ABC):
 
     @abstractmethod
     def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
-        """Load the weights, checked key by key. `dtype` None keeps the stored types; device `meta` gives shapes without
-        weights."""
+        """Load the weights, checked key by key. `dtype` None keeps the stored types; device `meta` gives shapes
+        alone."""
 
     @abstractmethod
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
@@ -239,8 +239,7 @@ class Family(ABC):
 
     @abstractmethod
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        """Count the tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key, the
-        id of an utterance."""
+        """Count the tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key."""
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the positions that clips of these numbers of frames take, without the constant part of every clip."""
@@ -437,8 +436,7 @@ class SpeechDecoder(Protocol):
     rows: int
     max_positions: int
     steps_ahead: int
-    """Number of steps that may be enqueued before the result of the first is read; 0 if a step is over when it
-    returns."""
+    """Number of steps that may be enqueued before the result of the first is read; 0 if a step is synchronous."""
 
     @property
     def adapters(self) -> AdapterSlots | None:
@@ -478,5 +476,5 @@ class SpeechDecoder(Protocol):
         """Return the number of whole frames of codes in a row's step results."""
 
     def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
-        """(frames, codebooks): frames `start` to `stop` of a row's step results, without the delay. The ends of stream
-        are the frame after the last."""
+        """(frames, codebooks): frames `start` to `stop` without the delay. The ends of stream are the frame after the
+        last."""

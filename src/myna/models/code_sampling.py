@@ -111,8 +111,7 @@ class RowState:
 
 
 def sample_frame(logits: torch.Tensor, state: RowState, rows: int, begin: int, end: int) -> torch.Tensor:
-    """Sample the next frame of the first rows: (rows, codebooks, classes) -> (rows, codebooks). Leaves the state
-    unchanged."""
+    """Sample the next frame, (rows, codebooks, classes) -> (rows, codebooks). Leaves the state unchanged."""
     frames, ends, temperature = state.frames[:rows], state.ends[:rows], state.temperatures[:rows]
     books = torch.arange(logits.shape[1], device=logits.device)
     allowed = logits.clone()

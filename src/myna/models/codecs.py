@@ -27,8 +27,7 @@ FIRST_WINDOW = 2
 MAX_WINDOW = 128
 """Frames of the windows of a long stream. With a reach of 10 frames, one frame in seven is decoded twice."""
 PROBE_FRAMES = 45
-"""Frames of the probe: few enough to be quick. Small windows count, because libraries have other kernels for few
-rows."""
+"""Frames of the probe: quick to decode, and few, because libraries have other kernels for few rows."""
 
 
 def check_clips(codec: Codec, clips: npt.NDArray[np.float32]) -> None:
@@ -80,8 +79,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def codec_revision(settings: object, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash a codec's settings and weights, tensor by tensor, so that other shards of the same tensors are the same
-    codec."""
+    """Hash settings and weights, tensor by tensor: other shards of the same tensors are the same codec."""
     lines = []
     for name, tensor in tensors:
         content = hashlib.blake2b(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -36,8 +36,7 @@ NetworkT = TypeVar("NetworkT", bound="nn.Module")
 
 
 def resolve_checkpoint(source: str, revision: str | None) -> Path:
-    """Return the folder of a checkpoint: a local path, or a download from the hub. OWNER/NAME@REVISION names a revision
-    too."""
+    """Return the folder of a local checkpoint, or of a download from the hub: OWNER/NAME or OWNER/NAME@REVISION."""
     folder = Path(source).expanduser()
     if not folder.exists() and (pinned := re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", source)):
         if revision is not None and revision != pinned[2]:
@@ -71,8 +70,7 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
 
 
 def absolute_source(source: str) -> str:
-    """Return a source that can be opened from any working directory: the full path of a folder, or the hub name as it
-    is."""
+    """Return a source that opens from any working directory: the full path of a folder, or the hub name as it is."""
     from myna.models import is_model_name
 
     folder = Path(source).expanduser()
@@ -170,8 +168,7 @@ def state_dict_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[
 
 
 def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse the weights of a folder unless all names and shapes are those of the state dict that its configuration
-    needs."""
+    """Refuse weights whose names or shapes differ from the state dict that the folder's configuration needs."""
     if problems := state_dict_problems(shapes_of(expected), found):
         raise CheckpointError(
             "\n  ".join([f"the weights in {folder} do not fit its config.json", *problems]),
@@ -278,8 +275,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def find_adapter(source: str | os.PathLike[str]) -> Path:
-    """Return the PEFT folder of an adapter: the folder itself, the `adapter/` of a run or of one of its checkpoints, or
-    a download from the hub."""
+    """Return the PEFT folder of an adapter: that folder, `adapter/` in a run or checkpoint, or a hub download."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = resolve_checkpoint(Path(source).as_posix(), None)

@@ -33,8 +33,7 @@ class ModulePatterns:
     """Short name -> pattern of full module names. Every parameter belongs to one part; heads end in `_head`."""
 
     def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
-        """Return the LoRA targets of an unwrapped model. A head is only selected: it is trained in full or not at
-        all."""
+        """Return the LoRA targets of a model. A head is only selected: it is trained in full or not at all."""
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         endings = custom if mode == "custom" else ()
         for ending in endings:

@@ -169,8 +169,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's format. The configuration goes last, so a
-    folder that has one has its weights too."""
+    """Write an adapter in PEFT's format. The configuration goes last: a folder that has one has its weights too."""
     if not isinstance(model, PeftModel):
         raise TrainingError("the model carries no adapter to save", hint="with adapt.mode: full save the whole model")
     tensors = {name: tensor.contiguous() for name, tensor in adapter_state_dict(model).items()}
@@ -257,8 +256,7 @@ def initialize_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def scale_adapter(model: nn.Module, strength: float) -> None:
-    """Scale the effect of an adapter: below 1 the model lies between the base and the tuned one. Whole modules get the
-    base model's dtype."""
+    """Scale the effect of an adapter; 0 is the base, 1 the tuned model. Whole modules get the base model's dtype."""
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             trained = module.modules_to_save[_ADAPTER]
@@ -398,8 +396,7 @@ def _has_effect(layer: Any) -> bool:
 
 
 def count_model(family: SupportsBaseModel, settings: AdaptSettings) -> dict[str, Any]:
-    """Count total, trainable and LoRA parameters, with shares from 0 to 1, and their modules. The model is on the meta
-    device; its text head always counts."""
+    """Count total, trainable and LoRA parameters, on the meta device and with the text head; shares are 0 to 1."""
     model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
     if settings.mode == "full":
         adapted = selected = 0

@@ -238,8 +238,8 @@ QUANTIZED_LINEARS: dict[str, type[QuantizedLinear]] = {kind.kind: kind for kind 
 
 
 def quantize(model: nn.Module, kind: Quantization, names: Iterable[str], device: torch.device | str) -> nn.Module:
-    """Quantize the linear layers of these names, one by one to limit peak memory, and move the model to the device.
-    `none` changes and moves nothing."""
+    """Quantize linear layers one by one, to limit peak memory, and move the model to the device; `none` does
+    nothing."""
     if kind == "none":
         return model
     for name in names:

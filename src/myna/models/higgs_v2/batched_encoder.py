@@ -99,8 +99,7 @@ class FusedConv(nn.Module):
     def with_sum(
         self, x: Tensor, ends: Tensor, residual: Tensor | None = None, activation: Activation = None, keep: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the output plus `residual`, before and after the activation. Without `keep`, only the latter is
-        valid."""
+        """Return the output plus `residual` before and after the activation; the former is only valid with `keep`."""
         # Kernels of even length give one position more than HuBERT's positional convolution keeps.
         time_out = min(self.length(x.shape[1]), x.shape[1])
         if supports_triton(x):
@@ -130,8 +129,7 @@ class WaveformConv(nn.Module):
     def forward(
         self, waves: Tensor, ends: Tensor, activation: Activation, norm: nn.GroupNorm | None = None, keep: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Convolve (clips, samples) and activate; with a `norm`, the output is group-normalized over each clip's
-        time."""
+        """Convolve (clips, samples) and activate; a `norm` is applied over each clip's time."""
         scale, shift = (None, self.bias) if norm is None else self.norm_scale_and_shift(waves, ends, norm)
         if supports_triton(waves):
             time_out = self.length(waves.shape[1])
@@ -267,8 +265,7 @@ class HubertEncoder(nn.Module):
         self.layers = nn.ModuleList(HubertLayer(layer) for layer in model.encoder.layers)
 
     def forward(self, waves: Tensor, ends: Tensor, mixed: bool) -> Tensor:
-        """Encode waves; `ends` are in samples. `mixed` says whether they differ, since comparing them would wait for
-        the GPU."""
+        """Encode waves; `ends` are in samples. `mixed`: whether they differ; a comparison would wait for the GPU."""
         _, x = self.first(waves, ends, norm=self.norm_over_time, activation="gelu")
         ends = self.first.length(ends)
         conv: Any
@@ -311,8 +308,7 @@ class SemanticEncoder(nn.Module):
 
 
 class BatchedEncoder(nn.Module):
-    """Encoder of the Higgs codec for clips of unequal length. Build it on the model's final device, which decides the
-    format of the copied weights."""
+    """Encoder for clips of unequal length. Build it on its final device: the format of its weights depends on it."""
 
     def __init__(self, model: Any, resample: Callable[[Tensor, int, int], Tensor]) -> None:
         super().__init__()
@@ -356,8 +352,7 @@ class BatchedEncoder(nn.Module):
 
 
 def unsupported_reason(model: Any) -> str | None:
-    """Return why a codec cannot use the batched encoder, which supports only the form of HuBERT in the released
-    codec."""
+    """Return why a codec cannot use the batched encoder, which supports only the released form of HuBERT."""
     config = model.config.semantic_model_config
     if config.model_type != "hubert" or config.do_stable_layer_norm or config.feat_extract_norm != "group":
         return "its semantic model is not a HuBERT with one norm over time"
@@ -387,8 +382,8 @@ class BatchedCodec:
         return (2**31 - 1) // max(len(self._encoder.acoustic.first.bias), len(self._encoder.hubert.first.bias))
 
     def encode(self, clips: Sequence[Samples], batch_seconds: float) -> Iterator[tuple[list[int], list[Codes] | None]]:
-        """Yield codes with the indices of their clips; None if an activation overflowed fp16. The GPU computes the next
-        batch while codes are fetched."""
+        """Yield codes with the indices of their clips, None for an overflow of fp16, while the next batch is
+        computed."""
         pending = None
         for indices in self.batches([len(clip) for clip in clips], batch_seconds):
             launched = indices, self._launch([clips[index] for index in indices])
@@ -436,7 +431,7 @@ class BatchedCodec:
         return fetch
 
     def mismatch_reason(self, codec: Codec) -> str | None:
-        """Compare with `codec.encode` on a minute of synthetic speech. Returns the reason if the codes differ, else
+        """Compare with `codec.encode` on a minute of synthetic speech; returns the reason if codes differ, else
         None."""
         lengths = [max(1, int(seconds * self._rate) // self._hop) * self._hop for seconds in PROBE_SECONDS]
         clips = synthetic_speech(lengths, self._rate)
@@ -463,8 +458,7 @@ class BatchedCodec:
 
 
 def synthetic_speech(lengths: Sequence[int], rate: int, seed: int = 0) -> list[Samples]:
-    """Make speech-like clips of these lengths to probe a codec: gliding pitch, breath noise, syllables, various
-    levels."""
+    """Make speech-like clips of these lengths: gliding pitch, breath noise, syllables, various levels."""
     rng = np.random.default_rng(seed)
     clips: list[Samples] = []
     for samples in lengths:

@@ -94,8 +94,7 @@ SPECIAL_IDS = {
     "pad_token_id": "<|end_of_text|>",
     "eos_token_id": "<|eot_id|>",
 }
-"""Settings of token ids, and their tokens. `bos_token_id` is left out: transformers' default is wrong, and it is never
-read."""
+"""Settings of token ids, and their tokens. transformers' default of `bos_token_id` is wrong, and never read."""
 PROMPT_TOKENS = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     *("<|audio_bos|>", "<|audio_eos|>", "<|audio_out_bos|>", "<|AUDIO_OUT|>", DELAY_TOKEN),
@@ -119,7 +118,7 @@ def read_sampling(folder: Path) -> Sampling:
 
 
 def _generation_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return sampling settings in transformers' names. It refuses temperature 0, and sampling settings without
+    """Return the settings in transformers' names, which allow neither temperature 0 nor settings without
     `do_sample`."""
     settings = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING_KEYS.items()}
     if sampling.temperature > 0:

@@ -155,8 +155,7 @@ class HiggsCodec:
 
     @property
     def window_independent(self) -> bool:
-        """Whether long windows give the same bits. They do with the batched decoder's kernels; libraries order sums
-        differently in another window."""
+        """Whether other windows give the same bits: with our kernels they do, libraries order sums differently."""
         return supports_triton(self._model.fc.weight)
 
     def decode(self, codes: Codes) -> Samples:
@@ -194,8 +193,7 @@ class HiggsCodec:
 
 
 def decode_reach(decoder: nn.Module, hop: int) -> int:
-    """Return the frames on either side of a frame that its samples depend on, from the decoder's convolutions, last to
-    first."""
+    """Return the frames on either side that a frame's samples depend on, from the convolutions, last to first."""
     first, last = 0, hop - 1
     convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
     for conv in reversed(convolutions):
@@ -357,8 +355,7 @@ def _transposed(conv: nn.ConvTranspose1d) -> FusedConv:
 
 
 class BatchedDecoder(nn.Module):
-    """Decoder of the Higgs codec for windows of unequal length. Build it on the model's final device, which decides the
-    format of the copied weights."""
+    """Decoder for windows of unequal length. Build it on its final device: the format of its weights depends on it."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

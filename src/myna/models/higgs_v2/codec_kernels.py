@@ -238,7 +238,7 @@ def launch_waveform_conv(
     alpha: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve waves with `weight` (taps, channels), `scale` (clips, channels) and `shift` (channels,) or (clips,
+    """Convolve waves: `weight` (taps, channels), `scale` (clips, channels), `shift` (channels,) or (clips,
     channels)."""
     (clips, time_in), (taps, channels) = waves.shape, weight.shape
     out = waves.new_empty(clips, time_out, channels)

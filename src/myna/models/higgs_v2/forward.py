@@ -161,8 +161,7 @@ AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], to
 
 
 def embed_inputs(core: Any, text_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the residual stream before the first layer. A trained embedding is fp32 and is cast to the other's
-    type."""
+    """Return the residual stream before the first layer. A trained embedding is fp32, and cast to the other's type."""
     text = core.model.embed_tokens(text_ids)
     return torch.cat([text, core.model.embed_audio_tokens(codes).to(text.dtype)])
 

@@ -23,8 +23,7 @@ from myna.models.phi4.checkpoint import eos_ids
 
 
 def encode_audio(core: Any, features: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
-    """Encode (clips, spectra, bands) to (clips, positions, hidden size): embeddings at the placeholders of each
-    clip."""
+    """Encode (clips, spectra, bands) to embeddings at the placeholders, (clips, positions, hidden size)."""
     audio_embed = core.model.embed_tokens_extend.audio_embed
     encoder = audio_embed.encoder
     hidden = encoder.encoder_embedding(features).to(audio_embed.up_proj_for_speech.bias.dtype)
@@ -64,8 +63,7 @@ class RotaryTables(NamedTuple):
 
     @classmethod
     def at(cls, core: Any, position_ids: torch.Tensor) -> RotaryTables:
-        """Make tables with the frequencies of short sequences. Longer ones would need others, and the renderer refuses
-        them."""
+        """Make tables with the frequencies of short sequences; the renderer refuses longer ones."""
         rotary = core.model.rotary_emb
         angles = position_ids[:, None].float() * rotary.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
@@ -81,8 +79,7 @@ class RotaryTables(NamedTuple):
 
 
 def embed(core: Any, batch: Phi4Batch) -> torch.Tensor:
-    """Return the residual stream before the first layer: token embeddings, and audio embeddings at their
-    placeholders."""
+    """Return the residual stream before the first layer: embeddings of tokens, and of audio at its placeholders."""
     stream: torch.Tensor = core.model.embed_tokens(batch.ids).float()
     if not len(batch.audio_at):
         return stream

@@ -22,8 +22,7 @@ CLOSING_BYTES = b'"},:50'
 """Bytes that lead to the end of a JSON object soonest, in order of preference. If none of them is allowed, the smallest
 byte that is no blank is used: the next letter of a key, or the rest of a character."""
 LONGEST_DETOUR_BYTES = 16
-"""Bytes by which the completion of a state may be longer than that of an empty answer: an escape or a character that
-has begun."""
+"""Bytes by which a completion may exceed that of an empty answer: an escape or a character that has begun."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -87,8 +86,7 @@ class ConstrainedDecoder:
         self.tokens_left = max_tokens
 
     def choose(self, logits: torch.Tensor) -> list[int]:
-        """Return the likeliest allowed token of each answer for logits (answers, vocabulary); any token for an answer
-        that ended."""
+        """Return the likeliest allowed token of each answer, (answers, vocabulary); any token if the answer ended."""
         masks = torch.from_numpy(np.stack([answer.mask() for answer in self.answers])).to(logits.device)
         likeliest = logits.masked_fill(~masks, -torch.inf).argmax(-1).tolist()
         self.tokens_left -= 1

@@ -33,8 +33,7 @@ def tiny_config(
     tied: bool = False,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Phi4MultimodalConfig:
-    """Return the true architecture with few and narrow layers, `layers` of the decoder and `blocks` of the audio
-    encoder; ids are the tokenizer's."""
+    """Return the true architecture with few narrow layers, `layers` in the decoder, `blocks` in the audio encoder."""
     tokenizer = tokenizer or tiny_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     return Phi4MultimodalConfig(

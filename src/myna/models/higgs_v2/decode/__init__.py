@@ -89,8 +89,8 @@ class HiggsDecoder:
     def _prefill(
         self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, adapted: bool
     ) -> None:
-        """Process one sequence into its row of the cache, with the row's adapter. Position i of the residual stream is
-        position `order[i]` of the sequence."""
+        """Process one sequence into its row of the cache. Position i of the stream is position `order[i]` of the
+        sequence."""
 
         def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
@@ -183,8 +183,7 @@ class HiggsDecoder:
             return torch.matmul(weights, values).view(1, self.heads, self.head_dim)
 
         def attend_many(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            """Attend with one query per row. Heads that share keys are taken as positions, so that no key is
-            repeated."""
+            """Attend with one query per row. Heads that share keys are taken as positions: no key is repeated."""
             keys, values = self.keys[layer], self.values[layer]
             keys[row, :, positions] = k.to(keys.dtype)
             values[row, :, positions] = v.to(keys.dtype)

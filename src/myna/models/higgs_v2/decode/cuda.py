@@ -43,8 +43,7 @@ ADAPTER_CHUNK = 16
 ROTATED_HEADS = 4
 """Largest number of heads that a program rotates. With adapters it rotates one."""
 NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
-"""Warps of the norm kernel in a decoder without and with adapter slots, in use or not. The order of a sum depends on
-it."""
+"""Warps of the norm kernel in a decoder without and with adapter slots; the order of a sum depends on it."""
 
 
 class DecodeAttentionTile(NamedTuple):
@@ -154,8 +153,7 @@ class CudaDecoder(HiggsDecoder):
 
     @torch.inference_mode()
     def prefill(self, row: int, prompt: RenderedSequence) -> None:
-        """Replay the graph of the prompt's size. Padding follows the prompt's end: no position attends to it, and the
-        following frames overwrite it."""
+        """Replay the graph of the prompt's size. No position attends to the padding, which later frames overwrite."""
         is_audio = audio_positions(prompt, self.core.config)
         text, audio = np.flatnonzero(~is_audio), np.flatnonzero(is_audio)
         sizes = [-(-len(part) // PROMPT_BUCKET) * PROMPT_BUCKET for part in (text, audio)]
@@ -254,8 +252,7 @@ class CudaDecoder(HiggsDecoder):
         return min((size for size in ROW_BUCKETS if rows <= size <= self.rows), default=self.rows)
 
     def _adapter_version(self, adapted: bool) -> int:
-        """Return 0 without adapters, else a number that changes when the adapters' tensors are allocated anew. Graphs
-        that read the old ones are dropped."""
+        """Return 0 without adapters, else the version of the adapters' tensors; graphs of old versions are dropped."""
         if self.adapters is None or not adapted:
             return 0
         version = self.adapters.version
@@ -329,8 +326,7 @@ class CudaDecoder(HiggsDecoder):
         )
 
     def _launch_modules(self, rows: int, adapted: bool) -> None:
-        """Run layers and head through transformers' modules, for weights that no kernel reads: in training, or with an
-        adapter in the model."""
+        """Run layers and head through transformers' modules: in training, or with an adapter in the model."""
         core, positions = self.core, self.state.positions[:rows]
         row = torch.arange(rows, device=self.device)
         cos, sin = self._cos[positions], self._rotary_sin[positions]
@@ -416,8 +412,7 @@ class CudaDecoder(HiggsDecoder):
         )
 
     def _matrix_layers(self, rows: int, adapted: bool) -> None:
-        """Run layers and head for several rows: cuBLAS's products, with our kernels between them, which add what the
-        rows' adapters add."""
+        """Run layers and head for several rows: cuBLAS's products, and between them our kernels, which add adapters."""
         core, layers = self.core, self._layers or self._packed or []
         x = torch.empty(rows, self._h.shape[1], dtype=self._q.dtype, device=self.device)
         batch = MatrixBatch(self, rows, adapted)
@@ -473,8 +468,7 @@ class MatrixBatch:
         self.codes = (decoder._codes8, decoder._scales8) if self.quantized else (None, None)
 
     def product(self, x: torch.Tensor, weight: Weight, group: str, layer: int) -> Product:
-        """Return x W' and the input multiplied by the adapters' A, in one product if A lies below W. In fp8, x is read
-        in its last quantization."""
+        """Return x W' and x A', in one product if A lies below W. In fp8, x is read in its last quantization."""
         decoder, state = self.decoder, self.decoder.state
         if self.adapters is None:
             return Product(self._multiply(x, weight), None, None, state)

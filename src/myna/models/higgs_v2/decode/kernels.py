@@ -29,8 +29,7 @@ def _inputs(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_weight(w, scales, levels, rows, k, K: tl.constexpr, FORMAT: tl.constexpr):
-    """Load whole rows of a weight (outputs, inputs), each read once a step; for nf4 also the second input of each
-    pair."""
+    """Load whole rows of a weight (outputs, inputs) for one use; for nf4 also the second input of each pair."""
     row = rows[:, None].to(tl.int64)
     if FORMAT == "nf4":
         inside = (k < K // 2)[None, :]
@@ -299,8 +298,7 @@ def add_rms_norm_kernel(
     K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr,
     QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Add an update and what the row's adapter adds to h, and write the norm of the result, also in fp8 with
-    QUANTIZE."""
+    """Add an update and the adapter's part to h, and write the norm of the result, with QUANTIZE also in fp8."""
     b = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     if RANK > 0:
@@ -328,8 +326,7 @@ def rotate_and_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
     CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Process GROUP heads of a row, all of one kind, after cuBLAS's product: add what the row's adapter adds, rotate,
-    and write to the cache."""
+    """Process GROUP heads of one kind after cuBLAS's product: add the adapter's part, rotate, write to the cache."""
     half: tl.constexpr = D // 2
     outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     b, head = tl.program_id(0), tl.program_id(1) * GROUP
@@ -372,8 +369,7 @@ def place_prompt_kernel(
     qkv, q_out, k_out, v_out, k_cache, v_cache, cos, sin, order, row, length, max_positions,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one position of a prompt, and write it to its place in the sequence, (heads, length, D), and
-    in the row's cache."""
+    """Rotate one head of a prompt's position; write it to its place in (heads, length, D) and to the cache."""
     half: tl.constexpr = D // 2
     i, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, half)

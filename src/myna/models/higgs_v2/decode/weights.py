@@ -25,8 +25,7 @@ MAX_COPIED_BYTES = 2**30
 """Largest model of which a copy is made, in bytes."""
 
 WeightFormat = Literal["plain", "row_scales", "nf4"]
-"""Format of weights that kernels read: numbers; codes with a scale per output (fp8, int8); nf4 with a scale per
-block."""
+"""Format of weights for kernels: numbers; codes with scales per output (fp8, int8); nf4 with scales per block."""
 RANK_MULTIPLE = 8
 """Smallest padded rank; ranks are padded to powers of two."""
 GROUPS = {
@@ -77,8 +76,7 @@ class TextWeights:
 
 
 def packed_format(core: Any) -> WeightFormat | None:
-    """Return the format in which kernels can read the quantized layers; None if they are not quantized, or
-    differently."""
+    """Return the format in which kernels can read the quantized layers; None if there is none."""
     linears = [linear for layer in core.model.layers for linear in _linears(layer)]
     kinds = {type(linear) for linear in linears}
     if len(kinds) != 1 or any(linear.bias is not None for linear in linears):
@@ -324,8 +322,8 @@ class HiggsAdapterSlots:
         return self._names[name]
 
     def delta(self, slot: torch.Tensor, strength: torch.Tensor) -> AdapterDelta:
-        """Return the function of what one adapter adds to every position. Both tensors have one entry; slot -1 is no
-        adapter."""
+        """Return the function of what one adapter adds to every position; both tensors have one entry, slot -1 is
+        none."""
         index = slot.clamp(min=0)
         factor = torch.where(slot >= 0, strength, 0.0)
 

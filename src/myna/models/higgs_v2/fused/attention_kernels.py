@@ -60,8 +60,7 @@ def _forward_kernel(
     q, k, v, out, log2sumexp, tiles, positions, scale,
     GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Output of causal attention. `log2sumexp` is the base-2 logarithm of the softmax denominator; `scale` includes
-    log2(e)."""
+    """Attend. `log2sumexp` is the base-2 logarithm of the softmax denominator; `scale` includes log2(e)."""
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)

@@ -37,8 +37,7 @@ ROW_ALIGNMENT = 64
 SCALE_ALIGNMENT_BYTES = 16
 """Alignment of the address of fp8 row scales."""
 FP8_HEADROOM = 64
-"""Factor by which a value of B may exceed its row's largest weight before fp8 saturates. As floats, the codes lose
-almost no precision by it."""
+"""Factor by which B may exceed its row's largest weight before fp8 saturates; it costs almost no precision."""
 
 
 class ModalityNorms(NamedTuple):
@@ -108,8 +107,7 @@ def rms_norm_backward(
     order: torch.Tensor | None = None,
     ordered: PackedInput | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of `add_rms_norm` with respect to the residual stream. Row i also goes to row `order[i]` of
-    `ordered`."""
+    """Return the gradient of `add_rms_norm` for the stream. Row i also goes to row `order[i]` of `ordered`."""
     if supports_triton(stream):
         arguments = (d_normed, stream, inverse_rms, norms, num_text, d_stream, order, ordered)
         return _kernels().launch_rms_norm_backward(*arguments)  # type: ignore[no-any-return]
@@ -502,8 +500,7 @@ def _matmul_fp8(packed: PackedInput, codes: torch.Tensor, scale: torch.Tensor, o
 
 
 def make_linear_group(linears: Sequence[Any], *siblings: Sequence[Any]) -> FusedLinearGroup:
-    """Make the group for layers as they are stored. Its LoRA width is the largest among it and its `siblings`, so that
-    rows of all of them fit one buffer."""
+    """Make the group for layers as they are stored. Rows of the group and its `siblings` have one LoRA width."""
     base = linears[0].get_base_layer() if isinstance(linears[0], LoraLayer) else linears[0]
     lora_width = max(_lora_width(group) for group in (linears, *siblings))
     if isinstance(base, Fp8Linear):
