@@ -67,7 +67,7 @@ def test_the_container_file_names_what_there_is(routes: set[str]) -> None:
     probed = re.search(rf"http://127\.0\.0\.1:{port}(/\w+)", check[2])
     assert given["EXPOSE"] == port and probed and probed[1] in routes
     variables = dict(pair.split("=") for pair in shlex.split(given["ENV"]))
-    source = (ROOT / "src" / "myna" / "core" / "user_folders.py").read_text(encoding="utf-8")
+    source = (ROOT / "src" / "myna" / "core" / "io.py").read_text(encoding="utf-8")
     assert '"MYNA_HOME"' in source and variables["MYNA_HOME"] == given["VOLUME"]
     assert json.loads(given["CMD"]) == ["fledgling"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -234,13 +235,18 @@ def _open_voice(options: SpeakOptions) -> Voice:
         show_warnings(problems, console(stderr=True))
         warnings.simplefilter("ignore", ReferenceWarning)  # they were shown
     ref = ModelRef.from_options(opened.pop("run", None), opened.pop("model", None))
-    import torch
+    gc.disable()  # imported modules are no garbage, and a second would go into looking for some
+    try:
+        import torch
 
-    from myna.speak.voice import Voice
+        from myna.speak.voice import Voice
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    voice = Voice.open(ref, **opened)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        voice = Voice.open(ref, **opened)
+    finally:
+        gc.freeze()
+        gc.enable()
     # A small model keeps one thread: a second gains nothing, and waits in a busy loop for its share of the cores.
     if sum(parameter.numel() for parameter in voice.engine.model.parameters()) > SINGLE_THREAD_PARAMETERS:
         torch.set_num_threads(threads)
