@@ -1,20 +1,51 @@
-"""What newcomers type: the notebook and the README's tour run as they stand there."""
+"""The notebook and the commands of the README run as they stand there, with fewer steps and a tiny or shipped model."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tone_corpus import REFERENCE, write_recordings
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "first_voice.ipynb"
-README = ROOT / "README.md"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TINY_TRAINING = ("model.source=tiny", "model.check_pretrained=false", "train.epochs=null", "train.steps=2")
+REFERENCE_LENGTH = "data.reference_seconds=[0.2,10]"
+
+
+def code_blocks(heading: str, language: str) -> list[str]:
+    """Return the code blocks of a section of the README."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    assert section, heading
+    return re.findall(rf"```{language}\n(.*?)```", section[1], re.DOTALL)
+
+
+def commands(heading: str) -> list[str]:
+    """Return the commands of a section, without comments; lines that end in a backslash are joined."""
+    text = "".join(code_blocks(heading, "bash")).replace("\\\n", "")
+    return [line.partition(" #")[0].strip() for line in text.splitlines()]
+
+
+def as_started(command: str) -> str:
+    """Return the command with the Python of the tests in place of the installed `myna`."""
+    return re.sub(r"^myna ", f"{shlex.quote(sys.executable)} -m myna ", command)
+
+
+def run(command: str, folder: Path) -> None:
+    result = subprocess.run(as_started(command), shell=True, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.slow
@@ -29,26 +60,61 @@ def test_the_notebook_runs_and_speaks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "<audio" in namespace["speech"]._repr_html_()
 
 
-def tour() -> list[str]:
-    """The commands of the README's tour, lines that end in a backslash joined with the next."""
-    block = re.search(r"## A short tour\n.*?```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert block
-    return block[1].replace("\\\n", "").splitlines()
+def test_the_install_commands_name_extras_and_targets_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    asked = set(",".join(re.findall(r"\[([a-z,]+)\]\"", " ".join(commands("Install")))).split(","))
+    listed = set(re.findall(r"`(\w+)`", README.partition("Extras:")[2].partition("\n\n")[0]))
+    assert asked and asked <= extras.keys() and listed <= extras.keys()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"make ([a-z-]+)", " ".join(commands("Install") + commands("Try it")))
+    assert targets == ["setup", "demo"] and all(f"\n{target}:" in makefile for target in targets)
 
 
 @pytest.mark.slow
-def test_the_tour_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
-    """In a folder in which `make demo` was run, here with two steps of training and no ASR."""
-    script = tmp_path / "bin" / "myna"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m myna "$@"\n')
-    script.chmod(0o755)
-    environment = os.environ | {"PATH": f"{script.parent}{os.pathsep}{os.environ['PATH']}"}
-    commands = tour()
-    assert commands[0] == "source .venv/bin/activate"
-    for command in ["myna demo --out demo --set train.steps=2 --set train.evaluate_every=2", *commands[1:]]:
-        result = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    assert (tmp_path / "good-morning.wav").is_file()
+def test_the_demo_of_the_readme_writes_its_page(tmp_path: Path) -> None:
+    assert "`myna demo`" not in commands("Try it")[0]
+    run("myna demo --set train.steps=2 --set train.evaluate_every=2", tmp_path)
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.slow
+def test_the_commands_for_a_voice_prepare_train_speak_and_serve(tmp_path: Path) -> None:
+    """The released model is replaced by a tiny random one, and the training has two steps."""
+    prepare, train, speak, serve = commands("Your voice, on a 24 GB GPU")
+    write_recordings(tmp_path / "recordings")
+    shutil.copy(tmp_path / "recordings" / "robin" / "robin-0.wav", tmp_path / "reference.wav")
+    run("myna model tiny --out tiny", tmp_path)
+    run(prepare.replace("bosonai/higgs-audio-v2-generation-3B-base", "tiny"), tmp_path)
+    settings = shlex.join(word for setting in (*TINY_TRAINING, REFERENCE_LENGTH) for word in ("--set", setting))
+    run(f"{train} {settings}", tmp_path)
+    run(f"{speak.replace('What is said in it.', REFERENCE)} --max-seconds 0.4", tmp_path)
+    assert (tmp_path / "morning.wav").is_file()
+    with subprocess.Popen(
+        f"exec {as_started(serve)} --port 0 --device cpu --streams 1 --positions 512",
+        shell=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        output, deadline = "", time.monotonic() + 120
+        while "Ctrl+C ends it" not in output and time.monotonic() < deadline and server.poll() is None:
+            output += server.stdout.readline()
+        server.terminate()
+    assert "Ctrl+C ends it" in output, output
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_recordings(tmp_path / "recordings")
+    shutil.copy(tmp_path / "recordings" / "heron" / "heron-0.wav", tmp_path / "ref.wav")
+    (block,) = code_blocks("From Python", "python")
+    fewer = 'steps=2, settings={"data.reference_seconds": [0.2, 10]}'
+    for text, instead in (("steps=60", fewer), ("...", REFERENCE)):
+        assert text in block
+        block = block.replace(text, instead, 1)
+    exec(compile(block, "README.md", "exec"), {})
+    assert (tmp_path / "out.wav").is_file()
