@@ -44,34 +44,34 @@ AUDIO_FORMATS = {  # of libsndfile
 }
 M4A_SUFFIX = ".m4a"
 BLOCK_SAMPLES = 1 << 20
-"""Samples of all channels decoded at a time."""
+"""Samples of all channels decoded at once."""
 UNKNOWN_LENGTH_FRAMES = 1 << 62
-"""libsndfile's frame count, or more, where the header gives no length."""
+"""Frame count, or more, that libsndfile gives if the header has no length."""
 SAMPLE_RATES = range(500, 1_000_000)
-"""Any recording's: with another the header is damaged, and a few bytes of samples would become hours."""
+"""Rates of real recordings. With another rate the header is damaged: a few bytes of samples would become hours."""
 MAX_MISSING_SECONDS = 0.1
-"""By which a file may end before its header says so."""
+"""Seconds by which a file may end before the end given by its header."""
 SILENCE_PEAK = 1e-3
-"""Peak, of a full scale of 1, below which a recording is silence: -60 dB."""
+"""Peak, of a full scale of 1, below which a recording is silence (-60 dB)."""
 SILENCE_WINDOW_SECONDS = 0.01
-"""Length of the parts that are judged each for itself."""
+"""Seconds of the windows in which silence is judged."""
 DATA_SIZE = re.compile(r"^\s*(?:data(?: size)?|SSND|BODY)\s*:\s*(\d+)(?: \(should be (\d+)\))?", re.I | re.M)
-"""The size of the samples in libsndfile's log: as the header has it, and as it is."""
+"""Size of the samples in libsndfile's log: the value in the header, and the actual one."""
 STREAMED_SIZES = (range(0x7FFF_EF00, 0x8000_0000), range(0xFFFF_EF00, 0x1_0000_0000))
-"""Sizes in WAV headers written to a pipe, before the length was known."""
+"""Sizes in WAV headers that were written to a pipe, before the length was known."""
 PREROLL_SECONDS = 0.3
-"""Decoded and dropped before a span: MP3 frames depend on those before them."""
+"""Seconds decoded and dropped before a span, because MP3 frames depend on those before them."""
 
 
 class AudioFileError(AudioError):
-    """A recording that cannot be used; `defect` is its kind."""
+    """Recording that cannot be used; `defect` is the kind of its defect."""
 
     def __init__(self, path: Path, flaw: AudioDefect, detail: str = "", missing_seconds: float = 0.0) -> None:
         super().__init__(f"{path}: {flaw}{detail and ': ' + detail}", hint=DEFECT_HINTS[flaw])
         self.defect = flaw
         self.detail = detail
         self.missing_seconds = missing_seconds
-        """Of a file that is cut short: what its header promises beyond what there is."""
+        """Seconds by which a file is shorter than its header promises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class AudioInfo:
     sample_rate: int
     channels: int
     silences: tuple[tuple[float, float], ...] | None = field(default=None, compare=False, repr=False)
-    """Where nothing is heard, from second to second; None where nothing was decoded."""
+    """Start and end of silences in seconds; None if nothing was decoded."""
 
     def is_silent(self, start: float = 0.0, end: float | None = None) -> bool:
-        """Whether a part of a recording that `check_audio` has decoded is silence."""
+        """Tell whether a part of a recording decoded by `check_audio` is silent."""
         assert self.silences is not None
         stop = self.seconds if end is None else end
         edge = min(SILENCE_WINDOW_SECONDS, (stop - start) / 4)
@@ -91,13 +91,14 @@ class AudioInfo:
 
 
 def probe(path: Path) -> AudioInfo:
-    """Length, rate and channels from the header; nothing is decoded."""
+    """Return length, rate and channels from the header, without decoding."""
     with _open(path) as file:
         return AudioInfo(file.frames / file.samplerate, file.samplerate, file.channels)
 
 
 def check_audio(path: Path) -> AudioInfo:
-    """Decode every sample: the true length, or an `AudioFileError`. Silence is for `AudioInfo.is_silent` to tell."""
+    """Decode every sample and return the true length, or raise an `AudioFileError`. Silence is no error here: see
+    `AudioInfo.is_silent`."""
     with _open(path) as file:
         frames, window = 0, _window_frames(file.samplerate)
         is_silent = [np.empty(0, np.bool_)]
@@ -119,9 +120,9 @@ def read_audio(
     span: tuple[float, float | None] | None = None,
     max_seconds: float | None = None,
 ) -> Samples:
-    """Mono samples of the recording, or of `span` in seconds, at `sample_rate`. Only the span is decoded.
+    """Return mono samples of a recording, or of `span` in seconds, at `sample_rate`. Only the span is decoded.
 
-    What is longer than `max_seconds` is refused before anything is decoded.
+    A recording longer than `max_seconds` is refused before anything is decoded.
     """
     with _open(path) as file:
         first, last = _frames(path, file, span or (0.0, None))
@@ -142,9 +143,9 @@ def read_audio(
 
 @contextmanager
 def stream_audio(path: Path) -> Iterator[tuple[AudioInfo, Iterator[npt.NDArray[np.float32]]]]:
-    """A recording of any length in blocks of (frames, channels), and what its header says of it.
+    """Yield the header of a recording of any length and its blocks of (frames, channels).
 
-    A damaged file gives what can be decoded of it before the `AudioFileError` that says why there is no more.
+    A damaged file yields what can be decoded, and then raises the `AudioFileError` with the reason.
     """
     with _open(path, allow_short=True) as file:
 
@@ -162,8 +163,8 @@ def stream_audio(path: Path) -> Iterator[tuple[AudioInfo, Iterator[npt.NDArray[n
 
 
 def check_not_silent(path: Path, samples: Samples) -> None:
-    """Refuse samples in which nothing is to be heard; `path` is the recording they were read from."""
-    if samples.max() - samples.min() < 2 * SILENCE_PEAK:  # where they lie does not count: a constant is not heard
+    """Refuse silent samples; `path` is the recording they were read from."""
+    if samples.max() - samples.min() < 2 * SILENCE_PEAK:  # the offset does not count: a constant is not audible
         raise AudioFileError(path, "silence", f"nothing in it is louder than {20 * np.log10(SILENCE_PEAK):.0f} dB")
 
 
@@ -175,14 +176,15 @@ def check_audio_suffix(path: Path) -> None:
 
 
 def write_audio(path: Path, samples: Samples, sample_rate: int) -> None:
-    """Write mono (or frames x channels) samples in the format of the suffix; the write is atomic."""
+    """Write mono (or frames x channels) samples atomically in the format of the suffix."""
     content = encode_audio_file(path, samples, sample_rate)
     with atomic_write(path) as temporary:
         temporary.write_bytes(content)
 
 
 def encode_audio_file(path: Path, samples: Samples, sample_rate: int) -> bytes:
-    """The bytes of a file of that name: on a full disk libsndfile has no reason to tell, and may not notice."""
+    """Return the bytes of a file of that name. They are made in memory because libsndfile does not report a full
+    disk."""
     check_audio_suffix(path)
     _check_finite(path, samples)
     if path.suffix.lower() == M4A_SUFFIX:
@@ -197,34 +199,34 @@ def encode_audio_file(path: Path, samples: Samples, sample_rate: int) -> bytes:
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
-    """Parts one after another; one alone is not copied."""
+    """Join parts; a single part is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def pcm16(samples: Samples) -> bytes:
-    """Samples as raw audio: signed 16-bit integers, little-endian."""
+    """Return samples as raw audio: signed 16-bit integers, little-endian."""
     scaled = samples.clip(-1, 1)
     scaled *= 32767
     return bytes(scaled.astype("<i2").tobytes())
 
 
 CONTAINER_FORMATS = "mov,matroska,aac,amr,asf,avi,caf,mpegts,mpeg,flv,wv,ape,ac3,eac3,tta,tak,dsf"
-"""FFmpeg's names of the formats that are read: neither those of libsndfile, which are then damaged, nor playlists and
-the like, which name other files."""
+"""FFmpeg's names of the supported formats. Formats of libsndfile are left out, since such a file is damaged, and so are
+playlists, which name other files."""
 ESTIMATED_LENGTH_FORMATS = ("aac", "ac3", "eac3", "amr", "mpegts", "mpeg")
-"""Formats without a length of their own: FFmpeg estimates it from the bit rate."""
+"""Formats without a length of their own, for which FFmpeg estimates it from the bit rate."""
 SEEK_FRAMES = 1 << 19
-"""Up to this frame everything is decoded from the beginning."""
+"""Frame up to which a seek decodes everything from the beginning."""
 M4A_BIT_RATE = 96_000
-"""Of a channel, in AAC."""
+"""Bits per second of a channel in AAC."""
 
 
 class ContainerError(Exception):
-    """A container cannot be read or written."""
+    """Error in reading or writing a container."""
 
 
 class ContainerFile:
-    """The first audio stream of a container, with the attributes of a `soundfile.SoundFile`."""
+    """First audio stream of a container, with the attributes of a `soundfile.SoundFile`."""
 
     def __init__(self, path: Path) -> None:
         with _container_errors():
@@ -257,7 +259,7 @@ class ContainerFile:
         self._container.close()
 
     def seek(self, frame: int) -> None:
-        """Go to a frame, exactly: by time stamps where they count samples, else by decoding what is before it."""
+        """Go to a frame exactly: by time stamps if they count samples, else by decoding everything before it."""
         exact = self._stream.time_base == Fraction(1, self.samplerate)
         start = self._stream.start_time or 0
         with _container_errors():
@@ -265,7 +267,7 @@ class ContainerFile:
         self._blocks = self._decode(frame, start if exact and frame > SEEK_FRAMES else None)
 
     def read_block(self, frames: int) -> npt.NDArray[np.float32]:
-        """Up to `frames` frames from here on, as (frames, channels); fewer, or none, at the end."""
+        """Read up to `frames` frames as (frames, channels); fewer, or none, at the end."""
         blocks, missing = [np.empty((0, self.channels), np.float32)], frames
         with _container_errors():
             for block in self._blocks:
@@ -278,7 +280,7 @@ class ContainerFile:
         return np.concatenate(blocks)
 
     def _decode(self, first: int, start: int | None) -> Iterator[npt.NDArray[np.float32]]:
-        """Decoded blocks from frame `first` on; `start` is the time stamp of frame 0 where the stream was searched."""
+        """Yield decoded blocks from frame `first` on; `start` is the time stamp of frame 0 after a seek."""
         resampler = _import_av().AudioResampler("fltp", self._stream.codec_context.layout, self.samplerate)
         position: int | None = 0 if start is None else None
         for decoded in self._container.decode(self._stream):
@@ -301,12 +303,12 @@ class ContainerFile:
                 return stream.duration * stream.time_base  # type: ignore[no-any-return]
             if container.duration:
                 return Fraction(container.duration, 1_000_000)
-        # Counted: nothing is decoded for it.
+        # Counted from the packets, without decoding.
         return sum(packet.duration or 0 for packet in container.demux(stream)) * stream.time_base  # type: ignore[no-any-return]
 
 
 def encode_m4a(samples: npt.NDArray[np.float32], sample_rate: int) -> bytes:
-    """An M4A file (AAC) of samples, mono or (frames, channels)."""
+    """Encode samples, mono or (frames, channels), as an M4A file (AAC)."""
     planes = np.ascontiguousarray(np.atleast_2d(samples.T), np.float32)
     av, content, layout = _import_av(), io.BytesIO(), "mono" if len(planes) == 1 else f"{len(planes)} channels"
     with _container_errors(), av.open(content, "w", format="ipod") as container:
@@ -336,15 +338,16 @@ def _container_errors() -> Iterator[None]:
 
 
 class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]
-    """A file that libsndfile reads."""
+    """File that libsndfile reads."""
 
     def seek(self, frames: int, whence: int = soundfile.SEEK_SET) -> int:
-        """As soundfile's, which after every read seeks to where it is: an MP3 then decodes its last frames again."""
+        """Seek only if the position changes: soundfile seeks after every read, and an MP3 then decodes its last frames
+        again."""
         is_here = whence == soundfile.SEEK_SET and frames == self.tell()
         return frames if is_here else int(super().seek(frames, whence))
 
     def read_block(self, frames: int) -> npt.NDArray[np.float32]:
-        """Up to `frames` frames from here on, as (frames, channels)."""
+        """Read up to `frames` frames as (frames, channels)."""
         block: npt.NDArray[np.float32] = self.read(frames, dtype="float32", always_2d=True)
         return block
 
@@ -374,7 +377,7 @@ def _open(path: Path, *, allow_short: bool = False) -> Iterator[AudioReader]:
 
 
 def _open_reader(path: Path) -> AudioReader:
-    if path.suffix.lower() == ".raw":  # soundfile would want to be told its rate and channels
+    if path.suffix.lower() == ".raw":  # soundfile expects rate and channels as arguments
         raise ContainerError("raw samples have no header")
     try:
         file = _SoundFile(path)
@@ -392,7 +395,7 @@ def _open_reader(path: Path) -> AudioReader:
 
 
 def _is_chained_ogg(path: Path) -> bool:
-    """Whether another stream begins behind the pages of the first, as in recordings of radio stations."""
+    """Tell whether another stream begins after the first, as in recordings of radio stations."""
     with path.open("rb") as file:
         has_data = False
         while len(header := file.read(27)) == 27 and header.startswith(b"OggS"):
@@ -400,15 +403,15 @@ def _is_chained_ogg(path: Path) -> bool:
             if begins and has_data:
                 return True
             has_data = has_data or not begins
-            file.seek(sum(file.read(header[26])), io.SEEK_CUR)  # over the segments, whose lengths these are
+            file.seek(sum(file.read(header[26])), io.SEEK_CUR)  # the segment table holds the lengths of the segments
     return False
 
 
 def _frames(path: Path, file: AudioReader, span: tuple[float, float | None]) -> tuple[int, int]:
-    """The first frame of a span and the one after its last."""
+    """Return the first frame of a span and the one after its last."""
     seconds, (start, end) = file.frames / file.samplerate, span
     stop = seconds if end is None else end
-    if 0 <= start < stop < seconds + 1:  # so written that NaN fails too
+    if 0 <= start < stop < seconds + 1:  # written so that NaN fails too
         first, last = round(start * file.samplerate), round(stop * file.samplerate)
         if first < last <= file.frames:
             return first, last
@@ -416,7 +419,7 @@ def _frames(path: Path, file: AudioReader, span: tuple[float, float | None]) -> 
 
 
 def _blocks(file: AudioReader, frames: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
-    """Up to `frames` frames from here on, as (frames, channels); all but the last are whole windows."""
+    """Yield up to `frames` frames as (frames, channels); all blocks but the last are whole windows."""
     left = file.frames if frames is None else frames
     window = _window_frames(file.samplerate)
     size = max(1, BLOCK_SAMPLES // file.channels // window) * window
@@ -435,7 +438,7 @@ def _check_finite(path: Path, samples: npt.NDArray[np.float32]) -> None:
 
 
 def _check_data_size(path: Path, file: _SoundFile) -> None:
-    """Refuse a file whose header promises more samples than there are; libsndfile only says so in its log."""
+    """Refuse a file whose header promises more samples than there are, which libsndfile reports only in its log."""
     for promised, held in DATA_SIZE.findall(file.extra_info):
         sizes = int(promised), int(held or path.stat().st_size)
         if sizes[0] > sizes[1] and not any(sizes[0] in streamed for streamed in STREAMED_SIZES):

@@ -1,8 +1,8 @@
-"""Checks and cleaning of a reference recording: what would spoil a voice is named, what can be mended is.
+"""Checks and cleaning of a reference recording.
 
-Mended are an offset, long silence at the ends and a level that models are not used to. A recording without these stays
-as it is, bit for bit. Named with what to do are clipping, a narrow band, noise, and too little, too much or no speech.
-Whether two people speak is not checked: that takes a speaker encoder.
+An offset, long silence at the ends and an unusual level are corrected; a recording without these stays unchanged, bit
+for bit. Clipping, a narrow band, noise, and too little, too much or no speech are reported with what to do. Whether two
+people speak is not checked: that takes a speaker encoder.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from myna.audio.signal_measures import (
 )
 
 LEVEL_RANGE_DB = (-32.0, -12.0)
-"""Speech levels that are left as they are; others are brought to `LEVEL_DB`."""
+"""Speech levels that are left unchanged; others are brought to `LEVEL_DB`."""
 LEVEL_DB = -22.0
 MAX_PEAK = 0.97
 MAX_OFFSET = 0.01
-"""Mean of the samples from which on it is taken out."""
+"""Mean of the samples above which it is subtracted."""
 MAX_EDGE_SECONDS, KEPT_EDGE_SECONDS = 1.0, 0.2
-"""Silence at an end from which on it is trimmed, and how much of it is kept."""
+"""Seconds of silence at an end above which it is trimmed, and seconds of it that are kept."""
 
 QUIET_DB = -45.0
-"""Speech below this level is so near to a recorder's own noise that amplifying it does not help."""
+"""Speech level below which the recorder's own noise is so near that amplifying does not help."""
 MAX_CLIPPED_SHARE = 0.001
 NARROW_BAND_HZ = 5_000.0
-"""A telephone's band ends at 3.4 to 4 kHz, that of a recording at 11 kHz at 5.5."""
+"""Bandwidth below which a recording is narrow: a telephone reaches 3.4 to 4 kHz, a recording at 11 kHz 5.5."""
 MIN_SNR_DB = 15.0
 MIN_SPEECH_SECONDS, MAX_SPEECH_SECONDS = 1.5, 30.0
 MIN_SPEECH_SHARE = 0.3
 MIN_LEVEL_RANGE_DB = 9.0
-"""Between loud and quiet frames: syllables and pauses give 20 and more, steady noise and most music less than this."""
+"""Minimum decibels between loud and quiet frames: speech has 20 and more, steady noise and most music less than
+this."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedReference:
-    """A reference as a model is given it, and what is wrong with the recording, each with what to do."""
+    """Cleaned reference, and the problems of the recording, each with what to do."""
 
     samples: Samples
     problems: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ def _problems(recorded: Samples, samples: Samples, sample_rate: int, speech: flo
 
 
 def _trim(samples: Samples, sample_rate: int, first: float, last: float) -> Samples:
-    """Without long silence at the ends; `first` and `last` are where speech begins and ends, in seconds."""
+    """Trim long silence at the ends; `first` and `last` are start and end of the speech in seconds."""
     start = first - KEPT_EDGE_SECONDS if first > MAX_EDGE_SECONDS else 0.0
     end = last + KEPT_EDGE_SECONDS if len(samples) / sample_rate - last > MAX_EDGE_SECONDS else None
     return samples[round(start * sample_rate) : None if end is None else round(end * sample_rate)]

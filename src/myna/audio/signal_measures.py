@@ -1,7 +1,7 @@
-"""Signal measures of a recording: bandwidth, clipping, speech level, noise floor, and speech spans by energy.
+"""Signal measures of a recording: bandwidth, clipping, levels, loudness, noise floor, and speech spans by energy.
 
-Pure functions of mono samples, without a model. Levels are in decibels of full scale (dBFS, root mean square).
-Measure clipping at the rate of the file: resampling rounds the flat tops off.
+Pure functions of mono samples, without a model. Levels are in decibels of full scale (dBFS, root mean square). Measure
+clipping at the rate of the file: resampling rounds the flat tops off.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ SpeechSpan = tuple[float, float]
 """Start and end of a stretch of speech, in seconds."""
 
 FRAME_SECONDS, HOP_SECONDS = 0.025, 0.010
-"""Window of a level, and the step from one to the next."""
+"""Seconds of the window of a level, and from one window to the next."""
 SILENCE_FLOOR_DB = -100.0
 """Level of digital silence: below the last bit of 16."""
 BANDWIDTH_FFT = 512
 BANDWIDTH_DROP_DB = 50.0
-"""Below the strongest frequency, what no longer counts as part of the band (the rule of HiFiTTS-2)."""
+"""Decibels below the strongest frequency at which the band ends (the rule of HiFiTTS-2)."""
 BLACKMAN_HARRIS = (0.35875, -0.48829, 0.14128, -0.01168)
 MIN_CLIPPED_RUN = 3
-"""Samples in a row at the extreme value; fewer occur without clipping."""
+"""Minimum samples in a row at the extreme value; shorter runs occur without clipping."""
 NOISE_PERCENTILE, LOUD_PERCENTILE = 3.0, 95.0
-"""Percentiles of the frames' levels that stand for pauses, which a prompt has few of, and for loud speech."""
+"""Percentiles of the levels of frames that stand for pauses, which a prompt has few of, and for loud speech."""
 SPEECH_RANGE_DB = 35.0
-"""Below loud speech, what is a pause even where there is no noise."""
+"""Decibels below loud speech at which a frame is a pause even without noise."""
 SPEECH_THRESHOLD = 0.3
 """Share of the way from the noise floor to loud speech, in decibels, at which speech begins."""
 MIN_PAUSE_SECONDS, MIN_SPEECH_SECONDS = 0.3, 0.08
-"""Shorter pauses are part of speech, and what remains shorter is a click."""
+"""Seconds below which a pause belongs to the speech around it, and below which a stretch of speech is a click."""
 
 BLOCK_SECONDS, BLOCK_OVERLAP = 0.4, 0.75
 ABSOLUTE_GATE_LUFS, RELATIVE_GATE_LU = -70.0, -10.0
 SHELF = (1681.974450955533, 0.7071752369554196, 3.999843853973347)
-"""Frequency in hertz, quality and gain in dB of the filter of the head."""
+"""Frequency in hertz, quality and gain in dB of the filter that models the head."""
 HIGH_PASS = (38.13547087602444, 0.5003270373238773)
 """Frequency and quality of the second filter."""
 
 
 def bandwidth_hz(samples: Samples, sample_rate: int, drop_db: float = BANDWIDTH_DROP_DB) -> float:
-    """Highest frequency whose mean power is within `drop_db` of the strongest: near half the rate it was recorded at.
+    """Return the highest frequency whose mean power is within `drop_db` of the strongest; 0 without sound.
 
-    An upsampled telephone call gives less than 4,000, whatever its file's rate. 0 where there is no sound.
+    The result is near half the rate of the original recording. An upsampled telephone call gives less than 4,000,
+    whatever the rate of its file.
     """
     power = _mean_power_spectrum(samples, sample_rate)
     if not power.max(initial=0.0) > 0:
@@ -56,7 +57,7 @@ def bandwidth_hz(samples: Samples, sample_rate: int, drop_db: float = BANDWIDTH_
 
 
 def clipped_share(samples: Samples) -> float:
-    """Share of samples in runs of three or more at the largest or the smallest value: 0 in a clean recording."""
+    """Return the share of samples in runs of three or more at the largest or smallest value: 0 in a clean recording."""
     if not len(samples) or samples.max() == samples.min():
         return 0.0
     clipped = 0
@@ -68,7 +69,7 @@ def clipped_share(samples: Samples) -> float:
 
 
 def frame_levels_db(samples: Samples, sample_rate: int) -> Array:
-    """Level of every frame of 25 ms, each 10 ms after the one before; without its mean, which is not heard."""
+    """Return the level of every frame of 25 ms, 10 ms apart, without its mean, which is inaudible."""
     size, hop = round(FRAME_SECONDS * sample_rate), max(1, round(HOP_SECONDS * sample_rate))
     if len(samples) < size:
         return np.empty(0)
@@ -80,7 +81,7 @@ def frame_levels_db(samples: Samples, sample_rate: int) -> Array:
 
 
 def noise_floor_db(samples: Samples, sample_rate: int) -> float:
-    """Level of the pauses: the third percentile of the frames that are not digital silence.
+    """Return the level of the pauses: the third percentile of the frames that are not digital silence.
 
     Speech without any pause gives the level of its quietest sounds, 20 dB and more below speech.
     """
@@ -89,22 +90,22 @@ def noise_floor_db(samples: Samples, sample_rate: int) -> float:
 
 
 def speech_level_db(samples: Samples, sample_rate: int) -> float:
-    """Level of what is speech by its energy, pauses left out; -100 where there is none."""
+    """Return the level of the speech found by energy, without pauses; -100 without speech."""
     levels = frame_levels_db(samples, sample_rate)
     loud = levels[_speech_frames(levels)]
     return float(10 * np.log10(np.mean(10 ** (loud / 10)))) if len(loud) else SILENCE_FLOOR_DB
 
 
 def snr_db(samples: Samples, sample_rate: int) -> float:
-    """Estimated signal-to-noise ratio: the speech level above the noise floor.
+    """Estimate the signal-to-noise ratio: the speech level above the noise floor.
 
-    Within 2 dB of the true one from 10 to 20 dB; steady noise alone gives less than 2.
+    It is within 2 dB of the true one from 10 to 20 dB; steady noise alone gives less than 2.
     """
     return speech_level_db(samples, sample_rate) - noise_floor_db(samples, sample_rate)
 
 
 def speech_spans(samples: Samples, sample_rate: int) -> list[SpeechSpan]:
-    """Stretches that are louder than the pauses, in seconds: a voice activity detector by energy alone.
+    """Return stretches that are louder than the pauses, in seconds: a voice activity detector by energy alone.
 
     It cannot tell speech from music or steady noise.
     """
@@ -141,13 +142,13 @@ def _mean_power_spectrum(samples: Samples, sample_rate: int) -> Array:
     window = sum(weight * np.cos(order * phases) for order, weight in enumerate(BLACKMAN_HARRIS))
     frames = np.lib.stride_tricks.sliding_window_view(padded, BANDWIDTH_FFT)[::hop]
     total = np.zeros(BANDWIDTH_FFT // 2 + 1)
-    for start in range(0, len(frames), 1024):  # a minute at a time, so that an hour takes no more memory
+    for start in range(0, len(frames), 1024):  # a minute at a time, so that memory stays bounded
         total += (np.abs(np.fft.rfft(frames[start : start + 1024] * window, axis=1)) ** 2).sum(axis=0)
     return np.asarray(total / len(frames))
 
 
 def integrated_loudness(samples: Samples, sample_rate: int) -> float:
-    """LUFS; NaN where there is no block of 0.4 s above -70 LUFS."""
+    """Return the loudness in LUFS by ITU-R BS.1770-4; NaN without a block of 0.4 s above -70 LUFS."""
     signal = import_optional("scipy.signal", 'pip install "myna[curate]"')
     weighted = samples.astype(np.float64)
     for numerator, denominator in k_weighting(sample_rate):
@@ -162,7 +163,7 @@ def integrated_loudness(samples: Samples, sample_rate: int) -> float:
 
 
 def k_weighting(sample_rate: int) -> list[tuple[list[float], list[float]]]:
-    """Numerator and denominator of both filters, by the bilinear transform of their analogue forms."""
+    """Return numerator and denominator of both filters, by the bilinear transform of their analogue forms."""
     frequency, quality, gain_db = SHELF
     k = np.tan(np.pi * frequency / sample_rate)
     high, middle = 10 ** (gain_db / 20), 10 ** (gain_db / 20 * 0.4996667741545416)

@@ -27,23 +27,23 @@ from myna.listen.whisper_windows import BEAMS, DecodedClip, decode_clips
 from myna.models.files import format_names, read_json
 
 TRANSFORMERS_PREFIX = "transformers:"
-"""Before a name or a folder: use transformers even where faster-whisper could open it."""
+"""Prefix of a name or folder: transformers is used even if faster-whisper could open the model."""
 MAX_REPEATS = {1: 6, 2: 4, 3: 4, 4: 3, 5: 3, 6: 3, 7: 3, 8: 3}
-"""Consecutive repetitions of a phrase from which a transcript is a loop, by the words of the phrase."""
+"""Number of consecutive repetitions from which a transcript counts as a loop, by the number of words in the phrase."""
 MAX_COMPRESSION_RATIO = 2.4
-"""Text that compresses better than this is a loop: Whisper's own rule."""
+"""Compression ratio above which a text counts as a loop. This is Whisper's own rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
     text: str
     looped: bool
-    """The decoder repeated itself: the text says little about the audio."""
+    """True if the decoder repeated itself: the text then says little about the audio."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedWord:
-    """A word of a transcript with the blank before it, in seconds of the clip: times off by 0.1 s and more."""
+    """One word of a transcript with the blank before it; times in seconds of the clip, off by 0.1 s and more."""
 
     text: str
     start: float
@@ -52,16 +52,16 @@ class TimedWord:
 
 @dataclass(frozen=True, slots=True)
 class TimedTranscript:
-    """A transcript with the times of its words, and what the decoder thought of it."""
+    """Transcript with the times of its words and the decoder's confidence."""
 
     words: tuple[TimedWord, ...] = ()
     language: str = ""
     language_probability: float = math.nan
-    """1 where the language was given."""
+    """Probability of the detected language; 1 if the language was given."""
     avg_log_prob: float = math.nan
-    """Of its tokens; the lowest of its segments."""
+    """Mean log probability of the tokens, of the segment with the lowest."""
     compression_ratio: float = math.nan
-    """The highest of its segments."""
+    """Compression ratio of the segment with the highest."""
 
     @property
     def text(self) -> str:
@@ -69,7 +69,7 @@ class TimedTranscript:
 
 
 class ASR:
-    """Whisper with five beams, no sampling and no context between clips: the same audio gives the same text."""
+    """Whisper with five beams, without sampling or context between clips: equal audio gives equal text."""
 
     def __init__(self, backend: FasterWhisper | TransformersWhisper) -> None:
         self._backend = backend
@@ -78,12 +78,12 @@ class ASR:
     def open(
         cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1, threads: int = 0, float16: bool = False
     ) -> ASR:
-        """A folder with a Whisper, of CTranslate2 or of transformers, as its files tell; or a name to download.
+        """Open a folder with a Whisper of CTranslate2 or of transformers (told by its files), or download one by name.
 
-        `base` is one of faster-whisper's names, `owner/name` one of the hub's, and `transformers:base` the Whisper of
-        that size as it was published. `workers` threads may transcribe concurrently; each computes with `threads`, or
-        with its share of up to four cores. With `auto` as the device, faster-whisper takes the CPU where its libraries
-        do not run on the GPU. `float16` has transformers compute in half precision on a GPU, as faster-whisper always
+        `base` is a name of faster-whisper, `owner/name` one of the hub, and `transformers:base` the Whisper of that
+        size as it was published. `workers` threads may transcribe concurrently; each computes with `threads` threads,
+        or with its share of up to four cores. With the device `auto`, faster-whisper uses the CPU if its libraries do
+        not run on the GPU. `float16` makes transformers compute in half precision on a GPU, as faster-whisper always
         does there.
         """
         by_transformers = name_or_folder.startswith(TRANSFORMERS_PREFIX)
@@ -95,18 +95,18 @@ class ASR:
 
     @property
     def name(self) -> str:
-        """Identifies the weights and not their location: a transcript by another model is made again."""
+        """Identity of the weights, independent of their location. A transcript by another model is made again."""
         return self._backend.name
 
     @property
     def note(self) -> str:
-        """For people: why it is not on the device that was asked for; empty where it is."""
+        """Reason why the model is not on the requested device; empty if it is."""
         return self._backend.note
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:
-        """`language` is Whisper's code (en, ar, vi ...); None has it detected."""
+        """Transcribe one clip. `language` is Whisper's code (en, ar, vi); None detects the language."""
         clip = as_mono_16khz(samples, sample_rate)
-        # Whisper hallucinates on silence: "I'm sorry" fifty times over, or thanks for watching.
+        # Whisper invents text for silence: "I'm sorry" fifty times over, or thanks for watching.
         if is_silent(clip):
             return Transcript("", looped=False)
         text = self._backend.transcribe(clip, language)
@@ -114,25 +114,25 @@ class ASR:
 
     @property
     def batch_size(self) -> int:
-        """Clips that are best given at once: 1 on a CPU."""
+        """Best number of clips per batch: 1 on a CPU."""
         return self._backend.batch_size
 
     def transcribe_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
     ) -> list[Transcript]:
-        """Texts of many clips at once, each with its own language."""
+        """Transcribe many clips at once, each with its own language."""
         texts = [" ".join(one.texts) for one in self._decode(clips, sample_rate, languages, words=False)]
         return [Transcript(text, is_loop(text)) for text in texts]
 
     def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript:
-        """The same with the times of words; None has the language detected."""
+        """Transcribe one clip with the times of its words; None detects the language."""
         [transcript] = self.transcribe_words_batch([samples], sample_rate, [language])
         return transcript
 
     def transcribe_words_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
     ) -> list[TimedTranscript]:
-        """Texts of many clips at once with the times of words."""
+        """Transcribe many clips at once with the times of their words."""
         return [
             TimedTranscript(
                 tuple(TimedWord(*word) for word in one.words),
@@ -147,7 +147,7 @@ class ASR:
     def _decode(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None], *, words: bool
     ) -> list[DecodedClip]:
-        """A batch that does not fit into the memory of the device is halved."""
+        """Decode a batch; halve it if it does not fit into the memory of the device."""
         waves = [as_mono_16khz(clip, sample_rate) for clip in clips]
         spoken = [index for index, wave in enumerate(waves) if not is_silent(wave)]
         decoded = [DecodedClip("", math.nan) for _ in waves]
@@ -169,7 +169,7 @@ class ASR:
 
 
 def is_transformers_whisper(folder: Path) -> bool:
-    """By its files. A folder with both formats is opened by faster-whisper, which is quicker."""
+    """Tell by its files whether transformers opens a folder. With both formats faster-whisper does, which is faster."""
     config = folder / "config.json"
     return not (folder / WEIGHTS_FILE).is_file() and config.is_file() and "model_type" in read_json(config)
 
@@ -188,7 +188,7 @@ def _folder(name: str, *, by_transformers: bool) -> Path:
 
 
 def is_loop(text: str) -> bool:
-    """Whether a transcript repeats the same phrase over and over."""
+    """Tell whether a transcript repeats one phrase over and over."""
     tokens = [word.strip(".,;:!?…-'\"").casefold() for word in text.split()]
     for size, limit in MAX_REPEATS.items():
         run = 0
@@ -204,7 +204,7 @@ INSTALL = 'pip install "myna[evaluate]"'
 WEIGHTS_FILE = "model.bin"
 GPU_BATCH_CLIPS = 32
 REQUIRED_FILES = (WEIGHTS_FILE, "tokenizer.json", "config.json")
-"""Without them faster-whisper would look for a network, or fail deep inside."""
+"""Files without which faster-whisper would use the network, or fail with an unclear error."""
 ASR_HINT = (
     "name a folder that holds a Whisper of CTranslate2 (model.bin, tokenizer.json, config.json) or of transformers "
     "(config.json, model.safetensors), or base with network"
@@ -217,7 +217,7 @@ class FasterWhisper:
 
     @classmethod
     def open(cls, folder: Path, name: str, device: str, workers: int, threads: int = 0) -> FasterWhisper:
-        """The CPU cores are divided among the `workers` threads that transcribe concurrently."""
+        """Open a folder; the `workers` threads that transcribe concurrently share the CPU cores."""
         faster_whisper = import_optional("faster_whisper", INSTALL)
         if missing := [file for file in REQUIRED_FILES if not (folder / file).is_file()]:
             raise ModelError(f"{folder} has no {', '.join(missing)}", hint=ASR_HINT)
@@ -238,7 +238,7 @@ class FasterWhisper:
         try:
             model = load(on_gpu)
             if on_gpu:
-                # Libraries of CUDA that are missing are only missed by the first clip.
+                # Missing CUDA libraries are noticed at the first clip only.
                 list(model.transcribe(np.zeros(LISTENING_RATE, np.float32), language="en")[0])
         except (RuntimeError, ValueError) as error:
             if not on_gpu or device != "auto":
@@ -250,13 +250,13 @@ class FasterWhisper:
             note = f"faster-whisper runs on the CPU, since it does not on {target}: {error}"
             on_gpu, model = False, load(False)
         size = (folder / WEIGHTS_FILE).stat().st_size
-        # Other numbers may give another transcript.
+        # Another precision may give another transcript.
         numbers = " float16" if on_gpu else ""
         return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{numbers}", note)
 
     @property
     def batch_size(self) -> int:
-        """Clips that are best given at once. On a CPU two windows take twice the time of one."""
+        """Best number of clips per batch. On a CPU two windows take twice the time of one."""
         return GPU_BATCH_CLIPS if self._model.model.device == "cuda" else 1
 
     def transcribe(self, clip: Samples, language: str | None) -> str:
@@ -276,7 +276,8 @@ class FasterWhisper:
 
 
 def download_faster_whisper(name: str) -> Path:
-    """The folder of a Whisper by faster-whisper's short name for it: base, large-v3."""
+    """Return the folder of a Whisper by faster-whisper's short name, such as base or large-v3; download it if
+    needed."""
     faster_whisper = import_optional("faster_whisper", INSTALL)
     try:
         return Path(faster_whisper.download_model(name))
@@ -288,7 +289,7 @@ GENERATION_CONFIG, TOKENIZERS = "generation_config.json", ("tokenizer.json", "vo
 
 
 class TransformersWhisper:
-    """One clip at a time, in fp32 unless float16 is asked for; many clips by faster-whisper's procedure."""
+    """Whisper by transformers, in fp32 unless float16 is asked for; batches use faster-whisper's procedure."""
 
     note = ""
 
@@ -302,7 +303,7 @@ class TransformersWhisper:
         kind = read_json(folder / "config.json").get("model_type")
         if kind != "whisper":
             raise ModelError(f"{folder} holds a model of the kind {kind}", hint="give the folder of a Whisper")
-        # transformers would make an empty tokenizer instead, and transcribe nothing.
+        # Without this check transformers would make an empty tokenizer, and transcribe nothing.
         if not any((folder / file).is_file() for file in TOKENIZERS):
             raise ModelError(f"{folder} has no {' or '.join(TOKENIZERS)}", hint="copy the Whisper's tokenizer into it")
         if not (folder / GENERATION_CONFIG).is_file():
@@ -326,7 +327,7 @@ class TransformersWhisper:
 
     @property
     def batch_size(self) -> int:
-        """Clips that are best given at once."""
+        """Best number of clips per batch."""
         return GPU_BATCH_CLIPS if self._model.device.type == "cuda" else 1
 
     @cached_property
@@ -350,7 +351,7 @@ class TransformersWhisper:
                 )
             options = {"language": language, "task": "transcribe"}
         if len(clip) > self._features.n_samples:
-            # Longer than one window: the next window begins where the last full sentence of the one before ended.
+            # For audio longer than one window, the next window begins at the end of the last complete sentence.
             options |= {"return_timestamps": True, "condition_on_prev_tokens": False}
         inputs = self._features(
             clip, sampling_rate=LISTENING_RATE, return_tensors="pt", return_attention_mask=True, truncation=False
@@ -361,7 +362,7 @@ class TransformersWhisper:
 
 
 def _reorder_self_attention(cache: Any, beams: torch.Tensor) -> Any:
-    """The cache with its beams in their new order. Cross-attention is of one clip and the same for all beams: copying
-    it at every token would take longer than everything else."""
+    """Return the cache with its beams in their new order. Cross-attention is equal for all beams of a clip and is not
+    copied: that would take longer than everything else."""
     cache.self_attention_cache.reorder_cache(beams)
     return cache

@@ -1,7 +1,9 @@
-"""Speaker segmentation of 10 s windows: pyannote's segmentation-3.0 (PyanNet: SincNet, LSTM, linear) in plain torch.
+"""Speaker diarization: speaker segmentation of 10 s windows, clustered by speaker embeddings.
 
-Module names are those of the published checkpoint; its sinc filters are weights of a plain convolution here
-(`myna setup curation`). Each frame has one class of the powerset of three speakers, of whom two may overlap.
+The segmentation network is pyannote's segmentation-3.0 (PyanNet: SincNet, LSTM, linear) in plain torch. Module names
+are those of the published checkpoint; its sinc filters are weights of a plain convolution here
+(`myna setup curation`). Each frame has one class of the powerset of three speakers, at most two of them at
+once.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ from myna.models.files import load_network
 
 WINDOW_SECONDS = 10.0
 FRAME_SAMPLES, FRAME_STEP_SAMPLES = 991, 270
-"""Of the receptive field of a frame, and from one to the next."""
+"""Samples of a frame's receptive field, and from one frame to the next."""
 FRAME_SECONDS = FRAME_STEP_SAMPLES / LISTENING_RATE
 LOCAL_SPEAKERS, MAX_SIMULTANEOUS = 3, 2
 BATCH_WINDOWS, GPU_BATCH_WINDOWS = 8, 64
-"""Of windows at once: a CPU gains nothing from more, which take 100 MB for each eight."""
+"""Windows per batch. A CPU gains nothing from more, and every eight take 100 MB."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
 def powerset(speakers: int, max_simultaneous: int) -> FloatArray:
-    """Speakers active in each class (classes x speakers): nobody, one, two, ... in the order of `combinations`."""
+    """Return the speakers active in each class (classes x speakers), in the order of `combinations`; class 0 has
+    none."""
     sets = [one for size in range(max_simultaneous + 1) for one in combinations(range(speakers), size)]
     return np.array([[speaker in one for speaker in range(speakers)] for one in sets], np.float32)
 
@@ -48,12 +51,12 @@ POWERSET = powerset(LOCAL_SPEAKERS, MAX_SIMULTANEOUS)
 
 
 def frame_times(frames: int) -> npt.NDArray[np.float64]:
-    """Seconds of the centre of each frame."""
+    """Return the time of the centre of each frame in seconds."""
     return (np.arange(frames) * FRAME_STEP_SAMPLES + FRAME_SAMPLES / 2) / LISTENING_RATE
 
 
 class SegmentationNetwork(nn.Module):
-    """Mono windows at 16 kHz (batch, samples) -> log probabilities of the powerset classes (batch, frames, 7)."""
+    """Network from mono windows at 16 kHz (batch, samples) to log probabilities of the classes (batch, frames, 7)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +77,9 @@ class SegmentationNetwork(nn.Module):
 
     @torch.inference_mode()
     def segment(self, samples: Samples, step_seconds: float) -> FloatArray:
-        """Class probabilities of windows that begin every `step_seconds` (windows x frames x classes); mono, 16 kHz.
+        """Return class probabilities (windows x frames x classes) of windows that begin every `step_seconds`.
 
-        The last window is filled up with silence.
+        Samples are mono at 16 kHz. The last window is filled up with silence.
         """
         size, step = round(WINDOW_SECONDS * LISTENING_RATE), round(step_seconds * LISTENING_RATE)
         count = 1 + max(0, -(-(len(samples) - size) // step))
@@ -95,8 +98,8 @@ class SegmentationNetwork(nn.Module):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread of torch: steps of an LSTM are too short to share. On two busy cores, two threads took three times as
-    long as one, and more."""
+    """Use one thread of torch. Steps of an LSTM are too short to share: on two busy cores, two threads took three times
+    as long as one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,29 +127,31 @@ class _SincNet(nn.Module):
 
 
 STEP_SECONDS = 5.0
-"""From one window to the next."""
+"""Seconds from the beginning of one window to the next."""
 MIN_SOLO_SECONDS = 1.0
-"""Less of a local speaker founds no cluster: it joins the nearest one."""
+"""Seconds of solo speech below which a local speaker starts no cluster and joins the nearest one."""
 MIN_EMBEDDED_SECONDS = 0.3
 MAX_EMBEDDED_SECONDS = 5.0
-"""Speech of a local speaker that is embedded, at most."""
+"""Maximum seconds of a local speaker that are embedded."""
 EMBEDDED_STEP_SECONDS = 0.5
-"""Embedded lengths are multiples of it: every new length costs the convolutions a new plan."""
+"""Step in seconds of embedded lengths: every new length costs the convolutions a new plan."""
 SAME_SPEAKER_COSINE = 0.45
-"""Average cosine of ECAPA embeddings from which two clusters are one speaker. Chosen on nine planted podcasts, eight
-of them of synthetic voices, which 0.30 merged; on the one of three real voices all from 0.30 to 0.50 gave the same."""
+"""Average cosine of ECAPA embeddings from which two clusters are one speaker. Chosen on nine planted podcasts, eight of
+them of synthetic voices, which 0.30 merged. On the one of three real voices, 0.30 to 0.50 gave equal results."""
 LINKED_SPEAKER_COSINE = 0.65
 """Cosine of mean embeddings from which speakers of two parts are one. Halves of 24 s of each of 30 real speakers had
-0.67 to 0.93, two different ones at most 0.66 (99 % below 0.54); of synthetic ones 0.78 to 0.93, and 5 % above 0.65."""
+0.67 to 0.93, two different speakers at most 0.66 (99 % below 0.54). Synthetic speakers had 0.78 to 0.93, and 5 % of
+different pairs were above 0.65."""
 ENROLMENT_COSINE = 0.45
 MIN_SHARE = 0.02
-"""Of all speech: smaller clusters are nobody."""
+"""Minimum share of all speech that a cluster needs to count as a speaker."""
 ENOUGH_SECONDS = 20.0
-"""Of speech, which make a speaker whatever the share: two percent of three hours are more than three minutes."""
+"""Seconds of speech that make a cluster a speaker whatever its share: 2 % of three hours are more than three
+minutes."""
 MAX_OUTLIERS = 50
-"""Clusters beyond the known number of speakers, at most, among which theirs are sought."""
+"""Maximum number of additional clusters in which a known number of speakers is sought."""
 MIN_SPLIT_DISTANCE = 0.2
-"""One minus the cosine of what is surely one voice."""
+"""Distance (1 - cosine) below which two clusters are certainly one voice."""
 OVERLAP_PROBABILITY = 0.3
 MAX_BRIDGED_SECONDS, MIN_TURN_SECONDS = 0.25, 0.1
 NOBODY = -1
@@ -167,32 +172,32 @@ class LocalSpeakers:
     seconds: float
     step_seconds: float
     activity: npt.NDArray[np.bool_]
-    """(windows, frames, 3): who is active in each frame of each window."""
+    """Activity of each local speaker in each frame of each window (windows, frames, 3)."""
     overlap: FloatArray
-    """Probability that two speak, in each frame of the recording."""
+    """Probability in each frame of the recording that two people speak."""
     window: IntArray
-    """(n): window of each local speaker that has an embedding."""
+    """Window of each local speaker that has an embedding (n)."""
     local: IntArray
-    """(n): which of the window's three it is."""
+    """Number of the local speaker within its window, 0 to 2 (n)."""
     embeddings: FloatArray
-    """(n, size)."""
+    """Speaker embeddings (n, size)."""
     solo_seconds: FloatArray
-    """(n): speech of it alone."""
+    """Seconds in which the local speaker speaks alone (n)."""
 
 
 @dataclass(frozen=True)
 class SpeakerTurns:
-    """Who speaks when. Speakers are numbered from 0 by how much they speak."""
+    """Speaker turns of a recording. Speakers are numbered from 0 in order of decreasing speech."""
 
     turns: list[SpeakerTurn]
     active: npt.NDArray[np.bool_]
-    """(frames, speakers)."""
+    """Activity (frames, speakers)."""
     overlap: FloatArray
-    """(frames): probability that two speak."""
+    """Probability that two people speak (frames)."""
     embeddings: FloatArray
-    """(speakers, size): mean of each speaker, of length one."""
+    """Normalised mean embedding of each speaker (speakers, size)."""
     speech_seconds: FloatArray
-    """(speakers)."""
+    """Seconds of speech of each speaker."""
     local: LocalSpeakers
 
     @property
@@ -202,12 +207,12 @@ class SpeakerTurns:
         return [(first.end + second.start) / 2 for first, second in pairs if first.speaker != second.speaker]
 
     def overlap_share(self, start: float, end: float, probability: float = OVERLAP_PROBABILITY) -> float:
-        """Share of a span in which two probably speak."""
+        """Return the share of a span in which two people probably speak."""
         frames = self._frames(start, end)
         return float((self.overlap[frames] > probability).mean()) if frames.stop > frames.start else 0.0
 
     def speaker_shares(self, start: float, end: float) -> dict[int, float]:
-        """Share of the speech in a span by speaker; empty where nobody speaks."""
+        """Return the share of the speech in a span by speaker; empty without speech."""
         seconds = self.active[self._frames(start, end)].sum(0)
         return {index: float(count / seconds.sum()) for index, count in enumerate(seconds) if count}
 
@@ -225,7 +230,7 @@ def speaker_turns(
     threshold: float = SAME_SPEAKER_COSINE,
     enrolment: FloatArray | None = None,
 ) -> SpeakerTurns:
-    """Speaker diarization of a recording: by threshold, with a known number of speakers, or with enrolled voices."""
+    """Find the speaker turns of a recording: by threshold, with a known number of speakers, or with enrolled voices."""
     local = find_local_speakers(samples, sample_rate, models)
     return label_speakers(local, speakers=speakers, threshold=threshold, enrolment=enrolment)
 
@@ -233,7 +238,7 @@ def speaker_turns(
 def find_local_speakers(
     samples: Samples, sample_rate: int, models: AnalysisModels, step_seconds: float = STEP_SECONDS
 ) -> LocalSpeakers:
-    """Listen: who is active in each window, and an embedding of each from frames where nobody else is."""
+    """Find the speakers of each window, and embed each from the frames in which no other speaks."""
     network = require(models.segmentation, "speaker turns")
     wave = as_mono_16khz(samples, sample_rate)
     probabilities = network.segment(wave, step_seconds)
@@ -275,9 +280,9 @@ def label_speakers(
     enrolment: FloatArray | None = None,
     min_share: float = MIN_SHARE,
 ) -> SpeakerTurns:
-    """Cluster local speakers, and name the speakers of every frame. Nothing is listened to.
+    """Cluster local speakers, and name the speakers of every frame. No network runs here.
 
-    With `enrolment`, embeddings of known voices, speakers are these in their order, and the others follow.
+    `enrolment` are embeddings of known voices: speakers have their numbers, and other speakers follow.
     """
     weights = np.where(local.solo_seconds >= MIN_SOLO_SECONDS, local.solo_seconds, 0)
     weights = weights * np.float32(min(1.0, local.step_seconds / WINDOW_SECONDS))  # windows overlap
@@ -316,12 +321,12 @@ def cluster_embeddings(
     enrolment_threshold: float = ENROLMENT_COSINE,
     min_share: float = MIN_SHARE,
 ) -> IntArray:
-    """Speaker of each embedding by average-link clustering of cosines; -1 where it is nobody's.
+    """Return the speaker of each embedding by average-link clustering of cosines; -1 for no speaker.
 
-    `weights` are seconds of speech: what has none joins the nearest cluster afterwards. Clusters with less than
-    `min_share` of the seconds, and less than `ENOUGH_SECONDS`, are dissolved. Where `speakers` says how many there
-    are, as many clusters of that size are sought, and everything else joins the nearest of them. With `enrolment` a
-    cluster is the enrolled speaker that is nearest to it, from `enrolment_threshold` on.
+    `weights` are seconds of speech: an embedding with none joins the nearest cluster afterwards. Clusters with less
+    than `min_share` of the seconds and less than `ENOUGH_SECONDS` are dissolved. With `speakers`, that number of
+    clusters of this size is sought, and everything else joins the nearest of them. With `enrolment`, a cluster is the
+    nearest enrolled speaker if their cosine is at least `enrolment_threshold`.
     """
     vectors = _unit(np.asarray(embeddings, np.float32))
     seconds = np.asarray(weights, np.float64)
@@ -362,7 +367,8 @@ def link_speakers(
     enrolment_threshold: float = ENROLMENT_COSINE,
     min_share: float = MIN_SHARE,
 ) -> list[IntArray]:
-    """Global speaker of each part's speakers, from their mean embeddings and seconds of speech; -1 is nobody."""
+    """Return the global speaker of each part's speakers from their mean embeddings and seconds of speech; -1 for
+    none."""
     sizes = [len(embeddings) for embeddings, _ in parts]
     if not sum(sizes):
         return [np.empty(0, np.int64) for _ in parts]
@@ -379,7 +385,7 @@ def link_speakers(
 
 
 def fewest_seconds(total: float, min_share: float) -> float:
-    """Of somebody who is a speaker among so many seconds of speech."""
+    """Return the minimum seconds of speech that make a speaker, given the total seconds of speech."""
     return min(min_share * total, ENOUGH_SECONDS)
 
 
@@ -397,7 +403,7 @@ def _average_link(
     for count in range(speakers, min(len(vectors), MAX_OUTLIERS + speakers) + 1):
         if tree[len(vectors) - count, 2] < MIN_SPLIT_DISTANCE:
             break
-        # The few outliers that lie far from everybody would else be counted as speakers.
+        # A few outliers far from all clusters would otherwise count as speakers.
         labels = np.asarray(hierarchy.fcluster(tree, count, "maxclust"), np.int64) - 1
         if (np.bincount(labels, seconds) >= fewest_seconds(seconds.sum(), min_share)).sum() >= speakers:
             return labels
@@ -421,7 +427,7 @@ def _frame_count(seconds: float) -> int:
 
 
 def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> FloatArray:
-    """Mean over the windows that hold a frame, their middles weighted most: (windows, frames, n) -> (frames, n)."""
+    """Average over the windows that hold a frame, weighting their middles most: (windows, frames, n) -> (frames, n)."""
     weight = np.hamming(values.shape[1]).astype(np.float32)[:, None]
     starts = [round(index * step_seconds * LISTENING_RATE / FRAME_STEP_SAMPLES) for index in range(len(values))]
     length = max(frames, starts[-1] + values.shape[1])
@@ -433,7 +439,7 @@ def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> Float
 
 
 def _solo_audio(wave: Samples, offset: int, solo: npt.NDArray[np.bool_]) -> Samples:
-    """Samples of the frames where one speaker is alone; each frame stands for the step around its centre."""
+    """Return the samples of the frames in which one speaker is alone; a frame stands for the step around its centre."""
     centre = offset + (991 - FRAME_STEP_SAMPLES) // 2
     edges = np.flatnonzero(np.diff(np.concatenate([[False], solo, [False]])))
     spans = [
@@ -445,7 +451,7 @@ def _solo_audio(wave: Samples, offset: int, solo: npt.NDArray[np.bool_]) -> Samp
 
 
 def _fixed_length(clip: Samples) -> Samples:
-    """Cut to a multiple of half a second, or repeated up to it."""
+    """Cut a clip to a multiple of half a second, or repeat it up to half a second."""
     step = round(EMBEDDED_STEP_SECONDS * LISTENING_RATE)
     if len(clip) >= step:
         return clip[: len(clip) // step * step]

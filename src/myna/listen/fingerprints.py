@@ -1,4 +1,4 @@
-"""Audio fingerprints (Haitsma and Kalker 2002) and duplicates by them: the same recording, cut, shifted or compressed.
+"""Audio fingerprints (Haitsma and Kalker 2002), which find a recording again that was cut, shifted or compressed.
 
 One word of 32 bits every 23 ms: signs of the differences of 33 band energies over band and time. Copies (shifted, in
 noise at 20 dB, through mp3 at 32 kbit/s) differed in up to 28 % of their bits; other speech differs in 40 % or more.
@@ -18,7 +18,7 @@ from myna.audio.files import Samples
 
 FINGERPRINT_RATE = 8_000
 FRAME_SAMPLES, HOP_SAMPLES = 2960, 184
-"""0.37 s, 23 ms."""
+"""Samples of a frame (0.37 s), and from one frame to the next (23 ms)."""
 WORDS_PER_SECOND = FINGERPRINT_RATE / HOP_SAMPLES
 BANDS, BAND_RANGE_HZ = 33, (300.0, 3000.0)
 SILENCE_POWER = 1e-7
@@ -26,16 +26,16 @@ SILENCE_POWER = 1e-7
 MAX_BIT_ERROR = 0.35
 MIN_MATCH_SECONDS = 1.5
 EDGE_WORDS = 13
-"""0.3 s, by which the ends of a match are found."""
+"""Words (0.3 s) over which the ends of a match are found."""
 MAX_WORD_OCCURRENCES = 32
-"""A word that occurs more often tells nothing, and is not looked up."""
+"""Maximum occurrences of a word that is looked up: a frequent word identifies nothing."""
 MIN_COMMON_WORDS = 2
 
 Words = npt.NDArray[np.uint32]
 
 
 class DuplicateMatch(NamedTuple):
-    """A passage that occurs twice, in fingerprints by their index; times in seconds."""
+    """Passage that occurs twice: the fingerprints by index, and times in seconds."""
 
     first: int
     second: int
@@ -46,7 +46,8 @@ class DuplicateMatch(NamedTuple):
 
 
 def fingerprint(samples: Samples, sample_rate: int) -> bytes:
-    """Fingerprint of a mono clip: 32-bit words, little-endian, one each 23 ms; empty for clips below 0.4 s."""
+    """Return the fingerprint of a mono clip: little-endian 32-bit words, one each 23 ms; empty for clips below 0.4
+    s."""
     wave = soxr.resample(samples, sample_rate, FINGERPRINT_RATE) if sample_rate != FINGERPRINT_RATE else samples
     if len(wave) < FRAME_SAMPLES + HOP_SAMPLES:
         return b""
@@ -64,7 +65,7 @@ def fingerprint(samples: Samples, sample_rate: int) -> bytes:
 
 
 def bit_error(first: bytes, second: bytes) -> float:
-    """Share of bits that differ, word by word from the beginning; words of silence count as half wrong."""
+    """Return the share of bits that differ, word by word from the beginning; words of silence count as half wrong."""
     one, other = _words(first), _words(second)
     length = min(len(one), len(other))
     return float(_word_errors(one[:length], other[:length]).mean()) if length else 0.5
@@ -73,9 +74,9 @@ def bit_error(first: bytes, second: bytes) -> float:
 def find_duplicates(
     fingerprints: Sequence[bytes], *, max_bit_error: float = MAX_BIT_ERROR, min_seconds: float = MIN_MATCH_SECONDS
 ) -> list[DuplicateMatch]:
-    """Passages of at least `min_seconds` that two fingerprints share, or that one holds twice; longest first.
+    """Find passages of at least `min_seconds` that two fingerprints share, or that one holds twice; longest first.
 
-    Candidates have words in common at the same distance (an inverted index); each is verified by its bit errors.
+    Candidates have words in common at equal distances (an inverted index); each is verified by its bit errors.
     """
     clips = [_words(one) for one in fingerprints]
     matches = []
@@ -86,7 +87,7 @@ def find_duplicates(
 
 @functools.cache
 def _bands() -> npt.NDArray[np.float64]:
-    """Sums of the bins of each band (1481 x 33)."""
+    """Return the matrix that sums bins to bands (1481 x 33)."""
     edges = np.geomspace(*BAND_RANGE_HZ, BANDS + 1)
     bins = np.fft.rfftfreq(FRAME_SAMPLES, 1 / FINGERPRINT_RATE)
     return np.asarray((bins[:, None] >= edges[:-1]) & (bins[:, None] < edges[1:]), np.float64)
@@ -102,7 +103,7 @@ def _word_errors(first: Words, second: Words) -> npt.NDArray[np.float64]:
 
 
 def _candidates(clips: Sequence[Words]) -> list[tuple[int, int, int]]:
-    """Pairs of clips and the distance of their positions at which they have words in common."""
+    """Return pairs of clips with the distance between positions at which they have words in common."""
     sizes = [len(clip) for clip in clips]
     if not sum(sizes):
         return []
@@ -124,7 +125,7 @@ def _candidates(clips: Sequence[Words]) -> list[tuple[int, int, int]]:
             break
         shift = position[same + step] - position[same]
         pairs = np.stack([clip[same], clip[same + step], shift], 1)
-        # Within one clip neighbouring frames are alike: only a passage that comes again later counts.
+        # Neighbouring frames of one clip are alike: only a passage that comes again later counts.
         keys.append(pairs[(pairs[:, 0] != pairs[:, 1]) | (np.abs(shift) > MIN_MATCH_SECONDS * WORDS_PER_SECOND)])
     if not keys:
         return []
@@ -138,7 +139,7 @@ def _candidates(clips: Sequence[Words]) -> list[tuple[int, int, int]]:
 def _verify(
     clips: Sequence[Words], first: int, second: int, shift: int, max_bit_error: float, min_seconds: float
 ) -> list[DuplicateMatch]:
-    """Stretches along the diagonal whose running bit error stays below the limit."""
+    """Return the stretches along the diagonal whose running bit error stays below the limit."""
     start = max(0, -shift)
     end = min(len(clips[first]), len(clips[second]) - shift)
     size = round(min_seconds * WORDS_PER_SECOND)
@@ -169,7 +170,7 @@ def _verify(
 
 
 def _without_covered(matches: list[DuplicateMatch]) -> list[DuplicateMatch]:
-    """Of matches of the same passage at neighbouring distances, the longest alone."""
+    """Keep the longest of the matches of one passage at neighbouring distances."""
     kept: dict[tuple[int, int], list[DuplicateMatch]] = {}
     for match in matches:
         others = kept.setdefault((match.first, match.second), [])

@@ -1,4 +1,4 @@
-"""Models of the analysis: which there are, what is lost without each, and what to install."""
+"""Models that measure recordings: which are available, what is lost without each, and the measures of a clip."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ RUNTIMES = {"noise": "onnxruntime", "voice activity": "onnxruntime", "segmentati
 NAN = float("nan")
 QUALITY_MEASURES = ("dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig")
 NARROW_WINDOW_SECONDS, NARROW_DROP_DB = 2.0, 60.0
-"""Window in which a band counts as narrow whatever the rest of the clip has, and the drop that ends it there: of 60 dB,
-for 2 s of vowels may have nothing above 4 kHz within 50. Of wide clips of LibriSpeech 0.8 % are then narrow (28 % with
-50 dB), of a synthetic corpus none; a telephone's last 2 s are found in nine of ten clips, and in none by their mean."""
+"""Window in seconds whose bandwidth counts for the whole clip, and the drop in dB that ends its band. At 50 dB, 28 % of
+wide clips of LibriSpeech would be narrow, since 2 s of vowels may have nothing above 4 kHz; at 60 dB 0.8 % are. The
+last 2 s of a telephone call are found in nine of ten clips, and in none by the mean of the clip."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,15 +71,15 @@ class Capability(NamedTuple):
 class AnalysisSettings:
     folder: Path = field(default_factory=curation_models_folder)
     speaker_encoder: str | None = None
-    """As in `myna evaluate --speaker-encoder`; by default ECAPA of the folder."""
+    """Encoder as in `myna evaluate --speaker-encoder`; None for ECAPA from the folder."""
     device: str = "cpu"
     threads: int = 0
-    """Of the ONNX models; 0 lets onnxruntime choose. Those of torch are the process's."""
+    """Threads of the ONNX models; 0 lets onnxruntime choose. Torch uses the threads of the process."""
 
 
 @dataclass(frozen=True)
 class AnalysisModels:
-    """What was found; a model that is not there is None, and its measures are NaN."""
+    """Models that were found. A missing model is None, and its measures are NaN."""
 
     segmentation: SegmentationNetwork | None = None
     speaker_encoder: SpeakerEncoder | None = None
@@ -87,11 +87,11 @@ class AnalysisModels:
     noise: DeepFilterNet | None = None
     quality: DNSMOSNetwork | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    """Of each model that is there: a hash of its weights. Results are comparable where these are equal."""
+    """Hash of the weights of each available model. Results are comparable if these are equal."""
 
 
 def load_models(settings: AnalysisSettings | None = None) -> AnalysisModels:
-    """All models that are there. A file that is damaged is an error, one that is missing is not."""
+    """Load all available models. A damaged file is an error, a missing one is not."""
     from myna.listen.diarization import SegmentationNetwork
     from myna.listen.mos import DNSMOSNetwork
     from myna.listen.music import SpeechMusicNoiseNetwork
@@ -127,7 +127,7 @@ def load_models(settings: AnalysisSettings | None = None) -> AnalysisModels:
 
 
 def capabilities(settings: AnalysisSettings | None = None) -> list[Capability]:
-    """What can be analysed on this machine, and for what cannot: what to type, and what is lost. Nothing is loaded."""
+    """List what can be measured on this machine; for everything else what to type and what is lost. Loads nothing."""
     settings = settings or AnalysisSettings()
     report = []
     for name, lost in LOST.items():
@@ -139,7 +139,7 @@ def capabilities(settings: AnalysisSettings | None = None) -> list[Capability]:
 
 
 def require(model: T | None, purpose: str) -> T:
-    """The model, or a `ModelError` with what to type."""
+    """Return the model, or raise a `ModelError` that says what to type."""
     if model is None:
         raise ModelError(f"{purpose}: the model for it is not here", hint=f"type: {FETCH_COMMAND}")
     return model
@@ -158,7 +158,7 @@ def _has_runtime(name: str) -> bool:
 
 
 def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[str, float]:
-    """All measures of a mono clip by name, in the order of the table; NaN where a model is missing."""
+    """Return all measures of a mono clip by name, in the order of the table; NaN if a model is missing."""
     peak = float(np.abs(samples).max(initial=0.0))
     scores = models.quality.score(samples, sample_rate) if models.quality else dict.fromkeys(QUALITY_MEASURES, NAN)
     return {
@@ -173,7 +173,8 @@ def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[
 
 
 def narrowest_bandwidth_hz(samples: Samples, sample_rate: int) -> float:
-    """Bandwidth of a clip, or of its narrowest two seconds: a mean hides that a telephone begins in the clip."""
+    """Return the bandwidth of a clip or of its narrowest two seconds: the mean hides a telephone call that begins
+    late."""
     size = round(NARROW_WINDOW_SECONDS * sample_rate)
     count = max(1, -(-2 * len(samples) // size) - 1)  # half a window apart, or less
     starts = np.linspace(0, max(0, len(samples) - size), count).astype(int)
@@ -182,7 +183,7 @@ def narrowest_bandwidth_hz(samples: Samples, sample_rate: int) -> float:
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Items by `size`, the last ones fewer; taken one batch after the other."""
+    """Yield the items in lists of `size`, the last one shorter; items are taken one list at a time."""
     source = iter(items)
     while batch := list(itertools.islice(source, size)):
         yield batch
@@ -191,8 +192,8 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
 def map_batches(
     call: Callable[[list[T]], Iterable[R]], items: Iterable[T], size: int, length: Callable[[T], int]
 ) -> Iterator[R]:
-    """Results of a call that takes a batch, in the order of the items. Batches have similar lengths, for each takes as
-    long as its longest; as many items are looked at as make four."""
+    """Yield the results of a batched call in the order of the items. Batches hold items of similar length, since each
+    takes as long as its longest; four batches are sorted together."""
     for group in batches(items, 4 * size if size > 1 else 1):
         order = sorted(range(len(group)), key=lambda number: length(group[number]))
         results: dict[int, R] = {}

@@ -26,19 +26,20 @@ MEL_BANDS, USED_BANDS = 24, 21
 MEL_RANGE_HZ = (100.0, 8000.0)
 PATCH_FRAMES = 68
 PATCH_STEP_FRAMES = 10
-"""The network was made for a patch every 2 frames; every tenth costs a fifth, and is enough for a share of a clip."""
+"""Frames from one patch to the next. The network was made for 2; 10 take a fifth of the time, and suffice for a
+share."""
 CLASSES = ("speech", "music", "noise")
 ACTIVE_ENERGY_RATIO = 0.03
-"""Of the mean log energy: quieter patches are no evidence of anything."""
+"""Share of the mean energy below which a patch is quiet and left out."""
 BATCH_PATCHES = 64
 WINDOW_SECONDS = 60.0
-"""Of audio at once, which bounds the memory."""
+"""Seconds of audio at once, which bounds the memory."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
 class SpeechMusicNoiseNetwork(nn.Module):
-    """Patches (batch, 68, 21) -> probabilities of speech, music and noise (batch, 3)."""
+    """Network from patches (batch, 68, 21) to probabilities of speech, music and noise (batch, 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,8 @@ class SpeechMusicNoiseNetwork(nn.Module):
 
     @torch.inference_mode()
     def classify(self, samples: Samples, sample_rate: int) -> FloatArray:
-        """Probabilities of each patch that is loud enough (patches x 3), one every 0.1 s; none in silence."""
+        """Return the probabilities of each patch that is loud enough (patches x 3), one every 0.1 s; none in
+        silence."""
         wave, size = as_mono_16khz(samples, sample_rate), round(WINDOW_SECONDS * LISTENING_RATE)
         device = next(self.parameters()).device
         parts = [np.empty((0, len(CLASSES)), np.float32)]
@@ -73,13 +75,13 @@ class SpeechMusicNoiseNetwork(nn.Module):
         return np.concatenate(parts)
 
     def music_share(self, samples: Samples, sample_rate: int) -> float:
-        """Mean probability of music where there is sound; 0 in silence."""
+        """Return the mean probability of music over the parts with sound; 0 in silence."""
         probabilities = self.classify(samples, sample_rate)
         return float(probabilities[:, CLASSES.index("music")].mean()) if len(probabilities) else 0.0
 
 
 def log_mel_patches(wave: Samples, step: int = PATCH_STEP_FRAMES) -> FloatArray:
-    """Normalized patches of log mel energies (patches, 68, 21) of mono audio at 16 kHz; silent ones are left out."""
+    """Return normalised patches of log mel energies (patches, 68, 21) of mono audio at 16 kHz, without silent ones."""
     if len(wave) < WINDOW + (PATCH_FRAMES - 1) * HOP:
         wave = np.pad(wave, (0, WINDOW + (PATCH_FRAMES - 1) * HOP - len(wave)))
     frames = np.lib.stride_tricks.sliding_window_view(wave, WINDOW)[::HOP].astype(np.float32)
@@ -102,7 +104,7 @@ def log_mel_patches(wave: Samples, step: int = PATCH_STEP_FRAMES) -> FloatArray:
 
 @functools.cache
 def _mel_filters() -> FloatArray:
-    """Triangular filters of unit area over 100-8000 Hz (24 x 257); the last bin of each falling side is left out."""
+    """Return triangular filters of unit area over 100-8000 Hz (24 x 257); each falling side lacks its last bin."""
     low, high = (2595 * np.log10(1 + hz / 700) for hz in MEL_RANGE_HZ)
     corners = 700 * (10 ** ((low + np.arange(MEL_BANDS + 2) * (high - low) / (MEL_BANDS + 1)) / 2595) - 1)
     bins = np.arange(FFT // 2 + 1) * LISTENING_RATE / FFT

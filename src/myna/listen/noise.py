@@ -1,7 +1,7 @@
-"""Speech-to-noise ratio as DeepFilterNet3 hears it: the power of its output against the power of what it removed.
+"""Speech-to-noise ratio by DeepFilterNet3: the power of its output over the power of what it removed.
 
 Music counts as noise. The three ONNX networks of DeepFilterNet3 (Schröter et al. 2023) run over whole windows; the
-features and the deep filter are computed here. Its output measures, and is never trained on.
+features and the deep filter are computed here. The output is only measured, and never trained on.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ DENOISER_RATE = 48_000
 FFT, HOP = 960, 480
 ERB_BANDS, MIN_BAND_BINS = 32, 2
 FILTERED_BINS, FILTER_FRAMES, LOOKAHEAD = 96, 5, 2
-"""Bins and frames that the deep filter covers, and how far it and the convolutions look ahead."""
+"""Bins and frames that the deep filter covers, and frames of lookahead of the filter and the convolutions."""
 NORMALIZATION_DECAY = 0.99
-"""Of the running means of the features: one second."""
+"""Decay per frame of the running means of the features: one second."""
 PARTS = ("enc", "erb_dec", "df_dec")
 MAX_SNR_DB = 60.0
-"""Where nothing was removed, or everything."""
+"""Ratio given if nothing was removed; its negative if everything was."""
 SILENCE_ENERGY = 1e-6
-"""Sum of squared samples below which there is nothing to hear."""
+"""Sum of squared samples below which a clip counts as silence."""
 WINDOW_SECONDS = 30.0
-"""Of audio at once, which bounds the memory."""
+"""Seconds of audio at once, which bounds the memory."""
 
 ComplexArray = npt.NDArray[np.complex64]
 FloatArray = npt.NDArray[np.float32]
@@ -46,7 +46,7 @@ class DeepFilterNet:
         return cls(*(open_onnx(folder / f"deepfilternet3_{part}.onnx", threads) for part in PARTS))
 
     def snr_db(self, samples: Samples, sample_rate: int) -> float:
-        """Decibels of speech over everything else, at most 60; NaN in silence."""
+        """Return the decibels of speech over everything else, at most 60; NaN in silence."""
         wave = soxr.resample(samples, sample_rate, DENOISER_RATE)
         speech = noise = 0.0
         for start in range(0, max(1, len(wave)), round(WINDOW_SECONDS * DENOISER_RATE)):
@@ -59,7 +59,7 @@ class DeepFilterNet:
         return float(np.clip(10 * np.log10(max(speech, 1e-12) / max(noise, 1e-12)), -MAX_SNR_DB, MAX_SNR_DB))
 
     def enhance(self, noisy: ComplexArray) -> ComplexArray:
-        """Spectra of speech from spectra of everything, (frames, 481)."""
+        """Return the spectra of speech from the spectra of a noisy clip (frames, 481)."""
         power = (np.abs(noisy) ** 2) @ _erb_filters()
         erb = _running_mean_normalized(10 * np.log10(power + 1e-10))
         low = _unit_normalized(noisy[:, :FILTERED_BINS])
@@ -78,7 +78,7 @@ class DeepFilterNet:
 
 @functools.cache
 def _erb_filters() -> FloatArray:
-    """Mean of the bins of each band of equal rectangular bandwidth (481 x 32), at least two bins wide."""
+    """Return the averages over bands of equal rectangular bandwidth (481 x 32), each at least two bins wide."""
     step = 9.265 * np.log1p(DENOISER_RATE / 2 / (24.7 * 9.265)) / ERB_BANDS
     widths, previous, owed = [], 0, 0
     for band in range(1, ERB_BANDS + 1):

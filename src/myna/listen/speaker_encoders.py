@@ -41,20 +41,19 @@ WAVLM_CONVERT_HINT = (
 # library's), so it comes alone and the extra brings what it really imports.
 RESEMBLYZER_INSTALL = ("pip install --no-deps resemblyzer==0.1.4", 'pip install "myna[evaluate]"')
 SpeakerEmbedding = npt.NDArray[np.float32]
-"""A vector of length one, or of zeros where the clip holds no voice."""
+"""Embedding of length one, or zeros if the clip holds no voice."""
 
 
 class SpeakerEncoder(Protocol):
     @property
     def name(self) -> str:
-        """Identifies the weights and not their location: a clip scored by another encoder is scored again."""
+        """Identity of the weights, independent of their location. A clip scored by another encoder is scored again."""
 
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding: ...
 
 
 def open_speaker_encoder(name: str = RESEMBLYZER, device: str = "cpu") -> SpeakerEncoder:
-    """A speaker encoder by name, folder or hub name, on a device of torch. Similarities by different encoders cannot be
-    compared."""
+    """Open a speaker encoder by name, folder or hub name. Similarities by different encoders cannot be compared."""
     if name == RESEMBLYZER:
         return ResemblyzerEncoder.open(device)
     kind, separator, checkpoint = name.partition(":")
@@ -86,20 +85,20 @@ def embed_speakers(clips: Iterable[Samples], sample_rate: int, encoder: SpeakerE
 
     def embed(batch: list[Samples]) -> list[SpeakerEmbedding]:
         embeddings = encoder.embed_batch(batch, sample_rate)
-        release_free_memory()  # else up to 500 MB of freed memory add up over the windows of a part
+        release_free_memory()  # otherwise up to 500 MB of freed memory add up over the windows of a part
         return embeddings
 
     yield from map_batches(embed, clips, encoder.batch_size, len)
 
 
 def cosine_similarity(first: SpeakerEmbedding, second: SpeakerEmbedding) -> float:
-    """Speaker similarity, at most 1; 0 where one of the clips holds no voice."""
+    """Return the speaker similarity, at most 1; 0 if one of the clips holds no voice."""
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / norms if norms else 0.0
 
 
 def speaker_rank(embedding: SpeakerEmbedding, own: int, speakers: Sequence[SpeakerEmbedding]) -> int:
-    """Rank of the own speaker among all by similarity: 1 is the nearest. Ties count against it."""
+    """Return the rank of the own speaker by similarity: 1 is the nearest. Ties count against it."""
     similarities = [cosine_similarity(embedding, speaker) for speaker in speakers]
     return 1 + sum(other >= similarities[own] for index, other in enumerate(similarities) if index != own)
 
@@ -123,17 +122,17 @@ class ResemblyzerEncoder:
         return f"resemblyzer {version('resemblyzer')}"
 
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:
-        """Long silences are cut out first. Zeros for a clip without a voice: similar to no speaker."""
+        """Embed a clip without its long silences. A clip without a voice gives zeros: similar to no speaker."""
         clip = as_mono_16khz(samples, sample_rate)
-        # Silence would be normalised to the usual loudness, which divides by zero.
+        # Normalising silence to the usual loudness would divide by zero.
         speech = clip[:0] if is_silent(clip) else self._preprocess(clip, LISTENING_RATE)
         return np.asarray(self._encoder.embed_utterance(speech) if len(speech) else np.zeros(256), np.float32)
 
 
 class WavLMEncoder:
-    """WavLM x-vectors (transformers' WavLMForXVector).
+    """Encoder of WavLM x-vectors (transformers' WavLMForXVector).
 
-    One clip at a time: attention covers the whole clip, and padding would change the embedding.
+    Clips are embedded one by one: attention covers the whole clip, and padding would change the embedding.
     """
 
     def __init__(self, model: Any, features: Any, name: str) -> None:
@@ -158,7 +157,7 @@ class WavLMEncoder:
             name,
             (WavLMForXVector, AutoFeatureExtractor),
             device=device,
-            # The classifier over the speakers of its training is not used, and often not kept.
+            # The classifier over the training speakers is not used, and often not stored.
             unused=("objective.", "classifier."),
             hint="the folder needs config.json, preprocessor_config.json and model.safetensors, as "
             "`save_pretrained` leaves them",
@@ -167,7 +166,7 @@ class WavLMEncoder:
 
     @torch.inference_mode()
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:
-        """Zeros for a clip that is silent or too short for the layers: similar to no speaker."""
+        """Embed a clip. One that is silent or too short for the layers gives zeros: similar to no speaker."""
         clip = as_mono_16khz(samples, sample_rate)
         config = self._model.config
         if is_silent(clip) or conv_output_length(self._model.wavlm, len(clip)) < min_frames(config):
@@ -178,7 +177,7 @@ class WavLMEncoder:
 
 
 def min_frames(config: Any) -> int:
-    """Frames that the TDNN layers consume, and two more, since the pooling takes a standard deviation."""
+    """Return the minimum number of frames: what the TDNN layers consume, and two for the standard deviation."""
     consumed = sum((size - 1) * step for size, step in zip(config.tdnn_kernel, config.tdnn_dilation, strict=True))
     return int(consumed) + 2
 
@@ -187,7 +186,7 @@ MELS, WINDOW, HOP = 80, 400, 160
 WIDTH, SCALE = 1024, 8
 GPU_BATCH_CLIPS = 64
 MIN_SECONDS = 0.1
-"""Shorter clips have no embedding: the convolutions reach that far to both sides."""
+"""Shortest clip in seconds that has an embedding: the convolutions reach that far to both sides."""
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 CONVERT_HINT = (
     'where you trust the file, turn it into safetensors once: python -c "import torch, safetensors.torch as s; '
@@ -202,25 +201,25 @@ class EcapaEncoder:
 
     @classmethod
     def open(cls, path: Path, device: str = "cpu") -> EcapaEncoder:
-        """A safetensors file with SpeechBrain's tensor names, or the folder of one."""
+        """Open a safetensors file with SpeechBrain's tensor names, or the folder of one."""
         file = _weights_file(path)
         hint = "give the weights of SpeechBrain's spkrec-ecapa-voxceleb under their own names"
         network = load_network(EcapaNetwork(), file, device, hint=hint)
         return cls(network, f"ecapa {file_hash(file)[:12]}")
 
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:
-        """Zeros for a clip without a voice: similar to no speaker."""
+        """Embed a clip. One without a voice gives zeros: similar to no speaker."""
         [embedding] = self.embed_batch([samples], sample_rate)
         return embedding
 
     @property
     def batch_size(self) -> int:
-        """Clips that are best given at once. On a CPU two take twice the time of one."""
+        """Best number of clips per batch. On a CPU two take twice the time of one."""
         return 1 if self._network.get_buffer("filters").device.type == "cpu" else GPU_BATCH_CLIPS
 
     @torch.inference_mode()
     def embed_batch(self, clips: Sequence[Samples], sample_rate: int) -> list[SpeakerEmbedding]:
-        """Clips of one length go through the network together: padding would change their embeddings."""
+        """Embed many clips. Only clips of equal length share a batch: padding would change their embeddings."""
         embeddings = [np.zeros(self._network.size, np.float32) for _ in clips]
         waves: dict[int, dict[int, Samples]] = {}
         for index, samples in enumerate(clips):
@@ -270,7 +269,7 @@ class EcapaNetwork(nn.Module):
         self.register_buffer("filters", _mel_filters(), persistent=False)
 
     def forward(self, waves: torch.Tensor) -> torch.Tensor:
-        """Clips at 16 kHz (batch, samples) -> their embeddings (batch, 192), of length one."""
+        """Return normalised embeddings (batch, 192) of clips at 16 kHz (batch, samples)."""
         x = self._log_mels(waves)
         outputs = []
         for block in self.blocks:
@@ -289,7 +288,7 @@ class EcapaNetwork(nn.Module):
 
 
 def _mel_filters() -> torch.Tensor:
-    """SpeechBrain's triangular mel filters: as wide on the right as on the left."""
+    """Return SpeechBrain's triangular mel filters, which are as wide on the right as on the left."""
     mels = torch.linspace(0, 2595 * torch.log10(torch.tensor(1 + LISTENING_RATE / 2 / 700)).item(), MELS + 2)
     corners = 700 * (10 ** (mels / 2595) - 1)
     slopes = (torch.linspace(0, LISTENING_RATE / 2, WINDOW // 2 + 1)[:, None] - corners[1:-1]) / (

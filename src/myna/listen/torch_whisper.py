@@ -1,6 +1,9 @@
-"""Whisper of transformers behind the interface of CTranslate2's: encode, detect_language, generate and align.
+"""Whisper in torch behind the interface of CTranslate2: encode, detect_language, generate and align.
 
-faster-whisper's procedure (asr_windows.py) then runs on either of them.
+The procedure of faster-whisper (whisper_windows.py) runs on either of them. The beam search stays on its device: a step
+is one CUDA graph, and the host waits for it once in 16. It chooses what the beam search of transformers chooses with
+early stopping, a length penalty of 1, and Whisper's rules for times: in pairs, never back, and a time if times together
+are more probable than any text.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.nn import functional as F
 from myna.core.errors import import_optional
 
 MAX_TOKENS = 448
-"""Of a window, its prompt among them."""
+"""Maximum tokens of a window, its prompt included."""
 ENCODED_FRAMES_PER_SECOND = 50
 MEDIAN_FRAMES = 7
 
@@ -28,7 +31,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class GeneratedTokens(NamedTuple):
-    """As `ctranslate2.models.WhisperGenerationResult`."""
+    """Result of `generate`, with the fields of `ctranslate2.models.WhisperGenerationResult`."""
 
     sequences_ids: list[list[int]]
     scores: list[float]
@@ -36,7 +39,7 @@ class GeneratedTokens(NamedTuple):
 
 
 class TokenAlignment(NamedTuple):
-    """As `ctranslate2.models.WhisperAlignmentResult`."""
+    """Result of `align`, with the fields of `ctranslate2.models.WhisperAlignmentResult`."""
 
     alignments: list[tuple[int, int]]
     text_token_probs: list[float]
@@ -49,7 +52,7 @@ class TorchWhisperNetwork:
         self._languages = getattr(config, "lang_to_id", None) or {}
         self.is_multilingual = bool(getattr(config, "is_multilingual", bool(self._languages)))
         layers, heads = model.config.decoder_layers, model.config.decoder_attention_heads
-        # Without a list of the heads that follow the audio: those of the upper half, as in the first Whisper.
+        # Default heads that follow the audio: those of the upper half, as in the first Whisper.
         upper = [[layer, head] for layer in range(layers // 2, layers) for head in range(heads)]
         self._alignment_heads = getattr(config, "alignment_heads", None) or upper
         self._decoder = WhisperDecoder(model)
@@ -66,7 +69,7 @@ class TorchWhisperNetwork:
         return encoded
 
     def detect_language(self, encoded: torch.Tensor) -> list[list[tuple[str, float]]]:
-        """Languages of each window with their probabilities, the most probable first."""
+        """Return the languages of each window with their probabilities, the most probable first."""
         tokens = list(self._languages)
         logits = self._first_logits(encoded)[:, [self._languages[token] for token in tokens]]
         rows = logits.softmax(-1).tolist()
@@ -84,13 +87,16 @@ class TorchWhisperNetwork:
         max_initial_timestamp_index: int,
         **_: object,
     ) -> list[GeneratedTokens]:
-        """Beam search with times as tokens; prompts have equal lengths. At most half of `max_length` is written, as by
-        CTranslate2 and by Whisper itself, so that an alignment, which has five tokens besides the text, fits too."""
+        """Run beam search with times as tokens; prompts have equal lengths.
+
+        At most half of `max_length` is written, as in CTranslate2 and Whisper itself, so that an alignment, which has
+        five tokens besides the text, fits too.
+        """
         windows, size, end = len(prompts), len(prompts[0]), self._special.end
         max_tokens = min(max_length // 2, max_length - size)
         on_gpu = encoded.device.type == "cuda"
         rows = max(MIN_GRAPH_WINDOWS, 1 << (windows - 1).bit_length()) if on_gpu else windows
-        # Windows that fill up a graph repeat the last one.
+        # Repeat the last window to fill up a graph.
         filled = torch.arange(rows, device=encoded.device).clamp(max=windows - 1)
         suppressed = torch.tensor([*suppress_tokens, self._special.first_time - 1], device=encoded.device)
         with self._lock:
@@ -112,7 +118,7 @@ class TorchWhisperNetwork:
         results = []
         for row, score, probability in list(zip(*columns, strict=True))[:windows]:
             tokens = row[: row.index(end)] if end in row else row
-            # Here a score is a mean with the end of text, and in CTranslate2 without.
+            # A score here is a mean that includes the end of text; in CTranslate2 it does not.
             total = score * (len(tokens) + (end in row))
             results.append(GeneratedTokens([tokens], [total / max(1, len(tokens))], probability))
         return results
@@ -127,7 +133,8 @@ class TorchWhisperNetwork:
         *,
         median_filter_width: int = MEDIAN_FRAMES,
     ) -> list[TokenAlignment]:
-        """Frames of 20 ms of each token: dynamic time warping of the cross-attention of the alignment heads."""
+        """Return the frames of 20 ms of each token: dynamic time warping of the cross-attention of the alignment
+        heads."""
         end, start = self._special.end, len(start_sequence)
         rows = [[*start_sequence, self._special.first_time - 1, *tokens, end] for tokens in text_tokens]
         longest = max(map(len, rows))
@@ -152,26 +159,26 @@ class TorchWhisperNetwork:
             deviation, mean = torch.std_mean(used, dim=-2, keepdim=True, unbiased=False)
             filtered = _median(((used - mean) / deviation.clamp(min=1e-12)), median_filter_width)
             costs.append(-filtered.mean(0)[start:-1].cpu().numpy())
-        # Nobody reads the probabilities of words.
+        # The probabilities of words are never read.
         unknown = ([math.nan] * len(tokens) for tokens in text_tokens)
         return [TokenAlignment(*one) for one in zip(time_warping(costs), unknown, strict=True)]
 
     def _no_speech(self, logits: torch.Tensor) -> list[float]:
-        """Probability that nobody speaks, from the logits after the start of a transcript."""
+        """Return the probability of no speech from the logits after the start of a transcript."""
         silence = self._token_id("<|nospeech|>") or self._token_id("<|nocaptions|>")
         probabilities: list[float] = logits.softmax(-1)[:, silence].tolist()
         return probabilities
 
     @torch.inference_mode()
     def _first_logits(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Of the token after the start of a transcript."""
+        """Return the logits of the token after the start of a transcript."""
         start = torch.full((len(encoded), 1), self._token_id("<|startoftranscript|>"), device=encoded.device)
         logits: torch.Tensor = self._model(encoder_outputs=(encoded,), decoder_input_ids=start).logits[:, 0].float()
         return logits
 
 
 def open_torch_whisper(model: Any, tokenizer: Any, mel_bands: int) -> Any:
-    """A `faster_whisper.WhisperModel` whose network is a Whisper of transformers; `tokenizer` is of tokenizers."""
+    """Return a `faster_whisper.WhisperModel` whose network is a Whisper of transformers."""
     package = import_optional("faster_whisper", 'pip install "myna[evaluate]"')
     extractor = import_optional("faster_whisper.feature_extractor").FeatureExtractor(feature_size=mel_bands)
     whisper = object.__new__(package.WhisperModel)  # its constructor opens the files of CTranslate2
@@ -191,15 +198,17 @@ def open_torch_whisper(model: Any, tokenizer: Any, mel_bands: int) -> Any:
 
 
 def time_warping(costs: Sequence[FloatArray]) -> list[list[tuple[int, int]]]:
-    """Cheapest path through each (tokens, frames), in steps to the next frame, both, or the next token. All at once, by
-    anti-diagonals: each needs only the two before it."""
+    """Return the cheapest path through each (tokens, frames), in steps to the next frame, both, or the next token.
+
+    All are computed at once by anti-diagonals, each of which needs only the two before it.
+    """
     tokens, frames = (max(cost.shape[axis] for cost in costs) for axis in (0, 1))
     diagonals = np.full((tokens + frames - 1, len(costs), tokens), np.inf, np.float32)
     for index, cost in enumerate(costs):
         token, frame = np.indices(cost.shape)
         diagonals[token + frame, index, token] = cost
     steps = np.zeros(diagonals.shape, np.int8)
-    # Sums by token on the last two diagonals, the first column before the first token: a path begins there.
+    # Sums by token on the last two diagonals, with a column before the first token, where a path begins.
     last, before_last = (np.full((len(costs), tokens + 1), np.inf) for _ in range(2))
     before_last[:, 0] = 0
     for number, diagonal in enumerate(diagonals):
@@ -221,7 +230,7 @@ def _path_back(steps: npt.NDArray[np.int8], tokens: int, frames: int) -> list[tu
 
 
 def _median(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Running median over the last axis, its ends mirrored."""
+    """Return the running median over the last axis, its ends mirrored."""
     pad = width // 2
     if values.shape[-1] <= pad:
         return values
@@ -230,36 +239,36 @@ def _median(values: torch.Tensor, width: int) -> torch.Tensor:
 
 CHECKED_STEPS = 16
 REACH_STEP = 64
-"""A step attends to positions up to a multiple of it; each has a graph."""
+"""Multiple to which the positions that a step attends to are rounded up; each multiple has a graph."""
 MIN_GRAPH_WINDOWS = 4
-"""Graphs are for so many windows, twice as many, and so on."""
+"""Smallest number of windows of a graph; larger ones are its doublings."""
 
 AttendSelf = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of the tokens of a layer among themselves, by its queries, keys and values."""
+"""Self-attention of a layer, given its number, queries, keys and values."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention (..., heads, queries, size), and its weights; queries are scaled already."""
+    """Return attention (..., heads, queries, size) and its weights; queries are scaled already."""
     scores = queries @ keys.transpose(-1, -2)
     weights = (scores if bias is None else scores + bias).softmax(-1)
     return weights @ values, weights
 
 
 class WhisperDecoder:
-    """Decoder of a Whisper of transformers, over caches of the caller."""
+    """Decoder of a Whisper of transformers, working on caches of the caller."""
 
     def __init__(self, model: Any) -> None:
         self._decoder, self._head = model.model.decoder, model.proj_out
         self._heads: int = model.config.decoder_attention_heads
 
     def new_cache(self, windows: int, *length: int) -> Tensor:
-        """Zeros (layers, keys and values, windows, heads, *length, size of a head)."""
+        """Return zeros (layers, keys and values, windows, heads, *length, size of a head)."""
         weight: Tensor = self._head.weight
         shape = len(self._decoder.layers), 2, windows, self._heads, *length, weight.shape[1] // self._heads
         return weight.new_zeros(shape)
 
     def cache_audio(self, encoded: Tensor, cache: Tensor) -> Tensor:
-        """Write into a cache what tokens attend to in the encoded audio."""
+        """Write the keys and values of the encoded audio into a cache."""
         for layer, (keys, values) in zip(self._decoder.layers, cache, strict=True):
             keys.copy_(self._by_head(layer.encoder_attn.k_proj(encoded)))
             values.copy_(self._by_head(layer.encoder_attn.v_proj(encoded)))
@@ -273,7 +282,8 @@ class WhisperDecoder:
         attend_self: AttendSelf,
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Last hidden states of tokens (windows, n); `watch` is given the attention to the audio in each layer."""
+        """Return the last hidden states of tokens (windows, n); `watch` receives each layer's attention to the
+        audio."""
         hidden = self._decoder.embed_tokens(tokens) + self._decoder.embed_positions.weight[positions]
         for index, layer in enumerate(self._decoder.layers):
             module, states = layer.self_attn, layer.self_attn_layer_norm(hidden)
@@ -304,7 +314,7 @@ def _joined(states: Tensor) -> Tensor:
 
 
 class SpecialTokens(NamedTuple):
-    """Tokens before the end are text, and those from `first_time` on are times."""
+    """Numbers of special tokens: tokens before the end are text, and those from `first_time` on are times."""
 
     end: int
     first_time: int
@@ -312,8 +322,11 @@ class SpecialTokens(NamedTuple):
 
 
 class BeamSearch:
-    """Beam search over a number of windows, with its caches. Keys and values stay where they were written, in the slot
-    of a position and a beam: all beams of a window attend to the slots of all, each to those that hold its own past."""
+    """Beam search over a fixed number of windows, with its caches.
+
+    Keys and values stay in the slot of their position and beam. All beams of a window attend to the slots of all, each
+    restricted to the slots that hold its own past.
+    """
 
     def __init__(
         self, decoder: WhisperDecoder, special: SpecialTokens, windows: int, beams: int, positions: int, frames: int
@@ -328,12 +341,12 @@ class BeamSearch:
         self._position, self._count, self._limit = (zeros(1, dtype=torch.long) for _ in range(3))
         self._suppressed = zeros(special.vocabulary)
         self._moments = torch.arange(special.vocabulary - special.first_time, device=self._slots.device)
-        # Of each beam: its last token, all that it wrote, the sum of their log-probabilities, and its times.
+        # Per beam: its last token, all written tokens, the sum of their log probabilities, and its times.
         self._token, self._latest = (zeros((windows, beams), dtype=torch.long) for _ in range(2))
         self._written = zeros((windows, beams, self.positions), dtype=torch.long)
         self._score = zeros((windows, beams))
         self._is_time, self._was_time = (zeros((windows, beams), dtype=torch.bool) for _ in range(2))
-        # Of hypotheses that ended: the best first, by their mean log-probability.
+        # Finished hypotheses, the best first by their mean log probability.
         self._ended, self._ended_score = torch.zeros_like(self._written), torch.zeros_like(self._score)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -341,8 +354,8 @@ class BeamSearch:
     def __call__(
         self, encoded: Tensor, prompts: Tensor, *, max_tokens: int, suppressed: Tensor, last_initial_time: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of the best hypothesis of each window, their mean log-probability with the end, and the logits after
-        the first token of the prompt."""
+        """Return the tokens of the best hypothesis of each window, its mean log probability including the end, and the
+        logits after the first token of the prompt."""
         self._decoder.cache_audio(encoded, self._audio)
         for state in (self._slots, self._visible, self._position, self._count, self._suppressed):
             state.zero_()
@@ -369,7 +382,7 @@ class BeamSearch:
             self._choose(self._next_logits(reach))
         elif reach in self._graphs:
             self._graphs[reach].replay()
-        else:  # a first step is done, which loads its kernels, and then recorded for the next
+        else:  # the first step runs eagerly, which loads its kernels; the next is recorded
             device = self._slots.device
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -382,7 +395,7 @@ class BeamSearch:
             self._graphs[reach], self._pool = graph, graph.pool()
 
     def _next_logits(self, reach: int) -> Tensor:
-        """After the last token of each beam, whose keys and values are written at the position, which moves on."""
+        """Return the logits after the last token of each beam; write its keys and values, and move the position on."""
         self._visible.index_copy_(2, self._position, self._own_slot.expand(self.windows, -1, -1, -1))
         visible = self._visible[:, None, :, :reach].flatten(3)
         bias = torch.zeros_like(visible, dtype=self._slots.dtype).masked_fill_(~visible, -torch.inf)
@@ -398,12 +411,12 @@ class BeamSearch:
         return logits
 
     def _choose(self, logits: Tensor, last_initial_time: int | None = None) -> None:
-        """The next token of each beam; the first must be a time, not after `last_initial_time`."""
+        """Choose the next token of each beam; the first must be a time, at most `last_initial_time`."""
         special, beams = self._special, self._score.shape[1]
         scores = logits.log_softmax(-1, dtype=torch.float32) + self._suppressed
         opened, closed = self._is_time & ~self._was_time, self._is_time & self._was_time
         if last_initial_time is None:
-            # The end of a segment may be its start, the next start not the last end.
+            # The end of a segment may equal its start; the next start may not equal the last end.
             earliest = torch.where(opened, self._latest, self._latest + 1)
             no_time = closed[..., None] | (self._moments < earliest[..., None])
             no_text, no_end = opened, torch.zeros_like(opened)
@@ -411,7 +424,7 @@ class BeamSearch:
             no_time = (self._moments > last_initial_time).expand(*opened.shape, -1)
             no_text = no_end = torch.ones_like(opened)
         times = scores[..., special.first_time :].masked_fill(no_time, -torch.inf)
-        # The best of each kind: no more of a beam can be among the best of its window.
+        # Best tokens of each kind: no further ones of a beam can be among the best of its window.
         text_top, end_top, time_top = (
             kind.topk(min(2 * beams, kind.shape[-1]))
             for kind in (scores[..., : special.end], scores[..., special.end : special.first_time], times)
@@ -430,7 +443,7 @@ class BeamSearch:
         self._take(best, places // totals.shape[-1], tokens.flatten(1).gather(1, places))
 
     def _take(self, score: Tensor, parents: Tensor, tokens: Tensor) -> None:
-        """Go on with the best of candidates (windows, twice the beams), and keep those of the first half that end."""
+        """Continue with the best candidates (windows, twice the beams), and keep the first half's finished ones."""
         special, beams = self._special, self._score.shape[1]
         written = _pick(self._written, parents).index_copy_(2, self._count, tokens[..., None])
         self._count += 1
@@ -457,5 +470,5 @@ def _reach(position: int) -> int:
 
 
 def _pick(states: Tensor, beams: Tensor) -> Tensor:
-    """(windows, chosen, ...) of states (windows, beams, ...)."""
+    """Pick (windows, chosen, ...) from states (windows, beams, ...)."""
     return states.take_along_dim(beams.reshape(*beams.shape, *[1] * (states.ndim - 2)), 1)

@@ -12,26 +12,27 @@ from myna.core.errors import import_optional
 from myna.listen.weights import INSTALL
 
 SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35
-"""Of a window at which speech begins, and below which it may end."""
+"""Probability at which speech begins, and below which it may end."""
 MIN_GAP_SECONDS = 0.1
-"""Shorter silences are part of the speech around them."""
+"""Silences shorter than this, in seconds, belong to the speech around them."""
 PAD_SECONDS = 0.03
-"""Added at both ends of a span."""
+"""Seconds added at both ends of a span."""
 WINDOW_SAMPLES, CONTEXT_SAMPLES = 512, 64
-"""Of a probability, and of the window before it that the network sees, too."""
+"""Samples of a window that has a probability, and of the context before it that the network sees."""
 STATE_SIZE = 128
 BATCH_WINDOWS = 1024
-"""32.8 s: the network's state goes on from one batch to the next, so that an hour takes no more memory."""
+"""Windows per batch (32.8 s). The network's state goes on to the next batch, so that memory stays bounded."""
 
 
 def voice_activity(samples: Samples, sample_rate: int) -> list[SpeechSpan]:
-    """Stretches of speech in seconds, in order and apart from one another."""
+    """Return the stretches of speech in seconds, in order and without overlap."""
     wave = as_mono_16khz(samples, sample_rate)
     return speech_spans_of(speech_probabilities(wave), len(wave)) if len(wave) else []
 
 
 def speech_probabilities(wave: Samples) -> npt.NDArray[np.float32]:
-    """Probability of speech in each window of 32 ms of mono audio at 16 kHz; the last one is filled up with silence."""
+    """Return the probability of speech of each 32 ms of mono audio at 16 kHz; the last window is padded with
+    silence."""
     import_optional("onnxruntime", INSTALL)
     session = import_optional("faster_whisper.vad", INSTALL).get_vad_model().session
     count = len(wave) // WINDOW_SAMPLES + 1
@@ -51,7 +52,7 @@ def speech_probabilities(wave: Samples) -> npt.NDArray[np.float32]:
 
 
 def speech_spans_of(probabilities: npt.NDArray[np.float32], samples: int) -> list[SpeechSpan]:
-    """Spans of speech of so many samples by the rule of Silero: a span ends where a silence lasts long enough."""
+    """Return the spans of speech by Silero's rule: a span ends at a silence that is long enough."""
     spans: list[tuple[int, int]] = []
     start = silent_from = None
     for window, probability in enumerate(probabilities.tolist()):

@@ -1,4 +1,4 @@
-"""The folder of weights that curation listens with."""
+"""Weights of the models that listen: curation's folder, downloads from the hub, and ONNX files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FETCH_COMMAND = "myna setup curation"
 
 
 def remake_hint(file: Path) -> str:
-    """What to type where a file of weights is damaged."""
+    """Return the command that mends a damaged file of weights."""
     return f"make the folder anew: rm -r {file.parent} && {FETCH_COMMAND}"
 
 
 HUB_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "*.json", "*.txt")
-"""Downloaded of a checkpoint in transformers' layout. Never a pickle, and no second copy in another precision."""
+"""Files downloaded of a checkpoint of transformers: no pickles, and no second copy in another precision."""
 
 
 def download_snapshot(repository: str, *files: str) -> Path:
-    """The local folder of a hub repository, downloaded once."""
+    """Return the local folder of a hub repository; download it once."""
     try:
         return Path(snapshot_download(repository, allow_patterns=list(files)))
     except Exception as error:
@@ -41,9 +41,9 @@ def download_snapshot(repository: str, *files: str) -> Path:
 def load_pretrained(
     folder: Path, name: str, classes: Sequence[Any], *, hint: str, device: str = "cpu", unused: tuple[str, ...] = ()
 ) -> tuple[Any, ...]:
-    """A transformers model in fp32 and its processors, of these classes, then the hash of its weights.
+    """Load a transformers model in fp32 and its processors; return them with the hash of the weights.
 
-    Weights that are missing or left over are refused, unless their names begin with one of `unused`.
+    Missing or unexpected weights are refused, unless their names begin with one of `unused`.
     """
     weights = weight_files(folder)
     model_class, *processor_classes = classes
@@ -66,12 +66,12 @@ def load_pretrained(
 
 
 def open_onnx(file: Path, threads: int = 0) -> Any:
-    """A session with this many threads; 0 lets onnxruntime choose."""
+    """Open an ONNX model on the CPU with this many threads; 0 lets onnxruntime choose."""
     runtime = import_optional("onnxruntime", INSTALL)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
-    # An arena is as large as everything that the longest clip needed, and is never given back.
+    # An arena grows to the need of the longest clip, and is never given back.
     options.enable_cpu_mem_arena = False
     try:
         return runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

@@ -1,7 +1,7 @@
 """Whisper over windows of many clips at once: faster-whisper's procedure, with each step on a batch.
 
-Windows of all clips are encoded, decoded and aligned together; a clip whose decoder stopped before its end has another
-window in the next round. What a clip gives does not depend on the others beyond rounding.
+Windows of all clips are encoded, decoded and aligned together. A clip whose decoder stopped before its end has another
+window in the next round. The result of a clip does not depend on the others beyond rounding.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from myna.core.errors import import_optional
 
 BEAMS = 5
 MAX_INITIAL_TIMESTAMP = 50
-"""One second, in steps of 20 ms: a first segment that begins later is not believed."""
+"""Latest start of the first segment in steps of 20 ms: one second."""
 NO_SPEECH_PROBABILITY, MIN_AVG_LOG_PROB = 0.6, -1.0
-"""A window with less certain text than this, and probably without speech, has no text: Whisper's own rule."""
+"""Probability of no speech above which, and log probability up to which, a window has no text: Whisper's own rule."""
 SHORT_WINDOW_STEP, MIN_SHORT_WINDOW = 500, 1000
-"""Frames of 10 ms: short windows are multiples of the first, with a second of silence, and at least as long as the
-second. Of 90 clips of 3 to 12 s base made no more errors than with 30 s (natural voices 1.7 against 1.8 % of the
-characters, learners 22.0 against 21.8), in a third of the time."""
+"""Frames of 10 ms: lengths of short windows are multiples of the first, and at least the second; they end with a second
+of silence. Of 90 clips of 3 to 12 s, Whisper base made as many errors as with 30 s (natural voices 1.7 against 1.8 % of
+the characters, learners 22.0 against 21.8), in a third of the time."""
 MIN_WINDOW_FRAMES = 4
-"""Of 10 ms: no word fits into less, and words that are written all the same cannot be aligned with it."""
+"""Frames of 10 ms below which a window is skipped: it holds no word, and text for it could not be aligned."""
 TOKENS_PER_SECOND, SPARE_TOKENS = 30, 20
-"""Of speech, and besides: a decoder that writes more has lost its way, and in a batch all wait for it. Both networks
-write at most half of the length that is asked for (CTranslate2 leaves the rest to the prompt), so 15 a second; text of
-that length, with the tokens around it, always fits into an alignment."""
+"""Tokens a second, and in addition, after which a decoder has failed; a batch waits for its slowest clip. Both networks
+write at most half of the requested length (CTranslate2 leaves the rest to the prompt), so 15 a second. Text of that
+length always fits into an alignment."""
 PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 """Punctuation that belongs to the word after it, and to the one before it."""
 
 
 @dataclass(slots=True)
 class DecodedClip:
-    """Text of a clip, and what the decoder thought of it."""
+    """Text of a clip with the decoder's confidence."""
 
     language: str
     language_probability: float = 1.0
-    """1 where the language was given."""
+    """Probability of the detected language; 1 if it was given."""
     texts: list[str] = field(default_factory=list)
-    """Of its segments."""
+    """Text of each segment."""
     words: list[tuple[str, float, float]] = field(default_factory=list)
-    """With the blank before each, and its start and end in seconds; none unless they were asked for."""
+    """Words with the blank before each, start and end in seconds; empty unless requested."""
     avg_log_probs: list[float] = field(default_factory=list)
     compression_ratios: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """Where the decoding of a clip stands."""
+    """Progress of the decoding of one clip."""
 
     features: npt.NDArray[np.float32]
     clip: DecodedClip
     tokenizer: Any = None
     position: int = 0
-    """Frame at which its next window begins."""
+    """Frame at which the next window begins."""
     last_word_end: float = 0.0
 
     @property
@@ -68,8 +68,8 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Alignment:
-    """Stands in for a `WhisperModel` whose words are aligned already, one clip at a time: the times of a clip would
-    otherwise depend on the clip before it in the batch."""
+    """Stand-in for a `WhisperModel` with words that are aligned already. Clips get their times one by one, because they
+    would otherwise depend on the clip before in the batch."""
 
     frames_per_second: int
     words: list[dict[str, Any]]
@@ -86,10 +86,10 @@ def decode_clips(
     word_times: bool,
     short_windows: bool = False,
 ) -> list[DecodedClip]:
-    """Transcribe clips at 16 kHz by a `faster_whisper.WhisperModel`; a language that is None is detected.
+    """Transcribe clips at 16 kHz by a `faster_whisper.WhisperModel`; None as the language detects it.
 
-    With `short_windows` a clip has a window that is hardly longer than it, instead of 30 s, and they are taken one by
-    one: for a CPU, where the encoder costs most and a batch gains nothing.
+    With `short_windows` a clip has a window that is hardly longer than it instead of 30 s, and clips are taken one by
+    one. That is for a CPU, where the encoder costs most and a batch gains nothing.
     """
     states = [
         _Progress(whisper.feature_extractor(clip), DecodedClip(language or ""))
@@ -102,7 +102,7 @@ def decode_clips(
 
 
 def _decode_windows(whisper: Any, states: list[_Progress], *, word_times: bool, short: bool) -> None:
-    """The next window of each clip."""
+    """Decode the next window of each clip."""
     package = import_optional("faster_whisper.transcribe")
     limit = whisper.feature_extractor.nb_max_frames
     sizes = [min(limit, state.frames - state.position) for state in states]
@@ -113,7 +113,7 @@ def _decode_windows(whisper: Any, states: list[_Progress], *, word_times: bool, 
     pieces = (one.features[:, one.position : one.position + size] for one, size in zip(states, sizes, strict=True))
     encoded = whisper.encode(np.stack([package.pad_or_trim(piece, width) for piece in pieces]))
     _set_languages(whisper, states, encoded)
-    # A batch has one list of tokens that are never written, and it is the same for all languages.
+    # A batch has one list of suppressed tokens, which is equal for all languages.
     suppressed = package.get_suppressed_tokens(states[0].tokenizer, [-1])
     prompts = [whisper.get_prompt(state.tokenizer, [], without_timestamps=False) for state in states]
     spoken = TOKENS_PER_SECOND * max(sizes) // whisper.frames_per_second
@@ -160,7 +160,7 @@ def _decode_windows(whisper: Any, states: list[_Progress], *, word_times: bool, 
             state.last_word_end = package.get_end(found)
             if not ended and state.last_word_end > start / whisper.frames_per_second:
                 state.position = round(state.last_word_end * whisper.frames_per_second)
-        if state.position <= start:  # the decoder wrote nothing but times
+        if state.position <= start:  # the decoder wrote only times
             state.position = start + size
         whole = state.tokenizer.decode(result.sequences_ids[0]).strip()
         for segment in found:
@@ -190,12 +190,12 @@ def _set_languages(whisper: Any, states: list[_Progress], encoded: Any) -> None:
 def _add_words(
     whisper: Any, states: list[_Progress], encoded: Any, segments: list[list[dict[str, Any]]], sizes: list[int]
 ) -> None:
-    """Words with their times in each segment, by cross-attention."""
+    """Add words with their times to each segment, by cross-attention."""
     tokens = [
         [token for segment in found for token in segment["tokens"] if token < state.tokenizer.eot]
         for state, found in zip(states, segments, strict=True)
     ]
-    # An alignment begins with the tokens of one language: batches of several are aligned once for each.
+    # An alignment begins with the tokens of one language, so a batch of several is aligned once for each.
     for language in dict.fromkeys(state.clip.language for state in states):
         tokenizer = next(state.tokenizer for state in states if state.clip.language == language)
         aligned = whisper.find_alignment(tokenizer, tokens, encoded, sizes)

@@ -1,7 +1,7 @@
-"""Text normalization by language: transcripts as words and characters for WER and CER.
+"""Text normalisation by language: transcripts as words and characters for WER and CER.
 
-Only spellings of the same sound are made equal. Vietnamese tones stay, since another tone is another word; Arabic vowel
-signs go, since hardly anyone writes them and no ASR model does.
+Only spellings of one sound are made equal. Vietnamese tones stay, since another tone is another word. Arabic vowel
+signs are removed, since people rarely write them and ASR models never do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TATWEEL = "\u0640"
 ARABIC_LETTERS = str.maketrans(
     {"أ": "ا", "إ": "ا", "آ": "ا", "ٱ": "ا", "ى": "ي", "ئ": "ي", "ؤ": "و", "ة": "ه", "ی": "ي", "ک": "ك"}
 )
-"""Letters that writers put for one another: forms of alif, ya without dots, hamza on its seats, ta marbuta."""
+"""Interchangeable letters: forms of alif, ya without dots, hamza on its seats, ta marbuta."""
 ARABIC_ENDINGS = {"": 1, "ه": 1, "ون": 10, "ين": 10, "ميه": 100, "مايه": 100}
 ARABIC_NUMBERS = {
     **{"صفر": 0, "واحد": 1, "واحده": 1, "احد": 1, "احدي": 1, "ثماني": 8, "ثمانيه": 8},
@@ -28,12 +28,12 @@ ARABIC_NUMBERS = {
         f"{stem}{ending}": digit * unit
         for digit, stem in enumerate(["ثلاث", "اربع", "خمس", "ست", "سبع", "ثمان", "تسع"], start=3)
         for ending, unit in ARABIC_ENDINGS.items()
-        if (digit, ending) != (8, "ه")  # which is irregular
+        if (digit, ending) != (8, "ه")  # the irregular one
     },
     **{"ميه": 100, "مايه": 100, "ميتان": 200, "ميتين": 200, "مايتان": 200, "مايتين": 200},
     **{"الف": 1000, "الفا": 1000, "الاف": 1000, "الفان": 2000, "الفين": 2000},
 }
-"""Number words after the letters above are made equal, in both genders and cases."""
+"""Values of number words, in both genders and cases, with interchangeable letters made equal."""
 
 VIETNAMESE_DIGITS = ("không", "một", "hai", "ba", "bốn", "năm", "sáu", "bảy", "tám", "chín")
 AFTER_TENS = {"mốt": "một", "tư": "bốn", "lăm": "năm", "nhăm": "năm"}
@@ -44,25 +44,50 @@ TONE_BEFORE = {
     for first, second in ("oa", "oe", "uy")
     for tone in "\u0300\u0301\u0309\u0303\u0323"
 }
-"""Two schools put the tone on different letters of the same syllable: hoà and hòa are one word."""
+"""Two positions of the tone in one syllable: hoà and hòa are one word."""
 TONE_AT_THE_END = re.compile(rf"\b((?:[^\W\d_](?<!q))*)({'|'.join(TONE_BEFORE)})\b")
+
+MONTHS = [
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+]  # fmt: skip
+ENGLISH_ABBREVIATIONS = {
+    **{"Mr": "Mister", "Mrs": "Missus", "Ms": "Miz", "Dr": "Doctor", "Prof": "Professor", "Sr": "Senior"},
+    **{"Jr": "Junior", "vs": "versus", "etc": "et cetera", "approx": "approximately", "dept": "department"},
+    **{"Gen": "General", "Col": "Colonel", "Capt": "Captain", "Sgt": "Sergeant", "Lt": "Lieutenant", "Rev": "Reverend"},
+}
+"""Spoken forms of abbreviations that end in a full stop."""
+ABBREVIATIONS = {
+    "en": " ".join(map(str.lower, [*ENGLISH_ABBREVIATIONS, *(month[:3] for month in MONTHS if len(month) > 3)]))
+    + " sept hon st mt ft no nos vol fig ch sec art pp est inc ltd co corp ave blvd rd",
+    "de": "hr fr dr prof nr bd abs art bzw ca evtl ggf inkl max min mio mrd sog st str tel usw vgl zzt z.b d.h u.a jh",
+    "fr": "m mm mme mmes mlle mlles dr pr me st ste no art av bd cf env etc ex p pp vol chap janv févr avr juil sept",
+    "es": "sr sra srta sres dr dra d dña ud uds vd vds núm nro art av avda c cap pág págs p ej etc fig gral lic prof",
+    "vi": "tp ts ths gs pgs bs ks ls tx tt q p đ st tr sđt ubnd v.v",
+    "it": "sig sig.ra dott prof avv ing art cap ecc es fig n pag pp s st vol",
+    "pt": "sr sra srta dr dra prof av art cap etc ex fig n núm p pág r st vol",
+    "nl": "dhr mevr mw dr drs ir ing prof nr art bijv bv blz ca d.w.z enz evt fig m.b.t o.a str",
+    "ru": "г гг ул им т.е т.д т.п др пр см стр рис руб тыс млн млрд",
+}
+"""Words before a full stop that does not end a sentence, by language."""
 
 
 def base_language(language: str) -> str:
-    """`pt-BR` is `pt`."""
+    """Return the language without its region: `pt` for `pt-BR`."""
     return re.split(r"[-_]", language.strip().casefold())[0]
 
 
 def words(text: str, language: str = "en") -> list[str]:
-    """Normalized words for WER. English uses Whisper's normalizer: 3 and three, I'm and I am, Mr and mister are equal.
+    """Return normalised words for WER. English uses Whisper's normaliser: 3 and three, I'm and I am, Mr and mister are
+    equal.
 
-    In other languages case and punctuation do not count; digits are those of ASCII. Arabic and Vietnamese have rules
-    of their own, numbers included; elsewhere a number in digits is not the number in words.
+    In other languages case and punctuation do not count, and digits become ASCII. Arabic and Vietnamese have rules of
+    their own, also for numbers; elsewhere a number in digits differs from the number in words.
     """
     base = base_language(language)
     normalized = unicodedata.normalize("NFKC", text).replace("’", "'").replace("‘", "'")
     if base == "en":
-        # Whisper's normalizer drops bracketed text as a remark, but a speaker reads it.
+        # Whisper's normaliser drops bracketed text as a remark, but a speaker reads it.
         normalized = _english()("".join(" " if symbol in "()[]{}<>" else symbol for symbol in normalized))
         return [word for part in normalized.split() if (word := part.strip("'.")) and any(map(str.isalnum, word))]
     folded = normalized.casefold()
@@ -82,13 +107,13 @@ def words(text: str, language: str = "en") -> list[str]:
 
 
 def letters(text: str, language: str = "en") -> list[str]:
-    """Normalized characters for CER, with spaces between words."""
+    """Return normalised characters for CER, with spaces between words."""
     joined = ("" if base_language(language) in UNSPACED else " ").join(words(text, language))
     return list(unicodedata.normalize("NFC", joined))
 
 
 def alphanumeric(text: str) -> str:
-    """Casefolded letters and digits alone, for equality of texts across languages.
+    """Return casefolded letters and digits alone, for equality of texts across languages.
 
     The leak check of a split uses this and not `words`: it must join all spellings that differ in punctuation or
     spacing, and `words` keeps some of them apart ("im" and "I'm", "e-mail" and "email") and needs the right language.
@@ -105,12 +130,12 @@ def _english() -> Callable[[str], str]:
 
 
 def _is_mark(symbol: str) -> bool:
-    """Part of the letter before it: a tone, a vowel sign."""
+    """Tell whether a symbol belongs to the letter before it: a tone or a vowel sign."""
     return unicodedata.category(symbol).startswith("M")
 
 
 def _clusters(word: str) -> list[str]:
-    """Letters with their combining marks."""
+    """Return the letters with their combining marks."""
     clusters: list[str] = []
     for symbol in word:
         if clusters and _is_mark(symbol):
@@ -121,7 +146,7 @@ def _clusters(word: str) -> list[str]:
 
 
 def _arabic_numbers(tokens: list[str]) -> list[str]:
-    """Numbers in words as digits: 'ثلاثه وعشرون' is 23. Parts after the first begin with `and`."""
+    """Replace numbers in words by digits: 'ثلاثه وعشرون' is 23. Parts after the first begin with `and`."""
     converted: list[str] = []
     position = 0
     while position < len(tokens):
@@ -146,7 +171,7 @@ def _arabic_numbers(tokens: list[str]) -> list[str]:
 
 
 def _next_number(tokens: list[str], position: int, last: int) -> int | None:
-    """What the next word adds to the current number, or None where that number has ended."""
+    """Return what the next word adds to the current number, or None if that number has ended."""
     if position == len(tokens):
         return None
     word = tokens[position]
@@ -157,7 +182,7 @@ def _next_number(tokens: list[str], position: int, last: int) -> int | None:
     value = ARABIC_NUMBERS.get(word[1:]) if word.startswith("و") else None
     if value is None:
         return None
-    # With it tens follow a digit, and what is smaller follows hundreds and thousands.
+    # After `and`, tens follow a digit, and smaller numbers follow hundreds and thousands.
     return value if (20 <= value < 100 if last < 10 else last >= 100 and value < min(last, 1000)) else None
 
 
@@ -176,7 +201,7 @@ def _vietnamese(tokens: list[str]) -> list[str]:
 
 
 def _vietnamese_number(digits: str) -> list[str]:
-    """Digits as they are read. Very long ones, and those that begin with zero, are read digit by digit."""
+    """Return digits as they are read. Very long numbers, and those that begin with zero, are read digit by digit."""
     if len(digits) > 9 or (len(digits) > 1 and digits.startswith("0")):
         return [VIETNAMESE_DIGITS[int(digit)] for digit in digits]
     number, read = int(digits), list[str]()
@@ -188,7 +213,7 @@ def _vietnamese_number(digits: str) -> list[str]:
 
 
 def _vietnamese_group(number: int, *, full: bool) -> list[str]:
-    """Up to 999; `full` where a larger group precedes it, so that its zeros are read as well."""
+    """Return a number up to 999 in words; `full` reads its zeros too, after a larger group."""
     hundreds, tens, last = number // 100, number // 10 % 10, number % 10
     read = [VIETNAMESE_DIGITS[hundreds], "trăm"] if hundreds or full else []
     if tens == 1:
@@ -203,5 +228,5 @@ def _vietnamese_group(number: int, *, full: bool) -> list[str]:
 
 
 def normalise_text(text: str) -> str:
-    """NFC on one line, without surrounding blanks. Diacritics, case and direction stay."""
+    """Return text as NFC on one line, without surrounding blanks. Diacritics, case and direction stay."""
     return " ".join(unicodedata.normalize("NFC", text).split())

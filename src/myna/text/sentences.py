@@ -1,7 +1,7 @@
-"""Long text: split into segments to be spoken one after another, and the frames that a text may take.
+"""Sentences and segments of long text, and the frames that a text may take.
 
-A model speaks well for some seconds, and was trained on clips of at most about thirty. Segments are whole sentences
-where these are short enough; which sentence ends are missed matters little, since short sentences are merged anyway.
+A model speaks well for some seconds, and was trained on clips of at most about thirty. Segments are whole sentences if
+these are short enough. A missed sentence end matters little, since short sentences are merged anyway.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from myna.text.normalization import normalise_text
+from myna.text.normalization import ABBREVIATIONS, normalise_text
 
 MAX_SEGMENT_SECONDS = 30.0
 TARGET_SEGMENT_SECONDS = 8.0
-"""Sentences of a paragraph are merged up to this, as long as clips of training data are. With 15 s and the segment
+"""Seconds up to which sentences of a paragraph are merged: the length of training clips. With 15 s and the segment
 before in the prompt, 6 of 21 segments of fledgling ran away, with 8 s 1 of 39."""
 SHORT_SEGMENT_SECONDS = 2.0
-"""A segment below this, a heading for one, is merged beyond its paragraph and the target."""
+"""Seconds below which a segment, such as a heading, is merged beyond its paragraph and the target."""
 PACE_RANGE = (0.5, 2.5)
-"""Paces of voices; what is beyond comes of a reference whose transcript is not what it says."""
+"""Plausible paces of voices; another pace comes from a reference with a wrong transcript."""
 BUDGET_FACTOR, BUDGET_SECONDS = 3.0, 2.0
-"""A text may take so many times its estimate, and so many seconds more."""
+"""Factor of the estimate that a text may take, and additional seconds."""
 
 LETTER_SECONDS = 0.078
-"""Of an alphabet, with the pauses between words and sentences: 770 letters a minute, about 150 words of English."""
+"""Seconds per letter of an alphabet, pauses included: 770 letters a minute, about 150 words of English."""
 DIGIT_SECONDS = 0.3
-"""Digits and symbols that are read as words."""
+"""Seconds per digit or symbol that is read as a word."""
 SCRIPT_SECONDS = (
     (0x0590, 0x08FF, 0.1),  # Hebrew, Arabic, Syriac: most vowels are not written
     (0x0900, 0x0E7F, 0.1),  # scripts of India, Thai: vowels are marks
@@ -47,7 +47,7 @@ WORD_SYMBOLS = "%&@#"
 ENDS = ".!?…؟۔।॥։።။"
 """Marks that end a sentence before a space."""
 WIDE_ENDS = "。！？｡"
-"""Marks that end one without."""
+"""Marks that end a sentence without a space."""
 CLAUSE_ENDS = ",;:–—،؛"
 WIDE_CLAUSE_ENDS = "、，；："
 OPENING = "\"'“‘„‚«‹([{¿¡「『（【《〈"
@@ -60,20 +60,6 @@ CLAUSE_END = re.compile(
 WORD_END = re.compile(" ")
 AFTER_OPENING = re.compile(rf"[ {re.escape(OPENING)}]*(.)")
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
-
-ABBREVIATIONS = {
-    "en": "mr mrs ms dr prof rev hon gen col capt lt sgt st mt ft no nos vol fig ch sec art pp vs etc approx dept est "
-    "inc ltd co corp jr sr ave blvd rd jan feb mar apr jun jul aug sep sept oct nov dec",
-    "de": "hr fr dr prof nr bd abs art bzw ca evtl ggf inkl max min mio mrd sog st str tel usw vgl zzt z.b d.h u.a jh",
-    "fr": "m mm mme mmes mlle mlles dr pr me st ste no art av bd cf env etc ex p pp vol chap janv févr avr juil sept",
-    "es": "sr sra srta sres dr dra d dña ud uds vd vds núm nro art av avda c cap pág págs p ej etc fig gral lic prof",
-    "vi": "tp ts ths gs pgs bs ks ls tx tt q p đ st tr sđt ubnd v.v",
-    "it": "sig sig.ra dott prof avv ing art cap ecc es fig n pag pp s st vol",
-    "pt": "sr sra srta dr dra prof av art cap etc ex fig n núm p pág r st vol",
-    "nl": "dhr mevr mw dr drs ir ing prof nr art bijv bv blz ca d.w.z enz evt fig m.b.t o.a str",
-    "ru": "г гг ул им т.е т.д т.п др пр см стр рис руб тыс млн млрд",
-}
-"""Words before a full stop that does not end a sentence, by language."""
 
 
 @lru_cache(maxsize=4096)
@@ -88,27 +74,27 @@ def _character_seconds(character: str) -> float:
 
 
 def estimate_seconds(text: str, pace: float = 1.0) -> float:
-    """Seconds that a text takes to speak, estimated from its letters; `pace` as of `voice_pace`."""
+    """Estimate the seconds that a text takes to speak from its letters; `pace` comes from `voice_pace`."""
     return pace * sum(map(_character_seconds, text))
 
 
 def voice_pace(reference_text: str, seconds: float) -> float:
-    """Seconds that a voice takes for each second of the estimate, from a reference and its transcript."""
+    """Return the seconds that a voice takes for each estimated second, from a reference and its transcript."""
     estimate = estimate_seconds(reference_text)
     return min(max(seconds / estimate, PACE_RANGE[0]), PACE_RANGE[1]) if estimate else 1.0
 
 
 def frame_budget(text: str, frame_rate: float, pace: float = 1.0) -> int:
-    """Frames after which speech of a text has run away, and is ended."""
+    """Return the number of frames after which the speech of a text has run away, and is ended."""
     return math.ceil((BUDGET_FACTOR * estimate_seconds(text, pace) + BUDGET_SECONDS) * frame_rate)
 
 
 def split_long_text(
     text: str, language: str = "", pace: float = 1.0, max_seconds: float = MAX_SEGMENT_SECONDS
 ) -> list[str]:
-    """Segments of at most `max_seconds` each, by estimate; joined, they are the normalised text.
+    """Split text into segments of at most `max_seconds` each, by estimate; joined, they are the normalised text.
 
-    Blank lines end paragraphs. A language that is not known, or not given, takes the abbreviations of all.
+    Blank lines end paragraphs. An unknown or missing language uses the abbreviations of all.
     """
     target = min(TARGET_SEGMENT_SECONDS, max_seconds / 2)
     segments: list[str] = []
@@ -119,7 +105,7 @@ def split_long_text(
         sentences = split_sentences(paragraph + " " * (number < len(paragraphs)), language)
         for piece in (piece for sentence in sentences for piece in _cut(sentence, max_seconds, pace)):
             own = estimate_seconds(piece, pace)
-            # A heading goes with what is behind it, marks without a letter with what is before them.
+            # A heading joins the following text, marks without a letter join the text before them.
             last = seconds[-1] if seconds else math.inf
             shorter = last if new_paragraph and own else min(last, own)
             limit = max_seconds if shorter < SHORT_SEGMENT_SECONDS else target * (not new_paragraph)
@@ -134,7 +120,7 @@ def split_long_text(
 
 
 def split_sentences(text: str, language: str = "") -> list[str]:
-    """Sentences of normalised text, each with the blank behind it."""
+    """Split normalised text into sentences, each with the blank after it."""
     abbreviations = _abbreviations(language.partition("-")[0].lower())
     ends = (match for match in SENTENCE_END.finditer(text) if _ends_sentence(text, match, abbreviations, language))
     return _pieces(text, (match.end() for match in ends))
@@ -171,7 +157,8 @@ def _pieces(text: str, ends: Iterator[int]) -> list[str]:
 def _cut(
     text: str, max_seconds: float, pace: float, breaks: Sequence[re.Pattern[str]] = (CLAUSE_END, WORD_END)
 ) -> list[str]:
-    """Pieces of a sentence of at most `max_seconds`, of about equal length: clauses, else words, else characters."""
+    """Cut a sentence into pieces of at most `max_seconds` and about equal length: clauses, else words, else
+    characters."""
     total = estimate_seconds(text, pace)
     if total <= max_seconds:
         return [text]
@@ -194,7 +181,7 @@ def _cut(
 
 
 def _clusters(text: str) -> list[str]:
-    """Characters with the marks that belong to them."""
+    """Return characters with the marks that belong to them."""
     marks = {"Mn", "Mc", "Me", "Cf"}
     return _pieces(
         text, (place for place, character in enumerate(text) if unicodedata.category(character) not in marks)

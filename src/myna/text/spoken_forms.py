@@ -1,7 +1,7 @@
-"""Text as it is read aloud: numbers, dates, money, units and abbreviations in words, by language.
+"""Text in its spoken form: numbers, dates, money, units and abbreviations in words, by language.
 
-English has rules here; Vietnamese is sea-g2p's, where it is installed. In Arabic, letters and digits are made uniform,
-and numbers stay digits: their words depend on the gender of what is counted. Other languages stay as they are written.
+English has rules here. Vietnamese uses sea-g2p if it is installed. In Arabic, letters and digits are made uniform and
+numbers stay digits: their words depend on the gender of what is counted. Other languages stay unchanged.
 """
 
 from __future__ import annotations
@@ -13,55 +13,18 @@ import unicodedata
 from typing import Any
 
 from myna.core.errors import import_optional
-from myna.text.normalization import TATWEEL, base_language
+from myna.text.normalization import ENGLISH_ABBREVIATIONS, MONTHS, TATWEEL, base_language
 
 ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
 TENS = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
 IRREGULAR_ORDINALS = {
     **{"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"},
     "twelve": "twelfth",
 }
-ABBREVIATIONS = {
-    **{"Mr": "Mister", "Mrs": "Missus", "Ms": "Miz", "Dr": "Doctor", "Prof": "Professor", "Sr": "Senior"},
-    **{"Jr": "Junior", "vs": "versus", "etc": "et cetera", "approx": "approximately", "dept": "department"},
-    **{"Gen": "General", "Col": "Colonel", "Capt": "Captain", "Sgt": "Sergeant", "Lt": "Lieutenant", "Rev": "Reverend"},
-}
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
 MONTH = rf"(?:{'|'.join(MONTHS)})"
 UNITS = {
     **{"km/h": "kilometer per hour", "mph": "mile per hour", "km": "kilometer", "cm": "centimeter", "mm": "millimeter"},
@@ -75,12 +38,13 @@ FRACTIONS = {"1/2": "one half", "1/3": "one third", "2/3": "two thirds", "1/4": 
 SYMBOLS = {"&": "and", "+": "plus", "=": "equals", "@": "at"}
 NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
 ROMAN = {"II": 2, "III": 3, "IV": 4, "VI": 6, "VII": 7, "VIII": 8, "IX": 9, "XI": 11, "XII": 12}
-"""I, V and X alone are letters as often as numbers."""
+"""Roman numerals that are expanded. I, V and X alone are letters as often as numbers."""
 ARABIC_FORMS = str.maketrans({TATWEEL: "", "ی": "ي", "ک": "ك", "٫": ".", "٬": ","})
 
 
 def normalise_spoken_text(text: str, language: str, *, diacritics: bool = False) -> str:
-    """The text as it is read aloud. `diacritics` adds vowel signs to Arabic by text2tashkeel, and is never implied."""
+    """Return the text as it is read aloud. `diacritics` adds vowel signs to Arabic by text2tashkeel; the default does
+    not."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
     base = base_language(language)
     if base == "en":
@@ -94,7 +58,7 @@ def normalise_spoken_text(text: str, language: str, *, diacritics: bool = False)
 
 
 def number_words(number: int) -> str:
-    """One thousand two hundred thirty-four."""
+    """Return a number in words: one thousand two hundred thirty-four."""
     if number < 0:
         return f"minus {number_words(-number)}"
     if number < 20:
@@ -108,14 +72,14 @@ def number_words(number: int) -> str:
 
 
 def ordinal_words(number: int) -> str:
-    """Twenty-first."""
+    """Return an ordinal in words: twenty-first."""
     head, separator, last = re.fullmatch(r"(?:(.*)([ -]))?(.*)", number_words(number)).groups("")  # type: ignore[union-attr]
     regular = f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th"
     return f"{head}{separator}{IRREGULAR_ORDINALS.get(last, regular)}"
 
 
 def year_words(year: int) -> str:
-    """Nineteen ninety-nine, two thousand five, twenty twenty-four, nineteen hundred."""
+    """Return a year in words: nineteen ninety-nine, two thousand five, twenty twenty-four, nineteen hundred."""
     century, rest = divmod(year, 100)
     if century % 10 == 0 and rest < 10:
         return number_words(year)
@@ -129,18 +93,20 @@ def _english(text: str) -> str:
     for pattern, replace in _english_rules():
         spoken = pattern.sub(replace, spoken)
     spoken = " ".join(spoken.split())
-    return f"{spoken}." if text.endswith(".") and not spoken.endswith(".") else spoken  # it ended an abbreviation, too
+    return (
+        f"{spoken}." if text.endswith(".") and not spoken.endswith(".") else spoken
+    )  # the full stop of an abbreviation also ended the sentence
 
 
 @functools.cache
 def _english_rules() -> list[tuple[re.Pattern[str], Any]]:
-    """Patterns in the order in which they are applied: what is more specific comes first."""
+    """Return patterns in the order in which they are applied, more specific ones first."""
     currency = "".join(map(re.escape, CURRENCIES))
     units = "|".join(sorted(map(re.escape, UNITS), key=len, reverse=True))
     short_months = {month[:3]: month for month in MONTHS} | {"Sept": "September"}
     rules = [
         (r"[‘’]", "'"),
-        (rf"\b({'|'.join(ABBREVIATIONS)})\.", lambda m: ABBREVIATIONS[m[1]]),
+        (rf"\b({'|'.join(ENGLISH_ABBREVIATIONS)})\.", lambda m: ENGLISH_ABBREVIATIONS[m[1]]),
         (r"\bSt\. (?=[A-Z])", "Saint "),
         (r"\bNo\. ?(?=\d)|#(?=\d)", "number "),
         (r"\be\.g\.", "for example"),

@@ -12,9 +12,9 @@ from myna.text.normalization import letters, words
 
 @dataclass(frozen=True, slots=True)
 class ErrorCount:
-    """Substitutions, insertions and deletions, out of so many reference tokens.
+    """Number of substitutions, insertions and deletions, and of reference tokens.
 
-    Sum counts before dividing, so that every word has the same weight: `sum(counts, ErrorCount()).rate`.
+    Sum counts before dividing, so that every word has equal weight: `sum(counts, ErrorCount()).rate`.
     """
 
     errors: int = 0
@@ -30,12 +30,12 @@ class ErrorCount:
 
 
 def word_errors(text: str, transcript: str, language: str = "en") -> ErrorCount:
-    """Word errors of a transcript, after text normalization of both sides."""
+    """Count word errors of a transcript, after text normalisation of both sides."""
     reference = words(text, language)
     return ErrorCount(Levenshtein.distance(reference, words(transcript, language)), len(reference))
 
 
 def character_errors(text: str, transcript: str, language: str = "en") -> ErrorCount:
-    """Character errors of a transcript, after text normalization of both sides."""
+    """Count character errors of a transcript, after text normalisation of both sides."""
     reference = letters(text, language)
     return ErrorCount(Levenshtein.distance(reference, letters(transcript, language)), len(reference))
