@@ -1,4 +1,4 @@
-"""Recordings in containers, encoded by FFmpeg."""
+"""Tones, and recordings in containers encoded by FFmpeg."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ import numpy as np
 from myna.audio.files import Samples
 
 RATE = 48_000
+
+
+def sine(seconds: float, rate: int, hertz: float = 440.0, level: float = 0.5) -> Samples:
+    return (level * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+
+
+def peak_hertz(samples: Samples, rate: int) -> float:
+    spectrum = np.abs(np.fft.rfft(samples * np.hanning(len(samples))))
+    return float(np.argmax(spectrum) * rate / len(samples))
 
 
 def write_container(path: Path, samples: Samples, codec: str, **options: str) -> Path:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from myna.audio.files import AudioFileError, check_audio, probe, read_audio
-from tests.audio.media import RATE, write_container
-from tests.audio.test_files import peak_hertz, sine
+from tests.audio.media import RATE, peak_hertz, sine, write_container
 
 CONTAINERS = {"tone.m4a": "aac", "tone.mp4": "aac", "tone.mov": "alac", "tone.aac": "aac", "tone.webm": "libopus"}
 
@@ -73,3 +72,15 @@ def test_without_pyav_the_error_says_what_to_type(tmp_path: Path) -> None:
     path = write_container(tmp_path / "tone.m4a", sine(0.5, RATE), "aac")
     with patch.dict("sys.modules", {"av": None}), pytest.raises(AudioFileError, match="pip install av"):
         read_audio(path)
+
+
+def test_a_container_whose_channels_change_is_unreadable(tmp_path: Path) -> None:
+    tone = sine(1.0, RATE)
+    two = write_container(tmp_path / "two.ts", np.stack([tone, tone]), "aac").read_bytes()
+    one = write_container(tmp_path / "one.ts", tone, "aac").read_bytes()
+    path = tmp_path / "joined.ts"
+    path.write_bytes(two + one)
+    for open_it in (check_audio, read_audio):
+        with pytest.raises(AudioFileError, match=r"joined\.ts: .*its channels change from 2 to 1") as caught:
+            open_it(path)
+        assert "ffmpeg" in caught.value.hint

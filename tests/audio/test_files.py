@@ -7,7 +7,6 @@ import soundfile
 from myna.audio.files import (
     AudioFileError,
     AudioInfo,
-    Samples,
     check_audio,
     check_not_silent,
     probe,
@@ -16,18 +15,10 @@ from myna.audio.files import (
     write_audio,
 )
 from myna.core.errors import AudioError
+from tests.audio.media import peak_hertz, sine
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")
 LOSSLESS = (".wav", ".flac")
-
-
-def sine(seconds: float, rate: int, hertz: float = 440.0, level: float = 0.5) -> Samples:
-    return (level * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
-
-
-def peak_hertz(samples: Samples, rate: int) -> float:
-    spectrum = np.abs(np.fft.rfft(samples * np.hanning(len(samples))))
-    return float(np.argmax(spectrum) * rate / len(samples))
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -19,7 +19,7 @@ from myna.audio.signal_measures import speech_spans
 from myna.curate.first_pass import OpenModels
 from myna.curate.models import CurationModels
 from myna.curate.recordings import CURATION_RATE
-from myna.curate.settings import ListenSettings
+from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
 from myna.data.manifest import read_manifest
 from myna.listen.asr import TimedTranscript, TimedWord, Transcript
 from myna.listen.models import AnalysisModels
@@ -45,6 +45,10 @@ class SpokenSentence:
         ends = np.cumsum([len(word) + 1 for word in words]) / sum(len(word) + 1 for word in words)
         times = self.start + (self.end - self.start) * np.concatenate([[0.0], ends])
         return [TimedWord(f" {word}", *map(float, times[n : n + 2])) for n, word in enumerate(words)]
+
+
+Truth = dict[Path, list[SpokenSentence]]
+"""Sentences of each recording."""
 
 
 def make_recording(count: int, *, seed: int = 0, first: int = 0) -> tuple[Samples, list[SpokenSentence]]:
@@ -144,3 +148,13 @@ def find_speech(samples: Samples, sample_rate: int) -> list[tuple[float, float]]
 def scripted_models(recordings: dict[Path, list[SpokenSentence]]) -> OpenModels:
     """Opens models for these recordings, in any process."""
     return functools.partial(_open, tuple((path, tuple(sentences)) for path, sentences in recordings.items()))
+
+
+def settings(folder: Path) -> CurateSettings:
+    return load_curate_settings(folder, ["keep.min_bandwidth_hz=0", "listen.part_minutes=0.3"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything that was found out and decided."""
+    files = [folder / "segments.parquet", folder / "manifest.jsonl", *folder.glob("parts/*"), *folder.glob("clips/*/*")]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

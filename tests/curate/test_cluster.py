@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from myna.curate.curation import run_curation
-from tests.curate.scripted import scripted_models, write_recording
-from tests.curate.test_engine import Truth, contents, settings
+from tests.curate.scripted import Truth, contents, scripted_models, settings, write_recording
 from tests.ray_nodes import Nodes, ray_nodes
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]

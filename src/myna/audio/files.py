@@ -290,6 +290,8 @@ class ContainerFile:
                 position = decoded.pts - start
             for frame in resampler.resample(decoded):
                 block = frame.to_ndarray().T
+                if block.shape[1] != self.channels:
+                    raise ContainerError(f"its channels change from {self.channels} to {block.shape[1]}")
                 assert position is not None
                 skipped = min(max(first - position, 0), len(block))
                 position += len(block)

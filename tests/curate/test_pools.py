@@ -16,11 +16,10 @@ from myna.core.pools import MAX_ATTEMPTS
 from myna.curate.curation import run_curation
 from myna.curate.first_pass import OpenModels
 from myna.curate.models import CurationModels
-from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
-from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
+from myna.curate.settings import ListenSettings
+from tests.curate.scripted import Truth, contents, scripted_models, settings, write_recording
 
 pytestmark = pytest.mark.slow
-Truth = dict[Path, list[SpokenSentence]]
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +27,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Truth]:
     folder = tmp_path_factory.mktemp("raw")
     truth = {folder / f"{n}.flac": write_recording(folder / f"{n}.flac", 8, seed=n, first=8 * n) for n in range(3)}
     return folder, truth
-
-
-def settings(folder: Path) -> CurateSettings:
-    return load_curate_settings(folder, ["keep.min_bandwidth_hz=0", "listen.part_minutes=0.3"])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Everything that was found out and decided."""
-    files = [folder / "segments.parquet", folder / "manifest.jsonl", *folder.glob("parts/*"), *folder.glob("clips/*/*")]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
