@@ -62,12 +62,13 @@ class DistillMOSNetwork(nn.Module):
         settings = import_optional("xls_r_sqa.config", INSTALL_DISTILLMOS)
         model = import_optional("xls_r_sqa.sqa_model", INSTALL_DISTILLMOS)
         channels = (2, 64, 64, 128, 256, 256, 256)
-        self.cnn = nn.ModuleDict({"cnn": nn.Sequential()})
+        layers: list[nn.Module] = []
         bins = DISTILLMOS_WINDOW // 2 + 1
         for number, (inputs, outputs) in enumerate(itertools.pairwise(channels)):
             stride = (2 if number else 1, 2 if number == len(channels) - 2 else 1)
             bins = (bins - 3) // stride[0] + 1
-            self.cnn["cnn"].extend([nn.Conv2d(inputs, outputs, 3, stride, padding=(0, 1)), nn.LeakyReLU(0.1)])
+            layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=(0, 1)), nn.LeakyReLU(0.1)]
+        self.cnn = nn.ModuleDict({"cnn": nn.Sequential(*layers)})
         head = settings.Config(
             "", None, settings.FEAT_SEQ_LEN, dim_transformer=200, nhead_transformer=8, nlayers_transformer=7
         )
@@ -81,10 +82,8 @@ class DistillMOSNetwork(nn.Module):
         starts = [int(place * spare) for place in np.linspace(0, 1, -(-spare // LISTENING_RATE) + 1)]
         windows = torch.cat([wave[:, start : start + DISTILLMOS_SAMPLES] for start in starts])
         windows = windows / (windows.abs().amax(1, keepdim=True) + 1e-8)
-        pad, window = (
-            (DISTILLMOS_WINDOW - DISTILLMOS_HOP) // 2,
-            torch.hann_window(DISTILLMOS_WINDOW, device=wave.device),
-        )
+        pad = (DISTILLMOS_WINDOW - DISTILLMOS_HOP) // 2
+        window = torch.hann_window(DISTILLMOS_WINDOW, device=wave.device)
         spectra = torch.stft(
             F.pad(windows, (pad, pad), mode="reflect"),
             DISTILLMOS_WINDOW,
