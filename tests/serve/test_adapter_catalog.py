@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from myna.models import open_family, save_tiny_model
-from myna.serve.adapters import AdapterCatalog
-from myna.serve.api_errors import ApiError
-from myna.serve.engine_client import EngineClient, EngineJob
+from myna.serve.engine_client import AdapterCatalog, EngineClient, EngineJob
 from myna.serve.messages import EngineSettings, SpeakMessage
+from myna.serve.schemas import ApiError
 from myna.speak.request import SpeechRequest
 from tests.models.helpers import random_adapter
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from myna.serve import guard
-from myna.serve.app import create_app
+from myna.serve import server as server_module
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
+from myna.serve.server import create_app
 
 MAX_OBJECTS = 2_000
 """That a full collection of a server without requests may visit: a millisecond."""
@@ -81,7 +81,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(
     path: str, content_type: str, first: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MYNA_HOME", str(tmp_path))
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(server_module, "BODY_SECONDS", 0.3)
     body = SlowBody(first, b"a", pause=0.02)
     status, headers, error = answer(path, content_type, body)
     assert (status, error["code"]) == (408, "timeout") and "did not come within 0.3 s" in error["message"]

@@ -12,9 +12,9 @@ import pytest
 from myna.core.io import save_text
 from myna.provenance.consent import SENTENCES
 from myna.provenance.voice_store import CONSENT_FILE, Consent, StoredRecording
-from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
+from myna.serve.server import create_app
 
 SENTENCE = SENTENCES["en"].format(name="Nicola Berg", first="winter", second="anchor")
 CONSENT = Consent(

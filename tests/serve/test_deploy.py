@@ -14,10 +14,10 @@ import yaml
 
 from myna.commands import build_app
 from myna.core.errors import ConfigError, MynaError
-from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineSettings
 from myna.serve.ray_server import settings_of_arguments
+from myna.serve.server import create_app
 from tests.command_line import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from myna.audio.files import pcm16, read_audio
 from myna.provenance.credentials import read_credentials
 from myna.provenance.speech_log import SpeechOrigin
-from myna.serve.encoders import MEDIA_TYPES, AudioEncoder, AudioFormat, encode_whole
+from myna.serve.engine_process import TempoFilter
+from myna.serve.schemas import AudioFormat
 from myna.serve.speech_routes import _finished_file
-from myna.serve.tempo import TempoFilter
+from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
 
 RATE = 24_000
 

@@ -16,7 +16,8 @@ import pytest
 
 from myna.audio.files import pcm16, read_audio
 from myna.models.ref import ModelRef
-from myna.serve.encoders import MEDIA_TYPES, AudioFormat
+from myna.serve.schemas import AudioFormat
+from myna.serve.transcoding import MEDIA_TYPES
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from tests.serve.conftest import RunningServer

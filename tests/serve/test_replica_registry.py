@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from myna.serve import replica_registry
-from myna.serve.replica_registry import AdapterVersion, ReplicaRegistry, ReplicaReport, merge_metrics
+from myna.serve import ray_server
+from myna.serve.ray_server import AdapterVersion, ReplicaRegistry, ReplicaReport, merge_metrics
 
 
 class Replica:
@@ -74,8 +74,8 @@ def test_a_registry_that_is_started_anew_learns_from_its_replicas() -> None:
 
 
 def test_a_lost_replica_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_registry, "LOST_SECONDS", 0.2)
-    monkeypatch.setattr(replica_registry, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(ray_server, "LOST_SECONDS", 0.2)
+    monkeypatch.setattr(ray_server, "REPORT_SECONDS", 0.05)
 
     async def scenario(registry: ReplicaRegistry) -> None:
         await registry.report(ReplicaReport("lost", AdapterVersion(-1, {}), {}, b"x 1\n"))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from myna.core.errors import ConfigError
 from myna.models import open_family, save_tiny_model
-from myna.serve.api_errors import ApiError
-from myna.serve.guard import RequestGuard, local_hosts
-from myna.serve.sources import ServedSources, resolve_sources
-from myna.serve.uploads import recording_bytes
+from myna.serve.context import ServedSources, resolve_sources
+from myna.serve.schemas import ApiError
+from myna.serve.server import RequestGuard, local_hosts
+from myna.serve.transcoding import recording_bytes
 from tests.models.helpers import random_adapter
 
 

@@ -13,8 +13,8 @@ import pytest
 import soundfile
 
 from myna.audio.files import Samples
-from myna.serve import uploads
-from myna.serve.uploads import UploadDecoder
+from myna.serve import transcoding
+from myna.serve.transcoding import UploadDecoder
 
 
 def recording(pitch: float) -> bytes:
@@ -25,7 +25,7 @@ def recording(pitch: float) -> bytes:
 
 
 def test_the_same_recording_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "MAX_CACHED", 2)
+    monkeypatch.setattr(transcoding, "MAX_CACHED", 2)
     decoder = UploadDecoder()
 
     async def decode(pitch: float, sample_rate: int = 24_000) -> Samples:
@@ -52,7 +52,7 @@ def test_what_is_mapped_at_the_start_is_not_counted() -> None:
     """On a machine with a GPU the libraries of the process take more addresses than a recording may."""
     child = f"""
 import mmap, sys
-from myna.serve.uploads import MAX_DECODE_BYTES, _decode, _limit_memory
+from myna.serve.transcoding import MAX_DECODE_BYTES, _decode, _limit_memory
 mapped = mmap.mmap(-1, MAX_DECODE_BYTES + 2**30, flags={mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}, prot={mmap.PROT_READ})
 _limit_memory()
 print(len(_decode(sys.stdin.buffer.read(), 24_000, 60.0)))

@@ -99,10 +99,9 @@ def _(
     `myna serve runs/marta` opens http://127.0.0.1:8000; programs use http://127.0.0.1:8000/v1 as their base URL.
     """
     try:
-        from myna.serve.context import ServerSettings
+        from myna.serve.context import ServerSettings, resolve_sources
         from myna.serve.messages import EngineSettings
         from myna.serve.server import bind, run_server
-        from myna.serve.sources import resolve_sources
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed, which serving needs", hint="pip install 'myna[serve]'"

@@ -1,30 +1,130 @@
-"""What all routes of a server share: the engine, its voices and adapters, and how a request becomes a message."""
+"""State that all routes of a server share, and how the body of a request becomes a speech request."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
 from myna.audio.files import Samples
-from myna.core.errors import DataError
+from myna.core.errors import ConfigError, DataError
 from myna.models.ref import ModelRef, display_name, weights_sha256
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech
 from myna.provenance.voice_store import VoiceStore
-from myna.serve.adapters import AdapterCatalog
-from myna.serve.api_errors import ApiError
-from myna.serve.engine_client import EngineClient
-from myna.serve.messages import EngineSettings
-from myna.serve.metrics import ServerMetrics
-from myna.serve.schemas import MAX_CHARACTERS, InlineReference, SpeechSettings
-from myna.serve.uploads import UploadDecoder, recording_bytes
+from myna.serve.engine_client import AdapterCatalog, EngineClient
+from myna.serve.messages import AudioPiece, EngineSettings, RequestEnd, StepReport
+from myna.serve.schemas import MAX_CHARACTERS, ApiError, InlineReference, SpeechSettings
+from myna.serve.transcoding import UploadDecoder, recording_bytes
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
+
+LATENCY_BUCKETS = (0.02, 0.03, 0.045, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STEP_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.1, 0.5)
+
+
+class ServerMetrics:
+    """Counters, gauges and histograms under `myna_`."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("myna_http_requests", "Requests.", ["path", "status"], registry=registry)
+        self._first_audio = Histogram(
+            "myna_first_audio_seconds", "To the first byte of audio.", buckets=LATENCY_BUCKETS, registry=registry
+        )
+        self._seconds = Histogram(
+            "myna_speech_request_seconds", "To the last byte of audio.", buckets=LATENCY_BUCKETS, registry=registry
+        )
+        self._audio = Counter("myna_audio_seconds", "Seconds of speech made.", registry=registry)
+        self._ends = Counter("myna_requests_finished", "Ends of requests.", ["finish_reason"], registry=registry)
+        self._steps = Histogram("myna_step_seconds", "Of an engine's step.", buckets=STEP_BUCKETS, registry=registry)
+        gauges = {
+            "myna_streams_speaking": ("Streams that have a row.", lambda: client.speaking),
+            "myna_requests_waiting": ("Requests that wait for a row.", lambda: client.waiting),
+            "myna_requests_in_flight": ("Requests that were taken and have not ended.", lambda: client.in_flight),
+            "myna_rows": ("Streams that are spoken at a time.", lambda: client.settings.rows),
+            "myna_engine_restarts": ("Times that the engine process was started again.", lambda: client.restarts),
+            "myna_engine_ready": ("Whether the model is loaded and warm.", lambda: client.ready),
+        }
+        for name, (text, value) in gauges.items():
+            Gauge(name, text, registry=registry).set_function(value)
+        self._client = client
+        client.on_report = self._on_report
+
+    def observe_request(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count a request. Paths are those of routes: what a client makes up is one path."""
+        route = scope.get("route")
+        self._requests.labels(getattr(route, "path", "other"), str(status)).inc()
+        if getattr(route, "path", "") == "/v1/audio/speech" and status == 200:
+            self._seconds.observe(seconds)
+
+    def observe_first_audio(self, seconds: float) -> None:
+        self._first_audio.observe(seconds)
+
+    def render(self) -> bytes:
+        """All figures in the text format."""
+        return generate_latest(self._registry)
+
+    def _on_report(self, report: StepReport) -> None:
+        self._steps.observe(report.seconds)
+        for event in report.events:
+            match event:
+                case AudioPiece():
+                    assert self._client.known is not None
+                    self._audio.inc(len(event.pcm) / 2 / self._client.known.sample_rate)
+                case RequestEnd():
+                    self._ends.labels("error" if event.failure is not None else event.finish_reason or "done").inc()
+
+
+NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
+"""NAME=SOURCE; a folder may have such a name too."""
+
+
+class ServedSources(NamedTuple):
+    """The model to open, and adapters to load beside it, by name."""
+
+    source: str
+    adapters: dict[str, str]
+
+
+def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters: bool = False) -> ServedSources:
+    """One source is opened as it is: a LoRA is merged into its model, which speaks fastest. Several, each perhaps as
+    NAME=SOURCE, are adapters of one base model; so is one with `keep_adapters`, as others can only be loaded beside the
+    base model."""
+    named = [_split_name(source) for source in sources]
+    refs = [ModelRef.find(source, model) for _, source in named]
+    has_lora = [ref.adapter is not None for ref in refs]
+    if len(named) == 1 and (model is None or has_lora[0]) and not (keep_adapters and has_lora[0]):
+        return ServedSources(named[0][1], {})
+    first = 0 if has_lora[0] else 1
+    if (first == 1 and model is not None) or not all(has_lora[first:]):
+        others = ", ".join(source for (_, source), is_lora in zip(named, has_lora, strict=True) if not is_lora)
+        raise ConfigError(
+            f"only one base model can be served, and {others} is no LoRA",
+            hint="myna serve MODEL RUN ..., or myna serve RUN ... [--model BASE]; another server serves another model",
+        )
+    base = named[0][1] if first else refs[0].base_source
+    adapters = dict[str, str]()
+    for name, source in named[first:]:
+        if name in adapters or name == display_name(base):
+            raise ConfigError(f"two models are named {name}", hint=f"give a name of your own: NAME={source}")
+        adapters[name] = source
+    return ServedSources(base, adapters)
+
+
+def _split_name(source: str) -> tuple[str, str]:
+    match = NAMED_SOURCE.fullmatch(source)
+    if match is not None and not Path(source).exists():
+        return match[1], match[2]
+    return display_name(source).rpartition("/")[2], source
+
 
 DEFAULT_VOICE = "default"
 """The model's own voice, without a reference."""

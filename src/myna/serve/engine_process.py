@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import signal
 import sys
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from myna.audio.files import pcm16
+from myna.audio.files import Samples, pcm16
 from myna.core.errors import ConfigError, MynaError, SpeakError
+from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Reference
 from myna.provenance import check_installed
 from myna.provenance.watermark import MARK_NAME, StreamWatermark
@@ -39,13 +43,103 @@ from myna.serve.messages import (
     SpeakMessage,
     StepReport,
 )
-from myna.serve.reference_encoder import ReferenceEncoder
-from myna.serve.tempo import TempoFilter
 from myna.speak.answering import AnswerEngine, AudioQuestion
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
 from myna.speak.engine import Engine, encode_clip
 from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
+
+MAX_CACHED_REFERENCES = 256
+"""Encoded references that are kept: those of the voices, and of clients that send theirs with every request."""
+
+
+class ReferenceEncoder:
+    """Encodes recordings in the order in which they come, while the batch goes on; on a GPU in a stream of its own. A
+    recording that is known, or being encoded, is not encoded again."""
+
+    def __init__(self, codec: Codec, device: torch.device, *, single_thread: bool) -> None:
+        self._codec, self._device, self._single_thread = codec, device, single_thread
+        self._clips: OrderedDict[bytes, Future[AudioClip]] = OrderedDict()
+        self._queue: SimpleQueue[tuple[Future[AudioClip], str, Samples]] = SimpleQueue()
+        Thread(target=self._run, name="reference encoder", daemon=True).start()
+
+    def encode(self, samples: Samples) -> Future[AudioClip]:
+        """The codes of a recording, once they are there. To be called from one thread."""
+        if len(samples) < self._codec.hop:
+            raise SpeakError("a reference is shorter than one frame", hint="give a few seconds of the voice")
+        key = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
+        clip = self._clips.get(key)
+        if clip is None or clip.cancelled() or (clip.done() and clip.exception() is not None):
+            clip = self._clips[key] = Future()
+            self._queue.put((clip, key.hex(), samples))
+            if len(self._clips) > MAX_CACHED_REFERENCES:
+                self._clips.popitem(last=False)
+        self._clips.move_to_end(key)
+        return clip
+
+    def _run(self) -> None:
+        if self._single_thread:
+            torch.set_num_threads(1)
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        while True:
+            clip, id, samples = self._queue.get()
+            if not clip.set_running_or_notify_cancel():
+                continue
+            try:
+                with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                    codes = encode_clip(self._codec, samples)
+            except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+                clip.set_exception(error)
+            else:
+                clip.set_result(AudioClip(id, codes))
+            del clip, samples  # not kept until the next comes
+
+
+MIN_FACTOR = 0.5
+"""Of one atempo filter; slower speech goes through two."""
+
+
+class TempoFilter:
+    """`SampleFilter` that plays a stream at another speed, 0.25 to 4."""
+
+    def __init__(self, speed: float, sample_rate: int) -> None:
+        import av
+        import av.filter
+
+        self._frame, self._sample_rate, self._pts = av.AudioFrame, sample_rate, 0
+        self._graph = graph = av.filter.Graph()
+        source = graph.add_abuffer(format="flt", sample_rate=sample_rate, layout="mono", time_base=None)
+        factors = [MIN_FACTOR, speed / MIN_FACTOR] if speed < MIN_FACTOR else [speed]
+        last: Any = source
+        for factor in factors:
+            tempo = graph.add("atempo", f"{factor:.6f}")
+            last.link_to(tempo)
+            last = tempo
+        last.link_to(graph.add("abuffersink"))
+        graph.configure()
+
+    def push(self, samples: Samples) -> Samples:
+        if len(samples):
+            frame = self._frame.from_ndarray(np.ascontiguousarray(samples[None]), format="flt", layout="mono")
+            frame.sample_rate, frame.pts = self._sample_rate, self._pts
+            self._pts += len(samples)
+            self._graph.push(frame)
+        return self._pull()
+
+    def finish(self) -> Samples:
+        self._graph.push(None)
+        return self._pull()
+
+    def _pull(self) -> Samples:
+        import av
+
+        pieces = [np.zeros(0, np.float32)]
+        while True:
+            try:
+                pieces.append(np.asarray(self._graph.pull().to_ndarray(), np.float32).reshape(-1))
+            except (av.BlockingIOError, av.EOFError):
+                return np.concatenate(pieces)
+
 
 REPORT_SECONDS = 0.25
 """The load is reported so often, where no step has brought anything."""

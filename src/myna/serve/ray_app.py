@@ -22,12 +22,18 @@ from ray import serve
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from myna.serve.api_errors import ApiError
-from myna.serve.app import create_app
 from myna.serve.context import ServerContext, ServerSettings
 from myna.serve.messages import EngineInfo
-from myna.serve.ray_server import settings_of_arguments
-from myna.serve.replica_registry import REPORT_SECONDS, AdapterVersion, ReplicaRegistry, ReplicaReport, merge_metrics
+from myna.serve.ray_server import (
+    REPORT_SECONDS,
+    AdapterVersion,
+    ReplicaRegistry,
+    ReplicaReport,
+    merge_metrics,
+    settings_of_arguments,
+)
+from myna.serve.schemas import ApiError
+from myna.serve.server import create_app
 
 APPLICATION = "speech"
 REGISTRY = "registry"

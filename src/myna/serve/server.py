@@ -1,21 +1,360 @@
-"""A running server: uvicorn in this process, the engine in another."""
+"""The server: what it refuses, its application with all routes, and uvicorn that runs it."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import hmac
+import json
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import cache
+from importlib.resources import files
+from ipaddress import ip_address
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from myna import __version__
 from myna.core.errors import ConfigError, SpeakError
-from myna.serve.app import create_app
-from myna.serve.context import ServerContext, ServerSettings
-from myna.serve.guard import TimedHttpProtocol
+from myna.serve import catalog_routes, speech_routes
+from myna.serve.context import ServerContext, ServerSettings, server_context
 from myna.serve.messages import EngineInfo
+from myna.serve.schemas import ApiError, validation_error
+
+MAX_BODY_BYTES = 32 * 2**20
+"""Of a body: a batch of texts, or a recording in base64 with its transcript."""
+HEADER_SECONDS = 10.0
+"""That a client may take to send the headers of a request."""
+BODY_SECONDS = 60.0
+"""The same for its body."""
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+RequestObserver = Callable[[Scope, int, float], None]
+"""Called at the end of a request with its status and seconds."""
+
+
+class RequestGuard:
+    """ASGI middleware.
+
+    - The Host must be one of `hosts`, where any are given: a name of another site that resolves to this machine is DNS
+      rebinding.
+    - An Origin, which browsers send, must be the Host: other sites get no answer, and there are no CORS headers.
+    - Under /v1 the key must be given, where there is one.
+    - Bodies have limits of size and time.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: frozenset[str], api_key: str | None, observe: RequestObserver) -> None:
+        self._app, self._hosts, self._observe = app, hosts, observe
+        self._key = api_key.encode() if api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 0
+
+        async def send_checked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *SECURITY_HEADERS]}
+            await send(message)
+
+        try:
+            self._check(scope)
+            guarded = _LimitedBody(receive, scope) if scope["type"] == "http" else receive
+            await self._app(scope, guarded, send_checked)
+        except ApiError as error:
+            await _refuse(error, scope, receive, send_checked)
+        finally:
+            if scope["type"] == "http":
+                self._observe(scope, status, time.monotonic() - began)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._hosts and host.lower() not in self._hosts:
+            raise ApiError(403, f"this server is not {host[:80]}: it is for this machine alone (--allow-host, --host)")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise ApiError(403, "requests of pages of other sites are refused", code="origin_not_allowed")
+        is_unsafe = scope["type"] == "websocket" or scope["method"] not in SAFE_METHODS
+        if is_unsafe and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            raise ApiError(403, "requests of pages of other sites are refused", code="origin_not_allowed")
+        if self._key is not None and scope["path"].startswith("/v1"):
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._key):
+                message = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+
+
+def _too_large() -> ApiError:
+    """What is left of the body is not read: the connection is of no use then."""
+    message = f"a request has at most {MAX_BODY_BYTES // 2**20} MiB"
+    return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+
+
+class _LimitedBody:
+    """`receive` of a request whose body may have so many bytes, and take so long."""
+
+    def __init__(self, receive: Receive, scope: Scope) -> None:
+        self._receive, self._scope = receive, scope
+        self._bytes, self._complete = 0, False
+        self._deadline = time.monotonic() + BODY_SECONDS
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            problem = f"the body did not come within {BODY_SECONDS:g} s"
+            raise ApiError(408, problem, code="timeout", headers={"connection": "close"}) from None
+        self._bytes += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._bytes > MAX_BODY_BYTES:
+            raise _too_large()
+        return message
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        if "websocket.http.response" in scope.get("extensions", {}):
+            response = error.response()
+            headers = [*response.raw_headers, *SECURITY_HEADERS]
+            await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
+            await send({"type": "websocket.http.response.body", "body": response.body})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+        return
+    error.headers.setdefault("connection", "close")  # what is left of the body is not read
+    await error.response()(scope, receive, send)
+
+
+def local_hosts(host: str, port: int, allowed: Sequence[str] = ()) -> frozenset[str]:
+    """The values of Host for a server on an address of this machine alone, with those that are `allowed` beside them;
+    none, for all, on any other address: it has names that we do not know."""
+    try:
+        is_local = ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    names = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")} if is_local else set()
+    return frozenset(names | {name.lower() for name in allowed})
+
+
+class TimedHttpProtocol(HttpToolsProtocol):
+    """HTTP connections that are closed where the headers of a request do not come in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._restart_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._restart_timer()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _restart_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._drop)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _drop(self) -> None:
+        self.transport.close()
+
+
+PAGE_FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """The application of a server; the engine is started with it, and ended behind the last request."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await context.start()
+        gc.collect()
+        gc.freeze()  # a full collection would stop all streams for as long as it takes to visit every imported object
+        try:
+            yield
+        finally:
+            await context.close()
+
+    app = FastAPI(
+        title="Myna speech server",
+        version=__version__,
+        description="Speech in the contract of OpenAI's API.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for router in (speech_routes.router, catalog_routes.voice_router, catalog_routes.model_router):
+        app.include_router(router)
+    _add_status_routes(app)
+    _add_page(app)
+    _add_error_handlers(app)
+    settings = context.settings
+    app.add_middleware(
+        RequestGuard,
+        hosts=local_hosts(settings.host, settings.port, settings.allowed_hosts),
+        api_key=settings.api_key,
+        observe=context.metrics.observe_request,
+    )
+    return app
+
+
+def _add_status_routes(app: FastAPI) -> None:
+    @app.get("/health", tags=["status"])
+    async def health(request: Request) -> Response:
+        """Whether the server and its engine do their work."""
+        client = server_context(request).client
+        state = {"status": "ok" if client.healthy else "failed", "engine_restarts": client.restarts}
+        return JSONResponse(state, 200 if client.healthy else 503)
+
+    @app.get("/ready", tags=["status"])
+    async def ready(request: Request) -> Response:
+        """Whether the model is loaded and warm."""
+        client = server_context(request).client
+        return JSONResponse({"ready": client.ready}, 200 if client.ready else 503)
+
+    @app.get("/metrics", tags=["status"], response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        """Figures for Prometheus."""
+        return Response(await server_context(request).render_metrics(), media_type="text/plain; version=0.0.4")
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(_page_file("page.html"), headers=_page_headers())
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise ApiError(404, "there is no such file")
+        return Response(_page_file(name), media_type=PAGE_FILES[name], headers=_page_headers())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """The interface as a page: FastAPI's own loads scripts from elsewhere."""
+        return HTMLResponse(_docs_page(request.app), headers=_page_headers())
+
+
+def _page_headers() -> dict[str, str]:
+    return {"content-security-policy": PAGE_POLICY, "cache-control": "no-store"}
+
+
+@cache
+def _page_file(name: str) -> bytes:
+    return files("myna.serve").joinpath(name).read_bytes()
+
+
+def _docs_page(app: FastAPI) -> str:
+    from jinja2 import Environment
+
+    schema = app.openapi()
+    routes = [
+        {
+            "method": method.upper(),
+            "path": path,
+            "text": route.get("description", ""),
+            "fields": list(_fields(schema, route)),
+        }
+        for path, methods in schema["paths"].items()
+        for method, route in methods.items()
+    ]
+    template = Environment(autoescape=True).from_string(_page_file("docs.html").decode())
+    return template.render(routes=routes, version=__version__)
+
+
+def _fields(schema: dict[str, Any], route: dict[str, Any]) -> Any:
+    """Name, type, default and meaning of the parameters and the body's fields of a route."""
+    for parameter in route.get("parameters", ()):
+        yield _field(schema, parameter["name"], parameter["schema"], required=parameter.get("required", False))
+    for content in route.get("requestBody", {}).get("content", {}).values():
+        body = _resolved(schema, content["schema"])
+        for name, field in body.get("properties", {}).items():
+            yield _field(schema, name, field, required=name in body.get("required", ()))
+
+
+def _field(schema: dict[str, Any], name: str, field: dict[str, Any], *, required: bool) -> dict[str, str]:
+    kinds = [_kind(schema, one) for one in field.get("anyOf", [field])]
+    default = "required" if required else json.dumps(field.get("default"))
+    return {"name": name, "kind": " or ".join(kinds), "default": default, "text": field.get("description", "")}
+
+
+def _kind(schema: dict[str, Any], field: dict[str, Any]) -> str:
+    field = _resolved(schema, field)
+    if "enum" in field:
+        return ", ".join(field["enum"])
+    return str(field.get("title") if field.get("type") == "object" else field.get("type", "any"))
+
+
+def _resolved(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
+    name = field.get("$ref", "").rpartition("/")[2]
+    return schema["components"]["schemas"][name] if name else field
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refuse(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(_: Request, error: RequestValidationError) -> Response:
+        return validation_error(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ApiError):  # FastAPI's own words for anything that happens to a body
+            return error.__cause__.response()
+        texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} is not for this path"}
+        message = texts.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def refuse_bug(_: Request, __: Exception) -> Response:
+        return ApiError(500, "the server has failed; its log says how").response()
+
 
 MAX_CONNECTIONS_PER_REQUEST = 4
 """Connections, in multiples of the requests that are taken: keep-alives, pages and checks of health."""

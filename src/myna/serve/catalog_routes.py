@@ -1,4 +1,4 @@
-"""Routes of voices and consents: those of OpenAI's client, and the list that other servers have."""
+"""Routes of what a server has: voices, consents, models and adapters; and answers about recordings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Form, Request, UploadFile
+from fastapi.responses import PlainTextResponse
 
 from myna.audio.files import Samples, write_audio
 from myna.core.errors import MynaError
+from myna.data.pronunciation import DEFAULT_QUESTION
+from myna.models.ref import display_name
 from myna.provenance.consent import sentence_of_day
 from myna.provenance.voice_store import Consent, StoredVoice
-from myna.serve.api_errors import ApiError
-from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context
-from myna.serve.schemas import ConsentNameBody
+from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context, unless_disconnected
+from myna.serve.messages import AnswerMessage, RequestEnd
+from myna.serve.schemas import ApiError, ConsentNameBody, LoadAdapterBody, UnloadAdapterBody
 
 if TYPE_CHECKING:
     from myna.provenance.consent import ConsentChecker
@@ -24,11 +27,11 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 24_000
 """Of recordings that are kept."""
 
-router = APIRouter(tags=["voices"])
+voice_router, model_router = APIRouter(tags=["voices"]), APIRouter(tags=["models"])
 NameField = Annotated[str, Form(max_length=64)]
 
 
-@router.get("/v1/audio/voices")
+@voice_router.get("/v1/audio/voices")
 async def list_voices(request: Request) -> dict[str, Any]:
     """Voices that a request may name. `default` is the model's own."""
     voices = await _in_store(server_context(request).store.list_voices)
@@ -40,7 +43,7 @@ async def list_voices(request: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/v1/audio/voices")
+@voice_router.post("/v1/audio/voices")
 async def create_voice(
     request: Request,
     name: NameField,
@@ -59,12 +62,12 @@ async def create_voice(
     return _voice_object(voice)
 
 
-@router.get("/v1/audio/voices/{voice_id}")
+@voice_router.get("/v1/audio/voices/{voice_id}")
 async def retrieve_voice(voice_id: str, request: Request) -> dict[str, Any]:
     return _voice_object(await _in_store(server_context(request).store.get_voice, voice_id, status=404))
 
 
-@router.delete("/v1/audio/voices/{voice_id}")
+@voice_router.delete("/v1/audio/voices/{voice_id}")
 async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
     """Remove a voice with its recordings."""
     context = server_context(request)
@@ -73,14 +76,14 @@ async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
     return {"id": voice.id, "object": "audio.voice.deleted", "deleted": True}
 
 
-@router.get("/v1/audio/consent_sentence", tags=["consents"])
+@voice_router.get("/v1/audio/consent_sentence", tags=["consents"])
 async def retrieve_consent_sentence(name: str, language: str = "en") -> dict[str, str]:
     """The sentence that the speaker reads aloud, today."""
     sentence = await _in_store(sentence_of_day, name, language)
     return {"name": name, "language": sentence.language, "sentence": sentence.text}
 
 
-@router.post("/v1/audio/voice_consents", tags=["consents"])
+@voice_router.post("/v1/audio/voice_consents", tags=["consents"])
 async def create_voice_consent(
     request: Request, name: NameField, recording: UploadFile, language: Annotated[str, Form(max_length=32)]
 ) -> dict[str, Any]:
@@ -94,19 +97,19 @@ async def create_voice_consent(
     return _consent_object(consent)
 
 
-@router.get("/v1/audio/voice_consents", tags=["consents"])
+@voice_router.get("/v1/audio/voice_consents", tags=["consents"])
 async def list_voice_consents(request: Request) -> dict[str, Any]:
     data = [_consent_object(one) for one in await _in_store(server_context(request).store.list_consents)]
     ids = [one["id"] for one in data] or [None]
     return {"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
 
 
-@router.get("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
+@voice_router.get("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
 async def retrieve_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
     return _consent_object(await _in_store(server_context(request).store.get_consent, consent_id, status=404))
 
 
-@router.post("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
+@voice_router.post("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
 async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: Request) -> dict[str, Any]:
     """Change the spelling of its name: what was read aloud stays."""
     store = server_context(request).store
@@ -114,7 +117,7 @@ async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: 
     return _consent_object(await _in_store(store.rename_consent, consent_id, body.name))
 
 
-@router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
+@voice_router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
 async def delete_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
     """Remove a consent that no voice rests on."""
     context = server_context(request)
@@ -176,3 +179,97 @@ def _voice_fields(voice: StoredVoice) -> dict[str, Any]:
 def _consent_object(consent: Consent) -> dict[str, Any]:
     known = {"id": consent.id, "name": consent.name, "language": consent.language, "created_at": consent.created_at}
     return {"object": "audio.voice_consent", **known}
+
+
+MAX_ANSWER_SECONDS = 60.0
+"""Of a recording that is asked about."""
+
+
+@model_router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The model, and the adapters beside it."""
+    context = server_context(request)
+    names = [context.settings.model, *context.adapters.sources]
+    return {"object": "list", "data": [_model_object(context, name) for name in names]}
+
+
+@model_router.get("/v1/models/{name}")
+async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
+    context = server_context(request)
+    context.resolve_model(name)
+    return _model_object(context, name)
+
+
+def _model_object(context: ServerContext, name: str) -> dict[str, Any]:
+    base = context.settings.model
+    known = {"id": name, "object": "model", "created": context.started_at, "owned_by": "myna"}
+    source = context.adapters.sources.get(name.removeprefix(f"{base}:"))
+    if source is None:
+        return {**known, "root": base, "parent": None}
+    return {**known, "root": display_name(source), "parent": base}
+
+
+@model_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
+    """Load an adapter from one of the allowed folders, while the others are spoken with."""
+    context = server_context(request)
+    folder = _allowed_folder(context, body.lora_path)
+    if body.lora_name in (context.settings.model, *context.adapters.sources):
+        raise ApiError(400, f"there is a model named {body.lora_name} already", param="lora_name")
+    await context.change_adapter(body.lora_name, str(folder))
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@model_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> str:
+    """Forget an adapter. Requests that speak with it go on."""
+    context = server_context(request)
+    _check_adapter_loading(context)
+    if body.lora_name not in context.adapters.sources:
+        raise ApiError(404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found")
+    await context.change_adapter(body.lora_name, None)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+def _check_adapter_loading(context: ServerContext) -> None:
+    if not context.settings.adapter_folders:
+        raise ApiError(
+            403, "adapters cannot be changed while this server runs (start it with --allow-adapter-loading FOLDER)"
+        )
+
+
+def _allowed_folder(context: ServerContext, path: str) -> Path:
+    """A folder below one of those that were allowed, links resolved; whether others exist is not told."""
+    _check_adapter_loading(context)
+    roots = [folder.resolve() for folder in context.settings.adapter_folders]
+    inside = [] if "\0" in path else [(root / path).resolve() for root in roots]
+    inside = [folder for folder in inside if any(folder.is_relative_to(root) for root in roots)]
+    if not inside:
+        raise ApiError(403, "adapters are loaded from the allowed folders alone", param="lora_path")
+    if not (found := [folder for folder in inside if folder.is_dir()]):
+        raise ApiError(404, "there is no such folder among the allowed ones", param="lora_path")
+    return found[0]
+
+
+@model_router.post("/v1/audio/assessments", tags=["answers"])
+async def create_assessment(
+    request: Request,
+    file: UploadFile,
+    model: Annotated[str, Form(max_length=256)] = "",
+    question: Annotated[str, Form(max_length=4096)] = DEFAULT_QUESTION,
+    max_tokens: Annotated[int, Form(ge=1, le=4096)] = 512,
+    constrained: Annotated[bool, Form()] = False,
+) -> dict[str, Any]:
+    """Answer a question about a recording, by default to rate its pronunciation; for a model that answers."""
+    context = server_context(request)
+    await context.client.wait_until_loaded()
+    context.resolve_model(model)
+    rate = context.sample_rate
+    samples = await context.uploads.decode(await file.read(), rate, param="file", max_seconds=MAX_ANSWER_SECONDS)
+    job = context.client.submit(lambda id: AnswerMessage(id, samples, question, max_tokens, constrained))
+    try:
+        result = await unless_disconnected(request.receive, job.result())
+    finally:
+        job.cancel()
+    end = result[1] if result is not None else RequestEnd(job.id)
+    return {"text": end.text, "finish_reason": end.finish_reason}
