@@ -1,4 +1,4 @@
-"""Routes of what a server has: voices, consents, models and adapters; and answers about recordings."""
+"""Routes of voices, consents, models and adapters; and answers about recordings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from myna.provenance.consent import ConsentChecker
 
 SAMPLE_RATE = 24_000
-"""Of recordings that are kept."""
+"""Samples per second of recordings that are kept."""
 
 voice_router, model_router = APIRouter(tags=["voices"]), APIRouter(tags=["models"])
 NameField = Annotated[str, Form(max_length=64)]
@@ -33,7 +33,7 @@ NameField = Annotated[str, Form(max_length=64)]
 
 @voice_router.get("/v1/audio/voices")
 async def list_voices(request: Request) -> dict[str, Any]:
-    """Voices that a request may name. `default` is the model's own."""
+    """List the voices that a request may name. `default` is the model's own."""
     voices = await _in_store(server_context(request).store.list_voices)
     return {
         "voices": [DEFAULT_VOICE, *(voice.name for voice in voices)],
@@ -78,7 +78,7 @@ async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
 
 @voice_router.get("/v1/audio/consent_sentence", tags=["consents"])
 async def retrieve_consent_sentence(name: str, language: str = "en") -> dict[str, str]:
-    """The sentence that the speaker reads aloud, today."""
+    """Return the sentence that the speaker reads aloud today."""
     sentence = await _in_store(sentence_of_day, name, language)
     return {"name": name, "language": sentence.language, "sentence": sentence.text}
 
@@ -87,7 +87,7 @@ async def retrieve_consent_sentence(name: str, language: str = "en") -> dict[str
 async def create_voice_consent(
     request: Request, name: NameField, recording: UploadFile, language: Annotated[str, Form(max_length=32)]
 ) -> dict[str, Any]:
-    """Store a consent, once its sentence was recognised in the recording."""
+    """Store a consent, if its sentence was recognised in the recording."""
     context = server_context(request)
     checker = await _checker(context)
     samples = await _decoded(context, recording, "recording")
@@ -111,7 +111,7 @@ async def retrieve_voice_consent(consent_id: str, request: Request) -> dict[str,
 
 @voice_router.post("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
 async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: Request) -> dict[str, Any]:
-    """Change the spelling of its name: what was read aloud stays."""
+    """Change the spelling of the name in a consent."""
     store = server_context(request).store
     await _in_store(store.get_consent, consent_id, status=404)
     return _consent_object(await _in_store(store.rename_consent, consent_id, body.name))
@@ -119,7 +119,7 @@ async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: 
 
 @voice_router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
 async def delete_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
-    """Remove a consent that no voice rests on."""
+    """Remove a consent that no voice needs."""
     context = server_context(request)
     await _in_store(context.store.get_consent, consent_id, status=404)
     consent = await _in_store(context.store.delete_consent, consent_id, status=409)
@@ -127,7 +127,7 @@ async def delete_voice_consent(consent_id: str, request: Request) -> dict[str, A
 
 
 async def _in_store(function: Any, *arguments: Any, status: int = 400) -> Any:
-    """Call a function of the store in a thread; its errors are those of the request."""
+    """Call a function of the store in a thread. Its errors become errors of the request."""
     try:
         return await asyncio.to_thread(function, *arguments)
     except MynaError as error:
@@ -158,7 +158,7 @@ async def _decoded(context: ServerContext, upload: UploadFile, param: str) -> Sa
 
 
 def _with_file(samples: Samples, use: Any) -> Any:
-    """Pass samples on as a file: what is kept is what was decoded, not what was sent."""
+    """Pass samples on as a file: the decoded samples are kept, not the upload."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recording.flac")
         write_audio(file, samples, SAMPLE_RATE)
@@ -171,7 +171,7 @@ def _voice_object(voice: StoredVoice) -> dict[str, Any]:
 
 
 def _voice_fields(voice: StoredVoice) -> dict[str, Any]:
-    """As vLLM-Omni lists them."""
+    """Return the fields of a voice, as vLLM-Omni lists them."""
     known = {"name": voice.name, "consent": voice.consent.id, "created_at": voice.created_at}
     return {**known, "ref_text": voice.recordings[0].text, "language": voice.language}
 
@@ -182,12 +182,12 @@ def _consent_object(consent: Consent) -> dict[str, Any]:
 
 
 MAX_ANSWER_SECONDS = 60.0
-"""Of a recording that is asked about."""
+"""Longest recording in seconds that may be asked about."""
 
 
 @model_router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """The model, and the adapters beside it."""
+    """List the model and its adapters."""
     context = server_context(request)
     names = [context.settings.model, *context.adapters.sources]
     return {"object": "list", "data": [_model_object(context, name) for name in names]}
@@ -211,7 +211,7 @@ def _model_object(context: ServerContext, name: str) -> dict[str, Any]:
 
 @model_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
-    """Load an adapter from one of the allowed folders, while the others are spoken with."""
+    """Load an adapter from one of the allowed folders. Others continue to speak."""
     context = server_context(request)
     folder = _allowed_folder(context, body.lora_path)
     if body.lora_name in (context.settings.model, *context.adapters.sources):
@@ -222,7 +222,7 @@ async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
 
 @model_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> str:
-    """Forget an adapter. Requests that speak with it go on."""
+    """Unload an adapter. Requests that speak with it continue."""
     context = server_context(request)
     _check_adapter_loading(context)
     if body.lora_name not in context.adapters.sources:
@@ -239,7 +239,7 @@ def _check_adapter_loading(context: ServerContext) -> None:
 
 
 def _allowed_folder(context: ServerContext, path: str) -> Path:
-    """A folder below one of those that were allowed, links resolved; whether others exist is not told."""
+    """Return a folder below one of the allowed ones, with links resolved. Other folders are not revealed."""
     _check_adapter_loading(context)
     roots = [folder.resolve() for folder in context.settings.adapter_folders]
     inside = [] if "\0" in path else [(root / path).resolve() for root in roots]
@@ -260,7 +260,7 @@ async def create_assessment(
     max_tokens: Annotated[int, Form(ge=1, le=4096)] = 512,
     constrained: Annotated[bool, Form()] = False,
 ) -> dict[str, Any]:
-    """Answer a question about a recording, by default to rate its pronunciation; for a model that answers."""
+    """Answer a question about a recording; by default, rate its pronunciation. For a model that answers."""
     context = server_context(request)
     await context.client.wait_until_loaded()
     context.resolve_model(model)

@@ -31,7 +31,7 @@ STEP_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.1, 0.5)
 
 
 class ServerMetrics:
-    """Counters, gauges and histograms under `myna_`."""
+    """Figures of a running server for Prometheus, under `myna_`."""
 
     def __init__(self, client: EngineClient) -> None:
         self._registry = registry = CollectorRegistry()
@@ -59,7 +59,7 @@ class ServerMetrics:
         client.on_report = self._on_report
 
     def observe_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request. Paths are those of routes: what a client makes up is one path."""
+        """Count a request. All paths that are no routes count as one."""
         route = scope.get("route")
         self._requests.labels(getattr(route, "path", "other"), str(status)).inc()
         if getattr(route, "path", "") == "/v1/audio/speech" and status == 200:
@@ -69,7 +69,7 @@ class ServerMetrics:
         self._first_audio.observe(seconds)
 
     def render(self) -> bytes:
-        """All figures in the text format."""
+        """Return all figures in the text format."""
         return generate_latest(self._registry)
 
     def _on_report(self, report: StepReport) -> None:
@@ -84,20 +84,23 @@ class ServerMetrics:
 
 
 NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
-"""NAME=SOURCE; a folder may have such a name too."""
+"""Pattern of NAME=SOURCE; the name of a folder may match too."""
 
 
 class ServedSources(NamedTuple):
-    """The model to open, and adapters to load beside it, by name."""
+    """Model to open, and adapters to load beside it, by name."""
 
     source: str
     adapters: dict[str, str]
 
 
 def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters: bool = False) -> ServedSources:
-    """One source is opened as it is: a LoRA is merged into its model, which speaks fastest. Several, each perhaps as
-    NAME=SOURCE, are adapters of one base model; so is one with `keep_adapters`, as others can only be loaded beside the
-    base model."""
+    """Decide which model to open and which adapters to load.
+
+    One source is opened as it is: a LoRA is merged into its model, which speaks fastest. Several, each perhaps as
+    NAME=SOURCE, are adapters of one base model; so is one with `keep_adapters`, since others can only be loaded beside
+    the base model.
+    """
     named = [_split_name(source) for source in sources]
     refs = [ModelRef.find(source, model) for _, source in named]
     has_lora = [ref.adapter is not None for ref in refs]
@@ -127,20 +130,20 @@ def _split_name(source: str) -> tuple[str, str]:
 
 
 DEFAULT_VOICE = "default"
-"""The model's own voice, without a reference."""
+"""Name of the model's own voice, without a reference."""
 OPENAI_VOICES = frozenset(
     ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
 )
-"""Voices that programs send if nobody has chosen one: the model's own, unless a voice of that name is stored."""
+"""Default voices of OpenAI's clients: the model's own, unless a voice of that name is stored."""
 OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
-"""The same of models."""
+"""Default models of OpenAI's clients: the model that is served."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What is served, where, and to whom."""
+    """Settings of a server: model, address, limits and folders."""
 
     engine: EngineSettings
     host: str = "127.0.0.1"
@@ -148,14 +151,14 @@ class ServerSettings:
     api_key: str | None = None
     max_characters: int = MAX_CHARACTERS
     adapter_folders: tuple[Path, ...] = ()
-    """Folders below which adapters may be loaded while the server runs; none: it is not allowed."""
+    """Folders below which adapters may be loaded while the server runs; none forbids it."""
     voices: Path | None = None
-    """Folder of stored voices, in place of the user's own."""
+    """Folder of stored voices, instead of the user's own."""
     asr: str | None = None
-    """Recogniser that checks consents; without one none are taken."""
+    """Recogniser that checks consents; without one no consents are accepted."""
     drain_seconds: float = 30.0
     allowed_hosts: tuple[str, ...] = ()
-    """Names of a proxy, to which a server that is bound to this machine answers too."""
+    """Host names of a proxy, accepted even by a server that is bound to this machine."""
 
     @property
     def model(self) -> str:
@@ -165,7 +168,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSpeech:
-    """A checked request, and the origin that its audio is logged and signed with."""
+    """Checked request, with the origin that its audio is logged and signed with."""
 
     request: SpeechRequest
     origin: SpeechOrigin
@@ -178,7 +181,7 @@ class PreparedSpeech:
 
 @dataclass(eq=False)
 class ServerContext:
-    """State of a server, one for all requests."""
+    """State of a server, shared by all requests."""
 
     settings: ServerSettings
     client: EngineClient
@@ -187,7 +190,7 @@ class ServerContext:
     uploads: UploadDecoder
     adapters: AdapterCatalog
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-    """Tells servers behind one address apart."""
+    """Random id that tells servers at one address apart."""
     started_at: int = field(default_factory=lambda: int(time.time()))
     _voice_samples: dict[str, tuple[Samples, str]] = field(default_factory=dict)
     _weights: dict[str, str] = field(default_factory=dict)
@@ -208,7 +211,7 @@ class ServerContext:
         await self.client.close()
 
     async def change_adapter(self, name: str, source: str | None) -> None:
-        """Add an adapter, or remove it where there is no source."""
+        """Add an adapter, or remove it if there is no source."""
         await (self.adapters.remove(name) if source is None else self.adapters.add(name, source))
 
     async def render_metrics(self) -> bytes:
@@ -220,7 +223,7 @@ class ServerContext:
         return self.client.known.sample_rate
 
     def resolve_model(self, name: str) -> str:
-        """Name of the adapter that a request asks for, empty for the model itself."""
+        """Return the name of the requested adapter; empty for the model itself."""
         base, adapters = self.settings.model, self.adapters.sources
         adapter = name.removeprefix(f"{base}:")
         if adapter in adapters:
@@ -235,7 +238,7 @@ class ServerContext:
         )
 
     async def prepare(self, body: SpeechSettings, text: str, *, priority: int = 0, session: str = "") -> PreparedSpeech:
-        """Check the body of a request, and make the request of it."""
+        """Make a checked request of a body."""
         if len(text) > self.settings.max_characters:
             limit = f"at most {self.settings.max_characters} characters are spoken at a time, these are {len(text)}"
             raise ApiError(400, limit, param="input", code="string_above_max_length")
@@ -277,7 +280,7 @@ class ServerContext:
         return PreparedSpeech(request, origin)
 
     async def _references(self, body: SpeechSettings) -> tuple[ReferenceRecording, ...]:
-        """Return the recordings that a request carries, or that of its stored voice."""
+        """Return the recordings of a request, or that of its stored voice."""
         given = body.reference if isinstance(body.reference, list) else [body.reference] if body.reference else []
         if body.ref_audio is not None:
             given = [InlineReference.model_construct(audio=body.ref_audio, text=body.ref_text or ""), *given]
@@ -325,7 +328,7 @@ class ServerContext:
         self._voice_samples.pop(id, None)
 
     async def _weights_hash(self, source: str) -> str:
-        """Of the weights of a run or an adapter; empty for an untuned model."""
+        """Return the hash of the weights of a run or an adapter; empty for an untuned model."""
         if source not in self._weights:
             ref = await asyncio.to_thread(ModelRef.find, source, self.settings.engine.model)
             weights = ref.weights if ref.is_trained else None
@@ -333,7 +336,7 @@ class ServerContext:
         return self._weights[source]
 
     async def log(self, origin: SpeechOrigin, audio: bytes, details: Mapping[str, Any]) -> None:
-        """Add what was given out to the speech log."""
+        """Add audio that was sent to the speech log."""
         await asyncio.to_thread(log_speech, "streamed", origin, audio, **details)
 
 
@@ -343,7 +346,7 @@ def server_context(connection: HTTPConnection) -> ServerContext:
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result | None:
-    """The result of a coroutine, which is cancelled if the client goes away; None then."""
+    """Return the result of a coroutine, or None if the client goes away, which cancels it."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

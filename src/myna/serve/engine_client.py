@@ -1,4 +1,4 @@
-"""The engine process as the HTTP process sees it: started, watched, restarted, asked for speech, given adapters."""
+"""Client of the engine process: starts, watches and restarts it, and sends it requests and adapters."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from myna.serve.messages import (
 from myna.serve.schemas import ApiError
 
 MAX_RESTART_SECONDS = 30.0
-"""Between two attempts to start the engine."""
+"""Longest pause in seconds between two attempts to start the engine."""
 STOP_SECONDS = 10.0
-"""That the engine process has to end by itself."""
+"""Seconds the engine process gets to exit."""
 STALLED_SECONDS = 60.0
-"""Without a sign of life while there is work, after which the server no longer counts as healthy."""
+"""Seconds without a report while there is work, after which the server counts as unhealthy."""
 RETRY_RANGE = (1, 60)
-"""Seconds told to clients in Retry-After."""
+"""Least and most seconds in a Retry-After header."""
 
 log = logging.getLogger("myna.serve")
 
@@ -52,7 +52,7 @@ class EngineJob:
         self.end: RequestEnd | None = None
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Audio as it comes; an error of the engine is raised. The end is in `end` afterwards."""
+        """Yield audio as it comes; raise an error of the engine. The end is in `end` afterwards."""
         while self.end is None:
             event = await self._events.get()
             if isinstance(event, AudioPiece):
@@ -63,7 +63,7 @@ class EngineJob:
             raise ApiError.of_failure(self.end.failure)
 
     async def result(self) -> tuple[bytes, RequestEnd]:
-        """All audio, and the end."""
+        """Return all audio, and the end."""
         audio = b"".join([piece async for piece in self.pieces()])
         assert self.end is not None
         return audio, self.end
@@ -73,17 +73,17 @@ class EngineJob:
 
 
 class EngineClient:
-    """Starts the engine process, starts it anew when it dies, and passes requests and audio between it and asyncio.
+    """Process of the engine: started, restarted when it dies, and connected with asyncio.
 
-    All methods belong to the event loop; one thread of its own reads the pipe.
+    All methods belong to the event loop; a thread of its own reads the pipe.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.info: EngineInfo | None = None
-        """None while the model is being loaded."""
+        """Facts of the loaded model; None while it is being loaded."""
         self.known: EngineInfo | None = None
-        """Of the last model that was loaded."""
+        """Facts of the last model that was loaded."""
         self.adapters: tuple[str, ...] = ()
         self.load_failure: Failure | None = None
         self.speaking = self.waiting = self.restarts = 0
@@ -92,7 +92,7 @@ class EngineClient:
         self._unsent: list[EngineMessage] = []
         self._numbers = itertools.count()
         self._seconds: deque[float] = deque(maxlen=32)
-        """How long the last requests took."""
+        """Seconds that the last requests took."""
         self._began: dict[str, float] = {}
         self._heard = time.monotonic()
         self._connection: Connection | None = None
@@ -103,7 +103,7 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Requests that are spoken or wait at a time."""
+        """Number of requests that are spoken or wait at a time: the only limit."""
         return self.settings.rows + self.settings.max_waiting
 
     @property
@@ -120,7 +120,7 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine does its work; one that is being loaded may yet do it."""
+        """Whether the engine works; one that is being loaded counts as healthy."""
         stalled = bool(self._jobs) and self.ready and time.monotonic() - self._heard > STALLED_SECONDS
         return self.load_failure is None and not stalled
 
@@ -130,7 +130,7 @@ class EngineClient:
         self._thread.start()
 
     async def wait_until_loaded(self) -> None:
-        """Wait until a model has been loaded once; an error of loading it is raised."""
+        """Wait until a model has been loaded; raise an error of loading it."""
         while self.known is None and self.load_failure is None:
             await self._changed.wait()
             self._changed.clear()
@@ -154,7 +154,7 @@ class EngineClient:
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
     def submit(self, make_message: Callable[[str], EngineMessage], *, counts: bool = True) -> EngineJob:
-        """Send a message with an id of its own; refused where the queue is full, unless it `counts` as no request."""
+        """Send a message with a new id. A full queue refuses it, unless it does not count as a request."""
         self._check_loaded()
         if counts and self.in_flight >= self.capacity:
             raise ApiError(
@@ -180,14 +180,14 @@ class EngineClient:
             self._connection.send(message)
 
     def cancel(self, job: EngineJob) -> None:
-        """End a request that nobody waits for any more."""
+        """End a request whose client has gone."""
         if self._jobs.pop(job.id, None) is not None:
             self._began.pop(job.id, None)
             self._unsent = [one for one in self._unsent if getattr(one, "id", "") != job.id]
             self.send(CancelMessage(job.id))
 
     def _retry_seconds(self) -> int:
-        """Until about half of those that wait have had their turn."""
+        """Return the seconds until about half of the waiting requests will have been spoken."""
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
         expected = math.ceil(mean * self.settings.max_waiting / (2 * self.settings.rows))
         return min(max(expected, RETRY_RANGE[0]), RETRY_RANGE[1])
@@ -223,7 +223,7 @@ class EngineClient:
             self._seconds.append(time.monotonic() - self._began.pop(event.id))
 
     def _died(self, exit_code: int | None, is_told: Event) -> None:
-        """The engine process has ended: what it was doing is lost, what it was not sent yet waits for the next."""
+        """Fail the requests of an engine process that has ended. Unsent ones wait for the next process."""
         self.info, self.speaking, self.waiting = None, 0, 0
         self.restarts += 1
         log.error("the engine process ended with code %s; it is started again", exit_code)
@@ -269,15 +269,17 @@ class EngineClient:
 
 
 def _run_engine(settings: EngineSettings, connection: Connection) -> None:
-    """Main function of the engine process. This process does without torch, and so does not import its module."""
+    """Run the engine process. The HTTP process does without torch, so this import is late."""
     from myna.serve.engine_process import run_engine
 
     run_engine(settings, connection)
 
 
 class AdapterCatalog:
-    """Names and folders of adapters. What is not in the engine is loaded when it is asked for, and the one whose last
-    request is the longest ago makes room for it."""
+    """Names and folders of adapters, of which the engine holds the most recently used.
+
+    An adapter that is not in the engine is loaded when a request asks for it, in the place of the least recently used.
+    """
 
     def __init__(self, client: EngineClient) -> None:
         self._client, self._capacity = client, client.settings.max_adapters
@@ -288,7 +290,7 @@ class AdapterCatalog:
         client.settings = replace(client.settings, adapters=first)
 
     async def add(self, name: str, source: str) -> None:
-        """Load an adapter; one that cannot be loaded stays unknown."""
+        """Add and load an adapter. One that cannot be loaded stays unknown."""
         self.sources[name] = source
         try:
             await self.load(name)
@@ -297,14 +299,14 @@ class AdapterCatalog:
             raise
 
     async def remove(self, name: str) -> None:
-        """Forget an adapter. Requests that speak with it go on."""
+        """Forget an adapter. Requests that speak with it continue."""
         async with self._lock:
             del self.sources[name]
             if name in self._client.adapters:
                 await self._change(name, None)
 
     async def load(self, name: str) -> None:
-        """Have an adapter in the engine."""
+        """Load an adapter into the engine, unless it is there."""
         self._last_use[name] = time.monotonic()
         async with self._lock:
             loaded = self._client.adapters

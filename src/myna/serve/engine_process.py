@@ -50,12 +50,14 @@ from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
 
 MAX_CACHED_REFERENCES = 256
-"""Encoded references that are kept: those of the voices, and of clients that send theirs with every request."""
+"""Number of encoded references that are kept: stored voices, and clients that send theirs with every request."""
 
 
 class ReferenceEncoder:
-    """Encodes recordings in the order in which they come, while the batch goes on; on a GPU in a stream of its own. A
-    recording that is known, or being encoded, is not encoded again."""
+    """Encoder of reference recordings, in a thread beside the batch; on a GPU in a CUDA stream of its own.
+
+    A recording that is known, or being encoded, is not encoded again.
+    """
 
     def __init__(self, codec: Codec, device: torch.device, *, single_thread: bool) -> None:
         self._codec, self._device, self._single_thread = codec, device, single_thread
@@ -64,7 +66,7 @@ class ReferenceEncoder:
         Thread(target=self._run, name="reference encoder", daemon=True).start()
 
     def encode(self, samples: Samples) -> Future[AudioClip]:
-        """The codes of a recording, once they are there. To be called from one thread."""
+        """Return the future codes of a recording. Call it from one thread."""
         if len(samples) < self._codec.hop:
             raise SpeakError("a reference is shorter than one frame", hint="give a few seconds of the voice")
         key = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
@@ -96,11 +98,11 @@ class ReferenceEncoder:
 
 
 MIN_FACTOR = 0.5
-"""Of one atempo filter; slower speech goes through two."""
+"""Smallest factor of one atempo filter; slower speech goes through two."""
 
 
 class TempoFilter:
-    """`SampleFilter` that plays a stream at another speed, 0.25 to 4."""
+    """Change of tempo by 0.25 to 4 without a change of pitch: a `SampleFilter` with FFmpeg's atempo."""
 
     def __init__(self, speed: float, sample_rate: int) -> None:
         import av
@@ -142,15 +144,17 @@ class TempoFilter:
 
 
 REPORT_SECONDS = 0.25
-"""The load is reported so often, where no step has brought anything."""
+"""Seconds between two reports of the load, if no step has brought anything."""
 POLL_SECONDS = 0.002
-"""That a step waits for references, where there is nothing else to do."""
+"""Seconds a step waits for references when it has nothing else to do."""
 WARM_UP_TEXTS = ("Good morning.", "Good morning, and welcome. " * 4, "Good morning, and welcome. " * 12)
 
 
 def run_engine(settings: EngineSettings, connection: Connection) -> None:
-    """Main function of the engine process. It ends when the other end of the pipe is closed, and then only: a terminal
-    or a service manager sends its signals to the HTTP process too, which first waits for its requests."""
+    """Run the engine process until the other end of the pipe is closed.
+
+    A terminal or a service manager sends its signals to the HTTP process too, which first waits for its requests.
+    """
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -207,7 +211,7 @@ def _read_inbox(inbox: SimpleQueue[EngineMessage | None], *, wait: bool) -> list
 
 
 def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestEvent]:
-    """Do something for a request. What fails because of it fails this request alone."""
+    """Do something for a request. An error fails this request alone."""
     try:
         return action()
     except MynaError as error:
@@ -218,7 +222,7 @@ def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestE
 
 
 class EngineWorker(Protocol):
-    """A loaded model that takes messages and does its work in steps."""
+    """Loaded model that takes messages and works in steps."""
 
     info: EngineInfo
 
@@ -240,7 +244,7 @@ class EngineWorker(Protocol):
 
 
 def open_worker(settings: EngineSettings) -> EngineWorker:
-    """The model of the settings, loaded and warm: one that speaks, or one that answers."""
+    """Load and warm up the model of the settings: one that speaks, or one that answers."""
     from myna.models.base import AnsweringFamily
     from myna.models.ref import ModelRef
     from myna.speak.answering import load_answer_engine
@@ -263,7 +267,7 @@ def open_worker(settings: EngineSettings) -> EngineWorker:
 
 
 class _Encoding(NamedTuple):
-    """A request whose references are being encoded, with its place in the queue."""
+    """Request whose references are being encoded, with its place in the queue."""
 
     id: str
     request: SpeechRequest
@@ -276,7 +280,7 @@ class _Encoding(NamedTuple):
 
 
 class SpeechWorker:
-    """A model that speaks, with its running batch."""
+    """Worker of a model that speaks, with its running batch."""
 
     def __init__(self, engine: Engine, settings: EngineSettings) -> None:
         self._engine = engine
@@ -318,8 +322,8 @@ class SpeechWorker:
         return self._engine.adapters
 
     def _warm_up(self) -> None:
-        """Encode a second, and speak in every number of rows prompts of several lengths: what is compiled, captured
-        or loaded is so then."""
+        """Encode a second, and speak prompts of several lengths in every number of slots, to compile, capture and
+        load."""
         self._encoder.encode(np.zeros(self._engine.codec.sample_rate, np.float32)).result()
         batch, frame = self._batch, 1 / self._engine.codec.frame_rate
         for number in range(batch.slots):
@@ -368,7 +372,7 @@ class SpeechWorker:
         return events + [event for running in self._batch.step() for event in self._report(running)]
 
     def _submit(self, waiting: _Encoding) -> list[RequestEvent]:
-        """Queue a request whose references are encoded, in the place that it has."""
+        """Queue a request whose references are encoded, in its place."""
         request, rate = waiting.request, self._engine.codec.sample_rate
         plan = self._plan(request, [clip.result() for clip in waiting.clips])
         filters = [TempoFilter(request.speed, rate)] if request.speed != 1.0 else []
@@ -378,7 +382,7 @@ class SpeechWorker:
         return []
 
     def _report(self, running: RunningRequest) -> list[RequestEvent]:
-        """Turn what a step has brought for a request into messages."""
+        """Turn news of a request into messages."""
         if running.id not in self._running:
             return []
         samples, request = running.take_samples(), running.plan.request
@@ -416,7 +420,7 @@ class SpeechWorker:
 
 
 class AnswerWorker:
-    """A model that answers questions about recordings, as many at a time as its engine's batch holds."""
+    """Worker of a model that answers questions about recordings, as many at a time as its batch holds."""
 
     def __init__(self, engine: AnswerEngine) -> None:
         self._engine, self._waiting = engine, list[AnswerMessage]()
@@ -454,7 +458,7 @@ class AnswerWorker:
         return []
 
     def step(self) -> list[RequestEvent]:
-        """Answer those that wait and ask for the same kind of answer as the first."""
+        """Answer waiting questions that ask for the same kind of answer as the first."""
         from myna.data.pronunciation import answer_grammar
 
         first, engine = self._waiting[0], self._engine

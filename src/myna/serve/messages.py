@@ -17,33 +17,33 @@ if TYPE_CHECKING:  # they import torch, which the HTTP process does without
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engine process opens, and how much of it."""
+    """Settings of the engine process: the model, and how much is allocated."""
 
     source: str
-    """A run, an adapter or a model: folder or hub name. Where `adapters` are given, their base model."""
+    """Run, adapter or model: a folder or a hub name. With `adapters` it is their base model."""
     model: str | None = None
-    """Base model of a run, where it is not the one that it names."""
+    """Base model of a run, if not the one that it names."""
     codec: str | None = None
     device: str = "auto"
     quantization: Quantization = "none"
     exact: bool = False
-    """Same bits alone and in a crowd, as of `Engine`."""
+    """Whether speech is the same bits alone and in a crowd, as in `Engine`."""
     strength: float = 1.0
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Names and folders of adapters to load at the start."""
     adapter_rank: int | None = None
-    """Highest rank of adapters; None where there will be none."""
+    """Highest rank of adapters; None if there will be none."""
     rows: int = 16
     positions: int = 2048
     max_waiting: int = 64
     watermark: bool = True
     max_adapters: int = 32
-    """That are loaded at a time."""
+    """Maximum number of adapters loaded at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeakMessage:
-    """Speak a request, whose references are samples at the codec's sample rate."""
+    """Request to speak. Its references are samples at the codec's sample rate."""
 
     id: str
     request: SpeechRequest
@@ -55,7 +55,7 @@ class SpeakMessage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """Answer a question about a recording."""
+    """Request to answer a question about a recording."""
 
     id: str
     samples: Samples
@@ -66,7 +66,7 @@ class AnswerMessage:
 
 @dataclass(frozen=True, slots=True)
 class AdapterMessage:
-    """Load an adapter, or unload it where there is no source."""
+    """Request to load an adapter, or to unload it if there is no source."""
 
     id: str
     name: str
@@ -75,14 +75,14 @@ class AdapterMessage:
 
 @dataclass(frozen=True, slots=True)
 class CancelMessage:
-    """End a request."""
+    """Request to end another request."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndSessionMessage:
-    """Forget a session."""
+    """Request to forget a session."""
 
     session: str
 
@@ -92,20 +92,20 @@ EngineMessage = SpeakMessage | AnswerMessage | AdapterMessage | CancelMessage | 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A model that is loaded and warm."""
+    """Facts of a loaded and warm model."""
 
     sample_rate: int
     answers: bool
     """Whether it answers in words instead of speaking."""
     adapters: tuple[str, ...]
     watermark: str
-    """Name of the watermark, empty where there is none."""
+    """Name of the watermark; empty for none."""
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of a request, or of loading. Errors of the user carry a hint."""
+    """Error of a request, or of loading. Errors of the user carry a hint."""
 
     message: str
     hint: str = ""
@@ -118,7 +118,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class AudioPiece:
-    """The next audio of a request: signed 16-bit samples."""
+    """Next audio of a request: signed 16-bit samples."""
 
     id: str
     pcm: bytes
@@ -126,7 +126,7 @@ class AudioPiece:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """The end of a request."""
+    """End of a request."""
 
     id: str
     finish_reason: FinishReason | None = None
@@ -134,7 +134,7 @@ class RequestEnd:
     input_tokens: int = 0
     output_tokens: int = 0
     text: str = ""
-    """The answer to a question."""
+    """Answer to a question."""
     failure: Failure | None = None
 
 
@@ -143,7 +143,7 @@ RequestEvent = AudioPiece | RequestEnd
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step of the engine has brought, and the load after it."""
+    """Events of one step of the engine, and its load."""
 
     events: tuple[RequestEvent, ...]
     speaking: int

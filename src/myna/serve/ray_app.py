@@ -38,21 +38,21 @@ from myna.serve.server import create_app
 APPLICATION = "speech"
 REGISTRY = "registry"
 ROUTING_SECONDS = 2.0
-"""Between two looks of the router at the adapters that a replica has loaded."""
+"""Seconds between two looks of the router at the loaded adapters of a replica."""
 
 log = logging.getLogger("myna.serve")
 
 
 @dataclass(eq=False)
 class ReplicaContext(ServerContext):
-    """State of a replica, which has the adapters that the registry knows."""
+    """State of a replica, which has the adapters of the registry."""
 
     _version: AdapterVersion = field(default_factory=lambda: AdapterVersion(-1, {}))
     _failures: dict[str, str] = field(default_factory=dict)
     _follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model and all adapters: before that Ray sends no requests."""
+        """Load the model and all adapters, before Ray sends requests."""
         if self._follower is not None:
             return
         await super().start()
@@ -106,7 +106,7 @@ class ReplicaContext(ServerContext):
 
 
 def _registry() -> Any:
-    """Looked up each time: Ray starts another one if it dies."""
+    """Return the registry. It is looked up each time: Ray starts another one if it dies."""
     return serve.get_deployment_actor(REGISTRY)
 
 
@@ -123,12 +123,12 @@ class SpeechReplica:
         return create_app(self._context)
 
     def check_health(self) -> None:
-        """Called by Ray, which replaces a replica where this is an error."""
+        """Raise an error if the engine does not work: Ray then replaces the replica."""
         if not self._context.client.healthy:
             raise RuntimeError("the engine does not do its work")
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray, for `WarmAdapterRouter`."""
+        """Return the loaded adapters, for `WarmAdapterRouter`."""
         client = self._context.client
         return {"warm": client.adapters if client.in_flight < client.settings.rows else ()}
 
@@ -137,8 +137,11 @@ class SpeechReplica:
 
 
 class WarmAdapterRouter(RequestRouter):  # type: ignore[misc]
-    """Sends a request to the shorter queue of two replicas, as Ray's own router does: of two that have a stream to
-    spare and have loaded the adapter which the header `serve_multiplexed_model_id` names, otherwise of any two."""
+    """Router of requests to the shorter queue of two replicas, as Ray's own.
+
+    Replicas that have loaded the adapter of the header `serve_multiplexed_model_id`, and have a stream to spare, come
+    first.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -150,15 +153,18 @@ class WarmAdapterRouter(RequestRouter):  # type: ignore[misc]
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """The application of a Serve config file. `arguments` are `sources`, a list as of `myna serve`; fields of
-    `EngineSettings`; some of `ServerSettings`; and `deployment`, options of Ray's deployment."""
+    """Return the application of a Serve config file.
+
+    `arguments` are `sources`, a list as for `myna serve`; fields of `EngineSettings`; some of `ServerSettings`; and
+    `deployment`, options of Ray's deployment.
+    """
     options = dict(arguments)
     deployment = options.pop("deployment", {})
     return application(settings_of_arguments(options), **deployment)
 
 
 def application(settings: ServerSettings, **options: Any) -> serve.Application:
-    """The application of the settings, with options of Ray's deployment."""
+    """Return the application of the settings, with options of Ray's deployment."""
     engine = settings.engine
     registry = DeploymentActorConfig(
         name=REGISTRY,

@@ -1,4 +1,4 @@
-"""`myna serve --ray`: the application on a Ray cluster, and what its replicas share: adapters, and figures of all."""
+"""Server on a Ray cluster (`myna serve --ray`), and the registry that its replicas share."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from myna.serve.context import ServerSettings, resolve_sources
 from myna.serve.messages import EngineInfo, EngineSettings
 
 REPORT_SECONDS = 1.0
-"""Between two reports of a replica, where nothing changes."""
+"""Seconds between two reports of a replica when nothing changes."""
 LOST_SECONDS = 10.0
-"""Without a report, after which a replica is no longer waited for."""
+"""Seconds without a report, after which a replica is no longer waited for."""
 CHANGE_SECONDS = 120.0
-"""That all replicas have to load an adapter."""
+"""Seconds all replicas have to load an adapter."""
 
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """The adapters of all replicas, and how often they have changed."""
+    """Adapters of all replicas, and how often they have changed."""
 
     number: int
     sources: Mapping[str, str]
@@ -37,11 +37,11 @@ class AdapterVersion:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a replica tells about itself."""
+    """Report of a replica about itself."""
 
     id: str
     adapters: AdapterVersion
-    """The last that it has applied."""
+    """Last version that it has applied."""
     failures: Mapping[str, str]
     """Adapters of that version that it could not load, and why."""
     metrics: bytes
@@ -56,7 +56,7 @@ class ReplicaRegistry:
         self._changed = asyncio.Condition()
 
     async def report(self, report: ReplicaReport) -> AdapterVersion:
-        """Take a replica's report, and answer with the adapters that it should have: at once if it has others."""
+        """Take a replica's report, and return the adapters that it should have, at once if it has others."""
         if report.adapters.number > self._adapters.number:  # this actor was started anew
             self._adapters = report.adapters
         self._reports[report.id] = time.monotonic(), report
@@ -72,8 +72,10 @@ class ReplicaRegistry:
         return self._adapters.number != report.adapters.number
 
     async def change_adapter(self, name: str, source: str | None) -> str:
-        """Add an adapter to all replicas, or remove it from them where there is no source. The answer is why one of
-        them could not load it, in which case none keeps it; otherwise it is empty."""
+        """Add an adapter to all replicas, or remove it if there is no source.
+
+        Return why a replica could not load it, in which case none keeps it; otherwise an empty text.
+        """
         deadline = time.monotonic() + CHANGE_SECONDS
         await self._wait_for(lambda: bool(self._live()), deadline)  # which also tells a new registry what there is
         if source is not None and name in self._adapters.sources:
@@ -102,7 +104,7 @@ class ReplicaRegistry:
             self._changed.notify_all()
 
     async def _wait_for(self, is_met: Callable[[], bool], deadline: float) -> bool:
-        """Wait for reports; replicas that are lost in the meantime are no longer waited for."""
+        """Wait for reports. Replicas that are lost in the meantime are no longer waited for."""
         while not is_met():
             await self._notify()
             if time.monotonic() > deadline:
@@ -120,7 +122,7 @@ class ReplicaRegistry:
 
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Figures of several servers in one text, each sample with the `server` that it is of."""
+    """Merge the figures of several servers into one text, each sample with its `server`."""
     families: dict[str, list[str]] = {}
     for server, text in sorted(texts.items()):
         family = ""
@@ -139,16 +141,16 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
 ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
 SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds")
 BUSY_SHARE = 0.75
-"""Of a replica's streams: with more requests on average, another replica is started."""
+"""Share of a replica's streams above which, on average, another replica is started."""
 UPSCALE_SECONDS = 5.0
-"""That there have to be so many requests, before it is."""
+"""Seconds the load must be that high before another replica is started."""
 HAPROXY_VARIABLES = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # this process, which has no event loop, asks a replica too
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
 }
-"""Read by every process of Ray Serve. The last is the time that HAProxy has to forget a replica that ends."""
+"""Environment variables of every process of Ray Serve. The last is the time HAProxy has to forget a replica."""
 
 
 def run_on_ray(
@@ -159,8 +161,10 @@ def run_on_ray(
     haproxy: bool,
     on_ready: Callable[[EngineInfo], None],
 ) -> None:
-    """Serve on a Ray cluster until SIGTERM or SIGINT. What is being spoken then is spoken to its end, for
-    `drain_seconds` at most. `on_ready` is called when all replicas that it starts with are loaded and warm."""
+    """Serve on a Ray cluster until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`.
+
+    `on_ready` is called when the first replicas are loaded and warm.
+    """
     counts = parse_replicas(replicas)
     variables = HAPROXY_VARIABLES if haproxy else {}
     os.environ.update(variables)  # before Serve is imported
@@ -200,7 +204,7 @@ def run_on_ray(
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
-    """The least and the most replicas of `2` or `1-4`."""
+    """Return the least and the most replicas of `2` or `1-4`."""
     match = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise ConfigError(f"{text!r} is no number of replicas", hint="--replicas 2, or --replicas 1-4")
@@ -210,7 +214,8 @@ def parse_replicas(text: str) -> tuple[int, int]:
 def deployment_options(
     settings: ServerSettings, replicas: tuple[int, int], resources: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Options of Ray's deployment: a card for each replica if there are any, and how their number follows the load."""
+    """Return options of Ray's deployment: a card for each replica if there are any, and how their number follows
+    load."""
     device = settings.engine.device
     kind = "GPU" if device.startswith("cuda") or (device == "auto" and resources.get("GPU")) else "CPU"
     least, most = replicas
@@ -232,7 +237,7 @@ def deployment_options(
 
 
 def _absolute(settings: ServerSettings) -> ServerSettings:
-    """The same with absolute paths: replicas have working directories of their own."""
+    """Make all paths absolute: replicas have working directories of their own."""
 
     def absolute(source: str | None) -> str | None:
         return str(Path(source).absolute()) if source is not None and Path(source).exists() else source
@@ -253,7 +258,7 @@ def _absolute(settings: ServerSettings) -> ServerSettings:
 
 
 def settings_of_arguments(options: dict[str, Any]) -> ServerSettings:
-    """Settings of a Serve config file: `sources`, a list as of `myna serve`, fields of `EngineSettings`, and some of
+    """Return the settings of a Serve config file: `sources`, fields of `EngineSettings`, and some of
     `ServerSettings`."""
     sources = options.pop("sources", None)
     if not sources:

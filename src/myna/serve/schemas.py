@@ -1,4 +1,4 @@
-"""Bodies of requests and responses, and errors, as OpenAI's client and the other speech servers have them."""
+"""Bodies of requests and responses, and errors, in the shapes of OpenAI's API and of other speech servers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from myna.core.errors import MynaError
 from myna.serve.messages import Failure
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""Types of errors by status; other requests that are refused are `invalid_request_error`."""
+"""Types of errors by status; other refused requests are `invalid_request_error`."""
 
 
 class ApiError(Exception):
-    """A request that is refused, or has failed, with its status."""
+    """Refused or failed request, with its status."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
     @staticmethod
     def of_failure(failure: Failure) -> ApiError:
-        """An error that the engine process has told."""
+        """Make an error that the engine process has reported."""
         if not failure.is_users:
             return ApiError(503, failure.message, code="engine_error", headers={"retry-after": "2"})
         return ApiError(400, f"{failure.message} ({failure.hint})" if failure.hint else failure.message)
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first thing that is wrong with a body, and where. What was sent is not repeated: it may be megabytes."""
+    """Make an error of the first fault of a body. The value is not repeated, since it may be megabytes."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     name = ".".join(place) or None
@@ -67,9 +67,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 MAX_CHARACTERS = 4096
-"""Of a text, as OpenAI has it."""
+"""Longest text in characters, as in OpenAI's API."""
 MAX_RECORDING_CHARACTERS = 14 * 2**20
-"""Of a recording in base64."""
+"""Longest recording in characters of base64."""
 MAX_BATCH_ITEMS = 32
 MAX_TAKES = 8
 
@@ -80,7 +80,7 @@ class _Body(BaseModel):
     @field_validator("*")
     @classmethod
     def _check_unicode(cls, value: Any) -> Any:
-        """JSON can spell halves of characters, which no text holds."""
+        """Refuse halves of characters, which JSON can spell and no text holds."""
         if isinstance(value, str) and not value.isascii():  # a recording in base64 need not be looked through
             try:
                 value.encode()
@@ -90,20 +90,20 @@ class _Body(BaseModel):
 
 
 class VoiceId(_Body):
-    """A voice by its id, as OpenAI's client sends custom voices."""
+    """Voice by its id, as OpenAI's client sends custom voices."""
 
     id: str = Field(max_length=256)
 
 
 class InlineReference(_Body):
-    """A recording of a voice, with what is said in it."""
+    """Recording of a voice, with its transcript."""
 
     audio: str = Field(max_length=MAX_RECORDING_CHARACTERS, description="Recording in base64, or a data URL.")
     text: str = Field(max_length=MAX_CHARACTERS, description="What is said in it.")
 
 
 class SpeechSettings(_Body):
-    """What can be said about speech beside its text. All but the first six are fields of our own (`extra_body`)."""
+    """Settings of speech beside its text. All but the first six are our own fields (`extra_body`)."""
 
     model: str = Field(default="", max_length=256, description="A model or an adapter of /v1/models.")
     voice: str | VoiceId = Field(default="", description="A voice of /v1/audio/voices; empty: the model's own.")
@@ -149,7 +149,7 @@ class SpeechBody(SpeechSettings):
 
 
 class BatchItem(_Body):
-    """One text of a batch. What it does not say is as in `defaults`."""
+    """One text of a batch. Missing fields are those of `defaults`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     input: str

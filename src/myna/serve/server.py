@@ -1,4 +1,4 @@
-"""The server: what it refuses, its application with all routes, and uvicorn that runs it."""
+"""Server: checks of all requests, the application with its routes, and uvicorn that runs it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from myna.serve.messages import EngineInfo
 from myna.serve.schemas import ApiError, validation_error
 
 MAX_BODY_BYTES = 32 * 2**20
-"""Of a body: a batch of texts, or a recording in base64 with its transcript."""
+"""Largest body in bytes: a batch of texts, or a recording in base64 with its transcript."""
 HEADER_SECONDS = 10.0
-"""That a client may take to send the headers of a request."""
+"""Seconds a client may take to send the headers of a request."""
 BODY_SECONDS = 60.0
-"""The same for its body."""
+"""Seconds a client may take to send the body of a request."""
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -47,16 +47,15 @@ SECURITY_HEADERS = (
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 RequestObserver = Callable[[Scope, int, float], None]
-"""Called at the end of a request with its status and seconds."""
+"""Function that is called at the end of a request with its status and seconds."""
 
 
 class RequestGuard:
-    """ASGI middleware.
+    """ASGI middleware that refuses requests before they reach a route.
 
-    - The Host must be one of `hosts`, where any are given: a name of another site that resolves to this machine is DNS
-      rebinding.
+    - The Host must be one of `hosts`, if any are given: another name that resolves to this machine is DNS rebinding.
     - An Origin, which browsers send, must be the Host: other sites get no answer, and there are no CORS headers.
-    - Under /v1 the key must be given, where there is one.
+    - Under /v1 the key must be given, if there is one.
     - Bodies have limits of size and time.
     """
 
@@ -109,13 +108,13 @@ class RequestGuard:
 
 
 def _too_large() -> ApiError:
-    """What is left of the body is not read: the connection is of no use then."""
+    """Make an error for large bodies. The rest of the body is not read, so the connection is closed."""
     message = f"a request has at most {MAX_BODY_BYTES // 2**20} MiB"
     return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
 
 
 class _LimitedBody:
-    """`receive` of a request whose body may have so many bytes, and take so long."""
+    """Callable `receive` of a request whose body is limited in bytes and seconds."""
 
     def __init__(self, receive: Receive, scope: Scope) -> None:
         self._receive, self._scope = receive, scope
@@ -153,8 +152,10 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 
 
 def local_hosts(host: str, port: int, allowed: Sequence[str] = ()) -> frozenset[str]:
-    """The values of Host for a server on an address of this machine alone, with those that are `allowed` beside them;
-    none, for all, on any other address: it has names that we do not know."""
+    """Return the accepted values of Host for a server that is bound to this machine.
+
+    On any other address all are accepted, since its names are not known.
+    """
     try:
         is_local = ip_address(host).is_loopback
     except ValueError:
@@ -164,7 +165,7 @@ def local_hosts(host: str, port: int, allowed: Sequence[str] = ()) -> frozenset[
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """HTTP connections that are closed where the headers of a request do not come in time."""
+    """HTTP protocol that closes connections whose headers do not come in time."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -205,7 +206,7 @@ PAGE_POLICY = (
 
 
 def create_app(context: ServerContext) -> FastAPI:
-    """The application of a server; the engine is started with it, and ended behind the last request."""
+    """Make the application of a server. The engine starts with it, and ends after the last request."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -245,20 +246,20 @@ def create_app(context: ServerContext) -> FastAPI:
 def _add_status_routes(app: FastAPI) -> None:
     @app.get("/health", tags=["status"])
     async def health(request: Request) -> Response:
-        """Whether the server and its engine do their work."""
+        """Return whether the server and its engine work."""
         client = server_context(request).client
         state = {"status": "ok" if client.healthy else "failed", "engine_restarts": client.restarts}
         return JSONResponse(state, 200 if client.healthy else 503)
 
     @app.get("/ready", tags=["status"])
     async def ready(request: Request) -> Response:
-        """Whether the model is loaded and warm."""
+        """Return whether the model is loaded and warm."""
         client = server_context(request).client
         return JSONResponse({"ready": client.ready}, 200 if client.ready else 503)
 
     @app.get("/metrics", tags=["status"], response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """Figures for Prometheus."""
+        """Return figures for Prometheus."""
         return Response(await server_context(request).render_metrics(), media_type="text/plain; version=0.0.4")
 
 
@@ -275,7 +276,7 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
-        """The interface as a page: FastAPI's own loads scripts from elsewhere."""
+        """Return the interface as a page. FastAPI's own page loads scripts from elsewhere."""
         return HTMLResponse(_docs_page(request.app), headers=_page_headers())
 
 
@@ -307,7 +308,7 @@ def _docs_page(app: FastAPI) -> str:
 
 
 def _fields(schema: dict[str, Any], route: dict[str, Any]) -> Any:
-    """Name, type, default and meaning of the parameters and the body's fields of a route."""
+    """Yield name, type, default and meaning of the parameters and body fields of a route."""
     for parameter in route.get("parameters", ()):
         yield _field(schema, parameter["name"], parameter["schema"], required=parameter.get("required", False))
     for content in route.get("requestBody", {}).get("content", {}).values():
@@ -357,15 +358,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 MAX_CONNECTIONS_PER_REQUEST = 4
-"""Connections, in multiples of the requests that are taken: keep-alives, pages and checks of health."""
+"""Maximum number of connections for each request that is taken: keep-alives, pages and health checks."""
 MIN_CONNECTIONS = 512
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Of a message over a WebSocket: a session's configuration may carry a recording."""
+"""Largest WebSocket message in bytes: the configuration of a session may carry a recording."""
 
 
 def run_server(settings: ServerSettings, listener: socket.socket, on_ready: Callable[[EngineInfo], None]) -> None:
-    """Serve on a socket of `bind` until SIGTERM or SIGINT. What is being spoken then is spoken to its end, for
-    `drain_seconds` at most.
+    """Serve on a socket of `bind` until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`.
 
     `on_ready` is called when the model is loaded and warm. A model that cannot be loaded at the start is an error.
     """
@@ -410,7 +410,7 @@ async def _announce(context: ServerContext, on_ready: Callable[[EngineInfo], Non
 
 @contextmanager
 def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises the signal that ended it once more, behind its shutdown; by then it has been obeyed."""
+    """Ignore signals: uvicorn raises the signal that ended it again after its shutdown."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -423,7 +423,7 @@ def _quiet_signals() -> Iterator[None]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything heavy is loaded."""
+    """Open a listening socket, before anything heavy is loaded."""
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(info[0], socket.SOCK_STREAM)

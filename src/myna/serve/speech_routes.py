@@ -38,9 +38,9 @@ from myna.text.normalization import normalise_text
 from myna.text.sentences import split_sentences
 
 SEND_SECONDS = 60.0
-"""That a client may take to read what it was sent, before it counts as gone."""
+"""Seconds a client may take to read data before it counts as gone."""
 QUEUE_RETRY_SECONDS = 0.2
-"""Between attempts of a batch to find room in the queue."""
+"""Seconds between attempts of a batch to enter the queue."""
 
 router = APIRouter(tags=["speech"])
 log = logging.getLogger("myna.serve")
@@ -52,7 +52,7 @@ log = logging.getLogger("myna.serve")
     responses={200: {"content": {media: {} for media in (*MEDIA_TYPES.values(), "text/event-stream")}}},
 )
 async def create_speech(body: SpeechBody, request: Request) -> Response:
-    """Speak a text. The audio is sent as it is made."""
+    """Speak a text. Audio is sent as it is generated."""
     context = server_context(request)
     prepared = await context.prepare(body, body.input)
     if body.takes == 1:
@@ -66,7 +66,7 @@ async def create_speech(body: SpeechBody, request: Request) -> Response:
 
 @router.post("/v1/audio/speech/batch")
 async def create_speech_batch(body: SpeechBatchBody, request: Request) -> JSONResponse:
-    """Speak several texts; the answer comes when all are spoken, and an item that fails has an error of its own."""
+    """Speak several texts, and answer when all are spoken. A failed item has an error of its own."""
     context = server_context(request)
     items = [_merge_item(item, body.defaults, number) for number, item in enumerate(body.items)]
     turns = asyncio.Semaphore(context.settings.engine.rows)
@@ -107,7 +107,7 @@ def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> Speec
 async def _speak_whole(
     context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, *, wait: bool = False
 ) -> SpokenItem:
-    """Speech as one file; with `wait`, a full queue is waited for."""
+    """Speak a request into one file; with `wait`, wait while the queue is full."""
     while True:
         try:
             job = submit_speech(context, prepared)
@@ -134,7 +134,7 @@ async def _speak_whole(
 
 
 def _finished_file(pcm: bytes, format: AudioFormat, sample_rate: int, origin: SpeechOrigin) -> tuple[bytes, bool]:
-    """A whole file, with its credentials where the format has a place for them, and whether it has."""
+    """Return a whole file, with credentials if its format allows them, and whether it has some."""
     plain = encode_whole(pcm, format, sample_rate)
     signed = sign_audio(plain, f".{format}", origin)
     return (plain, False) if signed is None else (signed, True)
@@ -145,8 +145,11 @@ def submit_speech(context: ServerContext, prepared: PreparedSpeech) -> EngineJob
 
 
 class SpeechResponse(Response):
-    """Streamed speech. The status is sent with the first audio, so that what fails before it has one of its own; what
-    fails behind it aborts the connection, or is an event. A client that goes away ends its request."""
+    """Response of streamed speech.
+
+    The status is sent with the first audio, so that an earlier failure has a status of its own. A later failure aborts
+    the connection, or is an event. A client that goes away ends its request.
+    """
 
     def __init__(self, context: ServerContext, body: SpeechBody, prepared: PreparedSpeech) -> None:
         super().__init__()
@@ -254,7 +257,7 @@ def _event(kind: str, **content: Any) -> bytes:
 
 
 class SessionConfig(SpeechSettings):
-    """Fields of `session.config`: those of a speech request, for all that follows."""
+    """Fields of `session.config`: those of a speech request, for all following text."""
 
     type: str = ""
     response_format: AudioFormat = "pcm"
@@ -262,7 +265,7 @@ class SessionConfig(SpeechSettings):
 
 
 class _UtteranceEnd:
-    """Stands behind the sentences of one `input.done`."""
+    """Mark after the sentences of one `input.done`."""
 
 
 @router.websocket("/v1/audio/speech/stream")
@@ -272,12 +275,11 @@ async def stream_speech(socket: WebSocket) -> None:
 
 
 class SpeechSession:
-    """One connection: text comes in pieces, sentences go to the engine one after another, with those before them in
-    their prompts.
+    """One WebSocket connection: its sentences go to the engine one after another, each with earlier ones in its prompt.
 
-    In: `session.config`, `input.text`, `input.done`, `input.cancel`, `session.close`. Out: for each sentence
-    `audio.start`, audio in binary messages and `audio.done`; `session.done` behind each `input.done`;
-    `audio.cancelled`, `error`.
+    In: `session.config`, `input.text`, `input.done`, `input.cancel`, `session.close`. Out: `audio.start`, audio in
+    binary messages and `audio.done` for each sentence; `session.done` after each `input.done`; `audio.cancelled`,
+    `error`.
     """
 
     def __init__(self, socket: WebSocket, context: ServerContext) -> None:
@@ -285,7 +287,7 @@ class SpeechSession:
         self._config = SessionConfig()
         self._id = uuid.uuid4().hex
         self._text = ""
-        """What is not a whole sentence yet."""
+        """Text that is not a whole sentence yet."""
         self._characters = 0
         self._sentences: asyncio.Queue[str | _UtteranceEnd] = asyncio.Queue()
         self._utterance = self._sentence = 0
@@ -366,7 +368,7 @@ class SpeechSession:
                     self._sentences.put_nowait(sentence.strip())
 
     async def _cancel(self, speaker: asyncio.Task[None]) -> asyncio.Task[None]:
-        """End what is spoken, and forget what waits."""
+        """End current speech, and forget waiting sentences."""
         speaker.cancel()
         await asyncio.gather(speaker, return_exceptions=True)
         self._sentences, self._text, self._characters = asyncio.Queue(), "", 0
@@ -380,7 +382,7 @@ class SpeechSession:
         return speaker
 
     def _speaker_ended(self, speaker: asyncio.Task[None]) -> None:
-        """It goes on until it is cancelled; else the client has gone, or there is a bug, and a silence without end."""
+        """Close the connection if the speaker failed: it runs until it is cancelled or its client has gone."""
         if not speaker.cancelled() and (error := speaker.exception()) is not None:
             if not isinstance(error, WebSocketDisconnect):
                 log.error("a WebSocket session failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Audio in and out of a server: recordings are decoded in a process of their own, responses encoded as samples come."""
+"""Audio in and out of a server: uploads are decoded in a process of their own, responses encoded as samples come."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from myna.serve.schemas import ApiError, AudioFormat
 from myna.speak.request import MAX_REFERENCE_SECONDS
 
 MAX_UPLOAD_BYTES = 10 * 2**20
-"""As OpenAI has it for samples of voices."""
+"""Largest upload in bytes, as in OpenAI's API."""
 MAX_START_SECONDS, MAX_DECODE_SECONDS = 120.0, 20.0
-"""That the process may take to start, on a machine that has much else to do, and to decode a recording."""
+"""Seconds the process may take to start, on a busy machine, and to decode a recording."""
 MAX_DECODE_BYTES = 2 * 2**30
-"""Of memory, of all kinds, in the process that decodes, beside what it has when it starts: a CUDA build of torch alone
-maps more than this."""
+"""Bytes of memory of all kinds that decoding may take beyond those at the start. CUDA alone maps more than this."""
 RECORDING_NAME = "recording"
 MAX_CACHED = 32
-"""Decoded recordings that are kept: programs send the same reference with every request."""
+"""Number of decoded recordings that are kept: programs send the same reference with every request."""
 
 
 class UploadDecoder:
-    """Decodes recordings one after another, in a process that may fail without harm."""
+    """Decoder of uploads, one after another, in a process that may fail without harm."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -49,7 +48,7 @@ class UploadDecoder:
     async def decode(
         self, data: bytes, sample_rate: int, *, param: str, max_seconds: float = MAX_REFERENCE_SECONDS
     ) -> Samples:
-        """Mono samples of an encoded recording; `param` names the field it came in."""
+        """Decode a recording to mono samples; `param` names its field."""
         if len(data) > MAX_UPLOAD_BYTES:
             raise ApiError(413, f"a recording has at most {MAX_UPLOAD_BYTES // 2**20} MiB", param=param)
         key = (hashlib.blake2b(data, digest_size=16).digest(), sample_rate, max_seconds)
@@ -101,7 +100,7 @@ def _limit_memory() -> None:
 
 
 def _wait_for_process() -> None:
-    """Returns when the process has started."""
+    """Return when the process has started."""
 
 
 def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:
@@ -117,8 +116,10 @@ def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:
 
 
 def recording_bytes(text: str, *, param: str) -> bytes:
-    """The recording in a field of JSON: base64, or a data URL. Addresses and paths are refused: nothing that a request
-    says makes the server fetch or open anything."""
+    """Return the recording in a JSON field: base64, or a data URL.
+
+    Addresses and paths are refused: a request never makes the server fetch or open anything.
+    """
     if text.startswith("data:"):
         header, _, text = text.partition(",")
         if not header.endswith(";base64"):
@@ -137,7 +138,7 @@ def recording_bytes(text: str, *, param: str) -> bytes:
 
 
 UNKNOWN_BYTES = 0xFFFFFFFF
-"""Length in a WAV header that was written before the length was known."""
+"""Length in the header of a WAV file of unknown length."""
 WAV_HEADER_BYTES = 44
 
 
@@ -155,7 +156,7 @@ CONTAINERS: dict[str, _Container] = {
     "aac": _Container("audio/aac", "adts", "aac", {}, 64_000),
     "flac": _Container("audio/flac", "flac", "flac", {}),
 }
-"""Formats that FFmpeg writes. Opus pages hold 60 ms: by default they would hold back a second."""
+"""Formats that FFmpeg writes. Opus pages hold 60 ms; by default they would hold back a second."""
 MEDIA_TYPES: dict[str, str] = {name: one.media_type for name, one in CONTAINERS.items()} | {
     "wav": "audio/wav",
     "pcm": "audio/pcm",
@@ -163,7 +164,7 @@ MEDIA_TYPES: dict[str, str] = {name: one.media_type for name, one in CONTAINERS.
 
 
 class AudioEncoder:
-    """Encoder of one stream: signed 16-bit mono samples in, bytes of a file out, as soon as the format allows."""
+    """Encoder of one stream: signed 16-bit mono samples in, bytes of a file out, as early as the format allows."""
 
     def __init__(self, format: AudioFormat, sample_rate: int) -> None:
         self._sample_rate, self._pts = sample_rate, 0
@@ -184,7 +185,7 @@ class AudioEncoder:
         self._frame = av.AudioFrame
 
     def push(self, pcm: bytes) -> bytes:
-        """Encode the next samples; the bytes that are ready, perhaps none."""
+        """Encode the next samples. Return the bytes that are ready."""
         if self._container is None:
             header, self._header = self._header, b""
             return header + pcm
@@ -197,7 +198,7 @@ class AudioEncoder:
         return self._written.take()
 
     def finish(self) -> bytes:
-        """The last bytes."""
+        """Return the last bytes."""
         if self._container is None:
             return self.push(b"")
         self._mux(None)
@@ -205,7 +206,7 @@ class AudioEncoder:
         return self._written.take()
 
     def close(self) -> None:
-        """Give back what FFmpeg holds."""
+        """Free the resources of FFmpeg."""
         if self._container is not None:
             self._container.close()
 
@@ -215,7 +216,7 @@ class AudioEncoder:
 
 
 class _Sink:
-    """A file that is read while it is written; nothing can be changed behind its end."""
+    """File that is read while it is written, and never changed afterwards."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -231,7 +232,7 @@ class _Sink:
 
 
 def wav_header(sample_rate: int, data_bytes: int | None) -> bytes:
-    """Header of a mono WAV file of 16 bits, of unknown length where `data_bytes` is None."""
+    """Return the header of a mono WAV file of 16 bits; `data_bytes` None is an unknown length."""
     whole = UNKNOWN_BYTES if data_bytes is None else data_bytes + WAV_HEADER_BYTES - 8
     size = UNKNOWN_BYTES - (WAV_HEADER_BYTES - 8) if data_bytes is None else data_bytes
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
@@ -239,7 +240,7 @@ def wav_header(sample_rate: int, data_bytes: int | None) -> bytes:
 
 
 def encode_whole(pcm: bytes, format: AudioFormat, sample_rate: int) -> bytes:
-    """A whole file."""
+    """Encode a whole file."""
     if format == "wav":
         return wav_header(sample_rate, len(pcm)) + pcm
     encoder = AudioEncoder(format, sample_rate)

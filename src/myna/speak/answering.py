@@ -1,4 +1,4 @@
-"""Answer engine: recording and question to text through the training renderer and the model."""
+"""Answers in words: recordings and questions to text, through the training renderer and the model."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class DatasetAnswers:
     """Answers to the clips of a prepared folder, and how good they are."""
 
     rows: list[dict[str, Any]]
-    """`id`, `answer`, `expected` and `stopped` of each clip; `trained_on` is `audio` or `words` where the run was
-    trained on the clip, empty where it was not, and None where that is not known."""
+    """`id`, `answer`, `expected` and `stopped` of each clip. `trained_on` is `audio` or `words` if the run was
+    trained on the clip, empty if not, and None if that is not known."""
     assessment: AssessmentTable | None
-    """Metrics, where the answers are assessments."""
+    """Metrics of pronunciation, if the answers are assessments."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,7 +58,7 @@ class DatasetAnswers:
 
     @property
     def warnings(self) -> list[str]:
-        """What belongs above every figure."""
+        """Warnings that belong above every figure."""
         return trained_warnings({row["id"]: row["trained_on"] for row in self.rows})
 
     def to_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class DatasetAnswers:
 
 
 def trained_warnings(trained_on: Mapping[str, str | None]) -> list[str]:
-    """A warning where some of these recordings, by id, were trained on."""
+    """Return a warning if the run was trained on some of these recordings, given by id."""
     trained = [id for id, kind in trained_on.items() if kind]
     if not trained:
         return []
@@ -83,8 +83,10 @@ def trained_warnings(trained_on: Mapping[str, str | None]) -> list[str]:
 
 
 class AnswerEngine:
-    """An answering model with its audio encoder. Answers do not depend on `batch_size`; with a Lark `grammar`, as
-    `data/pronunciation/grammar.py` has one, they follow it."""
+    """A model that answers, with its audio encoder.
+
+    Answers do not depend on `batch_size`. With a Lark `grammar`, such as `answer_grammar()`, they follow it.
+    """
 
     grammar: str | None = None
 
@@ -99,7 +101,7 @@ class AnswerEngine:
         return AudioQuestion(str(path), encode_clip(self.encoder, samples), question)
 
     def dataset_questions(self, dataset: PreparedDataset) -> list[AudioQuestion]:
-        """The clips of a prepared folder that have an answer."""
+        """Return the clips of a prepared folder that have an answer."""
         table = dataset.table
         return [
             AudioQuestion(table.id[row].as_py(), dataset.codes_at(row), table.question.value_at(row))
@@ -145,8 +147,8 @@ class AnswerModel:
     def answer(
         self, recording: PathLike, question: str | None = None, *, max_tokens: int = 512, constrained: bool = False
     ) -> GeneratedAnswer:
-        """Answer a question about one recording; by default, rate its pronunciation. `constrained` keeps the answer to
-        the JSON of an assessment."""
+        """Answer a question about one recording; by default, rate its pronunciation. `constrained` limits the answer
+        to the JSON of an assessment."""
         return self.answer_all([recording], question, max_tokens=max_tokens, constrained=constrained)[0]
 
     def answer_all(
@@ -158,7 +160,7 @@ class AnswerModel:
         constrained: bool = False,
         progress: ProgressCallback = silent,
     ) -> list[GeneratedAnswer]:
-        """The same for many recordings, answered in batches."""
+        """Answer one question about many recordings, in batches."""
         text = question if question is not None else DEFAULT_QUESTION
         self._constrain(constrained)
         clips = [self.engine.recording(Path(recording), text) for recording in recordings]
@@ -175,8 +177,11 @@ class AnswerModel:
         force: bool = False,
         progress: ProgressCallback = silent,
     ) -> DatasetAnswers:
-        """Answer every clip of a prepared folder that has an answer. The answers are written to `out` as JSONL, and the
-        metrics beside it as `.scores.json`; over a file that is there only with `force`."""
+        """Answer every clip of a prepared folder that has an answer.
+
+        The answers are written to `out` as JSONL, and the metrics beside it as `.scores.json`. Existing files are
+        replaced only with `force`.
+        """
         for file in (Path(out), self.scores_file(out)):
             check_output_file(file, inputs=Path(data).rglob("*"), force=force)
         dataset = PreparedDataset.open(Path(data))
@@ -205,13 +210,13 @@ class AnswerModel:
 
     @staticmethod
     def scores_file(answers: PathLike) -> Path:
-        """The file of the metrics, beside that of the answers."""
+        """Return the file of the metrics, which lies beside that of the answers."""
         path = Path(answers)
         return path.with_name(f"{path.name.removesuffix('.jsonl')}.scores.json")
 
     def trained_recordings(self, recordings: Sequence[PathLike]) -> dict[str, str | None]:
-        """By path, `audio` for recordings that the run was trained on, empty for others; None where its training data
-        is not known."""
+        """Return `audio` for each recording that the run was trained on, empty for others, None if its data is not
+        known."""
         paths = [os.fspath(recording) for recording in recordings]
         found, _ = self._trained_on(
             lambda trained: [ComparedClip(path, "", "", trained.key(Path(path))) for path in paths]
@@ -221,7 +226,7 @@ class AnswerModel:
     def _trained_on(
         self, clips: Callable[[TrainedClips], list[ComparedClip]]
     ) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Why each clip counts as trained on, empty where it does not, by id; and a note where that is not known."""
+        """Return why each clip counts as trained on, empty if it does not, by id; and a note if that is not known."""
         if self.recipe is None:
             return {}, ()
         try:

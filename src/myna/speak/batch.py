@@ -36,20 +36,22 @@ if TYPE_CHECKING:
 MAX_CONTEXT_SECONDS = 20.0
 """Longest speech of earlier segments in a prompt; what is longer is left out."""
 LEAD_SECONDS = 1.0
-"""A listener who has this much more to hear leaves the codec to the others."""
+"""Seconds of unheard speech from which on a listener leaves the codec to the others."""
 SHORT_LEAD_SECONDS = 0.25
-"""While a listener has no more than this to hear, at most one request is let in a step."""
+"""Seconds of unheard speech of any listener, below which at most one request is let in a step."""
 FRAME_SECONDS = 0.02
 """Upper bound in seconds for generating one frame. Half of the 40 ms playback time is left for the codec."""
 FEW_REQUESTS, HOLD_SECONDS = 4, 0.1
-"""Among no more requests than this, one with more time to spare is left out of steps while another has made no sound
-yet or has a short lead: few slots are stepped sooner than many. Of more, those that wait would soon be too many."""
+"""Number of requests up to which one with more spare seconds is left out of steps while another has made no sound
+yet, or has a short lead: few slots are stepped faster than many. With more requests, those that wait would soon be
+too many."""
 CROWD_REQUESTS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
-"""Of more requests than this, so many are stepped then: that is nearly as much speech in less time. One with more than
-the second to spare is left out until it has less than the first."""
+"""Number of requests that are stepped at a time in a crowd, which gives nearly as much speech in less time; and
+spare seconds below which a request is stepped again, and above which it is left out."""
 START_SECONDS = ((64, 150, 1.0), (16, 100, 0.2))
-"""Where so many are spoken, or so many spoken or listened to, a request begins with this many seconds: its second
-window might be late. A listener asks again: of so many, few may be spoken at the moment, and many at the next."""
+"""Numbers of requests that are spoken, or spoken and listened to, from which on a request begins with so many
+seconds, because its second window might be late. A listener asks again: few of many may be spoken now, and many in a
+moment."""
 
 SpokenSegment = tuple[str, Codes]
 """Text and codes of an earlier segment."""
@@ -72,7 +74,7 @@ class SpeechPlan:
     """Upper bound for the longest prompt and its frames."""
 
     def tight(self) -> SpeechPlan:
-        """Return the same plan with no more positions than its frames may take, where it has one segment."""
+        """Return the same plan, with only the positions that its frames may take if it has one segment."""
         if len(self.segments) > 1:
             return self
         return replace(self, max_positions=len(self.prompt) + self.max_frames[0] + SPARE_POSITIONS)
@@ -96,8 +98,8 @@ class SampleFilter(Protocol):
 class RunningRequest:
     """One request in the batch: its segments, its codes, and its samples as they are decoded.
 
-    A prompt holds the references and the last segment before it; where there is no reference, the first segment too,
-    which then is the voice of the text. A segment that failed is in no prompt.
+    A prompt holds the references and the last segment before it. Without a reference it holds the first segment too,
+    which then sets the voice. A segment that failed is in no prompt.
     """
 
     def __init__(
@@ -112,14 +114,14 @@ class RunningRequest:
     ) -> None:
         self.plan, self.id, self.watermark = plan, id, watermark
         self.windows = CodeStream(engine.codec) if streamed else None
-        """Codes that are not decoded yet; None where the codes alone are wanted."""
+        """Codes that are not decoded yet; None if only the codes are wanted."""
         self.warnings: list[str] = []
         """Segments that failed, in words."""
         self.error: MynaError | None = None
         self.ended = False
-        """Whether nothing more comes: no codes, no samples."""
+        """Whether no more codes and samples come."""
         self.playback_ends: float | None = None
-        """Time at which a client that plays from the first sample on has played all that it was given."""
+        """Time at which a client that plays at once has played all that it was given."""
         self._engine, self._codec, self._filters = engine, engine.codec, filters
         self._scheduler: BatchScheduler | None = None
         self._finished: list[Codes] = []
@@ -131,14 +133,14 @@ class RunningRequest:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How the codes ended: `length` where any segment was cut; None before, and after an error."""
+        """Reason why the codes ended: `length` if any segment was cut; None before the end, and after an error."""
         if self._cancelled:
             return None if self.error is not None else "cancelled"
         return None if self._current is not None or self._scheduler is None else "length" if self._was_cut else "stop"
 
     @property
     def generated(self) -> bool:
-        """Whether all of its codes are here."""
+        """Whether all codes were generated."""
         return self._cancelled or (self._current is None and self._scheduler is not None)
 
     @property
@@ -151,7 +153,7 @@ class RunningRequest:
 
     @property
     def frames(self) -> int:
-        """Whole frames that are here."""
+        """Number of whole frames so far."""
         return sum(map(len, self._finished)) + (self._current.frames if self._current is not None else 0)
 
     def codes(self, start: int = 0) -> Codes:
@@ -177,7 +179,7 @@ class RunningRequest:
         self._current = self._submit(self.plan.prompt)
 
     def follow(self) -> None:
-        """Submit the next segment, if one has ended. To be called after every step that ended any generation."""
+        """Submit the next segment, if one has ended. Call it after every step that ended a generation."""
         if self._current is None or not self._current.finished:
             return
         codes, reason = self._current.codes(), self._current.finish_reason
@@ -196,7 +198,7 @@ class RunningRequest:
             self._current = self._submit(self._next_prompt())
 
     def hold(self, held: bool) -> None:
-        """Let steps leave it out, or no longer."""
+        """Allow steps to leave this request out, or no longer."""
         if self._current is not None:
             self._current.held = held
 
@@ -213,7 +215,7 @@ class RunningRequest:
         return self.playback_ends - now if self.playback_ends is not None else 0.0
 
     def spare_seconds(self, now: float) -> float:
-        """Return how long it could wait and still have its next window in time; 0 before its first sound."""
+        """Return the seconds it could wait and still have its next window in time; 0 before its first sound."""
         if self.playback_ends is None or self.windows is None:
             return 0.0
         ready, missing = self.windows.outlook(self.frames)
@@ -277,25 +279,25 @@ class SpeechBatch:
         self._inbox: SimpleQueue[tuple[int, int, RunningRequest] | RunningRequest] = SimpleQueue()
         """Requests that were submitted, or cancelled, since the last step."""
         self._queue: list[tuple[int, int, RunningRequest]] = []
-        """A heap: priority, place, request."""
+        """Heap of priority, place and request."""
         self._running: list[RunningRequest] = []
         self._held: list[RunningRequest] = []
         self._unsent: dict[RunningRequest, Samples] = {}
-        """First samples in a crowd, which are not given out before there are more."""
+        """First samples in a crowd, held back until there are enough."""
         self._played_until: list[float] = []
-        """A heap: the times at which the playback of requests that were given out to their end is over."""
+        """Heap of the times at which completed requests will have been played to their end."""
         self._decoding: tuple[list[RunningRequest], PendingSamples] | None = None
         self._news: list[RunningRequest] = []
         self._places = itertools.count()
 
     @property
     def slots(self) -> int:
-        """Requests that are spoken at a time."""
+        """Number of requests that are spoken at a time."""
         return self.scheduler.decoder.rows
 
     @property
     def positions(self) -> int:
-        """Positions of a slot, for a prompt and its frames."""
+        """Number of positions of a slot, for a prompt and its frames."""
         return self.scheduler.decoder.max_positions
 
     @property
@@ -305,12 +307,12 @@ class SpeechBatch:
 
     @property
     def speaking(self) -> int:
-        """Requests that have a slot."""
+        """Number of requests that have a slot."""
         return sum(not running.generated for running in self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that have none yet."""
+        """Number of requests that wait for a slot."""
         return len(self._queue)
 
     def fits(self, prompt: RenderedSequence, max_frames: int) -> bool:
@@ -318,20 +320,20 @@ class SpeechBatch:
         return self.scheduler.decoder.positions(prompt, max_frames) <= self.positions
 
     def warm_up(self) -> None:
-        """Have model and codec compile, capture and probe what they need."""
+        """Let model and codec compile, capture and probe what they need."""
         with self._engine.computing():
             self.scheduler.decoder.warm_up()
             warm_up(self._codec, self.slots)
 
     def start(self, plan: SpeechPlan, *, streamed: bool = True) -> RunningRequest:
-        """Begin a request with the next step; with `streamed` off, its codes alone are wanted."""
+        """Begin a request with the next step. With `streamed` off only its codes are generated."""
         running = RunningRequest(self._engine, plan, streamed=streamed)
         running.begin(self.scheduler)
         self._running.append(running)
         return running
 
     def reserve(self) -> int:
-        """Return the next place among requests of one priority, for one that has no plan yet."""
+        """Return the next place in the queue, for a request that has no plan yet."""
         return next(self._places)
 
     def submit(
@@ -343,19 +345,19 @@ class SpeechBatch:
         watermark: StreamWatermark | None = None,
         place: int | None = None,
     ) -> RunningRequest:
-        """Queue a request. A lower priority comes first, then a lower place. What fails ends this request alone."""
+        """Queue a request. A lower priority comes first, then a lower place. Its failure ends this request alone."""
         running = RunningRequest(self._engine, plan, id=id, filters=filters, watermark=watermark)
         self._inbox.put((plan.request.priority, self.reserve() if place is None else place, running))
         return running
 
     def cancel(self, running: RunningRequest) -> None:
-        """End a request; its slot is free with the next step. One that has ended stays as it is."""
+        """End a request; its slot is free with the next step. An ended request stays as it is."""
         if not running.ended:
             running.cancel()
             self._inbox.put(running)
 
     def release(self) -> None:
-        """Free what has ended, without a step: an adapter may be unloaded before the next."""
+        """Free ended requests without a step: an adapter may be unloaded before the next one."""
         with self._engine.computing():
             self.scheduler.release_finished()
 
@@ -420,8 +422,8 @@ class SpeechBatch:
             self._running.append(running)
 
     def _hold(self) -> None:
-        """Leave out of the next step what is well ahead of its playback, while another has made no sound yet or has a
-        short lead. While requests wait for a slot, all go on to the end."""
+        """Leave requests that are well ahead of their playback out of the next step, while another has made no sound
+        yet or has a short lead. While requests wait for a slot, all go on to the end."""
         now, spoken = self._clock(), [running for running in self._running if not running.generated]
         has_room = len(spoken) < self.slots or not self._queue
         allowed = len(spoken) - (1 if len(spoken) <= FEW_REQUESTS else CROWD_REQUESTS) if has_room else 0
@@ -441,7 +443,7 @@ class SpeechBatch:
             running.hold(True)
 
     def _follow(self) -> None:
-        """Go on with the next segments, where one has ended."""
+        """Continue with the next segments of texts, if one has ended."""
         for running in [running for running in self._running if not running.generated]:
             try:
                 running.follow()
@@ -452,8 +454,8 @@ class SpeechBatch:
                 self._end(running)
 
     def _decode(self) -> None:
-        """Start decoding the windows of all requests that have one, unless their listeners have enough to hear. Frames
-        are only passed on where they make a window: most requests need nothing in most steps."""
+        """Start decoding all windows that are complete, unless their listeners have enough to hear. Frames are only
+        passed on when they complete a window: most requests need nothing in most steps."""
         now, due, streams = self._clock(), list[RunningRequest](), list[CodeStream]()
         for running in self._running:
             windows, generated = running.windows, running.generated
@@ -493,7 +495,7 @@ class SpeechBatch:
             self._give_out(running, samples if running.watermark is None else next(marked))
 
     def _give_out(self, running: RunningRequest, samples: Samples) -> None:
-        """Give out samples of a request; the first ones in a crowd when there are enough of them."""
+        """Give out samples of a request; in a crowd, the first ones only when there are enough of them."""
         if running in self._unsent:
             samples = np.concatenate([self._unsent.pop(running), samples])
         is_last = _is_last(running)
@@ -516,7 +518,7 @@ class SpeechBatch:
             self._news.append(running)
 
     def _start_seconds(self, now: float) -> float:
-        """Return the seconds that a request begins with at the least."""
+        """Return the seconds of speech that a request begins with at the least."""
         while self._played_until and self._played_until[0] <= now:
             heapq.heappop(self._played_until)
         spoken = len(self._running)

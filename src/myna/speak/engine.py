@@ -39,15 +39,15 @@ from myna.text.normalization import normalise_text
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 
 MAX_ROWS = 64
-"""Requests that are spoken at the same time; the others wait."""
+"""Number of requests that are spoken at the same time; the others wait."""
 MAX_SINGLE_THREAD_BYTES = 2**28
-"""Weights of a model that is spoken with on one thread of a CPU."""
+"""Size of weights up to which a model computes on one thread of a CPU."""
 MAX_ADAPTERS = 32
-"""Adapters that an engine holds at the same time."""
+"""Number of adapters that an engine holds at the same time."""
 EXACT_POSITIONS = 2048
-"""Positions of an exact batch, whatever its requests."""
+"""Number of positions of an exact batch, for any requests."""
 POSITION_BLOCK = 256
-"""Caches are made in multiples of this many positions, so that a little longer request finds room."""
+"""Size in positions of which caches are multiples, so that a slightly longer request fits too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +57,12 @@ class Speech:
     samples: Samples
     codes: Codes
     finish_reason: FinishReason
-    """`stop`: the model found its end; `length`: a cap ended it, or a segment of it."""
+    """`stop` if the model found its end, `length` if a cap ended it or a segment of it."""
     sample_rate: int
     warnings: tuple[str, ...] = ()
     """Segments of a text that were cut, or not spoken, in words."""
     origin: SpeechOrigin | None = None
-    """Of speech that leaves Myna: files of it are signed and logged. None for speech that is only measured."""
+    """Origin of speech that leaves Myna: its files are signed and logged. None for speech that is only measured."""
 
     @property
     def stopped(self) -> bool:
@@ -74,7 +74,7 @@ class Speech:
         return len(self.samples) / self.sample_rate
 
     def save(self, path: Path | str, *, force: bool = False) -> Path:
-        """Write an audio file, in the format that its name asks for; over one that is there only with `force`."""
+        """Write an audio file, in the format of its name. An existing file is replaced only with `force`."""
         check_output_file(Path(path), force=force)
         if self.origin is None:
             write_audio(Path(path), self.samples, self.sample_rate)
@@ -98,19 +98,19 @@ class LoadedAdapter(NamedTuple):
 
     name: str
     effect: float
-    """The largest change of a logit of a test prompt."""
+    """Largest change of a logit of a test prompt."""
     base_checked: bool
     """Whether the weights of its base model could be compared with those it was trained on."""
 
 
 class Engine:
-    """A speaking model with its codec.
+    """A model that speaks, with its codec.
 
     `reference_placement` must be where the training put references. A model that is still in training has weights of
-    several types, and needs the `autocast` context of its training. `scene` is the one that most of its training had.
+    several types, and needs the `autocast` context of its training. `scene` is the most frequent one of its training.
 
-    With `exact` a request's codes and samples are the same bits alone and in a crowd: the batch then has the same shape
-    always, `max_rows` rows on a GPU, and on a CPU each row is computed by itself.
+    With `exact`, codes and samples of a request are the same bits alone and in a crowd. The batch then always has the
+    same shape: `max_rows` slots on a GPU, and on a CPU each slot is computed by itself.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Engine:
         self._adapters: dict[str, WeightsMetadata] = {}
         self._adapter_hashes: dict[str, str] = {}
         self.tuned_with = ""
-        """The run that is merged into the model: adapters need the base model."""
+        """Run that is merged into the model: adapters need the base model."""
         parameters = list(model.parameters())
         is_small = sum(parameter.nbytes for parameter in parameters) < MAX_SINGLE_THREAD_BYTES
         self.single_thread = is_small and parameters[0].device.type == "cpu"
@@ -144,8 +144,10 @@ class Engine:
         return tuple(self._adapters)
 
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
-        """Load the LoRA of a run, or an adapter, beside the model's own weights: a `SpeechRequest` may name it. Others
-        go on meanwhile. It is refused unless it changes the logits of a test prompt."""
+        """Load the LoRA of a run, or an adapter, beside the model's own weights, for requests that name it.
+
+        Other requests continue. An adapter that does not change the logits of a test prompt is refused.
+        """
         from myna.speak.loading import read_adapter
 
         if not name:
@@ -174,27 +176,26 @@ class Engine:
         return LoadedAdapter(name, effect, base_checked)
 
     def scene_of(self, request: SpeechRequest) -> str:
-        """Return the scene of a request: its own, else the one that most of the training of its adapter or of the
-        model had."""
+        """Return the scene of a request: its own, else the most frequent one in the training of its adapter or
+        model."""
         if request.scene is not None:
             return request.scene
         return self._adapters[request.adapter].scene if request.adapter in self._adapters else self.scene
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that speak with it go on."""
+        """Unload an adapter. Requests that speak with it continue."""
         if name not in self._adapters or self._adapter_slots is None:
             raise SpeakError(f"there is no adapter {name}", hint=f"loaded: {', '.join(self._adapters) or 'none'}")
         self._adapter_slots.unload(name)
         del self._adapters[name], self._adapter_hashes[name]
 
     def fingerprint(self, adapter: str = "", strength: float = 1.0) -> str:
-        """Return a hash of all weights and of how they are used, wherever they were loaded from; also of an adapter
-        beside them. Equal ones speak alike."""
+        """Return a hash of all weights, of an adapter, and of how they are used. Equal hashes speak alike."""
         parts = (self._adapter_hashes[adapter], self._adapters[adapter].reference_placement) if adapter else ()
         return self._hash_weights(" ".join((*parts, str(strength))) if adapter else "", self.model.state_dict())
 
     def trainable_fingerprint(self) -> str:
-        """Return a hash of a model in training by its trainable parameters: the rest is frozen, and may be large."""
+        """Return a hash of the trainable parameters of a model in training. The others are frozen, and may be large."""
         parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         return self._hash_weights(self.family.source, parameters)
 
@@ -208,7 +209,7 @@ class Engine:
         return digest.hexdigest()
 
     def encode_reference(self, reference: ReferenceRecording) -> Reference:
-        """Encode a reference recording. A file's faults are told as warnings."""
+        """Encode a reference recording. Faults of a file are given as warnings."""
         name, samples = reference.name, reference.audio
         if isinstance(samples, Path):
             checked = open_reference(samples, self.codec.sample_rate, reference.span)
@@ -233,8 +234,8 @@ class Engine:
         """Plan how a request will be spoken: encode its references, and split its text.
 
         A text of more than 30 s, by estimate, is split into segments, unless it has tags of several speakers.
-        `max_seconds` caps each of them, and a budget by the length of its text where that is less. With `split` off it
-        is one segment, capped by `max_seconds` alone.
+        `max_seconds` caps each of them, and so does a budget by the length of its text. With `split` off it is one
+        segment, capped by `max_seconds` alone.
         """
         request.check_settings()
         references = tuple(
@@ -266,10 +267,10 @@ class Engine:
         *,
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Speech]]:
-        """Speak plans together, yielding each as it ends with its place among them.
+        """Speak plans together, yielding each when it ends, with its place among them.
 
         `on_frame` is called with the number of whole frames of the longest. Plans may be made one by one: they are read
-        twice a batch ahead. A caller that stops reading ends those that are left.
+        twice a batch ahead. Plans that are left end when the caller stops reading.
         """
         source, spoken, frames = enumerate(plans), dict[RunningRequest, int](), 0
         waiting = deque(itertools.islice(source, 2 * (batch_size or self.max_rows)))
@@ -322,7 +323,7 @@ class Engine:
         adapter_rank: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> SpeechBatch:
-        """Allocate a batch for listeners: all that it will need, with room for adapters up to a rank."""
+        """Allocate and warm up a batch for listeners, with room for adapters up to a rank."""
         with self.computing():
             if adapter_rank is not None and self._adapter_slots is None:
                 self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, adapter_rank)
@@ -332,14 +333,14 @@ class Engine:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Context of all that runs the model: the types of its training, and its threads."""
+        """Return a context for everything that runs the model: the types of its training, and its threads."""
         with self.threads(), self.autocast():
             yield
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Context of one thread on a CPU, for a small model and its codec: their products are so short that two threads
-        wait for one another most of the time, and nearly all of it where another process has the second core."""
+        """Return a context of one thread for a small model on a CPU. Its products are so short that two threads
+        mostly wait for one another."""
         if not self.single_thread:
             yield
             return
@@ -364,7 +365,7 @@ class Engine:
             return self.family.speech_decoder(self.model, slots, positions, self._adapter_slots, exact=self.exact)
 
     def _batch_of(self, requests: int, positions: int) -> SpeechBatch:
-        """Return the engine's own batch, made anew where these requests do not fit it."""
+        """Return the engine's own batch, made anew if these requests do not fit it."""
         slots = max(1, min(requests, self.max_rows))
         if self.exact:
             if positions > EXACT_POSITIONS:
@@ -448,7 +449,7 @@ class SpeechStream(Iterator[Samples]):
 
 
 def encode_clip(codec: Encoder, samples: Samples) -> Codes:
-    """One clip to codes, trimmed to whole frames."""
+    """Encode one clip, trimmed to whole frames."""
     whole = len(samples) // codec.hop * codec.hop
     codes: Codes = codec.encode(samples[None, :whole])[0]
     return codes

@@ -1,11 +1,11 @@
-"""Lines of a file: read, and spoken into a folder, which can be gone on with after an interruption.
+"""Lines of a file: read, and spoken into a folder, which can be continued after an interruption.
 
 The file is plain text, JSON objects, or the ChatML of other systems. The folder:
 
 OUT/NAME.wav             the line of that name, in this or another format; of several takes the best
-OUT/NAME+take-2.wav      another take of it, where they are kept
+OUT/NAME+take-2.wav      another take of it, if they are kept
 OUT/NAME+reference.wav   the clip that set its voice (-0, -1 for several)
-OUT/spoken.jsonl         a row for each line, written as soon as its audio is there
+OUT/spoken.jsonl         one JSON object a line, written as soon as its audio is there
 OUT/media/               clips that the file of lines carried within it
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from myna.speak.marking import SpeechMarker
 
 SPOKEN_FILE, MEDIA_FOLDER = "spoken.jsonl", "media"
-"""In the folder that lines are spoken into: a row for each, and clips that their file carried within it."""
+"""Names in the folder: an object for each line, and clips that the file of lines carried within it."""
 FIELDS = ("id", "text", "reference", "reference_text", "scene", "seed", "language")
 LINES_HINT = (
     'one text a line; or JSON lines such as {"text": "Good morning.", "id": "greeting", "reference": "anna.wav", '
@@ -170,7 +170,7 @@ def _listed(value: Any, name: str) -> list[str]:
 
 
 def _from_chatml(record: SourceRecord, number: int, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
-    """Return the open words of the user; or those of the last clip, where the sample holds its answer."""
+    """Make a line of the open words of the user; or of the last clip, if the sample holds its answer."""
     sample = parse_conversation(record, context)
     clips = [(clip, text) for clip, text, _ in transcribed_clips(sample)]
     text = open_text(sample)
@@ -194,7 +194,7 @@ def _reference(clip: ImportedClip, transcript: str) -> ReferenceRecording:
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """The name, or the name with a number; some file systems do not tell case apart."""
+    """Return the name, with a number if it is taken. Some file systems do not tell case apart."""
     numbered, count = name, 1
     while numbered.casefold() in taken:
         count += 1
@@ -205,29 +205,29 @@ def _unique(name: str, taken: set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpokenLines:
-    """The folder of spoken lines, with its rows in the order of the file."""
+    """Folder of spoken lines, with an object for each in the order of the file."""
 
     folder: Path
     rows: list[dict[str, Any]]
-    """id, text, file, seconds, finish_reason, seed, key, warnings, references; and `takes`, ranked, if several."""
+    """Objects with id, text, file, seconds, finish_reason, seed, key, warnings, references; `takes`, if several."""
     kept: int
     """Lines that had been spoken before, and were not spoken again."""
 
     @property
     def warnings(self) -> list[str]:
-        """Of all lines, each with its id."""
+        """Warnings of all lines, each with its id."""
         return [f"{row['id']}: {warning}" for row in self.rows for warning in row["warnings"]]
 
 
 @dataclass(frozen=True, slots=True)
 class LineTakes:
-    """Several takes of every line, of which the best is its audio."""
+    """Choice of the best of several takes of every line."""
 
     count: int
     rank: Callable[[SpeechRequest, Sequence[Speech]], Sequence[Mapping[str, Any]]]
-    """The takes of a line from the best on, each as its number `take`, from 1, and its scores."""
+    """Function that ranks the takes of a request, the best first: number `take` from 1, and scores."""
     ranked_by: str
-    """Identifies the metrics: others may choose another take."""
+    """Name of the metrics: others may choose another take."""
     keep_all: bool = False
     """Write the other takes too."""
 
@@ -243,10 +243,10 @@ def speak_lines(
     marker: SpeechMarker | None = None,
     progress: ProgressCallback = silent,
 ) -> SpokenLines:
-    """Speak lines in batches. Those that are there, with the same text, voice, settings and weights, stay as they are.
+    """Speak lines in batches. Files that exist for the same text, voice, settings and weights stay as they are.
 
-    A line is what its text alone gives with its seed: lines with the same words, voice and seed sound the same. Lines
-    are planned as the batch comes to them, so that the first of very many is spoken at once.
+    A line depends on its text and seed alone: lines with the same words, voice and seed sound the same. Lines are
+    planned as the batch comes to them, so that the first of very many is spoken at once.
     """
     with lock_folder(out, "speaking into"):
         known = _read_rows(out / SPOKEN_FILE)
@@ -291,7 +291,7 @@ def _key(
     marker: SpeechMarker | None,
     recording_hash: Callable[[Path], str],
 ) -> str:
-    """Return the hash of all that decides the audio: equal keys give equal audio."""
+    """Return the hash of everything that decides the audio: equal keys give equal audio."""
     from myna.models.code_sampling import SAMPLING_REVISION
 
     voices = [
@@ -343,7 +343,7 @@ def _write(
     best = ranking[0]["take"]
 
     def marked(take: int) -> Speech:
-        """Return a take as it is given out. Those that are not are ranked, and neither marked nor logged."""
+        """Return a marked take. Takes that are not given out are ranked, and neither marked nor logged."""
         speech = speeches[take - 1]
         return speech if marker is None else marker.mark(speech, request.take(take - 1))
 
@@ -371,7 +371,7 @@ def _write(
 
 
 def _save(speech: Speech, file: Path) -> str:
-    """The name of the file; empty where nothing was said."""
+    """Save a speech, and return the name of its file; empty if nothing was said."""
     if not len(speech.samples):
         file.unlink(missing_ok=True)  # of another text
         return ""
@@ -380,7 +380,7 @@ def _save(speech: Speech, file: Path) -> str:
 
 
 def _read_rows(file: Path) -> dict[str, dict[str, Any]]:
-    """Rows by id, the last of each. A line that a kill has cut short is spoken again."""
+    """Read the objects by id, the last of each. A line that was cut short by a kill is spoken again."""
     rows: dict[str, dict[str, Any]] = {}
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:

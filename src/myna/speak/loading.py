@@ -42,8 +42,11 @@ def load_engine(
     quantization: Quantization = "none",
     exact: bool = False,
 ) -> Engine:
-    """Load the speech engine of a run, an adapter or a model. `strength` scales the LoRA. With a `quantization` the
-    weights are loaded in main memory, merged, and packed onto the device one by one. `exact` is as in `Engine`."""
+    """Load the speech engine of a run, an adapter or a model.
+
+    `strength` scales the LoRA. With a `quantization` the weights are loaded in main memory, merged, and packed onto the
+    device one by one. `exact` is as in `Engine`.
+    """
     if quantization not in get_args(Quantization):
         hint = "choose one of: " + ", ".join(get_args(Quantization))
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
@@ -71,18 +74,18 @@ def load_engine(
 
 
 class SavedLora(NamedTuple):
-    """A LoRA as it was saved, for a batch whose requests have adapters of their own."""
+    """Stored LoRA, for a batch whose requests have adapters of their own."""
 
     matrices: LoraMatrices
     metadata: WeightsMetadata
     base_checked: bool
-    """Whether the base model is known to be the one it was trained on: weights that are quantized, rounded otherwise or
-    without the text head cannot be compared."""
+    """Whether the base model is known to be the one it was trained on. Weights that are quantized, rounded otherwise
+    or without the text head cannot be compared."""
     files_hash: str
 
 
 def read_adapter(engine: Engine, ref: ModelRef) -> SavedLora:
-    """The LoRA of a run, or of an adapter, resolved with the engine's model as its base, once it is seen to fit."""
+    """Read the LoRA of a run or an adapter, after checking that it fits the engine's model."""
     from myna.models.lora import read_lora_matrices
     from myna.models.quantized import quantized_linears
 
@@ -108,7 +111,7 @@ def read_adapter(engine: Engine, ref: ModelRef) -> SavedLora:
 
 
 class LoadedModel(NamedTuple):
-    """Weights with their family, and what is known of their training."""
+    """Weights with their family, and the facts of their training."""
 
     family: Family
     weights: nn.Module
@@ -124,7 +127,7 @@ def load_model_weights(
     place: torch.device,
     strength: float = 1.0,
 ) -> LoadedModel:
-    """Load weights in the type for the target device, at another place where they are to be packed first."""
+    """Load weights in the type of the target device, to another place if they are to be packed first."""
     if not ref.is_trained and strength != 1.0:
         raise SpeakError("--strength scales the LoRA of a run", hint="give --run, or leave it out")
     dtype = choose_precision("auto", target).compute_dtype
@@ -151,9 +154,9 @@ def load_adapted(
     *,
     text_head: bool | None,
 ) -> nn.Module:
-    """The base model with the adapter on it, not yet merged, once it is seen to be the base that was trained on.
+    """Load the base model with the adapter on it, not yet merged, and check that it was trained on this base.
 
-    `dtype` None keeps the stored types. `text_head` None is as the adapter needs it.
+    `dtype` None keeps the stored types. `text_head` None is what the adapter needs.
     """
     from myna.models.lora import load_adapter, trains_text_head
 

@@ -1,4 +1,4 @@
-"""Marks on speech that leaves the engine: watermark, credentials in files, and a row in the speech log."""
+"""Marks on speech that leaves the engine: watermark, credentials in files, and an entry in the speech log."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SpeechMarker:
-    """Marks speech of one model. `origin` has a `watermark` unless that was switched off."""
+    """Marker for speech of one model. `origin` has a `watermark` unless that was switched off."""
 
     origin: SpeechOrigin
     device: str = "cpu"
 
     @classmethod
     def open(cls, origin: SpeechOrigin, *, with_watermark: bool, device: str) -> SpeechMarker:
-        """Make a marker. Whatever is missing is an error here, before anything is spoken."""
+        """Make a marker. Missing packages are an error here, before anything is spoken."""
         if with_watermark:
             check_installed()
         check_log()
@@ -58,7 +58,10 @@ def log_spoken(speech: Speech) -> Speech:
 
 class MarkedStream(Iterator[Samples]):
     """Samples of one request as they are generated, with the watermark. Together they are those of `Voice.speak`, bit
-    for bit. `close` ends the request; what was given out until then is logged."""
+    for bit.
+
+    `close` ends the request; the samples until then are logged.
+    """
 
     def __init__(self, stream: SpeechStream, origin: SpeechOrigin, device: str) -> None:
         self.origin, self._stream = origin, stream
@@ -70,12 +73,12 @@ class MarkedStream(Iterator[Samples]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """As of `Speech`, once all is generated."""
+        """Reason of the end, as in `Speech`, once all is generated."""
         return self._stream.finish_reason
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """As of `Speech`, for what is generated so far."""
+        """Warnings, as in `Speech`, for what is generated so far."""
         return self._stream.warnings
 
     def __next__(self) -> Samples:

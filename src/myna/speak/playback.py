@@ -20,13 +20,13 @@ PIPE_PLAYERS = {
     "ffplay": "-nodisp -autoexit -loglevel error -f s16le -sample_rate {rate} -i pipe:0",
     "aplay": "-q -t raw -f S16_LE -c 1 -r {rate} -",
 }
-"""Players that read raw audio from a pipe, and how."""
+"""Players that read raw audio from a pipe, with their arguments."""
 FILE_PLAYERS = ("afplay",)
 """Players that need a whole file."""
 
 
 def find_player() -> str:
-    """Name of the first player that is installed."""
+    """Return the name of the first player that is installed."""
     for name in (*PIPE_PLAYERS, *FILE_PLAYERS):
         if shutil.which(name):
             return name
@@ -39,7 +39,7 @@ def find_player() -> str:
 
 @contextmanager
 def open_player(sample_rate: int) -> Iterator[Callable[[Samples], None]]:
-    """A function that plays samples, and returns once the player has taken them; the end waits for the last sound."""
+    """Open a player. The function plays samples, and returns once they are taken; the end waits for the last sound."""
     name = find_player()
     if name in FILE_PLAYERS:
         pieces: list[Samples] = []
@@ -73,8 +73,8 @@ def open_player(sample_rate: int) -> Iterator[Callable[[Samples], None]]:
 
 @contextmanager
 def open_standard_output() -> Iterator[Callable[[Samples], None]]:
-    """A function that writes samples to standard output, as raw 16-bit audio. A reader that leaves ends the process
-    quietly, as it does to others in a pipe."""
+    """Open standard output for raw 16-bit audio. If its reader ends, this process ends quietly, as others in a pipe
+    do."""
 
     def write(samples: Samples) -> None:
         sys.stdout.buffer.write(pcm16(samples))

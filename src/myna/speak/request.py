@@ -35,7 +35,7 @@ class ReferenceRecording:
     text: str
     span: Span | None = None
     voice: str = ""
-    """Name of the stored voice that it belongs to."""
+    """Name of its stored voice."""
     consent: str = ""
     """Id of the consent to the stored voice."""
 
@@ -60,7 +60,7 @@ class SpeechRequest:
     """Recordings, which the engine encodes, or clips that are encoded already."""
     _: KW_ONLY
     id: str = ""
-    """Name of its random stream; if empty, the text. Equal ids, texts, voices and seeds give equal speech."""
+    """Name of the random stream; if empty, the text. Equal names, texts, voices and seeds give equal speech."""
     scene: str | None = None
     language: str = ""
     """Language of a long text, such as en or de: helps to find its sentences."""
@@ -78,11 +78,11 @@ class SpeechRequest:
     strength: float = 1.0
     """Factor on the adapter's effect."""
     speed: float = 1.0
-    """Tempo of a stream; the pitch stays."""
+    """Factor on the tempo of a stream; the pitch stays."""
     priority: int = 0
-    """Requests of lower numbers are spoken first."""
+    """Place in the queue: requests of lower numbers are spoken first."""
     session: str = ""
-    """Requests of one session have those before them in their prompts."""
+    """Name of a session, whose requests have those before them in their prompts."""
     watermark: bool = True
     """Whether speech that leaves Myna is marked. Speech that is only measured never is."""
 

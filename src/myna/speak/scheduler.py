@@ -16,14 +16,14 @@ from myna.data.codec import Codes
 from myna.models.base import PendingStep, RenderedSequence, Sampling, SpeechDecoder
 
 FinishReason = Literal["stop", "length", "cancelled"]
-"""The model found its end, the frame cap ended it, or the caller did."""
+"""Reason of an end: the model found it, the frame cap was reached, or the caller cancelled."""
 SPARE_POSITIONS = 64
-"""More than any delay pattern adds to the frames of a clip."""
+"""Positions to spare, more than any delay pattern adds to the frames of a clip."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """One request in the batch, with what was generated so far."""
+    """One generation in the decoding batch, with its codes so far."""
 
     prompt: RenderedSequence
     sampling: Sampling
@@ -33,13 +33,13 @@ class Generation:
     strength: float = 1.0
     finish_reason: FinishReason | None = None
     held: bool = False
-    """Whether steps may leave it out: its listener has enough to hear."""
+    """Whether steps may leave it out, since its listener has enough to hear."""
     _slot: int = -1
-    """Of its adapter."""
+    """Place of its adapter among the loaded ones; -1 for none."""
     _delayed: list[npt.NDArray[np.int64]] = field(default_factory=list)
     _log_probs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     _positions: int = 0
-    """Of its prompt, and of the steps that were enqueued for it; their results may not be here yet."""
+    """Number of positions of its prompt and of the steps that were enqueued for it; their results may come later."""
 
     def __post_init__(self) -> None:
         self._positions = len(self.prompt)
@@ -50,21 +50,21 @@ class Generation:
 
     @property
     def frames(self) -> int:
-        """Whole frames that are here."""
+        """Number of whole frames so far."""
         return self._decoder.frames(self._delayed, self.finish_reason in ("stop", "length"))
 
     def codes(self, start: int = 0) -> Codes:
-        """(frames, codebooks): the whole frames from `start` on, the delay undone."""
+        """Return the whole frames from `start` on, with the delay undone: shape (frames, codebooks)."""
         return self._decoder.undelay(self._delayed, start, self.frames).astype(np.uint16)
 
     def log_probs(self) -> npt.NDArray[np.float32]:
-        """(frames + 1, codebooks): of every code under the model's own distribution, and of the ends of stream; those
-        are missing where the request was cancelled."""
+        """Return log probabilities of all codes under the model's own distribution, and of the ends of stream: shape
+        (frames + 1, codebooks). A cancelled generation has no ends."""
         ends = 1 if self.finish_reason in ("stop", "length") else 0
         return self._decoder.undelay(self._log_probs, 0, self.frames + ends)
 
     def cancel(self) -> None:
-        """Give the row back with the next step."""
+        """Free the row with the next step."""
         if not self.finished:
             self.finish_reason = "cancelled"
 
@@ -72,9 +72,9 @@ class Generation:
 class BatchScheduler:
     """Queue in front of a decoding batch.
 
-    `advance` does one step: what was cancelled or has ended leaves, what waits is let in, a step is enqueued, and the
-    oldest result is read once `steps_ahead` newer steps are enqueued behind it. A step leaves out what is held, where
-    fewer rows are computed then.
+    `advance` does one step: cancelled and ended generations leave, waiting ones are let in, a step is enqueued, and the
+    oldest result is read once `steps_ahead` newer steps are enqueued. A step leaves out held generations if fewer rows
+    are computed then.
     """
 
     def __init__(self, decoder: SpeechDecoder) -> None:
@@ -90,7 +90,7 @@ class BatchScheduler:
     def submit(
         self, prompt: RenderedSequence, sampling: Sampling, max_frames: int, adapter: str = "", strength: float = 1.0
     ) -> Generation:
-        """Queue a request, with an adapter that the decoder has loaded or with none."""
+        """Queue a generation, with a loaded adapter or with none."""
         needed = self.decoder.positions(prompt, max_frames)
         if needed > self.decoder.max_positions:
             raise SpeakError(
@@ -106,7 +106,7 @@ class BatchScheduler:
         return generation
 
     def run(self, generation: Generation) -> Iterator[int]:
-        """Advance until a request is finished, yielding its number of whole frames whenever there are more."""
+        """Advance until a generation is finished, yielding its number of whole frames whenever there are more."""
         frames = 0
         while not generation.finished:
             self.advance()
@@ -115,7 +115,7 @@ class BatchScheduler:
                 yield frames
 
     def advance(self) -> bool:
-        """Do one step; whether its results ended any request."""
+        """Do one step. Return whether its results ended any generation."""
         self.release_finished()
         self._let_in()
         if self._rows:
@@ -130,8 +130,10 @@ class BatchScheduler:
         return ended
 
     def _arrange_rows(self) -> int:
-        """How many of the first rows the next step takes: all, or fewer if those that are held can be left out. Rows
-        that are not held then change places with held ones before them, by way of a free row."""
+        """Return how many of the first rows the next step takes: all, or fewer if held ones can be left out.
+
+        Rows that are not held then change places with held ones before them, through a free row.
+        """
         rows, spare = self._rows, len(self._rows)
         running = sum(not generation.held for generation in rows)
         count = min(spare, self.decoder.bucket(running))
@@ -149,7 +151,7 @@ class BatchScheduler:
         return count
 
     def release_finished(self) -> None:
-        """Free the rows and adapters of requests that have ended; the last row takes the place of one that leaves."""
+        """Free rows and adapters of ended generations. The last row takes the place of one that leaves."""
         for generation in [waiting for waiting in self._waiting if waiting.finished]:
             self._waiting.remove(generation)
             self._release(generation)
@@ -209,6 +211,6 @@ class BatchScheduler:
 
 
 def request_sampling(sampling: Sampling, id: str) -> Sampling:
-    """Sampling with the seed of one request's random stream, whatever its batch."""
+    """Return the sampling settings with the seed of one random stream, which does not depend on the batch."""
     digest = hashlib.blake2b(f"{sampling.seed}/{id}".encode(), digest_size=7).digest()
     return replace(sampling, seed=int.from_bytes(digest, "big"))

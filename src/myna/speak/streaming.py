@@ -1,4 +1,4 @@
-"""Streams of codes decoded as they are generated: the samples are those of the finished clip, bit for bit."""
+"""Codes decoded as they are generated: the samples are those of the finished clip, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from myna.models.codecs import (
 class CodeStream:
     """Codes of one stream that are not decoded yet, with the context that their windows need.
 
-    Frames come in pieces of any size; which windows they are decoded in depends on their place in the stream alone. Its
-    first windows are short, unless it is not `streamed` and long ones give the same samples.
+    Frames come in pieces of any size. Their windows depend only on their place in the stream. The first windows are
+    short, unless `streamed` is off and long ones give the same samples.
     """
 
     def __init__(self, codec: Codec, *, streamed: bool = True) -> None:
@@ -31,27 +31,27 @@ class CodeStream:
         self._first_window = FIRST_WINDOW if streamed else clip_first_window(codec)
         self._codes: Codes = np.zeros((0, codec.codebooks), np.uint16)
         self._start = 0
-        """Frame of the stream at which `_codes` begins."""
+        """Number of the first frame in `_codes`."""
         self._done = 0
         self.next_frames = self._needed(0)
-        """Frames that must have come before the next window can be decoded."""
+        """Number of frames that the next window needs."""
         self.ended = False
 
     @property
     def frames(self) -> int:
-        """Frames that have come."""
+        """Number of frames so far."""
         return self._start + len(self._codes)
 
     @property
     def finished(self) -> bool:
-        """Whether the stream has ended and every window of it was taken."""
+        """Whether the stream has ended and every window was taken."""
         return self.ended and self._done == self.frames
 
     def _needed(self, done: int) -> int:
         return done + min(done + self._first_window, MAX_WINDOW) + self._codec.decode_reach
 
     def outlook(self, frames: int) -> tuple[int, int]:
-        """Of a stream of so many frames: how many could be decoded now, and how many the window behind them lacks."""
+        """Return how many of these frames could be decoded now, and how many frames the window after them lacks."""
         done, needed = self._done, self.next_frames
         while frames >= needed:
             done = needed - self._codec.decode_reach
@@ -65,11 +65,11 @@ class CodeStream:
         self._codes = np.concatenate([self._codes, codes])
 
     def end(self) -> None:
-        """No more frames come: the last ones need no context behind them."""
+        """End the stream. Its last frames need no context after them."""
         self.ended = True
 
     def take_windows(self) -> list[tuple[Window, Codes]]:
-        """The windows that can be decoded now, each with its codes; each is given once."""
+        """Return the windows that can be decoded now, each with its codes and each only once."""
         reach = self._codec.decode_reach
         windows = list(plan_windows(reach, self._done, self.frames, self.ended, self._first_window))
         taken = [(window, self._codes[window.start - self._start : window.stop - self._start]) for window in windows]
@@ -82,9 +82,9 @@ class CodeStream:
 
 
 def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSamples:
-    """Start decoding all that the streams allow now, the windows of all of them in one call.
+    """Start decoding all complete windows of these streams in one call.
 
-    The function that it returns waits for the next samples of each stream, in the order of the streams.
+    The returned function waits for the next samples of each stream, in the order of the streams.
     """
     taken = [(number, *window) for number, stream in enumerate(streams) for window in stream.take_windows()]
     pending = codec.decode_windows([codes for _, _, codes in taken])
@@ -99,7 +99,7 @@ def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSample
 
 
 def warm_up(codec: Codec, streams: int) -> None:
-    """Have a codec compile, capture and probe what it needs for so many streams at a time, before the first comes."""
+    """Let a codec compile, capture and probe what it needs for this many streams, before the first comes."""
     clip_first_window(codec)
     lengths = {
         window.stop - window.start for window in plan_windows(codec.decode_reach, 0, 4 * MAX_WINDOW, ended=False)
@@ -118,11 +118,11 @@ class StreamDecoder:
         self._codec, self._stream = codec, CodeStream(codec)
 
     def decode(self, codes: Codes) -> Samples:
-        """Add frames, shape (frames, codebooks); the samples that can be decoded now, perhaps none."""
+        """Add frames, shape (frames, codebooks). Return the samples that can be decoded now."""
         self._stream.push(codes)
         return decode_streams(self._codec, [self._stream])()[0]
 
     def finish(self) -> Samples:
-        """End the stream; its last samples."""
+        """End the stream, and return its last samples."""
         self._stream.end()
         return decode_streams(self._codec, [self._stream])()[0]

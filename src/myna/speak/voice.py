@@ -1,4 +1,4 @@
-"""Voice: a model that speaks, with references, stored voices, marks and several takes. Heavy imports are late."""
+"""A model that speaks, with stored voices, marks and several takes. Heavy packages are imported when needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PathLike = str | os.PathLike[str]
 
 
 def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
-    """Make a checked request, with the recording of a stored voice where one is named."""
+    """Make a checked request, with the recording of a stored voice if one is named."""
     request = unchecked_request(text, **options)
     request.check()
     return request
@@ -55,11 +55,11 @@ def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequ
 
 
 class Voice:
-    """A model that speaks: untuned, or as a run has tuned it. Made by `load`.
+    """A model that speaks: untuned, or tuned by a run. `load` makes it.
 
-    Keyword `options` of its methods are those of `SpeechOptions`. The scene, if None, is the one that the run was
-    trained with; sampling settings that are None are those the model asks for. What is spoken has a watermark and is
-    logged; `watermark=False` leaves out the mark, and the log says so.
+    Keyword `options` of its methods are those of `SpeechOptions`. The scene, if None, is that of the training; sampling
+    settings that are None are the model's own. All speech has a watermark and is logged; `watermark=False` leaves out
+    the mark, and the log says so.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Voice:
 
     @property
     def origin(self) -> SpeechOrigin:
-        """The model and the adapter, as files, the log and cards name them."""
+        """Model and adapter, as named in files, the log and cards."""
         from myna.models.ref import display_name
         from myna.provenance.speech_log import SpeechOrigin
 
@@ -102,8 +102,8 @@ class Voice:
     def load_adapter(self, source: Run | PathLike, *, name: str | None = None, strength: float = 1.0) -> Voice:
         """Load a run or an adapter beside the weights of this voice, which must be its base model.
 
-        Both voices share the model, and so do further ones; `strength` is how much of what the LoRA has learned is
-        applied. `unload_adapter` frees its place.
+        Both voices share the model, and so do further ones; `strength` scales the LoRA. `unload_adapter` frees its
+        place.
         """
         from myna.models.ref import ModelRef
         from myna.provenance.speech_log import model_origin
@@ -114,7 +114,7 @@ class Voice:
         return Voice(self.engine, origin, adapter=name, strength=strength)
 
     def unload_adapter(self) -> None:
-        """Forget the adapter that this voice was loaded as."""
+        """Unload the adapter of this voice."""
         self.engine.unload_adapter(self._adapter)
 
     def speak(self, text: str, *, progress: ProgressCallback = silent, **options: Unpack[SpeechOptions]) -> Speech:
