@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,6 +138,9 @@ OPENAI_VOICES = frozenset(
 OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
 """Default models of OpenAI's clients: the model that is served."""
 
+SHARED_FIELDS = {"language", "temperature", "top_k", "top_p", "max_seconds", "seed", "strength", "speed"}
+"""Fields of a body that are fields of `SpeechRequest` too."""
+
 Result = TypeVar("Result")
 
 
@@ -146,6 +149,7 @@ class ServerSettings:
     """Settings of a server: model, address, limits and folders."""
 
     engine: EngineSettings
+    _: KW_ONLY
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -250,15 +254,8 @@ class ServerContext:
             text,
             await self._references(body),
             scene=body.instructions,
-            language=body.language,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            max_seconds=body.max_seconds,
-            seed=body.seed,
             adapter=adapter,
-            strength=body.strength,
-            speed=body.speed,
+            **body.model_dump(include=SHARED_FIELDS),
             priority=priority,
             session=session,
             watermark=self.settings.engine.watermark,

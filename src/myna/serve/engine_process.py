@@ -187,7 +187,15 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
             continue
         reported = now
         try:
-            connection.send(StepReport(tuple(events), worker.speaking, worker.waiting, now - began, worker.adapters))
+            connection.send(
+                StepReport(
+                    events=tuple(events),
+                    speaking=worker.speaking,
+                    waiting=worker.waiting,
+                    seconds=now - began,
+                    adapters=worker.adapters,
+                )
+            )
         except OSError:  # nobody reads any more
             return
 
@@ -302,7 +310,10 @@ class SpeechWorker:
         self._sessions: dict[str, list[SpokenSegment]] = {}
         self._warm_up()
         self.info = EngineInfo(
-            engine.codec.sample_rate, False, engine.adapters, MARK_NAME if settings.watermark else "", str(device)
+            sample_rate=engine.codec.sample_rate,
+            adapters=engine.adapters,
+            watermark=MARK_NAME if settings.watermark else "",
+            device=str(device),
         )
 
     @property
@@ -394,10 +405,15 @@ class SpeechWorker:
         if request.session and running.finish_reason == "stop" and len(codes):
             segment = normalise_text(request.text), codes
             self._sessions[request.session] = [*self._sessions.get(request.session, [])[:1], segment]
-        failure = Failure.of(running.error) if running.error is not None else None
-        tokens = len(running.plan.prompt), len(codes)
-        warnings = tuple(running.warnings)
-        return [*pieces, RequestEnd(running.id, running.finish_reason, warnings, *tokens, failure=failure)]
+        end = RequestEnd(
+            running.id,
+            running.finish_reason,
+            warnings=tuple(running.warnings),
+            input_tokens=len(running.plan.prompt),
+            output_tokens=len(codes),
+            failure=Failure.of(running.error) if running.error is not None else None,
+        )
+        return [*pieces, end]
 
     def _plan(self, request: SpeechRequest, clips: Sequence[AudioClip]) -> SpeechPlan:
         engine = self._engine
@@ -425,7 +441,7 @@ class AnswerWorker:
     def __init__(self, engine: AnswerEngine) -> None:
         self._engine, self._waiting = engine, list[AnswerMessage]()
         device = str(next(engine.model.parameters()).device)
-        self.info = EngineInfo(engine.encoder.sample_rate, True, (), "", device)
+        self.info = EngineInfo(sample_rate=engine.encoder.sample_rate, device=device, answers=True)
         self.adapters: tuple[str, ...] = ()
 
     @property

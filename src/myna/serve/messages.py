@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from myna.audio.files import Samples
@@ -21,6 +21,7 @@ class EngineSettings:
 
     source: str
     """Run, adapter or model: a folder or a hub name. With `adapters` it is their base model."""
+    _: KW_ONLY
     model: str | None = None
     """Base model of a run, if not the one that it names."""
     codec: str | None = None
@@ -94,13 +95,14 @@ EngineMessage = SpeakMessage | AnswerMessage | AdapterMessage | CancelMessage | 
 class EngineInfo:
     """Facts of a loaded and warm model."""
 
+    _: KW_ONLY
     sample_rate: int
-    answers: bool
-    """Whether it answers in words instead of speaking."""
-    adapters: tuple[str, ...]
-    watermark: str
-    """Name of the watermark; empty for none."""
     device: str
+    answers: bool = False
+    """Whether it answers in words instead of speaking."""
+    adapters: tuple[str, ...] = ()
+    watermark: str = ""
+    """Name of the watermark; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class RequestEnd:
 
     id: str
     finish_reason: FinishReason | None = None
+    _: KW_ONLY
     warnings: tuple[str, ...] = ()
     input_tokens: int = 0
     output_tokens: int = 0
@@ -145,6 +148,7 @@ RequestEvent = AudioPiece | RequestEnd
 class StepReport:
     """Events of one step of the engine, and its load."""
 
+    _: KW_ONLY
     events: tuple[RequestEvent, ...]
     speaking: int
     waiting: int
