@@ -99,7 +99,7 @@ def test_render_shows_what_is_learned(workspace: Path) -> None:
 
 def test_speak_wants_a_text_for_every_voice(workspace: Path) -> None:
     voice = workspace / "recordings" / "robin" / "robin-0.wav"
-    with pytest.raises(MynaError, match="1 --reference but 0 --reference-text"):
+    with pytest.raises(MynaError, match="1 references but 0 reference texts"):
         myna("speak", "hello", "--run", workspace / "run", "--reference", voice, "-o", workspace / "x.wav")
 
 

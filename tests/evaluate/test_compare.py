@@ -146,7 +146,7 @@ def test_listeners_add_up_in_the_terminal_and_in_the_file(
     runs_folder: Path, made: dict[str, Any], tmp_path: Path
 ) -> None:
     compared = runs_folder / "compared"
-    assert "Nobody has listened yet" in myna("compare", compared)
+    assert "There are no answers of listeners yet" in myna("compare", compared)
     count = len(made["trials"])
     for name, told in (("anna", answers(made, "two")), ("ben", answers(made, "two", ties=1))):
         (tmp_path / f"{name}.json").write_text(json.dumps(told))

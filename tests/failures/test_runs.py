@@ -45,7 +45,7 @@ Capture = pytest.CaptureFixture[str]
 REPOSITORY = Path(__file__).parents[2]
 HOLD = """
 import sys, time
-from myna.core.config import load_recipe
+import myna
 from myna.train.launch import ProgressObserver
 class Waiting(ProgressObserver):
     def on_metrics(self, row):

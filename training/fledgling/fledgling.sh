@@ -79,7 +79,7 @@ unpack() {
 check() {
   $PYTHON -c "
 import accelerate, espeakng_loader, peft, pyarrow, pydantic, rich, safetensors, soundfile, soxr, torch, transformers
-import typer, yaml
+import cyclopts, yaml
 import myna.evaluate.callback, myna.evaluate.model_card, myna.train.loop
 for package in (torch, transformers, peft, pyarrow, pydantic):
     print(package.__name__, package.__version__)

@@ -34,9 +34,9 @@ from myna.core.errors import DataError, MynaError
 WHEELS = (
     *("espeakng-loader==0.2.4", "soundfile==0.14.0", "cffi==2.1.1", "pycparser==3.12", "soxr==1.1.0", "peft==0.21.2"),
     *("pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types==0.8.0", "typing-inspection==0.4.5"),
-    *("rapidfuzz==3.14.6", "platformdirs==4.14.5"),
+    *("rapidfuzz==3.14.6", "platformdirs==4.14.5", "cyclopts==5.4.0", "docstring-parser==0.18.0", "rich-rst==2.2.0"),
 )
-"""Imports that the GPU machine lacks; torch, transformers, accelerate, pyarrow and typer are there."""
+"""Imports that the GPU machine lacks; torch, transformers, accelerate, pyarrow, attrs and rich are there."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 
 

@@ -53,7 +53,7 @@ elapsed() { echo $(($(date +%s) - $(cat "$RUNS/began"))); }
 check() {
   $PYTHON -c "
 import accelerate, espeakng_loader, peft, pyarrow, pydantic, rich, safetensors, soundfile, soxr, tokenizers, torch
-import transformers, typer, yaml
+import cyclopts, transformers, yaml
 import myna.train.loop
 for package in (torch, transformers, peft, accelerate):
     print(package.__name__, package.__version__)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -35,17 +35,23 @@ Recordings = Annotated[
     PathLike | Sequence[PathLike],
     option("Folders and files of recordings, sound or film; none to decide again what OUT holds."),
 ]
-Recognizer = Annotated[str | None, option("Name or folder of a Whisper for faster-whisper: base, large-v3-turbo.")]
-SpokenLanguage = Annotated[str | None, option("Language of all recordings, as en; else it is detected.")]
-SpeakerCount = Annotated[int | None, option("Number of speakers, if you know it.", least=1)]
-Enrolment = Annotated[
-    Sequence[str], option("Recording of a speaker to keep, FILE or NAME=FILE; others are dropped. Repeatable.")
-]
-SettingsFile = Annotated[PathLike | None, Parameter(name="--settings", help="YAML file of settings.")]
-CurationSettings = Annotated[
-    SettingOverrides,
-    Parameter(name="--set", help="Change a setting, as keep.min_snr_db=20; OUT/curate.yaml has all. Repeatable."),
-]
+
+
+class CurationOptions(TypedDict, total=False):
+    """Settings of a curation. The named ones are short for `listen.asr`, `listen.language`, `speakers.number` and
+    `speakers.enrolment`."""
+
+    asr: Annotated[str | None, option("Name or folder of a Whisper for faster-whisper: base, large-v3-turbo.")]
+    language: Annotated[str | None, option("Language of all recordings, as en; else it is detected.")]
+    speakers: Annotated[int | None, option("Number of speakers, if you know it.", least=1)]
+    enrol: Annotated[
+        Sequence[str], option("Recording of a speaker to keep, FILE or NAME=FILE; others are dropped. Repeatable.")
+    ]
+    settings_file: Annotated[PathLike | None, Parameter(name="--settings", help="YAML file of settings.")]
+    settings: Annotated[
+        SettingOverrides,
+        Parameter(name="--set", help="Change a setting, as keep.min_snr_db=20; OUT/curate.yaml has all. Repeatable."),
+    ]
 
 
 @report_disk_errors()
@@ -53,19 +59,14 @@ def curate(
     sources: Recordings = (),
     out: Annotated[PathLike | None, option("Folder to write.", "-o")] = None,
     *,
-    asr: Recognizer = None,
-    language: SpokenLanguage = None,
-    speakers: SpeakerCount = None,
-    enrol: Enrolment = (),
     script: Annotated[
         PathLike | None, option("Text that is read (txt, srt, vtt); by default a file of the recording's name.")
     ] = None,
-    settings_file: SettingsFile = None,
-    settings: CurationSettings = (),
     limit: Annotated[int | None, option("Recordings to take, by name.", least=1)] = None,
     workers: Workers = None,
     ray: Ray = None,
     progress: ProgressCallback = silent,
+    **options: Unpack[CurationOptions],
 ) -> CurationResult:
     """Turn raw recordings into clips with text and speaker; `prepare` reads the result.
 
@@ -78,19 +79,10 @@ def curate(
 
     if out is None:
         raise ConfigError("`out` is missing", hint="myna curate SOURCE --out data/NAME")
-    folder = Path(out)
     return run_curation(
         _paths(sources),
-        folder,
-        curation_settings(
-            folder,
-            asr=asr,
-            language=language,
-            speakers=speakers,
-            enrol=enrol,
-            settings_file=settings_file,
-            settings=settings,
-        ),
+        Path(out),
+        curation_settings(Path(out), **options),
         script=Path(script) if script is not None else None,
         limit=limit,
         workers=workers,
@@ -103,29 +95,15 @@ def curate(
 def forecast_curation(
     sources: Recordings,
     *,
-    asr: Recognizer = None,
-    language: SpokenLanguage = None,
-    speakers: SpeakerCount = None,
-    enrol: Enrolment = (),
-    settings_file: SettingsFile = None,
-    settings: CurationSettings = (),
-    workers: Workers = None,
+    workers: int | None = None,
     progress: ProgressCallback = silent,
+    **options: Unpack[CurationOptions],
 ) -> CurationForecast:
     """Listen to ten minutes of the sources; return what `curate` would keep and how long it would take."""
     from myna.curate.curation import forecast
     from myna.curate.settings import curation_settings
 
-    chosen = curation_settings(
-        None,
-        asr=asr,
-        language=language,
-        speakers=speakers,
-        enrol=enrol,
-        settings_file=settings_file,
-        settings=settings,
-    )
-    return forecast(_paths(sources), chosen, workers=workers, progress=progress)
+    return forecast(_paths(sources), curation_settings(None, **options), workers=workers, progress=progress)
 
 
 @command("curate", curate, example="myna curate podcast/*.mp3 --out data/podcast --asr large-v3-turbo")
@@ -223,8 +201,7 @@ def _missing_models(options: dict[str, Any]) -> list[str]:
     from myna.curate.models import missing_models
     from myna.curate.settings import curation_settings
 
-    names = ("asr", "language", "speakers", "enrol", "settings_file", "settings")
-    given = {name: options[name] for name in names if name in options}
+    given = {name: value for name, value in options.items() if name in CurationOptions.__annotations__}
     folder = Path(options["out"]) if options.get("out") is not None else None
     return missing_models(curation_settings(folder, **given).listen)
 

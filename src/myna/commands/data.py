@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
 from myna.commands.command import command
 from myna.commands.display import console, progress_bars, show_notes
@@ -15,7 +15,6 @@ from myna.commands.options import (
     Device,
     Language,
     Layout,
-    MaxBad,
     Model,
     Out,
     PathLike,
@@ -23,7 +22,6 @@ from myna.commands.options import (
     Seed,
     Settings,
     Source,
-    Speaker,
     Workers,
     option,
 )
@@ -37,31 +35,25 @@ if TYPE_CHECKING:
 PreparedFolder = Annotated[PathLike, option("A folder made by `myna prepare`.")]
 
 
+class ImportOptions(TypedDict, total=False):
+    """Options of commands that read a source."""
+
+    format: Layout
+    max_bad: Annotated[float, option("Share of bad items above which the import fails; 0.01 by default.")]
+    language: Language
+    speaker: Annotated[str, option("Speaker of utterances whose source names none.")]
+
+
 @report_disk_errors()
 def import_dataset(
-    source: Source,
-    out: Out,
-    *,
-    format: Layout = None,
-    max_bad: MaxBad = 0.01,
-    language: Language = "",
-    speaker: Speaker = "",
-    progress: ProgressCallback = silent,
+    source: Source, out: Out, *, progress: ProgressCallback = silent, **options: Unpack[ImportOptions]
 ) -> DataFolder:
     """Read recordings and texts in any supported layout into one manifest, without encoding them.
 
     Bad items go to rejected.jsonl with their reason."""
     from myna.data.prepare import import_folder
 
-    return import_folder(
-        os.fspath(source),
-        Path(out),
-        format=format,
-        max_bad=max_bad,
-        language=language,
-        speaker=speaker,
-        progress=progress,
-    )
+    return import_folder(os.fspath(source), Path(out), progress=progress, **options)
 
 
 @command("import", import_dataset, example="myna import recordings --out data/marta")
@@ -78,14 +70,11 @@ def prepare(
     *,
     model: Model,
     codec: Codec = None,
-    format: Layout = None,
-    max_bad: MaxBad = 0.01,
-    language: Language = "",
-    speaker: Speaker = "",
     device: Device = "auto",
     workers: Workers = None,
     ray: Ray = None,
     progress: ProgressCallback = silent,
+    **options: Unpack[ImportOptions],
 ) -> DataFolder:
     """Import a source and encode its clips with the model's codec, once. Called again, it encodes only what is new.
 
@@ -93,21 +82,22 @@ def prepare(
     find the recordings, the model and `out` under the same paths. By default this process does. The result is the same,
     byte for byte: docs/guides/many-machines.md
     """
+    from myna.core.pools import absolute_folder
     from myna.data.prepare import prepare_folder
-    from myna.models import open_family
+    from myna.models import is_model_name, open_family
 
+    # Workers may have another working directory.
+    model = model if is_model_name(model) else absolute_folder(model)
+    open_model = partial(open_family, model, codec=codec and absolute_folder(codec))
     return prepare_folder(
         os.fspath(source),
         Path(out),
-        partial(open_family, model, codec=codec),
-        format=format,
-        max_bad=max_bad,
-        language=language,
-        speaker=speaker,
+        open_model,
         device=device,
         workers=workers,
         ray=ray,
         progress=progress,
+        **options,
     )
 
 

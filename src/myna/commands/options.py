@@ -40,9 +40,7 @@ StoredWeights = Annotated[
     option("Store the weights smaller: fp8 or int8 in half, nf4 in a quarter.", panel="Model"),
 ]
 Layout = Annotated[str | None, option("Layout of the source; detected if left out.")]
-MaxBad = Annotated[float, option("Share of bad items above which the import fails.")]
 Language = Annotated[str, option("Language of utterances whose source names none.")]
-Speaker = Annotated[str, option("Speaker of utterances whose source names none.")]
 ASR = Annotated[
     str | None, option("Name or folder of a Whisper (base, transformers:base), for word error rates.", panel="Scores")
 ]
