@@ -368,7 +368,9 @@ def _stand_in_engine() -> Any:
     codec = SimpleNamespace(sample_rate=24_000, revision="stand-in", decode=None)
     model = SimpleNamespace(state_dict=dict)
     family = SimpleNamespace(prompt_revision="")
-    return SimpleNamespace(codec=codec, model=model, family=family, reference_placement="turn")
+    return SimpleNamespace(
+        codec=codec, model=model, family=family, reference_placement="turn", _hash_weights=lambda *_: "stand-in"
+    )
 
 
 @pytest.mark.gpu
