@@ -16,7 +16,7 @@ RIDDLE = re.compile(
     r"With|Without|Into|Among|If|Nobody|Somebody)\b"
 )
 PENDING = {
-    "curate",
+    
 }  # fmt: skip
 """Parts of the package whose docstrings have not been rewritten yet."""
 

@@ -1,4 +1,4 @@
-"""A curation from end to end: recordings are listened to once, then the table is decided and exported."""
+"""A curation from end to end: one pass that listens to recordings, and one that decides and exports the table."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from myna.data.segments import TABLE_FILE, DropReason
 INDEX_FILE = "recordings.json"
 FOLDER_KIND = "curation"
 LITTLE_KEPT = 0.25
-"""Share of the audio below which a note says what costs most."""
+"""Share of the audio below which a note names the threshold that costs most."""
 MAX_NAMED_FILES = 5
-"""Unreadable files that a note names."""
+"""Maximum number of unreadable files that a note names."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedRecording:
-    """A recording of a curated folder."""
+    """Recording of a curated folder."""
 
     name: str
     file_hash: str
@@ -68,7 +68,7 @@ class IndexedRecording:
 
 @dataclass(frozen=True, slots=True)
 class CurationIndex:
-    """What the table of a folder is made of: `recordings.json`."""
+    """Contents of `recordings.json`: the recordings and models that the table of a folder is made of."""
 
     first_pass: str
     """Hash of the settings and models of the first pass."""
@@ -92,18 +92,18 @@ class CurationIndex:
 
 @dataclass(frozen=True, slots=True)
 class CurationResult:
-    """A curated folder. It can stand wherever a path is expected."""
+    """Curated folder, which can be used as a path."""
 
     folder: Path
     recordings: int
     seconds: float
-    """Of all recordings."""
+    """Seconds of all recordings."""
     kept_seconds: float
     clips: int
     speakers: dict[str, float]
-    """Seconds kept of each speaker, the most first."""
+    """Seconds kept of each speaker, in decreasing order."""
     dropped: dict[str, float]
-    """Seconds dropped by reason, the most first."""
+    """Seconds dropped by reason, in decreasing order."""
     notes: tuple[str, ...] = ()
 
     def __fspath__(self) -> str:
@@ -122,9 +122,9 @@ def run_curation(
     open_models: OpenModels = CurationModels.open,
     progress: ProgressCallback = silent,
 ) -> CurationResult:
-    """Curate the sources into a folder; without sources, decide again what it holds.
+    """Curate the sources into a folder; without sources, decide again about its contents.
 
-    Stopped and called again, it goes on where it was: parts that are done are not listened to again.
+    An interrupted curation continues when it is called again: finished parts are not listened to again.
     """
     claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
     with lock_folder(out, "curating into"):
@@ -153,7 +153,7 @@ def run_curation(
 
 
 def _keep_more(result: CurationResult, settings: CurateSettings) -> list[str]:
-    """Where little was kept: the threshold that costs most, and how to change it."""
+    """If little was kept, name the threshold that costs most and how to change it."""
     if result.kept_seconds >= LITTLE_KEPT * result.seconds:
         return []
     for reason, seconds in result.dropped.items():
@@ -176,7 +176,7 @@ def _listen(
     progress: ProgressCallback,
     notes: list[str],
 ) -> CurationIndex:
-    """The first pass over everything that was not listened to before."""
+    """Run the first pass over everything that it has not listened to yet."""
     files = find_recordings(sources, out=out)[:limit]
     decoded: dict[Path, DecodedRecording] = {}
     for path, one in pool.map(CurationWorker.decode, (file.path.absolute() for file in files)):
@@ -208,7 +208,7 @@ def _listen(
 
 
 def _model_names(pool: Pool[CurationWorker]) -> list[str]:
-    """Of the models that parts are refined with."""
+    """Return the names of the models that the workers use."""
     names, *others = pool.call_each(CurationWorker.model_names)
     if different := [one for one in others if one != names]:
         raise ConfigError(
@@ -219,7 +219,7 @@ def _model_names(pool: Pool[CurationWorker]) -> list[str]:
 
 
 def part_list(recordings: Recordings, first_pass: str) -> dict[str, list[Part]]:
-    """The parts to refine, by recording; none of a recording that is a copy of another."""
+    """Return the parts of the first pass by recording, without recordings that are copies of another one."""
     copies = find_copies(recordings)
     parts = {}
     for file, decoded in recordings:
@@ -243,7 +243,7 @@ def part_list(recordings: Recordings, first_pass: str) -> dict[str, list[Part]]:
 def _decide_table(
     out: Path, index: CurationIndex, settings: CurateSettings, open_models: OpenModels, notes: list[str]
 ) -> pa.Table:
-    """The second pass: everything that follows from the rows of the parts."""
+    """Run the second pass: everything that follows from the rows of the parts."""
     recordings = []
     for one in index.recordings:
         decoded = DecodedRecording.load(out, one.file_hash)
@@ -272,7 +272,7 @@ def _decide_table(
 
 
 def summarize(folder: Path, table: pa.Table, notes: Sequence[str] = ()) -> CurationResult:
-    """Hours kept and dropped of a decided table. They add up to the length of all recordings, to the millisecond."""
+    """Sum up the hours kept and dropped of a decided table. They add up to the length of all recordings, exactly."""
     lengths = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()).tolist()
     kept: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -304,16 +304,16 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class CurationForecast:
-    """What a sample says of all recordings."""
+    """Prediction for all recordings from a sample."""
 
     seconds: float
     sampled_seconds: float
     kept_seconds: float
-    """Of all recordings, if they are like the sample."""
+    """Predicted seconds kept of all recordings."""
     dropped: dict[str, float]
-    """Share of the sample by reason."""
+    """Share of the sample dropped by reason."""
     work_seconds: float
-    """That all recordings would take on this machine."""
+    """Predicted seconds of work on this machine for all recordings."""
     notes: tuple[str, ...] = ()
 
 
@@ -368,7 +368,7 @@ def forecast(
 
 
 def sample_pieces(lengths: dict[Path, float]) -> list[tuple[Path, float, float]]:
-    """Spans of recordings, up to ten minutes together; everything where there is no more than that."""
+    """Return spans of recordings of up to ten minutes together, or everything if there is less."""
     total = sum(lengths.values())
     if total <= SAMPLE_SECONDS:
         return [(path, 0.0, seconds) for path, seconds in lengths.items()]
@@ -376,7 +376,7 @@ def sample_pieces(lengths: dict[Path, float]) -> list[tuple[Path, float, float]]
     count = int(SAMPLE_SECONDS // PIECE_SECONDS)
     pieces = []
     for number in range(count):
-        # One in each equal share of the whole, wherever in it.
+        # One piece at a random place in each equal share of the whole.
         at = total * (number + rng.random()) / count
         for path, seconds in lengths.items():
             if at < seconds:

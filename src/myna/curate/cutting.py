@@ -1,7 +1,7 @@
 """Cuts of a part into clips: stretches of speech joined to whole sentences, with edges in the middle of silences.
 
-Times are milliseconds of the part. A stretch is speech without a silence that is long enough for a cut; the words of a
-recogniser say only which stretch they belong to, for their times fall inside speech in two of three cases.
+Times are milliseconds of the part. A stretch is speech without a silence that is long enough for a cut. Words of a
+recogniser only tell which stretch they belong to, since two of three of their times fall inside speech.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from myna.curate.settings import CutSettings
 SENTENCE_ENDS = tuple(".?!…؟۔。？！।")
 CLOSING_MARKS = "\"'”’»)]}"
 WORD_DELAY_MS = 100
-"""Added to the middle of a word: recognised words begin 53 ms and end 153 ms early in the median (whisper-base)."""
+"""Milliseconds added to the middle of a word: recognised words begin 53 ms and end 153 ms early in the median
+(whisper-base)."""
 MAX_CHUNK_MS = 28_000
-"""Of speech that is recognised at once: a window of Whisper has 30 s."""
+"""Maximum speech that is recognised at once: a window of Whisper has 30 s."""
 SENTENCE_BREAK_COST = 3.0
-"""Of a cut within a sentence, less the seconds of its pause, as seconds by which a clip is too short or too long."""
+"""Cost of a cut within a sentence minus the seconds of its pause, in the unit of seconds of wrong clip length."""
 CLIP_COST = 0.1
-"""Of each clip, so that sentences are joined where nothing speaks against it."""
+"""Cost of each clip, so that sentences are joined if nothing speaks against it."""
 TOO_SHORT_COST = 5.0
-"""Of a clip that is shorter than any that is kept."""
+"""Cost of a clip that is too short to be kept."""
 
 SpanMs = tuple[int, int]
 
@@ -30,7 +31,7 @@ SpanMs = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class RecognisedWord:
     text: str
-    """With the blank before it, in languages that have them."""
+    """Text with the blank before it, in languages with blanks."""
     start_ms: int
     end_ms: int
 
@@ -48,9 +49,9 @@ class Stretch:
     speaker: str = ""
     words: tuple[RecognisedWord, ...] = ()
     overlapped: bool = False
-    """Somebody else speaks at the same time: it is not joined with what can be kept."""
+    """True if a second person speaks: the stretch is then not joined with clean ones."""
     new_voice: bool = False
-    """It does not sound like the stretch before it, and is not joined with that, whatever their speakers are."""
+    """True if the voice differs from the stretch before: the two are then not joined, whatever their speakers are."""
 
     @property
     def text(self) -> str:
@@ -63,13 +64,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class CutClip:
-    """A clip: whole stretches of one speaker, with some of the silence around them."""
+    """Clip of whole stretches of one speaker, with some of the silence around them."""
 
     start_ms: int
     end_ms: int
     stretches: tuple[Stretch, ...]
     start_gap_ms: int
-    """The silence in which it begins; all of it, also what is not in the clip."""
+    """Milliseconds of the whole silence in which the clip begins, including the part outside the clip."""
     end_gap_ms: int
 
     @property
@@ -78,7 +79,7 @@ class CutClip:
 
 
 def merge_speech(spans: Sequence[SpanMs], length_ms: int, min_gap_ms: int) -> list[SpanMs]:
-    """Spans of speech within the part, joined where the silence between them is too short for a cut."""
+    """Return spans of speech within the part, joined if the silence between them is too short for a cut."""
     merged: list[SpanMs] = []
     for start, end in sorted((max(0, start), min(end, length_ms)) for start, end in spans):
         if end <= start:
@@ -91,7 +92,7 @@ def merge_speech(spans: Sequence[SpanMs], length_ms: int, min_gap_ms: int) -> li
 
 
 def chunk_speech(spans: Sequence[SpanMs], max_ms: int = MAX_CHUNK_MS) -> Iterator[tuple[int, int]]:
-    """Ranges of spans to be recognised at once, parted at the widest silences of the second half of what fits."""
+    """Yield ranges of spans to be recognised at once, divided at the widest silence in the second half of what fits."""
     first = 0
     while first < len(spans):
         after = first + 1
@@ -106,7 +107,8 @@ def chunk_speech(spans: Sequence[SpanMs], max_ms: int = MAX_CHUNK_MS) -> Iterato
 
 
 def assign_words(words: Sequence[RecognisedWord], spans: Sequence[SpanMs]) -> list[tuple[RecognisedWord, ...]]:
-    """The words of each span, in order: the one that holds the middle of the word, or is nearest to it."""
+    """Assign each word to the span that holds its middle or is nearest to it; return the words of each span in
+    order."""
     assigned: list[list[RecognisedWord]] = [[] for _ in spans]
     last = 0
     for word in words:
@@ -121,7 +123,7 @@ def assign_words(words: Sequence[RecognisedWord], spans: Sequence[SpanMs]) -> li
 
 
 def cut_clips(stretches: Sequence[Stretch], length_ms: int, settings: CutSettings) -> list[CutClip]:
-    """Clips in order; every stretch is in one of them. Dynamic programming over the silences between stretches."""
+    """Join all stretches to clips in order, by dynamic programming over the silences between them."""
     count = len(stretches)
     best: list[tuple[float, int]] = [(0.0, 0)]
     for last in range(count):
@@ -155,7 +157,7 @@ def _length_cost(seconds: float, settings: CutSettings) -> float:
 
 
 def _break_cost(stretches: Sequence[Stretch], last: int, settings: CutSettings) -> float:
-    """Of a cut after a stretch: none at a sentence's end, or where there must be one."""
+    """Return the cost of a cut after a stretch: none at a sentence's end, or if the cut is forced."""
     one = stretches[last]
     if last + 1 == len(stretches) or one.ends_sentence or not _may_join(one, stretches[last + 1], settings):
         return 0.0
@@ -168,7 +170,7 @@ def _clip(stretches: Sequence[Stretch], first: int, after: int, length_ms: int, 
     before = start - (stretches[first - 1].end_ms if first else 0)
     behind = (stretches[after].start_ms if after < len(stretches) else length_ms) - end
     edge = round(1000 * settings.edge_silence)
-    # Half of a silence between two clips belongs to each; at the ends of the part there is only one.
+    # Half of a silence between two clips belongs to each; at the ends of the part there is only one clip.
     lead = min(edge, before // 2 if first else before)
     tail = min(edge, behind // 2 if after < len(stretches) else behind)
     return CutClip(start - lead, end + tail, tuple(stretches[first:after]), before, behind)

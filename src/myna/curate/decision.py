@@ -12,11 +12,11 @@ from myna.data.segments import DROP_REASONS, DropReason, set_columns
 from myna.text.normalization import base_language
 
 MIN_MUSIC_GAP_SHARE = 0.5
-"""Share of music from which a gap is music and not merely no speech."""
+"""Share of music from which a gap counts as music instead of no speech."""
 MIN_LOOP_WORDS = 10
-"""Texts of fewer words may repeat one."""
+"""Number of words below which a text may repeat a word."""
 MIN_PACE_CLIPS = 20
-"""Clips of a speaker that tell how fast that speaker is."""
+"""Minimum clips of a speaker from which the usual pace is known."""
 TYPICAL_WORD_CHARACTERS = 6
 
 THRESHOLDS: dict[DropReason, str] = {
@@ -28,16 +28,16 @@ THRESHOLDS: dict[DropReason, str] = {
     "low quality": "min_dnsmos_ovrl",
     "doubtful text": "max_cer",
 }
-"""The setting of `keep` to change for a person who wants to keep what a reason drops."""
+"""Setting of `keep` that has to be changed to keep what a reason drops."""
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 GIVEN_REASONS: tuple[DropReason, ...] = ("unreadable", "duplicate")
-"""Of rows that were never listened to."""
+"""Reasons of rows that the first pass never listened to."""
 
 
 def decide(table: pa.Table, settings: CurateSettings) -> pa.Table:
-    """The table with `status` and `reason` of every row. Of several reasons the first in `DROP_REASONS` is given."""
+    """Set `status` and `reason` of every row. Of several reasons the first in `DROP_REASONS` is given."""
     holds = _reasons(table, settings)
     reason = np.full(len(table), "", object)
     for name in reversed(DROP_REASONS):
@@ -51,7 +51,7 @@ def decide(table: pa.Table, settings: CurateSettings) -> pa.Table:
 
 
 def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, BoolArray]:
-    """For each reason, the rows that it holds for. A comparison with NaN is false: a missing measure drops nothing."""
+    """Return for each reason the rows that it applies to. A missing measure (NaN) drops nothing."""
     keep, cut = settings.keep, settings.cut
     clip = _strings(table, "kind") == "clip"
 
@@ -104,13 +104,13 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
         "pace": clip & ((pace < low_pace) | (pace > high_pace) | _implausible_pace(table, pace, settings)),
     }
     holds["other speaker"] |= clip & (measure("speaker_similarity") < keep.min_speaker_similarity)
-    # A gap of music is music, not silence; a clip of it has its own reason before the length.
+    # A gap of music is not silence; a clip of music has its own reason before the length.
     holds["no speech"] &= ~holds["music"]
     return holds
 
 
 def _drop_duplicates(table: pa.Table, reason: npt.NDArray[np.object_]) -> None:
-    """Of clips that repeat one another, one stays: the first that nothing else speaks against."""
+    """Keep the first acceptable one of the clips that repeat one another."""
     original, ids = _strings(table, "duplicate_of"), _strings(table, "id")
     copies = np.flatnonzero(original != "")
     originals = set(original[copies])
@@ -127,7 +127,7 @@ def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
 
 
 def _recording_ends(table: pa.Table) -> npt.NDArray[np.int64]:
-    """The end of the recording of each row."""
+    """Return the end of the recording of each row."""
     codes = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
     ends = np.zeros(int(codes.max(initial=-1)) + 1, np.int64)
     np.maximum.at(ends, codes, table["end_ms"].to_numpy())
@@ -135,7 +135,7 @@ def _recording_ends(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def _wrong_language(table: pa.Table, settings: CurateSettings) -> BoolArray:
-    """Of another language than those to keep, or that of most of the speech, or of an uncertain one."""
+    """Find clips whose language is uncertain, or neither a wanted one nor, by default, that of most of the speech."""
     names = np.array([base_language(name) for name in _strings(table, "language")], object)
     wanted = {base_language(name) for name in settings.keep.languages}
     if not wanted and (names != "").any():
@@ -147,7 +147,7 @@ def _wrong_language(table: pa.Table, settings: CurateSettings) -> BoolArray:
 
 
 def _implausible_pace(table: pa.Table, pace: FloatArray, settings: CurateSettings) -> BoolArray:
-    """Far outside the quartiles of the speaker's other clips."""
+    """Find paces far outside the quartiles of the speaker's other clips."""
     far = np.zeros(len(table), np.bool_)
     if settings.keep.pace_iqr is None:
         return far

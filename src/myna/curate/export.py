@@ -32,7 +32,7 @@ MANIFEST_COLUMNS = ("id", "recording", "start_ms", "end_ms", "clip", "speaker", 
 
 
 def name_clips(table: pa.Table) -> pa.Table:
-    """The table with the file of each kept clip: named by what it holds, so that one that is there is right."""
+    """Set the file of each kept clip. The name follows from the contents, so that an existing file is right."""
     clip = np.full(len(table), "", object)
     for row in _kept(table, ("recording_hash", "start_ms", "end_ms", "gain_db", "speaker")):
         content = segment_id(row["recording_hash"], row["start_ms"], row["end_ms"])
@@ -48,7 +48,7 @@ def _kept(table: pa.Table, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]
 
 
 def add_diacritics(table: pa.Table) -> pa.Table:
-    """The table with vowel signs in the normalised text of its kept Arabic clips."""
+    """Add vowel signs to the normalised text of kept Arabic clips."""
     columns = (table[name].to_pylist() for name in ("normalised_text", "language", "status"))
     spoken = [
         normalise_spoken_text(text, language, diacritics=True)
@@ -60,7 +60,7 @@ def add_diacritics(table: pa.Table) -> pa.Table:
 
 
 def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = silent) -> None:
-    """Write the clips that are not there yet, then remove those that are no longer kept."""
+    """Write the missing clips, then remove those that are no longer kept."""
     by_part: dict[str, list[dict[str, Any]]] = {}
     wanted = set()
     for row in _kept(table, ("audio", "audio_start_ms", "start_ms", "end_ms", "gain_db", "clip")):
@@ -91,7 +91,7 @@ def _write_part_clips(folder: Path, audio: str, rows: list[dict[str, Any]]) -> i
 
 
 def utterances_of(folder: Path, table: pa.Table) -> list[Utterance]:
-    """Kept clips as utterances, in the order of the table."""
+    """Return kept clips as utterances, in the order of the table."""
     utterances = []
     for row in _kept(table, MANIFEST_COLUMNS):
         extras = {key: row[key] for key in ("recording", "start_ms", "end_ms")}
@@ -104,7 +104,7 @@ def utterances_of(folder: Path, table: pa.Table) -> list[Utterance]:
 
 
 def assign_splits(table: pa.Table, folder: Path, settings: HoldOutSettings) -> pa.Table:
-    """The table with `split`: what `myna split` will hold out of the kept clips with the same numbers and seed."""
+    """Set `split` to what `myna split` will hold out of the kept clips with equal numbers and seed."""
     utterances = utterances_of(folder, table)
     subset_of: dict[str, str] = {}
     if utterances:
@@ -121,7 +121,7 @@ def assign_splits(table: pa.Table, folder: Path, settings: HoldOutSettings) -> p
 
 
 def held_out_texts(utterances: list[Utterance], settings: HoldOutSettings) -> int:
-    """How many texts are held out: as many as were asked for, but at most a tenth."""
+    """Return the number of held-out texts: the requested one, but at most a tenth of all."""
     return min(settings.texts, len({utterance.text for utterance in utterances}) // 10)
 
 

@@ -1,6 +1,8 @@
 """First pass over one part: voice activity, speakers, words, cuts, a second transcription and every raw measure.
 
-`refine` is a pure function of the part's samples, the models and the settings; engines only map it.
+`run_first_pass` is a pure function of the part's samples, the models and the settings. `CurationWorker` runs it in
+processes and writes each result to a file: under a temporary name, flushed and renamed. A killed process loses only its
+current part, and repeated work gives equal bytes.
 """
 
 from __future__ import annotations
@@ -52,30 +54,30 @@ from myna.data.segments import SCHEMA, empty_row
 from myna.listen.asr import TimedTranscript
 
 EDGE_MS = 1500
-"""Length of the first and the last piece of a clip that are compared with its speaker."""
+"""Milliseconds at the start and at the end of a clip that are compared with its speaker."""
 CHUNK_PAD_MS = 200
-"""Of what lies around the speech that is recognised at once."""
+"""Milliseconds around the speech that is recognised at once."""
 MAX_EDGE_GAP_MS = 500
-"""Of the silence beside a clip that its speech is compared with."""
+"""Maximum silence beside a clip that its speech is compared with."""
 MIN_MEASURED_GAP_MS = 1000
-"""Gaps from this length on are listened to for music."""
+"""Minimum length of a gap that is tested for music."""
 UNKNOWN_SPEAKER = ""
 MIN_VOICE_MS = 1000
-"""Of a stretch whose voice may overrule the speaker turns."""
+"""Minimum length of a stretch whose voice may overrule the speaker turns."""
 SAME_VOICE_COSINES = (1.0, 2.5), (0.40, 0.60)
-"""Seconds of the shorter of two stretches, and the cosine below which they are not joined. Of neighbours of one speaker
-one in six is then parted, which costs a cut; of those whom the speaker turns took for one, three in four are."""
+"""Seconds of the shorter of two stretches, and the cosine below which they are not joined. This separates one in six
+neighbours of one speaker, which costs a cut, and three in four pairs of speakers that the speaker turns confused."""
 MIN_OVERLAP_SECONDS = 0.1
-"""Of overlapped speech, from which a stretch is not joined with others."""
+"""Seconds of overlapped speech from which a stretch is not joined with others."""
 CLEAR_COSINE_MARGIN = 0.1
-"""By which another speaker must be nearer for that."""
+"""Cosine margin by which another speaker must be closer to overrule the speaker turns."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a recording to be refined; its audio is a FLAC."""
+    """Stretch of a recording that one call of the first pass works on; its audio is a FLAC."""
 
     id: str
     recording_hash: str
@@ -100,7 +102,7 @@ def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:
 
 
 def run_first_pass(part: Part, pcm: Pcm, models: CurationModels, settings: CurateSettings) -> pa.Table:
-    """The rows of a part: clips and gaps that tile it, without a decision, a recording's name or a linked speaker."""
+    """Return the clips and gaps that tile a part, without decision, name of the recording or linked speaker."""
     length = part.end_ms - part.start_ms
     speech, speakers = _find_speech(pcm, length, models, settings)
     chunks = _transcribe(pcm, speech, models, settings.listen.language)
@@ -128,7 +130,7 @@ def run_first_pass(part: Part, pcm: Pcm, models: CurationModels, settings: Curat
 def _find_speech(
     pcm: Pcm, length_ms: int, models: CurationModels, settings: CurateSettings
 ) -> tuple[list[SpanMs], SpeakerActivity | None]:
-    """What goes over all of a part at once, at the rate of its models: nothing else needs all samples as floats."""
+    """Find speech and speakers of the whole part at the rate of their models, which takes all samples as floats."""
     wave = resample_pcm(pcm, LISTENING_RATE)
     spans = models.find_speech(wave, LISTENING_RATE)
     found = [(round(1000 * start), round(1000 * end)) for start, end in spans]
@@ -174,7 +176,7 @@ def _is_overlapped(speakers: SpeakerActivity, span: SpanMs) -> bool:
 
 
 def _is_new_voice(before: SpanMs, span: SpanMs, cosine_before: float) -> bool:
-    """Whether a stretch is somebody else's than the one before it, as far as its length tells."""
+    """Tell whether the voice of a stretch differs from the one before it, as far as its length allows."""
     seconds = min(before[1] - before[0], span[1] - span[0]) / 1000
     return 1000 * seconds >= MIN_VOICE_MS and cosine_before < float(np.interp(seconds, *SAME_VOICE_COSINES))
 
@@ -199,7 +201,7 @@ def _stretches(
 
 
 def _stretch_speakers(speech: list[SpanMs], voices: list[FloatArray], speakers: SpeakerActivity | None) -> list[str]:
-    """The one who speaks most of each stretch by the speaker turns, unless its voice is clearly another's."""
+    """Return the main speaker of each stretch by the speaker turns, unless the voice is clearly another speaker's."""
     if speakers is None:
         return [UNKNOWN_SPEAKER] * len(speech)
     labels = []
@@ -216,7 +218,7 @@ def _stretch_speakers(speech: list[SpanMs], voices: list[FloatArray], speakers: 
 
 
 def _clip_voices(clips: list[CutClip], speech: list[SpanMs], voices: list[FloatArray]) -> list[FloatArray]:
-    """The mean voice of the stretches of each clip."""
+    """Return the mean embedding of the stretches of each clip."""
     voice_of = dict(zip(speech, voices, strict=True))
     means = []
     for clip in clips:
@@ -228,7 +230,7 @@ def _clip_voices(clips: list[CutClip], speech: list[SpanMs], voices: list[FloatA
 
 
 def _source(clip: CutClip, chunks: list[_Chunk]) -> list[TimedTranscript]:
-    """The transcripts that the clip's words come from."""
+    """Return the transcripts that the clip's words come from."""
     start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
     return [chunk.transcript for chunk in chunks if chunk.start_ms < end and start < chunk.end_ms]
 
@@ -245,7 +247,7 @@ def _clip_row(
     language = sources[0].language
     overlap = speakers.overlap_share(clip.start_ms / 1000, clip.end_ms / 1000) if speakers is not None else math.nan
     row = _segment(part, clip.start_ms, clip.end_ms, "clip") | models.measure(audio, CURATION_RATE)
-    release_free_memory()  # after each clip: 10 ms, and 100 MB and more that would stay fragmented
+    release_free_memory()  # after each clip: takes 10 ms, and otherwise 100 MB and more stay fragmented
     row |= {
         "local_speaker": clip.stretches[0].speaker,
         "text": clip.text,
@@ -280,7 +282,7 @@ def _segment(part: Part, start_ms: int, end_ms: int, kind: str) -> dict[str, Any
 
 
 def _clipped(part: Part, start_ms: int, end_ms: int) -> float:
-    """From the shares of the seconds that the span touches."""
+    """Return the clipped share of a span from the shares of the seconds that it touches."""
     first, last = part.start_ms + start_ms, part.start_ms + end_ms
     seconds = range(first // 1000, (last - 1) // 1000 + 1)
     covered = [min(last, 1000 * (second + 1)) - max(first, 1000 * second) for second in seconds]
@@ -289,7 +291,7 @@ def _clipped(part: Part, start_ms: int, end_ms: int) -> float:
 
 
 def _gap_snr_db(pcm: Pcm, clip: CutClip) -> float:
-    """Level of the speech above the louder of the silences at its ends, each at its quietest."""
+    """Return the level of the speech above the louder of the silences at its ends, each at its quietest."""
     start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
     before = _cut(pcm, start - min(clip.start_gap_ms, MAX_EDGE_GAP_MS), start)
     behind = _cut(pcm, end, end + min(clip.end_gap_ms, MAX_EDGE_GAP_MS))
@@ -298,7 +300,7 @@ def _gap_snr_db(pcm: Pcm, clip: CutClip) -> float:
 
 
 def _compare_ends(rows: list[dict[str, Any]], pcm: Pcm, part: Part, models: CurationModels) -> None:
-    """Cosines of the first and the last 1.5 s of each clip with the mean voice of its speaker in the part."""
+    """Set the cosines of the first and last 1.5 s of each clip with the mean embedding of its speaker in the part."""
     by_speaker: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if len(row["embedding"]):
@@ -318,7 +320,7 @@ def _compare_ends(rows: list[dict[str, Any]], pcm: Pcm, part: Part, models: Cura
 
 
 def cosine(one: npt.ArrayLike, other: npt.ArrayLike) -> float:
-    """Of two embeddings; NaN where one is zero."""
+    """Return the cosine of two embeddings; NaN if one is zero."""
     first, second = np.asarray(one, np.float64), np.asarray(other, np.float64)
     norm = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / norm if norm else math.nan
@@ -339,17 +341,17 @@ def _gap_row(part: Part, pcm: Pcm, gap: SpanMs, models: CurationModels) -> dict[
 
 
 WORKER_BYTES = 2 << 30
-"""Memory that a worker needs, at most."""
+"""Maximum memory of a worker."""
 GPU_WORKER_BYTES = 8 << 30
-"""GPU memory that a worker needs: eight with whisper-base had 51.2 GiB of an H200 at most, 6.4 each."""
+"""GPU memory of a worker: eight with whisper-base had at most 51.2 GiB of an H200, 6.4 each."""
 
 OpenModels = Callable[[ListenSettings, int], CurationModels]
-"""Opens the models in a worker, with so many threads each; must be picklable."""
+"""Function that opens the models in a worker with a number of threads each; must be picklable."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What every worker needs to know; sent to it once."""
+    """Settings of every worker, sent to it once."""
 
     folder: Path
     settings: CurateSettings
@@ -358,7 +360,7 @@ class WorkerContext:
 
 
 def with_absolute_paths(settings: CurateSettings) -> CurateSettings:
-    """Settings for workers, which may have another working directory."""
+    """Return settings for workers, which may have another working directory."""
     listen = settings.listen
     absolute = {
         "asr": absolute_folder(listen.asr),
@@ -369,7 +371,7 @@ def with_absolute_paths(settings: CurateSettings) -> CurateSettings:
 
 
 def default_workers(device: str) -> int:
-    """A process for every core, as far as the memory allows, of a GPU the free one: one thread each wastes least."""
+    """Return one process per core, as far as main memory and free GPU memory allow; one thread each wastes least."""
     fitting = memory_limit() // WORKER_BYTES
     if (target := pick_device(device)).type == "cuda":
         import torch
@@ -384,7 +386,7 @@ def findings_path(folder: Path, part: Part) -> Path:
 
 
 class CurationWorker:
-    """Decodes and refines with models that are opened once, when they are first needed."""
+    """Worker that decodes recordings and runs the first pass with models opened at first use."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -408,7 +410,7 @@ class CurationWorker:
         return decode_recording(path, self._context.folder, listen, lambda samples: find(samples, CURATION_RATE))
 
     def run_first_pass(self, part: Part) -> str:
-        """Refine and commit a part; returns its id."""
+        """Run the first pass over a part, write the result, and return the part's id."""
         folder = self._context.folder
         table = run_first_pass(part, part.read(folder), self.models, self._context.settings)
         path = findings_path(folder, part)

@@ -1,4 +1,4 @@
-"""Models of the first pass: a recogniser and the networks of `curate/analysis`, opened once in each process."""
+"""Models of the first pass: a recogniser and the networks of `listen/`, opened once in each process."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from myna.text.spoken_forms import normalise_spoken_text
 
 NO_ASR = "none"
 FIRST_PASS_FORMAT = 5
-"""Raised where the same models give other rows than before: parts are then listened to again."""
+"""Version of the first pass. Raise it if equal models give other rows: parts are then listened to again."""
 EMBEDDED_STEP_SECONDS = 0.5
-"""Embedded lengths are multiples of it: each new length costs the convolutions a new plan."""
+"""Step in seconds of embedded lengths: each new length costs the convolutions a new plan."""
 MAX_EMBEDDED_SECONDS = 8.0
-"""Of a clip, from its middle."""
+"""Maximum seconds of a clip that are embedded, from its middle."""
 
 
 class WordRecogniser(Protocol):
-    """An ASR that tells the times of words."""
+    """ASR that gives the times of words."""
 
     @property
     def name(self) -> str:
-        """Identifies the weights."""
+        """Identity of the weights."""
 
     @property
     def batch_size(self) -> int:
-        """Clips that are best given at once."""
+        """Best number of clips per batch."""
 
     def transcribe_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
@@ -61,11 +61,11 @@ class WordRecogniser(Protocol):
 
 
 class SpeakerActivity(Protocol):
-    """Who speaks in a span of a part, in seconds. Speakers are numbered from 0."""
+    """Speakers of a part by time in seconds; they are numbered from 0."""
 
     @property
     def embeddings(self) -> npt.NDArray[np.float32]:
-        """(speakers, size): the mean voice of each."""
+        """Mean embedding of each speaker (speakers, size)."""
 
     def speaker_shares(self, start: float, end: float) -> dict[int, float]: ...
 
@@ -73,12 +73,12 @@ class SpeakerActivity(Protocol):
 
 
 FindSpeechSpans = Callable[[Samples, int], list[tuple[float, float]]]
-"""Voice activity of mono samples at a sample rate, in seconds."""
+"""Function that returns voice activity in seconds from mono samples and their rate."""
 
 
 @dataclass(frozen=True)
 class CurationModels:
-    """Everything that a part is listened to with. What is missing gives NaN, an empty text or one speaker."""
+    """Models that listen to a part. A missing one gives NaN, an empty text or one speaker."""
 
     find_speech: FindSpeechSpans
     asr: WordRecogniser | None
@@ -98,14 +98,13 @@ class CurationModels:
 
     @property
     def names(self) -> list[str]:
-        """Of all models, with their versions, and of what is done with them: rows of parts are comparable where these
-        are equal."""
+        """Names of all models with versions, and of the procedure: rows of parts are comparable if these are equal."""
         recognisers = [one.name if one is not None else NO_ASR for one in (self.asr, self.check_asr)]
         networks = (f"{name} {version}" for name, version in sorted(self.networks.versions.items()))
         return [f"first pass {FIRST_PASS_FORMAT} on {self.device}", *recognisers, *networks]
 
     def transcribe(self, clips: Iterable[Samples], sample_rate: int, language: str | None) -> Iterator[TimedTranscript]:
-        """The first transcription: with the times of words."""
+        """Yield the first transcription of each clip, with the times of words."""
         if self.asr is None:
             yield from (TimedTranscript() for _ in clips)
             return
@@ -113,7 +112,7 @@ class CurationModels:
             yield from self.asr.transcribe_words_batch(batch, sample_rate, [language] * len(batch))
 
     def check(self, clips: Iterable[tuple[Samples, str | None]], sample_rate: int) -> Iterator[str]:
-        """The second transcription, of clips with their languages: text alone."""
+        """Yield the text of the second transcription of each clip, given with its language."""
         if self.check_asr is None:
             yield from ("" for _ in clips)
             return
@@ -126,18 +125,18 @@ class CurationModels:
         yield from map_batches(transcribe, clips, asr.batch_size, lambda clip: len(clip[0]))
 
     def find_speakers(self, samples: Samples, sample_rate: int) -> SpeakerActivity | None:
-        """Speaker turns; None where there is no model for them."""
+        """Return the speaker turns; None without the models for them."""
         if self.networks.segmentation is None or self.networks.speaker_encoder is None:
             return None
         return speaker_turns(samples, sample_rate, self.networks)
 
     def embed(self, samples: Samples, sample_rate: int) -> npt.NDArray[np.float32]:
-        """Speaker embedding of the middle of a clip; empty without an encoder."""
+        """Return the speaker embedding of the middle of a clip; empty without an encoder."""
         [embedding] = self.embed_all([samples], sample_rate)
         return embedding
 
     def embed_all(self, clips: Iterable[Samples], sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-        """The same of many clips."""
+        """Yield the speaker embeddings of many clips."""
         if self.networks.speaker_encoder is None:
             return (np.empty(0, np.float32) for _ in clips)
         return embed_speakers(
@@ -151,7 +150,7 @@ class CurationModels:
         return self.networks.music.music_share(samples, sample_rate) if self.networks.music else math.nan
 
     def normalise_text(self, text: str, language: str) -> str:
-        """As it is read aloud."""
+        """Return the spoken form of a text."""
         return normalise_spoken_text(text, language) if text else ""
 
     def fingerprint(self, samples: Samples, sample_rate: int) -> bytes:
@@ -171,7 +170,7 @@ def analysis_settings(settings: ListenSettings, threads: int = 0) -> AnalysisSet
 
 
 def missing_models(settings: ListenSettings) -> list[str]:
-    """What cannot be done on this machine, why that matters, and what to type."""
+    """Say what cannot be done on this machine, why that matters, and what to type."""
     missing = [one for one in capabilities(analysis_settings(settings)) if not one.available]
     notes = [f"{one.name}: {one.what_is_lost} ({one.what_to_install})" for one in missing]
     if settings.asr == NO_ASR:

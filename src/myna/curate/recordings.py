@@ -28,30 +28,30 @@ SAMPLES_PER_MS = CURATION_RATE // 1000
 RECORDING_SUFFIXES = frozenset(
     (*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES, ".mpg", ".mpeg", ".ts", ".flv", ".mp2", ".ac3", ".w64", ".rf64")
 )
-"""Of files in a folder that are opened; a file that is named itself is opened whatever its name."""
+"""Suffixes of files that are opened in a folder; a file that is named itself may have any suffix."""
 SCRIPT_SUFFIXES = (".txt", ".srt", ".vtt")
 RECORDINGS_FOLDER, PARTS_FOLDER = "recordings", "parts"
 SILENT_CHANNEL_POWER = 1e-3
-"""Power of a channel, relative to the loudest, below which nobody speaks into it."""
+"""Power of a channel, relative to the loudest, below which it holds no speaker."""
 CANCELLED_POWER = 0.1
 """Power of the mix of the channels, relative to the loudest, below which they cancel each other out."""
 CLIPPING_PEAK = 0.05
-"""Peak of a second below which extremes in a row are rounding, not clipping."""
+"""Peak of a second below which repeated extremes are rounding, not clipping."""
 PART_SEARCH_SHARE = 1 / 3
-"""Last share of a full part in which the pause to cut at is looked for."""
+"""Last share of a full part in which the pause for the cut is sought."""
 
 Pcm = npt.NDArray[np.int16]
 FindSpeech = Callable[[Samples], Sequence[tuple[float, float]]]
-"""Voice activity of mono samples at 24 kHz: starts and ends in seconds."""
+"""Function that returns voice activity of mono samples at 24 kHz: starts and ends in seconds."""
 
 
 def as_samples(pcm: Pcm) -> Samples:
-    """16-bit PCM as samples of a full scale of 1."""
+    """Convert 16-bit PCM to samples of a full scale of 1."""
     return np.asarray(pcm, np.float32) / np.float32(32767)
 
 
 def resample_pcm(pcm: Pcm, sample_rate: int) -> Samples:
-    """16-bit PCM at 24 kHz as samples at another rate; a minute at a time, so that there is one copy of it."""
+    """Resample 16-bit PCM at 24 kHz; a minute at a time, so that only one copy is in memory."""
     stream = soxr.ResampleStream(CURATION_RATE, sample_rate, 1, dtype="float32", quality="VHQ")
     samples, filled, block = np.empty(len(pcm) * sample_rate // CURATION_RATE + 1, np.float32), 0, 60 * CURATION_RATE
     for start in range(0, len(pcm) + 1, block):
@@ -64,44 +64,44 @@ def resample_pcm(pcm: Pcm, sample_rate: int) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class RecordingFile:
-    """A file that was found."""
+    """Audio file in the sources."""
 
     path: Path
     name: str
-    """Its path relative to the source folder, with / between names: the column `recording`."""
+    """Path relative to the source folder, with / between names: the column `recording`."""
 
     @property
     def script(self) -> Path | None:
-        """A text or subtitles of the same name beside it."""
+        """Text or subtitles of equal name beside the file."""
         files = (self.path.with_suffix(suffix) for suffix in SCRIPT_SUFFIXES)
         return next((file for file in files if file != self.path and file.is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PartAudio:
-    """A stretch of a recording, decoded."""
+    """Decoded stretch of a recording."""
 
     start_ms: int
     end_ms: int
     pcm_hash: str
     audio: str
-    """Its FLAC within the folder of the curation."""
+    """Path of the FLAC within the folder of the curation."""
     clipped: dict[str, float] = field(default_factory=dict)
     """Share of clipped samples of each second that has any, by its number within the recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedRecording:
-    """A recording, decoded."""
+    """Decoded recording."""
 
     file_hash: str
     recording_hash: str
-    """SHA-256 of its 16-bit PCM; empty where there is none."""
+    """SHA-256 of the 16-bit PCM; empty if there is none."""
     duration_ms: int
-    """What could be decoded, and what the header promises beyond it."""
+    """Milliseconds that were decoded, and those that the header promises beyond them."""
     parts: tuple[PartAudio, ...]
     problem: str = ""
-    """Why it could not be decoded, or not to its end."""
+    """Reason why decoding failed or ended early."""
 
     def save(self, folder: Path) -> None:
         path = _record_path(folder, self.file_hash)
@@ -111,7 +111,7 @@ class DecodedRecording:
 
     @classmethod
     def load(cls, folder: Path, file_hash: str) -> DecodedRecording | None:
-        """None where it was not decoded yet, or a part of it is gone."""
+        """Load an earlier result; None if there is none, or if a part of it is gone."""
         try:
             tree: dict[str, Any] = json.loads(_record_path(folder, file_hash).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -126,7 +126,7 @@ def _record_path(folder: Path, file_hash: str) -> Path:
 
 
 def find_recordings(sources: Sequence[Path], *, out: Path) -> list[RecordingFile]:
-    """Files of the sources by name, those of folders by their suffix; what is in `out` is left alone."""
+    """Return the files of the sources by name, those of folders by their suffix; `out` is left out."""
     found: dict[str, Path] = {}
     for source in sources:
         if not source.exists():
@@ -186,13 +186,13 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
 
 
 def _whole_seconds(blocks: Iterator[npt.NDArray[np.float32]], sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-    """The same samples, a second at a time."""
+    """Yield the samples a second at a time."""
     rest: npt.NDArray[np.float32] | None = None
     damage: Exception | None = None
     while True:
         try:
             block = next(blocks, None)
-        except Exception as error:  # noqa: BLE001 - raised once what came before it is used
+        except Exception as error:  # noqa: BLE001 - raised once the blocks before it are used
             block, damage = None, error
         if block is None:
             break
@@ -207,14 +207,14 @@ def _whole_seconds(blocks: Iterator[npt.NDArray[np.float32]], sample_rate: int) 
 
 
 def _clipped_share(second: npt.NDArray[np.float32]) -> float:
-    """Of the worst channel, at the file's own rate: resampling rounds the plateaus off."""
+    """Return the clipped share of the worst channel, at the file's own rate: resampling rounds the plateaus off."""
     return max(clipped_share(channel) if np.abs(channel).max() >= CLIPPING_PEAK else 0.0 for channel in second.T)
 
 
 def _channel_weights(path: Path) -> npt.NDArray[np.float32]:
-    """How channels are mixed: those that somebody speaks into alike; the loudest alone where they cancel out."""
+    """Return the weights of the mix: equal for channels with speech; the loudest channel alone if they cancel out."""
     covariance = np.ones((1, 1))
-    with suppress(AudioFileError), stream_audio(path) as (info, blocks):  # told when it is decoded
+    with suppress(AudioFileError), stream_audio(path) as (info, blocks):  # reported when it is decoded
         if info.channels == 1:
             return np.ones(1, np.float32)
         covariance = np.zeros((info.channels, info.channels))
@@ -230,14 +230,14 @@ def _channel_weights(path: Path) -> npt.NDArray[np.float32]:
 
 
 class _PartWriter:
-    """Collects samples, and writes a part whenever there are enough for one."""
+    """Writer that collects samples, and writes a part whenever there are enough."""
 
     def __init__(self, folder: Path, file_hash: str, settings: ListenSettings, find_speech: FindSpeech) -> None:
         self._folder, self._file_hash, self._find_speech = folder, file_hash, find_speech
         self._longest = round(settings.part_minutes * 60 * CURATION_RATE)
         self._pause = settings.part_pause
         self._pending: Pcm = np.empty(0, "<i2")
-        """The first `_filled` samples of it are of the part that is being collected."""
+        """Buffer whose first `_filled` samples belong to the current part."""
         self._filled, self._start_ms, self._seconds = 0, 0, 0
         self._clipped: dict[int, float] = {}
         self._hash = hashlib.sha256()
@@ -262,13 +262,13 @@ class _PartWriter:
             self._pending[: self._filled] = collected[cut:].copy()
 
     def finish(self) -> tuple[tuple[PartAudio, ...], str]:
-        """The parts, and the hash of all of them together."""
+        """Return the parts, and the hash of all of them together."""
         if self._filled:
             self._write(np.pad(self._pending[: self._filled], (0, -self._filled % SAMPLES_PER_MS)))  # full milliseconds
         return tuple(self._parts), self._hash.hexdigest() if self._parts else ""
 
     def _cut_ms(self, pcm: Pcm) -> int:
-        """The middle of the longest pause near the end; without one long enough, the end."""
+        """Return the middle of the longest pause near the end; the end if no pause is long enough."""
         from_sample = round(len(pcm) * (1 - PART_SEARCH_SHARE))
         speech = self._find_speech(as_samples(pcm[from_sample:]))
         length = (len(pcm) - from_sample) / CURATION_RATE

@@ -1,4 +1,7 @@
-"""Curation tables: the rows of all parts of all recordings in one, and the check that they tile each recording."""
+"""Second pass: the rows of all parts in one table, with linked speakers, duplicates and gains.
+
+The segments of the table tile each recording, which is checked.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ Recordings = Sequence[tuple[RecordingFile, DecodedRecording]]
 
 
 def find_copies(recordings: Recordings) -> dict[str, str]:
-    """Recordings whose samples are those of an earlier one, by name, with the name of that one."""
+    """Return the recordings whose samples equal an earlier one's, by name, with the name of that one."""
     first: dict[str, str] = {}
     copies = {}
     for file, decoded in recordings:
@@ -41,7 +44,7 @@ def find_copies(recordings: Recordings) -> dict[str, str]:
 def assemble_table(
     recordings: Recordings, parts: Mapping[str, Sequence[Part]], findings: Mapping[str, Path]
 ) -> pa.Table:
-    """All rows, sorted by recording and start. `parts` are by recording name, `findings` the files of parts by id."""
+    """Join all rows, sorted by recording and start. `parts` are by recording, `findings` the files of parts by id."""
     copies = find_copies(recordings)
     tables = [SCHEMA.empty_table()]
     for file, decoded in sorted(recordings, key=lambda pair: pair[0].name):
@@ -63,7 +66,7 @@ def assemble_table(
 
 
 def _whole_row(file: RecordingFile, decoded: DecodedRecording, start: int, end: int, reason: str) -> dict[str, Any]:
-    """A stretch of a recording that was not listened to."""
+    """Return a row for a stretch of a recording that was not listened to."""
     return empty_row() | {
         "id": segment_id(decoded.recording_hash or decoded.file_hash, start, end)
         if reason == "unreadable"
@@ -83,7 +86,8 @@ def _rows(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def check_tiling(table: pa.Table, durations: Mapping[str, int]) -> None:
-    """Every millisecond of every recording is in exactly one row; an error is a bug of ours, or a damaged file."""
+    """Check that every millisecond of every recording is in exactly one row; otherwise a file is damaged, or Myna has a
+    bug."""
     names = table["recording"].to_numpy(zero_copy_only=False)
     starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
     first = np.flatnonzero(np.r_[True, names[1:] != names[:-1]]) if len(names) else np.empty(0, np.int64)
@@ -111,11 +115,11 @@ def write_segments(folder: Path, table: pa.Table) -> None:
 
 
 MIN_COVERED_SHARE = 0.5
-"""Of a clip that earlier clips must hold."""
+"""Minimum share of a clip that earlier clips must hold for it to be a duplicate."""
 
 
 def mark_duplicates(table: pa.Table) -> pa.Table:
-    """The table with `duplicate_of` of clips most of which was heard before: the clip that holds the most of it."""
+    """Set `duplicate_of` of clips that mostly occurred before to the clip that holds most of them."""
     clips = np.flatnonzero(table["kind"].to_numpy(zero_copy_only=False) == "clip")
     found: dict[int, list[tuple[float, float, int]]] = {}
     for match in find_duplicates(table["fingerprint"].take(clips).to_pylist()):
@@ -135,7 +139,7 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
+    """Return the length of the union of spans."""
     total, reached = 0.0, 0.0
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -147,7 +151,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def enrolment_embeddings(enrolment: Sequence[str], models: CurationModels) -> dict[str, FloatArray]:
-    """Embeddings of recordings given as FILE or NAME=FILE, by name."""
+    """Return the embeddings of recordings given as FILE or NAME=FILE, by name."""
     named = (one.partition("=")[::2] if "=" in one else (Path(one).stem, one) for one in enrolment)
     return {name: models.embed(read_audio(Path(path)), CURATION_RATE) for name, path in named}
 
@@ -155,7 +159,7 @@ def enrolment_embeddings(enrolment: Sequence[str], models: CurationModels) -> di
 def link_table_speakers(
     table: pa.Table, settings: SpeakerSettings, enrolled: dict[str, FloatArray] | None = None
 ) -> pa.Table:
-    """The table with `speaker` and `speaker_similarity`. Without embeddings each recording is one speaker's."""
+    """Set `speaker` and `speaker_similarity`. Without embeddings each recording has one speaker."""
     embeddings = table["embedding"].to_pylist()
     clips = [row for row, kind in enumerate(table["kind"].to_pylist()) if kind == "clip"]
     speaker = np.full(len(table), "", object)
@@ -170,7 +174,7 @@ def link_table_speakers(
     vectors = np.array([embeddings[row] for row in voiced], np.float32)
     vector_of = dict(zip(voiced, vectors, strict=True))
     means = np.array([_mean([vector_of[row] for row in rows], seconds[rows]) for _, rows in groups], np.float32)
-    # What nobody's turn covers founds no speaker, and joins the nearest.
+    # Speech outside all turns never starts a new speaker; it is assigned to the nearest one.
     weights = np.array([seconds[rows].sum() if named else 0.0 for named, rows in groups])
     names = list(enrolled or {})
     [labels] = link_speakers(
@@ -183,7 +187,7 @@ def link_table_speakers(
     )
     heard = {*labels.tolist()} - _marginal(table, labels, [rows for _, rows in groups], settings.min_share)
     for label, (_, rows) in zip(labels.tolist(), groups, strict=True):
-        if label in heard and not (names and label >= len(names)):  # with enrolments, everyone else is nobody
+        if label in heard and not (names and label >= len(names)):  # with enrolments, all other speakers are dropped
             speaker[rows] = names[label] if names else f"speaker-{label + 1}"
     for name in sorted(set(speaker[voiced]) - {""}):
         rows = [row for row in voiced if speaker[row] == name]
@@ -195,7 +199,7 @@ def link_table_speakers(
 def _marginal(
     table: pa.Table, labels: npt.NDArray[np.int64], groups: Sequence[list[int]], min_share: float
 ) -> set[int]:
-    """Nobody's label, and those of speakers that have too little speech in every recording they are heard in."""
+    """Return the labels without a speaker, and those with too little speech in every recording."""
     length = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
     recordings = table["recording"].to_pylist()
     spoken: dict[str, dict[int, int]] = {}
@@ -213,7 +217,7 @@ def _marginal(
 
 
 def _local_groups(table: pa.Table, rows: Sequence[int]) -> list[tuple[bool, list[int]]]:
-    """Rows of each speaker of each part, and whether a turn covers them; a clip that none covers is by itself."""
+    """Return the rows of each speaker of each part, and whether a turn covers them; other clips stand alone."""
     parts, locals_ = table["part"].to_pylist(), table["local_speaker"].to_pylist()
     groups: dict[tuple[str, str, int], list[int]] = {}
     for row in rows:
@@ -228,7 +232,7 @@ def _mean(vectors: Sequence[FloatArray], weights: npt.NDArray[np.float64]) -> Fl
 
 
 def loudness_gains(table: pa.Table, settings: LoudnessSettings) -> pa.Table:
-    """The table with `gain_db`: one for the kept clips of each speaker in each recording, to a tenth of a decibel."""
+    """Set `gain_db`: one gain for the kept clips of each speaker in each recording, to a tenth of a decibel."""
     gain = np.full(len(table), math.nan, np.float32)
     kept = np.flatnonzero(table["status"].to_numpy(zero_copy_only=False) == "kept")
     speakers, recordings = table["speaker"].to_pylist(), table["recording"].to_pylist()

@@ -1,6 +1,6 @@
-"""Settings of a curation: what is listened with, where is cut, and what is kept.
+"""Settings of a curation: models, cuts, and what is kept.
 
-`listen` and `cut` belong to the first pass: changing them means listening again. All others re-decide in seconds.
+`listen` and `cut` belong to the first pass: changing them means listening again. All others decide again in seconds.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class ListenSettings(Settings):
     """Models of the first pass."""
 
     asr: str = "base"
-    """Name or folder of a Whisper for faster-whisper; `none` does without text, and then keeps no clip."""
+    """Name or folder of a Whisper for faster-whisper; `none` works without text, and then keeps no clip."""
     check_asr: str | None = None
-    """Another Whisper for the second transcription of each clip; by default the same one."""
+    """Another Whisper for the second transcription of each clip; by default the first one."""
     models: str | None = None
     """Folder of the models of `myna setup curation`; by default in the user's cache folder."""
     language: str = ""
-    """Language of the recordings, such as `en`; by default each stretch of speech has it detected."""
+    """Language of the recordings, such as `en`; by default it is detected for each stretch of speech."""
     device: str = Field(default="cpu", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    """Where the models run."""
+    """Device of the models."""
     part_minutes: Positive = 30.0
     """Longest part of a recording that is worked on at once."""
     part_pause: Positive = 0.5
@@ -53,76 +53,77 @@ class ListenSettings(Settings):
 
 
 class CutSettings(Settings):
-    """Where clips begin and end."""
+    """Start and end of clips."""
 
     min_gap: Positive = 0.15
     """Seconds of silence that a cut needs; it lies in the middle of them."""
     edge_silence: Positive = 0.1
-    """Seconds of silence kept at either end, where there are as many."""
+    """Seconds of silence kept at either end, if there are as many."""
     seconds: tuple[Positive, Positive] = (3.0, 12.0)
     """Lengths that sentences are joined to."""
     hard_seconds: tuple[Positive, Positive] = (1.0, 20.0)
-    """Shortest and longest clip that is made, as far as there are silences to cut in."""
+    """Shortest and longest clip that is made, as far as silences allow."""
     max_pause: Positive = 1.0
     """Longest silence within a clip, in seconds."""
 
 
 class SpeakerSettings(Settings):
-    """Who speaks."""
+    """Speakers of the recordings."""
 
     number: Count | None = None
-    """Speakers in all recordings together; by default found by `threshold`."""
+    """Number of speakers in all recordings together; by default found by `threshold`."""
     threshold: Cosine | None = None
-    """Cosine from which two voices are one; by default the speaker encoder's own."""
+    """Cosine from which two voices are one speaker; by default the speaker encoder's own."""
     enrolment: tuple[str, ...] = ()
-    """Recordings of the speakers to keep, each as FILE or NAME=FILE; everyone else is dropped."""
+    """Recordings of the speakers to keep, each as FILE or NAME=FILE; all others are dropped."""
     enrolment_threshold: Cosine = 0.45
-    """Cosine with an enrolment from which a speaker is that one."""
+    """Cosine with an enrolment from which a speaker is the enrolled one."""
     min_share: Share = 0.02
-    """Speakers with less of the speech in each of their recordings, and less than 20 s of it, are nobody: their clips
-    are `other speaker`."""
+    """Minimum share of speech that a speaker needs in one of the recordings, or 20 s of it; clips of others are `other
+    speaker`."""
 
 
 class KeepSettings(Settings):
-    """What a clip must be like to be kept. A measure that was not made drops nothing."""
+    """Conditions for keeping a clip. A missing measure drops nothing."""
 
     seconds: tuple[Positive, Positive] = (1.0, 20.0)
     """Shortest and longest clip."""
     max_overlap_share: Share = 0.02
-    """Share of the clip in which two speak."""
+    """Share of the clip in which two people speak."""
     max_music_share: Share = 0.1
     """Share of the clip that is music."""
     min_snr_db: float = 15.0
     """Speech above everything else, in dB, unless the background is clean by `clean_dnsmos_bak`."""
     clean_dnsmos_bak: float = 3.5
-    """Predicted quality of the background, from 1 to 5, from which it is clean: a low `snr_db` is then not believed,
-    for its denoiser also takes parts of clean voices away."""
+    """Predicted quality of the background, from 1 to 5, from which it is clean: a low `snr_db` is then ignored, because
+    its denoiser also removes parts of clean voices."""
     min_gap_snr_db: float = 20.0
-    """Speech above the silences that the clip is cut in, in dB: music or noise that begins in a clip is heard there."""
+    """Speech above the silences that the clip is cut in, in dB: they reveal music or noise that begins in a clip."""
     min_bandwidth_hz: float = 7000.0
-    """Highest frequency in it: a telephone has 3,400."""
+    """Highest frequency in the clip: a telephone has 3,400."""
     max_clipped_share: Share = 0.001
     """Share of samples cut off at full scale."""
     min_dnsmos_ovrl: float = 3.0
     """Predicted quality, from 1 to 5, of a clip whose background is not clean by `clean_dnsmos_bak`."""
     min_clean_dnsmos_ovrl: float = 2.5
-    """The same of a clip whose background is clean: readers at home have 2.5 to 3.0 then, and music and noise never."""
+    """Predicted quality, from 1 to 5, of a clip whose background is clean: readers at home have 2.5 to 3.0 then, and
+    music and noise never."""
     min_speaker_similarity: Cosine = 0.25
     """Cosine of the clip, and of its first and last 1.5 s, with its speaker."""
     languages: tuple[str, ...] = ()
-    """Languages to keep; by default that of most of the speech."""
+    """Languages to keep; by default the one of most of the speech."""
     min_language_probability: Share = 0.8
     """The recogniser's certainty of the language."""
     min_avg_log_prob: float = -1.0
     """The recogniser's certainty of the text, as a mean log probability."""
     max_compression_ratio: Positive = 2.4
-    """Of the text by zlib: more is a loop."""
+    """Compression ratio of the text by zlib: more is a loop."""
     min_unique_word_share: Share = 0.4
-    """Different words among all of them: fewer is a loop. For texts of ten words and more."""
+    """Share of different words in texts of ten words and more: less is a loop."""
     max_cer: Annotated[float, Field(ge=0)] = 0.1
     """Character error rate between both transcriptions."""
     max_edge_cer: Annotated[float, Field(ge=0)] = 0.2
-    """The same of the first and the last 12 characters: a cut word."""
+    """Character error rate of the first and the last 12 characters: more is a cut word."""
     characters_per_second: tuple[float, float] = (4.0, 25.0)
     """Slowest and fastest speech."""
     pace_iqr: Positive | None = 3.0
@@ -132,7 +133,7 @@ class KeepSettings(Settings):
 
 
 class TextSettings(Settings):
-    """Text as it is read aloud, beside what was recognised."""
+    """Spoken form of the text, beside the recognised text."""
 
     diacritics: bool = False
     """Add vowel signs to the normalised text of kept Arabic clips, by text2tashkeel."""
@@ -142,13 +143,13 @@ class LoudnessSettings(Settings):
     """Loudness of the exported clips: one gain for each speaker and recording."""
 
     target_lufs: Annotated[float, Field(le=0)] | None = -23.0
-    """Loudness by BS.1770; null leaves it as it is."""
+    """Loudness by BS.1770; null leaves it unchanged."""
     max_peak_dbfs: Annotated[float, Field(le=0)] = -1.0
-    """No gain lifts a sample above this."""
+    """Maximum peak that a gain may lead to."""
 
 
 class HoldOutSettings(Settings):
-    """What is held out, as `myna split` does it."""
+    """Clips to hold out, by the rules of `myna split`."""
 
     texts: Annotated[int, Field(ge=0)] = 10
     """Texts to hold out, but never more than a tenth of them."""
@@ -158,7 +159,7 @@ class HoldOutSettings(Settings):
 
 
 class CurateSettings(Settings):
-    """The complete settings of a curation."""
+    """Complete settings of a curation."""
 
     listen: ListenSettings = ListenSettings()
     cut: CutSettings = CutSettings()
@@ -169,7 +170,7 @@ class CurateSettings(Settings):
     split: HoldOutSettings = HoldOutSettings()
 
     def first_pass_hash(self, models: Sequence[str]) -> str:
-        """Identifies what the rows of a part depend on, besides its audio."""
+        """Return the identity of everything that the rows of a part depend on, besides its audio."""
         listen = self.listen.model_dump(include={"language"})
         tree = {"listen": listen, "cut": self.cut.model_dump(mode="json"), "models": list(models)}
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
@@ -182,7 +183,7 @@ class CurateSettings(Settings):
 def load_curate_settings(
     folder: Path | None, overrides: Sequence[str] = (), file: Path | None = None
 ) -> CurateSettings:
-    """Settings of a curation: those of `file`, or else those its folder was made with, and `--set KEY=VALUE` on top."""
+    """Return the settings in `file`, else those the folder was made with, with `--set KEY=VALUE` applied."""
     path = file or (folder / SETTINGS_FILE if folder is not None else None)
     tree: dict[str, Any] = {}
     if path is not None and (file is not None or path.exists()):

@@ -1,4 +1,4 @@
-"""Scripts of recordings: the user's own text or subtitles, aligned to recognised words by edit distance."""
+"""Texts of clips: scripts aligned to recognised words by edit distance, and measures of a text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TIMING_LINE = re.compile(r"^[\d:.,\s]+-->.*$")
 MARKUP = re.compile(r"<[^>]*>|\{\\[^}]*\}")
 """Tags of subtitles: <i>, <v Anna>, {\\an8}."""
 MIN_MATCHED_SHARE = 0.5
-"""Of a clip's recognised words that its script must match; else the recognised text stays."""
+"""Minimum share of a clip's recognised words that its script must match; otherwise the recognised text stays."""
 
 MAX_SKIPPED_WORDS = 5
-"""Between two words of a text, by which it and its script may differ in number."""
+"""Maximum difference between the distances of two words in a text and in its script."""
 
 
 def read_script(path: Path) -> str:
-    """The words of a text file, or of subtitles (SRT, VTT) without numbers, times and tags."""
+    """Return the words of a text file, or of subtitles (SRT, VTT) without numbers, times and tags."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -39,7 +39,7 @@ def read_script(path: Path) -> str:
 
 
 def _subtitle_lines(text: str) -> list[str]:
-    """Lines of cues alone: what follows a line of times up to the next blank one."""
+    """Return the lines of cues: those between a line of times and the next blank line."""
     spoken: list[str] = []
     in_cue = False
     for line in text.splitlines():
@@ -53,15 +53,15 @@ def _subtitle_lines(text: str) -> list[str]:
 
 
 def split_words(text: str, language: str) -> list[str]:
-    """Words as they are written; characters where a language has no blanks."""
+    """Split a text into words as they are written, or into characters if the language has no blanks."""
     return list(text.replace(" ", "")) if base_language(language) in UNSPACED else text.split()
 
 
 def align_script(texts: Sequence[str], script: str, language: str) -> list[str | None]:
-    """For the recognised texts of a recording in order, the words of its script; None where they do not agree.
+    """Return the script's words for each recognised text of a recording, in order; None if they do not agree.
 
-    Edit distance over the words of the whole recording. Of the words of a text that are in the script, those that
-    stand together there say where it is; the others are chance, for the distance counts omissions wherever they are.
+    Edit distance aligns the words of the whole recording. The words of a text that stand together in the script tell
+    its place; single matches elsewhere are chance, because the distance counts omissions wherever they are.
     """
     groups = [split_words(text, language) for text in texts]
     words = split_words(script, language)
@@ -80,7 +80,7 @@ def align_script(texts: Sequence[str], script: str, language: str) -> list[str |
         if not cluster:
             aligned.append(None)
             continue
-        # Words before the first and after the last one in common are taken as they are written.
+        # Words before the first and after the last common word are taken as they are written.
         (before, start), (last, end) = cluster[0], cluster[-1]
         limit = next((later[0][1] for later in anchors[number + 1 :] if later), len(words))
         start, end = max(used, start - before), min(limit, end + len(group) - last)
@@ -90,7 +90,7 @@ def align_script(texts: Sequence[str], script: str, language: str) -> list[str |
 
 
 def _equal_words(spoken: list[str], written: list[str]) -> list[int | None]:
-    """For each spoken word the place of the same word in the script, in an alignment of least edits."""
+    """Return for each spoken word the place of an equal word in the script, in an alignment of least edits."""
     places: list[int | None] = [None] * len(spoken)
     for edit in Levenshtein.opcodes(spoken, written):
         if edit.tag == "equal":
@@ -100,7 +100,7 @@ def _equal_words(spoken: list[str], written: list[str]) -> list[int | None]:
 
 
 def _clusters(places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Words of a text and their places in the script, parted where the script has many words between two."""
+    """Group the words of a text by their places in the script; many script words between two start a new group."""
     clusters: list[list[tuple[int, int]]] = []
     for word, place in places:
         if clusters and abs((place - clusters[-1][-1][1]) - (word - clusters[-1][-1][0])) <= MAX_SKIPPED_WORDS:
@@ -111,7 +111,7 @@ def _clusters(places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def apply_scripts(table: pa.Table, scripts: Mapping[str, str]) -> pa.Table:
-    """The table with the text of scripts, by recording, in place of the recognised text, and measures that follow."""
+    """Replace recognised texts by the scripts of their recordings, and update the measures that depend on them."""
     if not scripts:
         return table
     columns = ("text", "text_source", "normalised_text", *TEXT_MEASURES)
@@ -136,11 +136,11 @@ def apply_scripts(table: pa.Table, scripts: Mapping[str, str]) -> pa.Table:
 
 TEXT_MEASURES = ("cer", "edge_cer", "characters_per_second", "unique_word_share")
 EDGE_CHARACTERS = 12
-"""At either end of a text that are compared on their own."""
+"""Characters at either end of a text that are compared separately."""
 
 
 def measure_text(text: str, check_text: str, language: str, seconds: float) -> dict[str, float]:
-    """`TEXT_MEASURES` of a clip."""
+    """Return `TEXT_MEASURES` of a clip."""
     language = language or "en"
     spoken = words(text, language)
     return {
@@ -152,10 +152,10 @@ def measure_text(text: str, check_text: str, language: str, seconds: float) -> d
 
 
 def edge_cer(text: str, transcript: str, language: str = "en") -> float:
-    """Character error rate of the first or the last 12 characters, whichever is worse; NaN without a text.
+    """Return the character error rate of the first or last 12 characters, whichever is worse; NaN without a text.
 
-    At a cut word the rest of the text may agree. The transcript is aligned to the text as a whole first, so that
-    its length does not matter.
+    At a cut word the rest of the text may agree. The transcript is aligned to the whole text first, so that its length
+    does not matter.
     """
     reference, hypothesis = letters(text, language), letters(transcript, language)
     if not reference:

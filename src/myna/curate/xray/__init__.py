@@ -1,4 +1,4 @@
-"""An X-ray from end to end: numbers, pieces and the page, in a folder that appears whole."""
+"""X-ray of a folder from end to end: numbers, pieces and the page, in a folder that appears whole."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from myna.curate.xray.pieces import choose_pieces, timelines, write_pieces
 from myna.curate.xray.source import open_xray_source
 
 FOLDER = "xray"
-"""Within the folder that is X-rayed."""
+"""Name of the folder within the folder that is X-rayed."""
 PAGE_FILE, NUMBERS_FILE = "report.html", "xray.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Xray:
-    """Result of an X-ray. It can stand wherever a path is expected: for its page."""
+    """Result of an X-ray. It can be used as the path of its page."""
 
     page: Path
     numbers: dict[str, Any]
     pieces: int
-    """Segments that were copied beside the page."""
+    """Number of segments that were copied beside the page."""
 
     @property
     def verdict(self) -> list[str]:
@@ -41,7 +41,7 @@ class Xray:
 
 
 def run_xray(folder: Path, *, model: str | None = None, progress: ProgressCallback = silent) -> Xray:
-    """Write FOLDER/xray: report.html, xray.json and clips/. An earlier X-ray there gives way to it."""
+    """Write FOLDER/xray: report.html, xray.json and clips/. It replaces an earlier X-ray."""
     source = open_xray_source(folder, progress)
     check_writable(folder)
     numbers = xray_numbers(source, _tokenizer(model), progress)
@@ -70,7 +70,7 @@ def _tokenizer(model: str | None) -> Any:
 
 
 def _map_audio(table: pa.Table, numbers: dict[str, Any], out: Path, folder: Path) -> dict[str, list[Any]]:
-    """Where the clips of the map are: file, first and last second."""
+    """Return file, first and last second of the clips on the map."""
     ids = [point["id"] for point in numbers["speakers"]["map"]["points"]]
     found = pc.index_in(pa.array(ids, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
     columns = ("id", "audio", "audio_start_ms", "start_ms", "end_ms")

@@ -1,6 +1,6 @@
-"""Histograms of measures in hours, and what each threshold costs: binned so that a page can move the threshold.
+"""Measures of an X-ray: histograms in hours with the cost of each threshold, and speakers by their embeddings.
 
-A threshold lies on an edge of two bins, so hours on either side of any edge are exact.
+A threshold lies on an edge of two bins, so hours on either side of any edge are exact, and the page can move it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from myna.curate.xray.source import XraySource
 from myna.data.corrections import apply_hand_decisions
 
 BINS = 60
-"""About how many bins there are between the ends of what is common."""
+"""Approximate number of bins between the ends of the common values."""
 OUTLIER_SHARE = 0.005
-"""Of the values at either end that share one open bin."""
+"""Share of the values at either end that share one open bin."""
 
 Side = Literal["min", "max", "range"]
 FloatArray = npt.NDArray[np.float64]
@@ -30,13 +30,13 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MeasureInfo:
-    """A measure of the table, and the setting that drops clips by it."""
+    """Measure of the table, and the setting that drops clips by it."""
 
     column: str
     title: str
     unit: str
     setting: str = ""
-    """Of `keep`; empty for a measure that drops nothing."""
+    """Name of the setting in `keep`; empty for a measure that drops nothing."""
     side: Side = "min"
 
 
@@ -64,14 +64,16 @@ MEASURE_INFOS = (
     MeasureInfo("end_gap_ms", "Silence that the last cut lies in", "ms"),
 )
 DECIDES_IN_NOISE = {"snr_db": True, "dnsmos_ovrl": True, "clean_dnsmos_ovrl": False}
-"""Whether a measure decides of clips whose background is not clean, or of those whose is."""
+"""True for measures that decide about clips with a noisy background, False for a clean one."""
 OFF = {"min": -math.inf, "max": math.inf, "range": (-math.inf, math.inf)}
-"""A limit that drops nothing."""
+"""Limits that drop nothing."""
 
 
 def measure_histograms(source: XraySource) -> list[dict[str, Any]]:
-    """A histogram for each measure that was made, over all clips: milliseconds a bin, and of those the milliseconds
-    that are kept, and that nothing but this measure's threshold could drop."""
+    """Return a histogram of each available measure over all clips, in milliseconds per bin.
+
+    Also given are the milliseconds that are kept, and those that only this measure's threshold could drop.
+    """
     table = source.table
     is_clip = table["kind"].to_numpy(zero_copy_only=False) == "clip"
     table = table.filter(pa.array(is_clip))
@@ -108,7 +110,7 @@ def measure_histograms(source: XraySource) -> list[dict[str, Any]]:
 
 
 def missing_measures(table: pa.Table) -> list[str]:
-    """Titles of the measures that no clip has."""
+    """Return the titles of the measures that no clip has."""
     return [info.title for info in MEASURE_INFOS if not np.isfinite(_values(table, info.column)).any()]
 
 
@@ -120,12 +122,12 @@ def histogram(
     limits: Sequence[float],
     side: Side,
 ) -> dict[str, Any]:
-    """Edges, and milliseconds of each bin. The first and the last bin are open: there is one more bin than edges.
+    """Return edges and milliseconds of each bin. The first and last bin are open: there is one more bin than edges.
 
-    A value on an edge is above it for a lower limit and below it for an upper one, as the decision has it.
+    A value on an edge is above it for a lower limit and below it for an upper one, as in the decision.
     """
     edges = bin_edges(values, limits)
-    # Of a range the lower limit keeps what equals it, and so does the upper one.
+    # Both limits of a range keep values that equal them.
     bins = np.searchsorted(edges, values, side="left" if side == "max" else "right")
     if side == "range":
         bins -= np.isin(values, limits[1:])
@@ -140,7 +142,8 @@ def histogram(
 
 
 def bin_edges(values: FloatArray, limits: Sequence[float]) -> FloatArray:
-    """Round numbers from the first of the limits on, both ways, over what is common; every limit is one of them."""
+    """Return round numbers in both directions from the first limit, over the common values; every limit is one of
+    them."""
     low, high = np.quantile(values, [OUTLIER_SHARE, 1 - OUTLIER_SHARE])
     low, high = min(low, *limits, high), max(high, *limits, low)
     anchor = limits[0] if limits else 0.0
@@ -192,7 +195,7 @@ def _is_kept(table: pa.Table) -> npt.NDArray[np.bool_]:
 
 
 def _kept_without(source: XraySource, is_clip: npt.NDArray[np.bool_], info: MeasureInfo) -> npt.NDArray[np.bool_]:
-    """Clips that would be kept if this threshold dropped nothing."""
+    """Return the clips that would be kept if this threshold dropped nothing."""
     keep = source.settings.keep.model_copy(update={info.setting: OFF[info.side]})
     decided = decide(source.table, source.settings.model_copy(update={"keep": keep}))
     return _is_kept(apply_hand_decisions(decided, source.corrections))[is_clip]
@@ -205,19 +208,19 @@ SAMPLED_CLIPS = 300
 MAP_POINTS = 400
 EXAMPLES = 3
 MIN_PART_SHARE = 0.1
-"""Of a speaker's clips, that a second voice among them must have."""
+"""Minimum share of a speaker's clips that a second voice must have."""
 SAME_VOICE_RATIO, DIFFERENT_VOICE_RATIO = 0.8, 0.65
-"""Mean cosine of clips of two sets, as a share of that within each: from the first on they may be one person, below the
+"""Mean cosine of clips of two sets as a share of that within each: from the first on they may be one person, below the
 second two."""
 MAX_ITERATIONS = 20
 MIN_CLIPS = 6
-"""Of a speaker, to look for a second voice."""
+"""Minimum clips of a speaker for a search for a second voice."""
 
 Embeddings = npt.NDArray[np.float32]
 
 
 def speaker_summary(source: XraySource) -> dict[str, Any]:
-    """Hours of each speaker, and what their embeddings say of them."""
+    """Return the hours of each speaker, and measures of their embeddings."""
     table = source.table
     is_kept = table["status"].to_numpy(zero_copy_only=False) == "kept"
     names_of = table["speaker"].to_numpy(zero_copy_only=False)
@@ -270,7 +273,8 @@ def speaker_summary(source: XraySource) -> dict[str, Any]:
 def _read_embeddings(
     source: XraySource, row_code: npt.NDArray[np.int64], is_kept: npt.NDArray[np.bool_], count: int
 ) -> tuple[Embeddings, dict[int, tuple[npt.NDArray[np.int64], Embeddings]]]:
-    """The normalised mean of each speaker's kept clips, and some of them: the same number of each, evenly spread."""
+    """Return the normalised mean of each speaker's kept clips, and an even sample of equal size of each speaker's
+    clips."""
     clips = np.bincount(row_code[is_kept & (row_code >= 0)], minlength=count)
     steps = np.maximum(1, np.ceil(clips / SAMPLED_CLIPS)).astype(int)
     seen = np.zeros(count, np.int64)
@@ -298,9 +302,9 @@ def _read_embeddings(
 
 
 def second_voice(vectors: Embeddings) -> dict[str, float] | None:
-    """Two voices under one name, if the clips fall into two parts whose clips are much less alike than those of a part.
+    """Detect two voices under one name: two groups of clips that are much less alike than the clips of a group.
 
-    By spherical 2-means, from the two most different clips.
+    The groups come from spherical 2-means, started from the two most different clips.
     """
     if len(vectors) < MIN_CLIPS:
         return None
@@ -325,7 +329,7 @@ def second_voice(vectors: Embeddings) -> dict[str, float] | None:
 
 
 def mean_cosine(vectors: Embeddings, others: Embeddings | None = None) -> float:
-    """Mean cosine of two different clips, of one set or one of each; NaN where there is no such pair."""
+    """Return the mean cosine of two different clips of one set, or of one clip of each; NaN without a pair."""
     total = vectors.sum(axis=0, dtype=np.float64)
     if others is not None:
         return float(total @ others.sum(axis=0, dtype=np.float64) / (len(vectors) * len(others)))
@@ -334,7 +338,7 @@ def mean_cosine(vectors: Embeddings, others: Embeddings | None = None) -> float:
 
 
 def _twins(names: Sequence[str], vectors: Sequence[Embeddings]) -> list[dict[str, Any]]:
-    """Pairs of speakers whose clips are nearly as alike as clips of one of them."""
+    """Return pairs of speakers whose clips are nearly as alike as the clips of one of them."""
     twins = []
     own = [mean_cosine(one) for one in vectors]
     for a, first in enumerate(names):
@@ -348,7 +352,7 @@ def _twins(names: Sequence[str], vectors: Sequence[Embeddings]) -> list[dict[str
 def _voice_map(
     samples: dict[int, tuple[npt.NDArray[np.int64], Embeddings]], names: Sequence[str], shown: Sequence[int], ids: Any
 ) -> dict[str, Any]:
-    """Clips on the first two principal components of their embeddings."""
+    """Place clips on the first two principal components of their embeddings."""
     each = max(1, MAP_POINTS // max(1, len(shown)))
     rows, labels, parts = [], [], []
     for code in shown:

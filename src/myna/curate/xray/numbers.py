@@ -27,11 +27,11 @@ from myna.text.normalization import UNSPACED, alphanumeric, base_language
 
 SHOWN_RECORDINGS = 200
 INDEX_FILE = "recordings.json"
-"""Of a curated folder: its models, among others."""
+"""File of a curated folder that names its models."""
 
 
 def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCallback = silent) -> dict[str, Any]:
-    """Everything that the page shows, as plain values. Lengths are in milliseconds, and add up exactly."""
+    """Return everything that the page shows as plain values. Lengths are in milliseconds, and add up exactly."""
     stages = 5
     progress("X-ray", 0, stages)
     table = source.table
@@ -67,7 +67,7 @@ def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCa
 
 
 def hours_by_reason(table: pa.Table) -> dict[str, Any]:
-    """Milliseconds of all recordings, by what became of them; their sum is the length of all recordings."""
+    """Return the milliseconds of all recordings by their outcome; the sum is the length of all recordings."""
     lengths = _lengths(table)
     reasons = pc.if_else(pc.equal(table["status"], KEPT), KEPT, table["reason"])
     columns = pa.table({"reason": reasons, "ms": lengths})
@@ -87,7 +87,7 @@ def hours_by_reason(table: pa.Table) -> dict[str, Any]:
 
 
 def _untiled(table: pa.Table) -> list[str]:
-    """Recordings whose segments do not follow one another from 0 on: there the sums would be wrong."""
+    """Return the recordings whose segments do not follow one another from 0 on: their sums would be wrong."""
     names = table["recording"].to_numpy(zero_copy_only=False)
     starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
     follows = np.r_[True, names[1:] == names[:-1]] if len(names) else np.empty(0, np.bool_)
@@ -107,7 +107,7 @@ def _milliseconds_by(table: pa.Table, column: str) -> dict[str, int]:
 
 
 def _recordings(table: pa.Table) -> dict[str, Any]:
-    """Recordings that lost the most first."""
+    """Return the recordings in order of decreasing loss."""
     lengths, is_kept = _lengths(table), table["status"].to_numpy(zero_copy_only=False) == KEPT
     columns = {
         "recording": table["recording"],
@@ -146,7 +146,7 @@ def _count(table: pa.Table, column: str, value: str) -> int:
 
 
 def _splits(kept: pa.Table) -> dict[str, Any]:
-    """Clips of each subset, and what is on both sides of a split: all of that must be nothing."""
+    """Return the clips of each subset, and counts of leaks between the sides of a split, which must be zero."""
     splits = kept["split"].to_numpy(zero_copy_only=False)
     subset_of = dict(zip(kept["id"].to_pylist(), splits, strict=True))
     pairs = kept.filter(pc.not_equal(kept["duplicate_of"], "")).select(["id", "duplicate_of"]).to_pylist()
@@ -173,7 +173,7 @@ def _models(source: XraySource) -> list[str]:
 
 
 def _stale_notes(source: XraySource) -> list[str]:
-    """What the table does not know yet: settings or corrections that came after it."""
+    """Return notes on settings or corrections that are newer than the table."""
     if not source.is_curated:
         return []
     again = f"myna curate --out {source.folder}"
@@ -190,7 +190,7 @@ KEPT = "kept"
 
 
 def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:
-    """Sentences, the weightiest first; `section` is where the page shows it."""
+    """Return sentences in order of importance; `section` is the place of the page that shows them."""
     hours, found = numbers["hours"], []
 
     def add(kind: str, section: str, text: str) -> None:
@@ -260,12 +260,12 @@ def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def alone_ms(measure: dict[str, Any]) -> int:
-    """What is dropped for this measure's threshold and nothing else."""
+    """Return the milliseconds that only this measure's threshold drops."""
     return max(0, int(sum(measure["pass_ms"]) + measure["missing_kept_ms"] - measure["kept_ms"]))
 
 
 def spoken_length(milliseconds: int) -> str:
-    """A length in the unit that a person would use."""
+    """Return a length in the unit that a person would use."""
     seconds = milliseconds / 1000
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -278,22 +278,22 @@ def _share(part: float, whole: float) -> str:
 
 
 def clock(milliseconds: int) -> str:
-    """h:mm:ss.mmm, exact."""
+    """Return h:mm:ss.mmm, exactly."""
     seconds, rest = divmod(int(milliseconds), 1000)
     return f"{seconds // 3600}:{seconds % 3600 // 60:02}:{seconds % 60:02}.{rest:03}"
 
 
 GRAPHEME_TEXTS = 20_000
-"""Texts whose grapheme clusters and tokens are counted; of more, every so manieth."""
+"""Texts whose grapheme clusters and tokens are counted; of more texts, an even sample."""
 SHOWN_CHARACTERS = 400
 RARE_COUNT = 5
-"""Clips, or fewer, in which a rare character occurs."""
+"""Maximum clips in which a rare character occurs."""
 REPEATED = 20
 """Repeated sentences that are shown."""
 
 
 class DiffPiece(NamedTuple):
-    """A stretch of two texts: equal, or with words of one, the other or both."""
+    """Stretch of two texts: equal, or with words of one, the other or both."""
 
     equal: str
     first: str
@@ -301,7 +301,7 @@ class DiffPiece(NamedTuple):
 
 
 def text_diff(first: str, second: str, language: str) -> list[DiffPiece]:
-    """Two texts word by word, or character by character where words are not spaced. Case and punctuation are equal."""
+    """Compare two texts by words, or by characters in languages without blanks. Case and punctuation are ignored."""
     is_spaced = base_language(language) not in UNSPACED
     texts = [text.split() if is_spaced else list(text) for text in (first, second)]
     keys = [[alphanumeric(word) or word for word in words] for words in texts]
@@ -315,7 +315,7 @@ def text_diff(first: str, second: str, language: str) -> list[DiffPiece]:
 
 
 def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = None) -> dict[str, Any]:
-    """Characters of the kept texts; `spoken` are the same texts as they are read aloud."""
+    """Summarise the characters of the kept texts; `spoken` are their spoken forms."""
     import regex  # type: ignore[import-untyped]
 
     characters: Counter[str] = Counter()
@@ -358,14 +358,15 @@ def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = N
 
 
 class TokenizerCoverage(NamedTuple):
-    """How a tokenizer takes the characters of texts."""
+    """Coverage of the characters of texts by a tokenizer."""
 
     lost: list[str]
-    """Characters that do not come back as they went in; their case may change."""
+    """Characters that are not restored by decoding, except for their case."""
     split: dict[str, int]
-    """Characters that take several tokens, such as the bytes that spell them, and how many; the commonest first."""
+    """Characters that take several tokens, such as the bytes that spell them, with their number; the commonest
+    first."""
     split_share: float
-    """Of all characters of the texts."""
+    """Share of all characters of the texts that take several tokens."""
     tokens_per_character: float
 
 

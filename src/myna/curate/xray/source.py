@@ -1,4 +1,4 @@
-"""What an X-ray reads: the table of a curated folder, or one made from the manifest of a prepared folder."""
+"""Source of an X-ray: the table of a curated folder, or one made from the manifest of a prepared folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from myna.data.split import DatasetSplit
 
 LARGE_COLUMNS = ("embedding", "fingerprint")
 MEASURED_CLIPS = 2000
-"""Clips of a prepared folder whose audio is measured; of more, a sample."""
+"""Clips of a prepared folder whose audio is measured; of more clips, a sample."""
 BATCH_ROWS = 50_000
 
 FloatArray = npt.NDArray[np.float32]
@@ -36,14 +36,14 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class XraySource:
-    """A table of segments with what belongs to it."""
+    """Table of segments with its folder, settings and corrections."""
 
     folder: Path
     table: pa.Table
-    """Without embeddings and fingerprints."""
+    """Table without embeddings and fingerprints."""
     settings: CurateSettings
     is_curated: bool
-    """Whether `myna curate` has made and decided the table; else all of it is kept."""
+    """True if `myna curate` made and decided the table; otherwise all of it is kept."""
     corrections: Sequence[Correction] = ()
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -51,7 +51,8 @@ class XraySource:
         return self.folder / str(row["audio"])
 
     def embeddings(self) -> Iterator[tuple[npt.NDArray[np.int64], FloatArray]]:
-        """Numbers of the rows that have a voice, block by block, and their embeddings as (rows, dimensions)."""
+        """Yield the numbers of the rows that have an embedding, block by block, and the embeddings (rows,
+        dimensions)."""
         if not self.is_curated:
             return
         first = 0
@@ -65,7 +66,7 @@ class XraySource:
 
 
 def open_xray_source(folder: Path, progress: ProgressCallback = silent) -> XraySource:
-    """A curated folder, or a folder with a manifest."""
+    """Open a curated folder, or a folder with a manifest."""
     notes: list[str] = []
     corrections = load_corrections(folder, notes.append)
     if (folder / TABLE_FILE).is_file():
@@ -85,7 +86,7 @@ def open_xray_source(folder: Path, progress: ProgressCallback = silent) -> XrayS
 def _manifest_table(
     folder: Path, utterances: Sequence[Utterance], notes: list[str], progress: ProgressCallback
 ) -> pa.Table:
-    """A row for each utterance, with the measures that need no model."""
+    """Return a row for each utterance, with the measures that need no model."""
     split = DatasetSplit.read(folder)
     order = sorted(range(len(utterances)), key=lambda n: string_hash(utterances[n].id))
     measured = set(order[:MEASURED_CLIPS])
