@@ -153,7 +153,7 @@ def run_curation(
 
 
 def _keep_more(result: CurationResult, settings: CurateSettings) -> list[str]:
-    """If little was kept, name the threshold that costs most and how to change it."""
+    """Name the threshold that costs most and how to change it, if little was kept."""
     if result.kept_seconds >= LITTLE_KEPT * result.seconds:
         return []
     for reason, seconds in result.dropped.items():
