@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from myna.core.errors import ConfigError, DataError, MynaError
-from myna.evaluate import comparison
+from myna.evaluate import listening
 from myna.evaluate.comparison import Comparison, compare_systems
 from myna.evaluate.evaluation import EvaluationSettings
 from myna.evaluate.listening import FORMAT, TIE, local_page_server
@@ -193,7 +193,7 @@ def test_a_served_page_saves_answers_as_they_come(runs_folder: Path, made: dict[
 
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
-        patch.setattr(comparison, "local_page_server", serving)
+        patch.setattr(listening, "local_page_server", serving)
         shown = " ".join(myna("compare", folder, "--serve", "--port", 0).split())
     assert [status for status, _ in replies] == [200, 400] and b"holds no preferences" in replies[1][1]
     assert f"for one: {len(made['trials'])} answers" in shown and "http://127.0.0.1:" in shown

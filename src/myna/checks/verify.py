@@ -17,7 +17,7 @@ from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.models.base import SpeakingFamily
 from myna.models.ref import ModelRef
-from myna.report.page import Cell, cell, footer, heading, paragraph, render_page, table
+from myna.report import page
 from myna.speak.loading import load_adapted
 from myna.train.precision import choose_precision
 
@@ -66,20 +66,20 @@ def certificate_page(certificate: Certificate) -> str:
     extent = "quick checks" if certificate.quick else "full checks"
     setting = f"{certificate.family}, {certificate.device}, {certificate.dtype}, {extent}; {versions}"
     header = ("Check", "Compared", "Result", "Measured", "Difference", "Tolerance", "Seconds")
-    return render_page(
+    return page.render_page(
         f"Verification of {certificate.source}",
         [
-            heading("Verified" if certificate.passed else "Not verified", 1),
-            paragraph(certificate.verdict, "lead"),
-            table("Checks", header, map(_check_row, certificate.checks)),
-            paragraph(setting, "note"),
-            footer("Every figure is in verify.json."),
+            page.heading("Verified" if certificate.passed else "Not verified", 1),
+            page.paragraph(certificate.verdict, "lead"),
+            page.table("Checks", header, map(_check_row, certificate.checks)),
+            page.paragraph(setting, "note"),
+            page.footer("Every figure is in verify.json."),
         ],
     )
 
 
-def _check_row(check: Check) -> list[Cell]:
-    status = cell(check.status, {"passed": "good", "failed": "bad"}.get(check.status, "note"))
+def _check_row(check: Check) -> list[page.Cell]:
+    status = page.cell(check.status, {"passed": "good", "failed": "bad"}.get(check.status, "note"))
     figures = ("" if value is None else f"{value:.3g}" for value in (check.difference, check.tolerance))
     return [check.name, check.compared, status, check.message, *figures, f"{check.seconds:.1f}"]
 

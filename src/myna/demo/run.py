@@ -44,19 +44,8 @@ from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import is_model_name, open_family
 from myna.models.ref import ModelRef
+from myna.report import page
 from myna.report.media import Curve, line_plot, smooth_curve
-from myna.report.page import (
-    Section,
-    bullets,
-    code,
-    details,
-    figures,
-    footer,
-    heading,
-    paragraph,
-    render_page,
-    table,
-)
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.launch import start_training
@@ -348,25 +337,25 @@ def demo_page(result: DemoResult) -> str:
             "The voice belongs to no person: it was made with Kokoro-82M (Apache-2.0), and reads examples from WordNet."
         )
     sections = [
-        heading(f"One voice, before and after {result.seconds['train'] / 60:.1f} minutes of training", 1),
-        paragraph(
+        page.heading(f"One voice, before and after {result.seconds['train'] / 60:.1f} minutes of training", 1),
+        page.paragraph(
             f"{result.model} had never heard {speaker}. It was given {len(result.train)} clips, {train_length} in all, "
             "and a LoRA was trained on them on this machine's processor. The texts below were held out. All of them "
             "are spoken with the same clip as a reference, so what differs between before and after is the training "
             f"alone{part if result.strength != 1.0 else ''}.",
             "lead",
         ),
-        figures(numbers),
-        heading("Listen"),
-        paragraph("A click on a spectrogram plays from there. Time runs to the right, frequency upwards."),
+        page.figures(numbers),
+        page.heading("Listen"),
+        page.paragraph("A click on a spectrogram plays from there. Time runs to the right, frequency upwards."),
         *(
             item_section(row, {name: of[row.id] for name, of in by_id.items()}, result.folder / SCORES_FOLDER)
             for row in result.rows[REAL]
         ),
-        heading("Scores"),
-        table("Scores of the real recordings, before and after", header, [*rows[:-1], [rows[-1][0], *changes]]),
-        *(paragraph(reason, "missing") for reason in result.unmeasured),
-        paragraph(
+        page.heading("Scores"),
+        page.table("Scores of the real recordings, before and after", header, [*rows[:-1], [rows[-1][0], *changes]]),
+        *(page.paragraph(reason, "missing") for reason in result.unmeasured),
+        page.paragraph(
             f"Over {len(result.texts)} texts, with 95 % intervals; a change whose interval holds zero says nothing, "
             f"and {len(result.texts)} texts are few. Similarity is that of each clip to the mean of the real "
             "recordings of the other texts, by Resemblyzer: two clips of one person have about 0.87, two people about "
@@ -375,33 +364,33 @@ def demo_page(result: DemoResult) -> str:
             "evaluation loss speaks.",
             "note",
         ),
-        heading("Loss"),
+        page.heading("Loss"),
         _loss_plot(result.losses),
-        heading("Go on"),
-        paragraph("The same with your own recordings, each beside a text file of the same name:"),
-        code("myna demo --voice FOLDER --out demo-mine"),
-        paragraph("Say something else in this voice:"),
-        code(
+        page.heading("Go on"),
+        page.paragraph("The same with your own recordings, each beside a text file of the same name:"),
+        page.code("myna demo --voice FOLDER --out demo-mine"),
+        page.paragraph("Say something else in this voice:"),
+        page.code(
             f'myna speak "Good morning." --run {run} --strength {result.strength:g} \\\n'
             f"  --reference {reference} --reference-text {reference_text} \\\n  --out good-morning.wav"
         ),
-        paragraph("Train for longer, or otherwise; every setting of the recipe may be changed:"),
-        code(
+        page.paragraph("Train for longer, or otherwise; every setting of the recipe may be changed:"),
+        page.code(
             f"myna prepare FOLDER --out data/mine --model {model}\n"
             f"myna train {recipe} --out runs/mine --set data.train=data/mine \\\n"
             "  --set data.evaluation=null --set train.early_stopping_patience=null --set train.steps=300"
         ),
-        heading("How it was made"),
-        table("How long each stage took", ("stage", "took"), [*stages, ("in all", f"{total:.1f} s")]),
-        *map(paragraph, result.notes),
-        details("The recipe", code(result.recipe), is_open=True),
-        details("The texts it was trained on", bullets(clip.text for clip in result.train)),
-        footer(origin),
+        page.heading("How it was made"),
+        page.table("How long each stage took", ("stage", "took"), [*stages, ("in all", f"{total:.1f} s")]),
+        *map(page.paragraph, result.notes),
+        page.details("The recipe", page.code(result.recipe), is_open=True),
+        page.details("The texts it was trained on", page.bullets(clip.text for clip in result.train)),
+        page.footer(origin),
     ]
-    return render_page(f"Myna demo: {speaker}", sections)
+    return page.render_page(f"Myna demo: {speaker}", sections)
 
 
-def _loss_plot(rows: Sequence[Mapping[str, Any]]) -> Section:
+def _loss_plot(rows: Sequence[Mapping[str, Any]]) -> page.Section:
     # A loss that was not finite is None.
     train = [(float(row["step"]), float(row["loss"])) for row in rows if row.get("loss") is not None]
     evaluations = [(float(row["step"]), row["evaluation"]["loss"]) for row in rows if "evaluation" in row]

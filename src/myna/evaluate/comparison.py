@@ -18,31 +18,11 @@ from typing import Any
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import atomic_write, bytes_hash, claim_folder, lock_folder, safe_file_name, save_text
 from myna.core.progress import ProgressCallback, silent
+from myna.evaluate import listening, pipeline
 from myna.evaluate.evaluation import EVALUATION_FILE, EvaluationSettings, Results, mark_seen_items, save_json
 from myna.evaluate.items import EvalSet
-from myna.evaluate.listening import (
-    ID_LENGTH,
-    ComparedSystem,
-    ListeningTrial,
-    Preferences,
-    aggregate_preferences,
-    listening_trials,
-    load_listener_answers,
-    local_page_server,
-    parse_listener_answers,
-    save_listener_answers,
-)
 from myna.evaluate.metrics import missing_metrics
 from myna.evaluate.pages import comparison_page
-from myna.evaluate.pipeline import (
-    ITEMS_FILE,
-    ITEMS_FOLDER,
-    ItemScoresFile,
-    audio_path,
-    generation_key,
-    read_item_scores,
-    score_systems,
-)
 from myna.evaluate.systems import REAL, Recordings, Subject, System
 
 COMPARISON_FILE, PAGE_FILE = "compare.json", "compare.html"
@@ -59,11 +39,11 @@ class EvaluatedSystem:
     evaluation: dict[str, Any]
     """Content of the folder's evaluation.json."""
 
-    def load_scores(self, system: str, name: str) -> ComparedSystem | None:
-        rows = [row for row in read_item_scores(self.folder / ITEMS_FILE) if row.system == system]
-        return ComparedSystem(name, rows, self.folder) if rows else None
+    def load_scores(self, system: str, name: str) -> listening.ComparedSystem | None:
+        rows = [row for row in pipeline.read_item_scores(self.folder / pipeline.ITEMS_FILE) if row.system == system]
+        return listening.ComparedSystem(name, rows, self.folder) if rows else None
 
-    def load(self) -> ComparedSystem:
+    def load(self) -> listening.ComparedSystem:
         scores = self.load_scores(self.system, self.name)
         if scores is None:
             raise DataError(f"{self.folder} has no items of {self.system}", hint="run `myna evaluate` there again")
@@ -74,11 +54,11 @@ class EvaluatedSystem:
 class Comparison(Results):
     """Results of several systems on their common items, and blind trials. Differences are from the first system."""
 
-    systems: tuple[ComparedSystem, ...]
+    systems: tuple[listening.ComparedSystem, ...]
     """Systems with the same items in the same order."""
-    real: ComparedSystem | None
+    real: listening.ComparedSystem | None
     """Recordings of those items, if there are any."""
-    trials: tuple[ListeningTrial, ...]
+    trials: tuple[listening.ListeningTrial, ...]
 
     @property
     def names(self) -> list[str]:
@@ -87,15 +67,15 @@ class Comparison(Results):
     @property
     def id(self) -> str:
         """Hash of the trials: answers to one comparison do not count for another with other audio."""
-        return bytes_hash(repr([trial.id for trial in self.trials]).encode())[:ID_LENGTH]
+        return bytes_hash(repr([trial.id for trial in self.trials]).encode())[: listening.ID_LENGTH]
 
     def to_json(self) -> dict[str, Any]:
-        listeners = load_listener_answers(self.folder)
+        listeners = listening.load_listener_answers(self.folder)
         return super().to_json() | {
             "comparison": self.id,
             "names": self.names,
             "trials": [trial.to_json() for trial in self.trials],
-            "preferences": aggregate_preferences(self.trials, listeners, self.names).to_json(),
+            "preferences": listening.aggregate_preferences(self.trials, listeners, self.names).to_json(),
         }
 
 
@@ -139,7 +119,7 @@ def compare_systems(
             eval_set, scorers = settings.eval_set(sources[0]), settings.open_scorers()
             generated = [source.system(seed=settings.seed, device=settings.device) for source in sources]
             folders = [subject.folder for subject in evaluated] + _evaluation_folders(sources)
-            rows = score_systems(
+            rows = pipeline.score_systems(
                 eval_set,
                 [Recordings(REAL, generated[0].sample_rate), *generated],
                 scorers,
@@ -151,7 +131,7 @@ def compare_systems(
             )
             missing |= missing_metrics(scorers.missing)
             notes += [*eval_set.notes, *scorers.notes, *mark_seen_items(generated, eval_set.items, rows)]
-            scored = {name: ComparedSystem(name, items, out) for name, items in rows.items()}
+            scored = {name: listening.ComparedSystem(name, items, out) for name, items in rows.items()}
             real = scored.pop(REAL)
             systems |= scored
         comparison = build_comparison(
@@ -170,8 +150,8 @@ def compare_systems(
 
 
 def build_comparison(
-    systems: Sequence[ComparedSystem],
-    real: ComparedSystem | None,
+    systems: Sequence[listening.ComparedSystem],
+    real: listening.ComparedSystem | None,
     *,
     folder: Path,
     seed: int,
@@ -185,8 +165,8 @@ def build_comparison(
     if real is not None:
         recordings = {row.id: row for row in real.rows}
         rows = [recordings[row.id] for row in compared[0].rows if row.id in recordings]
-        real = ComparedSystem(real.name, rows, real.folder) if rows else None
-    chosen, identical = listening_trials(compared, seed, trials)
+        real = listening.ComparedSystem(real.name, rows, real.folder) if rows else None
+    chosen, identical = listening.listening_trials(compared, seed, trials)
     for (first, second), count in identical.items():
         item_notes.append(f"{first} and {second} have the very same audio for {count} items, which are not in the test")
     return Comparison(
@@ -202,7 +182,7 @@ def build_comparison(
     )
 
 
-def common_items(systems: Sequence[ComparedSystem]) -> tuple[list[ComparedSystem], list[str]]:
+def common_items(systems: Sequence[listening.ComparedSystem]) -> tuple[list[listening.ComparedSystem], list[str]]:
     """Return each system with the items that all have, matched by text, references and language; and notes on the
     rest."""
     indexed = [
@@ -223,7 +203,7 @@ def common_items(systems: Sequence[ComparedSystem]) -> tuple[list[ComparedSystem
         if len(rows) > len(common)
     ]
     compared = [
-        ComparedSystem(system.name, [rows[key] for key in common], system.folder)
+        listening.ComparedSystem(system.name, [rows[key] for key in common], system.folder)
         for system, rows in zip(systems, indexed, strict=True)
     ]
     return compared, notes
@@ -271,16 +251,16 @@ def _evaluation_folders(sources: Sequence[Subject]) -> list[Path]:
 
 def reuse_scores(system: System, eval_set: EvalSet, folders: Sequence[Path], out: Path) -> None:
     """Copy what evaluations have of a system, whatever its name there: equal keys are equal audio."""
-    results = ItemScoresFile(out, system.name)
-    keys = {item.id: generation_key(system, item) for item in eval_set.items if system.supports(item)}
+    results = pipeline.ItemScoresFile(out, system.name)
+    keys = {item.id: pipeline.generation_key(system, item) for item in eval_set.items if system.supports(item)}
     keys = {id: key for id, key in keys.items() if id not in results.rows or results.rows[id].key != key}
     needed = len(keys)
     for folder in folders if keys else ():
-        for file in sorted((folder / ITEMS_FOLDER).glob("*.parquet")):
-            for row in read_item_scores(file):
+        for file in sorted((folder / pipeline.ITEMS_FOLDER).glob("*.parquet")):
+            for row in pipeline.read_item_scores(file):
                 if keys.get(row.id) != row.key or (row.audio and not (folder / row.audio).is_file()):
                     continue
-                audio = audio_path(system.name, row.id) if row.audio else ""
+                audio = pipeline.audio_path(system.name, row.id) if row.audio else ""
                 if audio:
                     with atomic_write(out / audio) as temporary:
                         shutil.copyfile(folder / row.audio, temporary)
@@ -294,7 +274,7 @@ def is_comparison(folder: Path) -> bool:
     return (folder / COMPARISON_FILE).is_file()
 
 
-def add_preferences(folder: Path, files: Sequence[Path]) -> Preferences:
+def add_preferences(folder: Path, files: Sequence[Path]) -> listening.Preferences:
     """Add answers of listeners to a comparison, and return the sum of all answers."""
     comparison = _read_json(folder / COMPARISON_FILE)
     for file in files:
@@ -302,9 +282,9 @@ def add_preferences(folder: Path, files: Sequence[Path]) -> Preferences:
             content = file.read_bytes()
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error}", hint="give the file that the page saved") from None
-        save_listener_answers(folder, parse_listener_answers(content, str(file)))
-    trials = [ListeningTrial.from_json(trial) for trial in comparison["trials"]]
-    preferences = aggregate_preferences(trials, load_listener_answers(folder), comparison["names"])
+        listening.save_listener_answers(folder, listening.parse_listener_answers(content, str(file)))
+    trials = [listening.ListeningTrial.from_json(trial) for trial in comparison["trials"]]
+    preferences = listening.aggregate_preferences(trials, listening.load_listener_answers(folder), comparison["names"])
     save_json(folder / COMPARISON_FILE, comparison | {"preferences": preferences.to_json()})
     return preferences
 
@@ -313,11 +293,13 @@ def serve_comparison(folder: Path, port: int, notify: Callable[[str], None]) -> 
     """Serve the page to browsers on this machine until Ctrl-C; answers are saved as they come."""
 
     def receive(content: bytes) -> None:
-        listener = save_listener_answers(folder, parse_listener_answers(content, "what the page sent"))
+        listener = listening.save_listener_answers(
+            folder, listening.parse_listener_answers(content, "what the page sent")
+        )
         add_preferences(folder, ())
         notify(f"{listener.name or listener.id}: {len(listener.answers)} answers")
 
-    with local_page_server((folder / PAGE_FILE).read_bytes(), "preferences", receive, port) as server:
+    with listening.local_page_server((folder / PAGE_FILE).read_bytes(), "preferences", receive, port) as server:
         notify(f"Open http://127.0.0.1:{server.server_port}/ and listen. Ctrl-C ends it.")
         try:
             server.serve_forever()

@@ -35,11 +35,11 @@ class Metric:
     key: str
     title: str
     description: str
-    better: Literal["higher", "lower", "near real"]
     value: str | Callable[[ItemScores], float | None] = ""
     """Field of the item's scores, or a function of them; by default the field with the name of the metric."""
     total: str = ""
     """Field to divide by, for a rate over all words or characters; without it every item counts as one."""
+    better: Literal["higher", "lower", "near real"] = "lower"
     scorer: Literal["", "asr", "speaker_encoder", "distillmos", "dnsmos"] = ""
     is_share: bool = False
     is_count: bool = False
@@ -76,54 +76,53 @@ class Metric:
         return None if self.better == "near real" else (difference > 0) == (self.better == "higher")
 
 
-_defect = partial(Metric, better="lower", is_share=True)
-_errors = partial(_defect, scorer="asr")
+_errors = partial(Metric, scorer="asr", is_share=True)
 _speaker = partial(Metric, scorer="speaker_encoder")
-_mos = partial(Metric, better="higher", min_difference=0.02)
+_share = partial(Metric, is_share=True)
 _acoustic = partial(Metric, better="near real")
 
 METRICS = (
+    _errors("wer", "word errors", "words changed, added or dropped", "word_errors", "words", min_difference=0.005),
     _errors(
-        *("wer", "word errors", "words changed, added or dropped"),
-        value="word_errors",
-        total="words",
-        min_difference=0.005,
+        "cer", "character errors", "the same by characters", "character_errors", "characters", min_difference=0.002
     ),
     _errors(
-        *("cer", "character errors", "the same by characters"),
-        value="character_errors",
-        total="characters",
-        min_difference=0.002,
-    ),
-    _errors(
-        *("loop_rate", "ASR loops", "items whose transcript loops: all their words count as errors"),
-        value="looped",
+        "loop_rate",
+        "ASR loops",
+        "items whose transcript loops: all their words count as errors",
+        "looped",
         is_count=True,
     ),
     _speaker(
-        *("similarity", "similarity", "to other clips of the speaker; 1 is the same voice", "higher"),
+        *("similarity", "similarity", "to other clips of the speaker; 1 is the same voice"),
+        better="higher",
         min_difference=0.005,
     ),
-    _speaker("similarity_to_others", "similarity to others", "to the other speakers, for contrast", "near real"),
+    _speaker("similarity_to_others", "similarity to others", "to the other speakers, for contrast", better="near real"),
     _speaker(
-        *("similarity_rank1", "own speaker is nearest", "items nearer to their speaker than to any other", "higher"),
-        value=lambda row: None if row.speaker_rank is None else row.speaker_rank == 1,
+        *("similarity_rank1", "own speaker is nearest", "items nearer to their speaker than to any other"),
+        lambda row: None if row.speaker_rank is None else row.speaker_rank == 1,
+        better="higher",
         is_share=True,
     ),
-    _mos("distillmos", "DistillMOS", "quality from 1 to 5", scorer="distillmos"),
-    _mos("dnsmos", "DNSMOS", "quality from 1 to 5, as for calls", scorer="dnsmos"),
-    Metric("stop_rate", "stops by itself", "items that found their end", "higher", "stopped", is_share=True),
-    _defect(
-        *("runaway_rate", "runs away", "items cut at the maximum length"),
-        value=lambda row: None if row.stopped is None else not row.stopped,
+    Metric(
+        "distillmos", "DistillMOS", "quality from 1 to 5", scorer="distillmos", better="higher", min_difference=0.02
     ),
-    _defect("early_rate", "ends early", "items that end long before they could be spoken", value="ended_early"),
-    _defect("silent_rate", "silent", "items in which nothing can be heard", value="silent"),
-    _errors("repetition_rate", "repeats itself", "items with words again that the text has once", value="repeats"),
-    _errors("prompt_rate", "speaks the prompt", "items with the reference's words instead", value="speaks_prompt"),
-    _defect(
+    Metric(
+        "dnsmos", "DNSMOS", "quality from 1 to 5, as for calls", scorer="dnsmos", better="higher", min_difference=0.02
+    ),
+    _share("stop_rate", "stops by itself", "items that found their end", "stopped", better="higher"),
+    _share(
+        *("runaway_rate", "runs away", "items cut at the maximum length"),
+        lambda row: None if row.stopped is None else not row.stopped,
+    ),
+    _share("early_rate", "ends early", "items that end long before they could be spoken", "ended_early"),
+    _share("silent_rate", "silent", "items in which nothing can be heard", "silent"),
+    _errors("repetition_rate", "repeats itself", "items with words again that the text has once", "repeats"),
+    _errors("prompt_rate", "speaks the prompt", "items with the reference's words instead", "speaks_prompt"),
+    _share(
         *("copy_rate", "copies the reference", "items that are the reference's own audio"),
-        value=lambda row: None if row.copy_similarity is None else row.copy_similarity >= COPY_THRESHOLD,
+        lambda row: None if row.copy_similarity is None else row.copy_similarity >= COPY_THRESHOLD,
     ),
     _acoustic("leading_silence", "silence before", "seconds"),
     _acoustic("trailing_silence", "silence after", "seconds"),

@@ -10,36 +10,14 @@ import numpy as np
 
 from myna.audio.files import Samples, read_audio
 from myna.core.statistics import CONFIDENCE_LEVEL, Estimate
+from myna.evaluate import ranking
 from myna.evaluate.listening import binomial_lower_bounds
 from myna.evaluate.metrics import GROUPED_METRICS, METRICS, METRICS_BY_KEY, Metric, MetricEstimates
 from myna.evaluate.pipeline import load_audio, saved_references, step_folder
-from myna.evaluate.ranking import (
-    RULE,
-    SHOWN_METRICS,
-    CheckpointScore,
-    TrainingHistory,
-    format_score,
-    item_score,
-    step_name,
-    training_conclusion,
-)
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, system_title
+from myna.report import page
 from myna.report.media import Curve, clip, data_uri, encode_flac, line_plot
-from myna.report.page import (
-    Cell,
-    Section,
-    blind_test,
-    card,
-    cell,
-    details,
-    footer,
-    heading,
-    item,
-    paragraph,
-    render_page,
-    table,
-)
 
 if TYPE_CHECKING:
     from myna.evaluate.comparison import Comparison
@@ -71,42 +49,42 @@ def evaluation_page(evaluation: Evaluation) -> str:
     speakers = len({item.speaker for item in items if item.speaker})
     measured = {key for key, estimate in estimates[name].items() if estimate.n}
     sections = [
-        heading(f"{name}, speech evaluation", 1),
-        paragraph(
+        page.heading(f"{name}, speech evaluation", 1),
+        page.paragraph(
             f"{len(items)} items of {f'{speakers} speakers' if speakers > 1 else 'one speaker'}, spoken by the model"
             f"{', by its base' if BASE in estimates else ''} and by the people themselves where there are recordings. "
             f"Every mean has an interval that holds {CONFIDENCE_LEVEL:.0%} of what other draws of such items would "
             "give. It is over items: other speakers may differ by more.",
             "lead",
         ),
-        *(paragraph(f"{warning}.", "missing bad") for warning in evaluation.warnings),
+        *(page.paragraph(f"{warning}.", "missing bad") for warning in evaluation.warnings),
     ]
     if evaluation.diagnoses:
-        sections.append(heading("What is wrong"))
+        sections.append(page.heading("What is wrong"))
     else:
-        sections.append(paragraph("None of the defects that are looked for was found."))
+        sections.append(page.paragraph("None of the defects that are looked for was found."))
     for diagnosis in evaluation.diagnoses:
         first = f" First: {', '.join(diagnosis.items[:5])}." if diagnosis.items else ""
         metric = METRICS_BY_KEY.get(diagnosis.metric)
         sections.append(
-            card(
+            page.card(
                 f"{system_title(diagnosis.system)}: {diagnosis.name}",
-                paragraph(f"{diagnosis.text}.{first}"),
-                paragraph(f"Seen in: {metric.title if metric else 'differences from the base'}", "note"),
+                page.paragraph(f"{diagnosis.text}.{first}"),
+                page.paragraph(f"Seen in: {metric.title if metric else 'differences from the base'}", "note"),
                 style="bad",
             )
         )
     sections += [
-        *(paragraph(note, "note") for note in evaluation.notes),
-        heading("Scores"),
+        *(page.paragraph(note, "note") for note in evaluation.notes),
+        page.heading("Scores"),
         *metrics_table(estimates, "Scores by system", keep_empty=True),
         *missing_notes(evaluation.missing, "measured"),
     ]
     if evaluation.differences:
         sections += [
-            heading("Against the untuned base, on the same items"),
+            page.heading("Against the untuned base, on the same items"),
             *metrics_table(evaluation.differences, "Differences from the base", differences=True),
-            paragraph("In color: what differs beyond its interval.", "note"),
+            page.paragraph("In color: what differs beyond its interval.", "note"),
         ]
     grouped = [metric for metric in GROUPED_METRICS if metric.key in measured]
     for kind, groups in evaluation.groups.items():
@@ -117,24 +95,24 @@ def evaluation_page(evaluation: Evaluation) -> str:
                 for group, of in of_group
             ]
             header = (kind, "items", *(metric.title for metric in grouped))
-            sections += [heading(f"By {kind}"), table(f"Scores of {name} by {kind}", header, cells)]
-    sections.append(heading("Distribution over the items"))
+            sections += [page.heading(f"By {kind}"), page.table(f"Scores of {name} by {kind}", header, cells)]
+    sections.append(page.heading("Distribution over the items"))
     for key in HISTOGRAMS:
         if key in measured:
-            sections += [heading(METRICS_BY_KEY[key].title, 3), _histogram(evaluation, METRICS_BY_KEY[key])]
-    sections.append(heading("Listen, the worst items first"))
+            sections += [page.heading(METRICS_BY_KEY[key].title, 3), _histogram(evaluation, METRICS_BY_KEY[key])]
+    sections.append(page.heading("Listen, the worst items first"))
     for row in rows[:SHOWN_ITEMS]:
         outputs = {system: of[row.id] for system, of in by_id.items() if row.id in of}
         sections.append(item_section(row, outputs, evaluation.folder))
     header = ("item", "text", "word errors", "similarity", "defects", "seen before")
-    all_items = table(f"All items of {name}, the worst first", header, map(_item_row, rows))
+    all_items = page.table(f"All items of {name}, the worst first", header, map(_item_row, rows))
     scorers = ", ".join(evaluation.scorer_names.values()) or "acoustic measures alone"
     sections += [
-        heading("All items"),
-        details(f"{len(rows)} items, the worst first", all_items),
-        footer(f"Scored by {scorers}. Every figure is in evaluation.json, every item in items.parquet."),
+        page.heading("All items"),
+        page.details(f"{len(rows)} items, the worst first", all_items),
+        page.footer(f"Scored by {scorers}. Every figure is in evaluation.json, every item in items.parquet."),
     ]
-    return render_page(f"Evaluation of {name}", sections)
+    return page.render_page(f"Evaluation of {name}", sections)
 
 
 def worst_first(rows: Sequence[ItemScores]) -> list[ItemScores]:
@@ -154,38 +132,40 @@ def metrics_table(
     *,
     differences: bool = False,
     keep_empty: bool = False,
-) -> list[Section]:
+) -> list[page.Section]:
     """Make a table of metrics by system, or of their differences from a base; rows without any value only with
     `keep_empty`."""
-    rows: list[list[Cell]] = []
+    rows: list[list[page.Cell]] = []
     for metric in metrics:
         estimates = [of.get(metric.key, Estimate()) for of in systems.values()]
         if keep_empty or any(estimate.n for estimate in estimates):
             points = " (points)" if differences and metric.is_share else ""
-            title = cell(metric.title + points, note="" if differences else metric.description)
+            title = page.cell(metric.title + points, note="" if differences else metric.description)
             shown = map(metric.format_estimate, estimates)
             rows.append([title, *((difference_cell(metric, one) for one in estimates) if differences else shown)])
-    return [table(caption, ["", *map(system_title, systems)], rows)] if rows else []
+    return [page.table(caption, ["", *map(system_title, systems)], rows)] if rows else []
 
 
-def difference_cell(metric: Metric, figure: Estimate) -> Cell:
+def difference_cell(metric: Metric, figure: Estimate) -> page.Cell:
     """Show a difference, in color if it goes beyond its interval."""
     style = ""
     if figure.excludes_zero and figure.mean is not None:
         style = {True: "good", False: "bad", None: ""}[metric.is_improvement(figure.mean)]
-    return cell(metric.format_estimate(figure, signed=True), style)
+    return page.cell(metric.format_estimate(figure, signed=True), style)
 
 
-def missing_notes(missing: Mapping[str, str], verb: str) -> list[Section]:
+def missing_notes(missing: Mapping[str, str], verb: str) -> list[page.Section]:
     """Say each reason once, with all metrics that it explains."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in missing.items():
         title = METRICS_BY_KEY[key].title if key in METRICS_BY_KEY else system_title(key)
         by_reason.setdefault(reason, []).append(title)
-    return [paragraph(f"{', '.join(titles)}: not {verb}. {reason}", "missing") for reason, titles in by_reason.items()]
+    return [
+        page.paragraph(f"{', '.join(titles)}: not {verb}. {reason}", "missing") for reason, titles in by_reason.items()
+    ]
 
 
-def _histogram(evaluation: Evaluation, metric: Metric) -> Section:
+def _histogram(evaluation: Evaluation, metric: Metric) -> page.Section:
     """Plot how many items have which value, one outline for each system."""
     colors = {REAL: 5, evaluation.system: 0, BASE: 1, ROUND_TRIP: 2}
     values = {
@@ -209,8 +189,8 @@ def item_section(
     row: ItemScores,
     outputs: Mapping[str, ItemScores],
     out: Path | Mapping[str, Path],
-    notes: Callable[[ItemScores], list[Cell]] | None = None,
-) -> Section:
+    notes: Callable[[ItemScores], list[page.Cell]] | None = None,
+) -> page.Section:
     """Show one item as every system speaks it, on one time scale; `out` is the results folder, or that of each
     system."""
     max_seconds = max(output.seconds for output in outputs.values())
@@ -224,12 +204,12 @@ def item_section(
         title, noted = system_title(system), (notes or _notes)(output)
         label = f"{row.id}, {title}"
         clips.append(clip(samples, PLAYER_SAMPLE_RATE, title=title, label=label, max_seconds=max_seconds, notes=noted))
-    return item(row.text, " · ".join(filter(None, (row.id, row.speaker, row.language))), clips)
+    return page.item(row.text, " · ".join(filter(None, (row.id, row.speaker, row.language))), clips)
 
 
-def _item_row(row: ItemScores) -> list[Cell]:
+def _item_row(row: ItemScores) -> list[page.Cell]:
     return [
-        cell(row.id, href=row.audio),
+        page.cell(row.id, href=row.audio),
         row.text,
         "not measured" if row.word_errors is None else f"{row.word_errors} of {row.words}",
         "not measured" if row.similarity is None else f"{row.similarity:.3f}",
@@ -238,8 +218,8 @@ def _item_row(row: ItemScores) -> list[Cell]:
     ]
 
 
-def _notes(row: ItemScores) -> list[Cell]:
-    notes = [cell(text, "bad") for text in (*_defects(row), _seen(row)) if text]
+def _notes(row: ItemScores) -> list[page.Cell]:
+    notes = [page.cell(text, "bad") for text in (*_defects(row), _seen(row)) if text]
     if row.similarity is not None:
         notes.append(f"similarity {row.similarity:.2f}")
     if row.distillmos is not None:
@@ -267,65 +247,67 @@ def _defects(row: ItemScores) -> list[str]:
     return [text for is_present, text in defects if is_present]
 
 
-def training_page(history: TrainingHistory, folder: Path) -> str:
+def training_page(history: ranking.TrainingHistory, folder: Path) -> str:
     """Render the speech evaluations of a training run; `folder` holds a folder for each step, and `real`."""
     title = f"{history.name}, speech evaluations during training"
     best, checkpoints = history.best_step, history.checkpoints
     points = [(float(one.step), one.score.mean) for one in checkpoints if one.score.mean is not None]
     quality = f", and a DistillMOS of {history.min_mos:.2f}" if history.min_mos is not None else ""
     forgets = any(one.forgetting_change.n for one in checkpoints)
-    titles = [metric.title for metric in SHOWN_METRICS]
+    titles = [metric.title for metric in ranking.SHOWN_METRICS]
     header = ["", "score", "over the base", "over the base, on items that chose nothing", *titles, "ASR loops"]
     header += [*(["forgetting set"] if forgets else []), ""]
     shown = best if best is not None else checkpoints[-1].step
     sections = [
-        heading(title, 1),
-        *(paragraph(f"{text[0].upper()}{text[1:]}.", "lead") for text in training_conclusion(history)),
-        heading("Step by step"),
-        paragraph(RULE),
-        paragraph(
+        page.heading(title, 1),
+        *(page.paragraph(f"{text[0].upper()}{text[1:]}.", "lead") for text in ranking.training_conclusion(history)),
+        page.heading("Step by step"),
+        page.paragraph(ranking.RULE),
+        page.paragraph(
             f"Required of the best: the end of {history.constraints.min_stop_rate:.0%} of the items{quality}.", "note"
         ),
-        table("Scores at each step", header, [_step_row(one, best, forgets) for one in checkpoints]),
+        page.table("Scores at each step", header, [_step_row(one, best, forgets) for one in checkpoints]),
         line_plot([Curve("score", points, "dots")], title="The score over the steps", x_label="steps", y_label="score"),
-        heading("Listen"),
+        page.heading("Listen"),
         *_step_items(history, shown, folder),
-        footer("Every item of every step lies beside this page, with its spectrogram."),
+        page.footer("Every item of every step lies beside this page, with its spectrogram."),
     ]
-    return render_page(title, sections)
+    return page.render_page(title, sections)
 
 
-def _step_row(one: CheckpointScore, best: int | None, forgets: bool) -> list[Cell]:
+def _step_row(one: ranking.CheckpointScore, best: int | None, forgets: bool) -> list[page.Cell]:
     """Show a checkpoint; the base model is only compared with."""
     is_base = one.step == 0
-    confirmed = format_score(one.confirmed_gain, signed=True) if one.confirmed_gain.n else "not spoken"
-    row: list[Cell] = [
-        step_name(one.step),
-        format_score(one.score),
-        "" if is_base else format_score(one.gain, signed=True),
+    confirmed = ranking.format_score(one.confirmed_gain, signed=True) if one.confirmed_gain.n else "not spoken"
+    row: list[page.Cell] = [
+        ranking.step_name(one.step),
+        ranking.format_score(one.score),
+        "" if is_base else ranking.format_score(one.gain, signed=True),
         "" if is_base else confirmed,
-        *(metric.format(one.metrics[metric.key]) for metric in SHOWN_METRICS),
+        *(metric.format(one.metrics[metric.key]) for metric in ranking.SHOWN_METRICS),
         str(one.looped),
     ]
     if forgets:
-        row.append("" if is_base else format_score(one.forgetting_change, signed=True))
-    verdict = cell("the best", "good") if one.step == best else cell("; ".join(one.violations), "bad")
+        row.append("" if is_base else ranking.format_score(one.forgetting_change, signed=True))
+    verdict = page.cell("the best", "good") if one.step == best else page.cell("; ".join(one.violations), "bad")
     return [*row, "" if is_base else verdict]
 
 
-def _step_items(history: TrainingHistory, shown: int, folder: Path) -> list[Section]:
+def _step_items(history: ranking.TrainingHistory, shown: int, folder: Path) -> list[page.Section]:
     """Show some items: as recorded, by the base model, and at the best and the latest step."""
     steps = dict.fromkeys((history.steps[0].step, shown, history.steps[-1].step))
     rows = {REAL: {row.id: row for row in history.recordings}}
-    rows |= {step_name(one.step): {row.id: row for row in one.rows} for one in history.steps if one.step in steps}
-    folders = {REAL: folder / "real"} | {step_name(step): folder / step_folder(step) for step in steps}
-    order = [REAL, *map(step_name, steps)]
+    rows |= {
+        ranking.step_name(one.step): {row.id: row for row in one.rows} for one in history.steps if one.step in steps
+    }
+    folders = {REAL: folder / "real"} | {ranking.step_name(step): folder / step_folder(step) for step in steps}
+    order = [REAL, *map(ranking.step_name, steps)]
     return [
         item_section(
             row,
             {name: rows[name][row.id] for name in order if row.id in rows[name]},
             folders,
-            lambda row: [f"score {item_score(row).numerator:.2f}: “{row.transcript or ''}”"],
+            lambda row: [f"score {ranking.item_score(row).numerator:.2f}: “{row.transcript or ''}”"],
         )
         for row in history.steps[0].rows[:SHOWN_STEP_ITEMS]
     ]
@@ -338,42 +320,42 @@ def comparison_page(comparison: Comparison) -> str:
     speakers = len({row.speaker for row in rows if row.speaker})
     listen = "Listen without knowing who it is"
     sections = [
-        heading(f"{names}: side by side", 1),
-        paragraph(
+        page.heading(f"{names}: side by side", 1),
+        page.paragraph(
             f"{len(rows)} items{f' of {speakers} speakers' if speakers > 1 else ''}, the same for all. Every mean has "
             f"an interval that holds {CONFIDENCE_LEVEL:.0%} of what other draws of such items would give; differences "
             "are taken item by item.",
             "lead",
         ),
-        *(paragraph(f"{warning}.", "missing bad") for warning in comparison.warnings),
-        paragraph(listen, href="#blind"),
-        *(paragraph(f"{note}.", "note") for note in comparison.notes),
-        heading("Scores"),
+        *(page.paragraph(f"{warning}.", "missing bad") for warning in comparison.warnings),
+        page.paragraph(listen, href="#blind"),
+        *(page.paragraph(f"{note}.", "note") for note in comparison.notes),
+        page.heading("Scores"),
         *_compared_metrics(comparison.estimates, "Scores by system"),
         *missing_notes(comparison.missing, "compared"),
-        heading(f"Against {first}, on the same items"),
+        page.heading(f"Against {first}, on the same items"),
         *_compared_metrics(comparison.differences, f"Differences from {first}", differences=True),
-        paragraph("In color: what differs beyond its interval.", "note"),
-        heading(listen),
+        page.paragraph("In color: what differs beyond its interval.", "note"),
+        page.heading(listen),
         *_listening_test(comparison),
-        footer("Every figure is in compare.json."),
+        page.footer("Every figure is in compare.json."),
     ]
-    return render_page(f"Comparison of {names}", sections, allow_post=True)
+    return page.render_page(f"Comparison of {names}", sections, allow_post=True)
 
 
 def _compared_metrics(
     systems: Mapping[str, MetricEstimates], caption: str, *, differences: bool = False
-) -> list[Section]:
+) -> list[page.Section]:
     main = [METRICS_BY_KEY[key] for key in COMPARED_METRICS]
     others = [metric for metric in METRICS if metric.key not in COMPARED_METRICS]
     rest = metrics_table(systems, f"{caption}, the rest", others, differences=differences)
-    more = [details("More figures", *rest)] if rest else []
+    more = [page.details("More figures", *rest)] if rest else []
     return [*metrics_table(systems, caption, main, differences=differences), *more]
 
 
-def _listening_test(comparison: Comparison) -> list[Section]:
+def _listening_test(comparison: Comparison) -> list[page.Section]:
     if not comparison.trials:
-        return [paragraph("There is nothing to choose between: all items sound the same.", "missing")]
+        return [page.paragraph("There is nothing to choose between: all items sound the same.", "missing")]
     items = len({trial.item for trial in comparison.trials})
     pairs = len(comparison.systems) * (len(comparison.systems) - 1) // 2
     count = f"{pairs} pairs on {items} items" if pairs > 1 else f"{items} items"
@@ -397,8 +379,8 @@ def _listening_test(comparison: Comparison) -> list[Section]:
         for trial in comparison.trials
     ]
     intervals = [binomial_lower_bounds(n, range(n + 1)).tolist() for n in range(items + 1)]
-    test = blind_test(offered, sounds, name=comparison.id, intervals=intervals, level=CONFIDENCE_LEVEL)
-    return [paragraph(instructions), test]
+    test = page.blind_test(offered, sounds, name=comparison.id, intervals=intervals, level=CONFIDENCE_LEVEL)
+    return [page.paragraph(instructions), test]
 
 
 def _encode_sounds(comparison: Comparison) -> tuple[dict[str, str | None], dict[str, str]]:

@@ -124,20 +124,8 @@ def _write_output(system: System, item: EvalItem, output: SystemOutput, out: Pat
     audio = audio_path(system.name, item.id) if len(output.samples) else ""
     if audio:
         write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
-    return ItemScores(
-        system=system.name,
-        id=item.id,
-        key=generation_key(system, item),
-        text=item.text,
-        speaker=item.speaker,
-        language=item.language,
-        length_class=item.length_class,
-        audio=audio,
-        audio_hash=bytes_hash(output.samples.tobytes()),
-        stopped=output.stopped,
-        expected_seconds=item.expected_seconds,
-        item_key=item.key,
-    )
+    key = generation_key(system, item)
+    return ItemScores.unscored(system.name, item, output.samples, output.stopped, key=key, audio=audio)
 
 
 def _save_references(system: System, items: Sequence[EvalItem], results: ItemScoresFile, out: Path) -> None:

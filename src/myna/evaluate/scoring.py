@@ -19,6 +19,7 @@ from myna.audio.files import Samples, read_audio
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.core.device import pick_device
 from myna.core.errors import MynaError
+from myna.core.io import bytes_hash
 from myna.core.progress import ProgressCallback
 from myna.data.manifest import Span, Utterance
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
@@ -127,6 +128,26 @@ class ItemScores:
     distillmos: float | None = None
     dnsmos_model: str = ""
     dnsmos: float | None = None
+
+    @classmethod
+    def unscored(
+        cls, system: str, item: EvalItem, samples: Samples, stopped: bool | None, *, key: str = "", audio: str = ""
+    ) -> ItemScores:
+        """Return the row of an item as a system speaks it, without scores."""
+        return cls(
+            system=system,
+            id=item.id,
+            key=key,
+            text=item.text,
+            speaker=item.speaker,
+            language=item.language,
+            length_class=item.length_class,
+            audio=audio,
+            audio_hash=bytes_hash(samples.tobytes()),
+            stopped=stopped,
+            expected_seconds=item.expected_seconds,
+            item_key=item.key,
+        )
 
     def __post_init__(self) -> None:
         self.count_loop_as_wrong()

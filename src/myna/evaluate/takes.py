@@ -11,7 +11,6 @@ import torch
 
 from myna.audio.mono import as_mono_16khz
 from myna.core.errors import ConfigError
-from myna.core.io import bytes_hash
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import SPEAKER_TAG, Utterance
 from myna.evaluate.items import EvalItem, EvalSet
@@ -132,7 +131,8 @@ class TakeRanker:
             speakers.of_clip(clips[0])  # before several threads need it
 
         def score(number: int) -> RankedTake:
-            speech, row = takes[number], _row(item, takes[number])
+            speech = takes[number]
+            row = ItemScores.unscored("takes", item, speech.samples, speech.stopped)
             samples = as_mono_16khz(speech.samples, speech.sample_rate)
             score_item(row, item, samples, self.scorers, speakers, self.scorers.names)
             return RankedTake(number + 1, speech, row)
@@ -145,19 +145,3 @@ class TakeRanker:
                 progress("ranking takes", len(ranked), len(takes))
         notes = [f"{key}: not measured. {reason}" for key, reason in self.scorers.missing.items()]
         return TakeRanking(tuple(sorted(ranked, key=lambda take: take.sort_key)), (*notes, *self.scorers.notes))
-
-
-def _row(item: EvalItem, speech: Speech) -> ItemScores:
-    return ItemScores(
-        system="takes",
-        id=item.id,
-        key="",
-        text=item.text,
-        speaker="",
-        language=item.language,
-        length_class=item.length_class,
-        audio="",
-        audio_hash=bytes_hash(speech.samples.tobytes()),
-        stopped=speech.stopped,
-        expected_seconds=item.expected_seconds,
-    )
