@@ -45,7 +45,7 @@ def test_a_report_is_accessible(
 
 
 @pytest.mark.parametrize("name", ["demo", "evaluation"])
-def test_a_report_is_heard(open_page: PageOpener, pages: dict[str, Path], name: str) -> None:
+def test_a_report_plays_its_audio(open_page: PageOpener, pages: dict[str, Path], name: str) -> None:
     """Another sound stops the first, and a click on a spectrogram begins there."""
     page = open_page(pages[name])
     check_plays(page, ".picture")

@@ -48,7 +48,7 @@ def test_the_pages_are_accessible(
     check_accessible(page)
 
 
-def test_it_is_typed_and_heard_by_keyboard_alone(page: Any, server: RunningServer) -> None:
+def test_the_serve_page_works_by_keyboard_alone(page: Any, server: RunningServer) -> None:
     """What the page has gathered is what the server says."""
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "text"
@@ -67,7 +67,7 @@ def test_it_is_typed_and_heard_by_keyboard_alone(page: Any, server: RunningServe
     page.wait_for_function("() => document.getElementById('player').duration > 0.5")
 
 
-def test_it_is_heard_before_it_has_ended_and_can_be_stopped(page: Any, server: RunningServer) -> None:
+def test_speech_plays_while_it_is_generated_and_can_be_stopped(page: Any, server: RunningServer) -> None:
     page.fill("#text", LONG)
     assert page.is_disabled("#stop")
     page.focus("#text")
@@ -80,7 +80,7 @@ def test_it_is_heard_before_it_has_ended_and_can_be_stopped(page: Any, server: R
     assert page.is_disabled("#stop")
 
 
-def test_an_error_is_said(open_page: PageOpener, server: RunningServer) -> None:
+def test_an_error_is_shown(open_page: PageOpener, server: RunningServer) -> None:
     """The browser's console notes every status of 400, so the answer is made up here."""
     page = open_page(f"{server.url}/", allowed=[server.url])
     answer = "{ ok: false, status: 400, json: async () => ({ error: { message: 'at most 4096 characters' } }) }"
@@ -90,7 +90,7 @@ def test_an_error_is_said(open_page: PageOpener, server: RunningServer) -> None:
     assert page.get_attribute("#status", "role") == "status" and page.is_disabled("#stop")
 
 
-def test_hostile_names_are_text(open_page: PageOpener, server: RunningServer) -> None:
+def test_hostile_names_are_escaped(open_page: PageOpener, server: RunningServer) -> None:
     page = open_page(f"{server.url}/", allowed=[server.url])
     page.wait_for_function("() => document.getElementById('voice').options.length > 0")
     page.evaluate("""fill(document.getElementById('voice'), ['<img src=x onerror="document.title=1">'])""")

@@ -39,7 +39,7 @@ def test_the_xray_is_accessible(open_page: PageOpener, xray: Xray, color_scheme:
     assert HOSTILE in page.locator("#text").inner_text()
 
 
-def test_every_kind_of_piece_is_heard(open_page: PageOpener, xray: Xray) -> None:
+def test_every_kind_of_piece_plays(open_page: PageOpener, xray: Xray) -> None:
     """By its button, by the bar, on a timeline by mouse and by keyboard, and on the map of voices."""
     page = open_page(xray.page)
     check_plays(page, "#hours .play")
@@ -74,7 +74,7 @@ def check_plays_anew(page: Page, act: Any) -> None:
     )
 
 
-def test_a_threshold_that_is_moved_tells_its_price(open_page: PageOpener, xray: Xray) -> None:
+def test_a_moved_threshold_shows_its_cost(open_page: PageOpener, xray: Xray) -> None:
     """The page's own sum is that of the real decision, and the line to paste has the setting."""
     page = open_page(xray.page)
     folder = xray.page.parent.parent
@@ -97,7 +97,7 @@ def test_a_threshold_that_is_moved_tells_its_price(open_page: PageOpener, xray: 
     assert shlex.split(page.locator("#settings").inner_text()) == ["myna", "curate", "--out", str(folder)]
 
 
-def test_what_is_corrected_becomes_a_command(open_page: PageOpener, xray: Xray) -> None:
+def test_corrections_become_commands(open_page: PageOpener, xray: Xray) -> None:
     page = open_page(xray.page)
     page.on("dialog", lambda dialog: dialog.accept())
     first, second = page.locator(".doubt").nth(0), page.locator(".doubt").nth(1)
@@ -115,7 +115,7 @@ def test_what_is_corrected_becomes_a_command(open_page: PageOpener, xray: Xray) 
     assert len(page.locator("#commands").inner_text().splitlines()) == 1
 
 
-def test_a_page_without_its_folder_says_what_is_missing(open_page: PageOpener, xray: Xray, tmp_path: Path) -> None:
+def test_a_page_without_its_folder_names_what_is_missing(open_page: PageOpener, xray: Xray, tmp_path: Path) -> None:
     (tmp_path / "alone.html").write_text(xray.page.read_text(encoding="utf-8"), encoding="utf-8")
     page = open_page(tmp_path / "alone.html", ignored_errors=("ERR_FILE_NOT_FOUND",))
     page.locator("#hours .play").first.click()

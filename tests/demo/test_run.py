@@ -113,7 +113,7 @@ def clips(out: Path, system: str) -> list[Path]:
     return sorted((out / "evaluation" / "audio" / system).glob("*.flac"))
 
 
-def test_the_folder_keeps_all_that_was_made(shown: tuple[Path, str]) -> None:
+def test_the_folder_keeps_all_results(shown: tuple[Path, str]) -> None:
     out, _ = shown
     held_out = PreparedDataset.open(out / "data" / "subsets" / "held_out_texts")
     train = PreparedDataset.open(out / "data" / "subsets" / "train")
@@ -143,7 +143,7 @@ def test_similarity_is_to_the_real_recordings_of_the_other_texts(shown: tuple[Pa
     assert scores["systems"][REAL]["similarity"]["mean"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_recipe_that_was_trained_is_there_to_be_trained_again(shown: tuple[Path, str]) -> None:
+def test_the_saved_recipe_trains_again(shown: tuple[Path, str]) -> None:
     out, _ = shown
     written = yaml.safe_load((out / "recipe.yaml").read_text(encoding="utf-8"))
     assert written["train"]["steps"] == 3
@@ -186,7 +186,7 @@ def test_the_commands_on_the_page_work(
         assert result.exit_code == 0, result.output
 
 
-def test_the_sounds_on_the_page_are_those_in_the_folder(shown: tuple[Path, str]) -> None:
+def test_the_page_plays_the_audio_of_the_folder(shown: tuple[Path, str]) -> None:
     out, _ = shown
     page = (out / "report.html").read_text(encoding="utf-8")
     found = re.findall(r'<audio src="data:audio/flac;base64,([^"]+)"[^>]* aria-label="play ([^",]+), (\w+)', page)
@@ -201,7 +201,7 @@ def test_the_sounds_on_the_page_are_those_in_the_folder(shown: tuple[Path, str])
         assert np.abs(real - read_audio(utterance.audio)).max() < 1e-3, "and the real ones are the recordings"
 
 
-def test_before_speaks_the_model_and_after_the_run(shown: tuple[Path, str], nest: Path) -> None:
+def test_before_is_the_model_and_after_is_the_run(shown: tuple[Path, str], nest: Path) -> None:
     """Each is what its engine generates again, with the reference that the folder keeps."""
     out, _ = shown
     held_out = read_manifest(out / "data" / "subsets" / "held_out_texts" / "manifest.jsonl")
@@ -229,7 +229,7 @@ def test_before_speaks_the_model_and_after_the_run(shown: tuple[Path, str], nest
     assert any(not np.array_equal(*pair) for pair in zip(generated[BEFORE], generated[AFTER], strict=True))
 
 
-def test_what_a_user_wrote_is_shown_and_not_run(shown: tuple[Path, str]) -> None:
+def test_text_of_users_is_escaped(shown: tuple[Path, str]) -> None:
     out, _ = shown
     page = (out / "report.html").read_text(encoding="utf-8")
     read_page = Reader(page)
@@ -238,7 +238,7 @@ def test_what_a_user_wrote_is_shown_and_not_run(shown: tuple[Path, str]) -> None
     assert read_page.tags.count("script") == 1
 
 
-def test_the_console_says_where_to_look_and_what_it_took(shown: tuple[Path, str]) -> None:
+def test_the_console_names_the_page_and_the_time(shown: tuple[Path, str]) -> None:
     _, text = shown
     assert "report.html" in text and "minutes" in text and "GB of memory" in text
     for stage in ("1  prepare", "2  train", "3  evaluate"):
@@ -246,7 +246,7 @@ def test_the_console_says_where_to_look_and_what_it_took(shown: tuple[Path, str]
     assert re.search(r"change .*[+-]\d\.\d{3} \[[+-]\d\.\d{3}, [+-]\d\.\d{3}\]", text)
 
 
-def test_threads_are_given_back(shown: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, nest: Path) -> None:
+def test_the_thread_count_is_restored(shown: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, nest: Path) -> None:
     """Whatever else the process does afterwards should not be slower for it."""
     assert shown
     monkeypatch.setattr("myna.demo.run.prepare_voice", failing("stop"))
@@ -260,7 +260,7 @@ def test_threads_are_given_back(shown: tuple[Path, str], monkeypatch: pytest.Mon
         torch.set_num_threads(before)
 
 
-def test_without_scorers_the_demo_goes_on_and_says_what_is_missing(
+def test_without_scorers_the_demo_names_what_is_missing(
     nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove_scorers(monkeypatch)
@@ -307,7 +307,7 @@ def test_nothing_is_overwritten(nest: Path, shown: tuple[Path, str], tmp_path: P
         ({"voice": "nowhere"}, DataError, "nowhere"),
     ],
 )
-def test_what_is_typed_wrongly_is_told_before_anything_is_made(
+def test_wrong_arguments_are_refused_before_anything_is_made(
     nest: Path, tmp_path: Path, changes: dict[str, object], error: type[MynaError], match: str
 ) -> None:
     with pytest.raises(error, match=match):
@@ -325,7 +325,7 @@ def test_too_few_recordings_are_refused(nest: Path, tmp_path: Path) -> None:
     assert "record some more" in caught.value.hint
 
 
-def test_recordings_that_were_mended_go_into_the_same_folder(
+def test_repaired_recordings_use_the_same_folder(
     nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
@@ -358,7 +358,7 @@ def test_a_training_that_was_stopped_ends_the_demo(nest: Path, tmp_path: Path, m
     assert not (tmp_path / "demo" / "report.html").exists()
 
 
-def test_the_command_takes_what_it_says(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_its_options_on(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[tuple[Path, dict[str, Any]]] = []
     monkeypatch.setattr("myna.demo.run.run_demo", lambda out, **options: caught.append((out, options)))
     monkeypatch.setattr("myna.commands.demo.show_demo", lambda *_: None)
@@ -377,12 +377,12 @@ def test_the_command_takes_what_it_says(nest: Path, tmp_path: Path, monkeypatch:
     assert [default[name] or None for name in names] == [None, None, None, "fledgling", None, None, None, None]
 
 
-def test_the_seed_is_that_of_the_training_too(tmp_path: Path) -> None:
+def test_the_seed_is_used_for_training(tmp_path: Path) -> None:
     assert demo_recipe(tmp_path, seed=7)["train"]["seed"] == 7
 
 
 @pytest.mark.slow
-def test_the_bundled_voice_goes_through_with_fledgling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bundled_voice_completes_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps and no scorers: that the parts fit, not how it sounds."""
     remove_scorers(monkeypatch)
     quick = ("train.steps=2", "train.evaluate_every=2", "train.batch_size=1", "train.warmup=1")

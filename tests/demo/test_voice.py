@@ -58,7 +58,7 @@ def test_too_few_clips_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "myna demo" in caught.value.hint
 
 
-def test_the_same_words_again_are_no_clip_more(tmp_path: Path) -> None:
+def test_repeated_texts_count_once(tmp_path: Path) -> None:
     clips = recordings(tmp_path, 9)
     again = [
         replace(clip, id=f"{clip.id}-again", audio=tmp_path / f"again-{clip.audio.name}", text=clip.text.upper())
@@ -74,7 +74,7 @@ def test_the_same_words_again_are_no_clip_more(tmp_path: Path) -> None:
     assert not {spoken[id] for id in texts} & {spoken[id] for id in train}, "and none of them is trained on"
 
 
-def test_the_seed_chooses(tmp_path: Path) -> None:
+def test_the_seed_decides_the_held_out_texts(tmp_path: Path) -> None:
     voice = select_voice(recordings(tmp_path, 20), "here", seed=0)
     assert split(voice, tmp_path, seed=1) == split(voice, tmp_path, seed=1)
     assert len({tuple(split(voice, tmp_path, seed=seed)[1]) for seed in range(6)}) > 3
@@ -89,14 +89,14 @@ def test_clips_of_other_lengths_and_speakers_are_left_out_and_named(tmp_path: Pa
     assert any("2 speakers" in note for note in voice.notes) and any("1 clips are not" in n for n in voice.notes)
 
 
-def test_hours_of_recordings_are_cut_to_what_a_demo_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_recordings_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_voice, "MAX_TOTAL_SECONDS", 20.0)
     voice = select_voice(recordings(tmp_path, 20), "here", seed=0)
     assert 12 < sum(map(clip_seconds, voice.clips)) <= 20
     assert any("left out" in note for note in voice.notes)
 
 
-def test_what_the_source_marks_as_held_out_is(tmp_path: Path) -> None:
+def test_marked_clips_are_held_out(tmp_path: Path) -> None:
     clips = recordings(tmp_path, 12)
     clips[4:6] = [replace(clip, extras={"held_out": True}) for clip in clips[4:6]]
     assert split(select_voice(clips, "here", seed=0), tmp_path / "data")[1] == ["ann-4", "ann-5"]
@@ -116,7 +116,7 @@ def test_the_reference_is_the_clip_nearest_to_six_seconds(tmp_path: Path) -> Non
     assert select_reference(clips).id == "long", "all are as faulty"
 
 
-def test_a_telephone_call_is_no_reference_where_there_is_a_better_clip(tmp_path: Path) -> None:
+def test_a_narrow_band_clip_is_not_the_reference_if_a_better_one_exists(tmp_path: Path) -> None:
     clips = []
     for name, rate, seconds in (("call", 8_000, 6.0), ("studio", 24_000, 4.0)):
         times = np.arange(round(seconds * rate)) / rate
@@ -127,12 +127,12 @@ def test_a_telephone_call_is_no_reference_where_there_is_a_better_clip(tmp_path:
     assert select_reference(clips[:1]).id == "call" and "telephone" in clean_reference(clips[0]).problems[0]
 
 
-def test_nothing_to_learn_from_is_said() -> None:
+def test_recordings_without_targets_are_refused() -> None:
     with pytest.raises(DataError, match="nothing to learn from"):
         select_voice([], "here", seed=0)
 
 
-def test_a_span_is_read_as_such(tmp_path: Path) -> None:
+def test_clips_with_a_span_are_read(tmp_path: Path) -> None:
     clip = replace(recordings(tmp_path, 1)[0], span=Span(0.5, 1.5))
     assert len(load_clip(clip, 24_000)) == 24_000
 
@@ -140,7 +140,7 @@ def test_a_span_is_read_as_such(tmp_path: Path) -> None:
 # The voice that comes with Myna
 
 
-def test_the_bundled_voice_is_about_three_minutes_small_and_whole(tmp_path: Path) -> None:
+def test_the_bundled_voice_is_three_minutes_and_complete(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (BUNDLED / "manifest.jsonl").read_text(encoding="utf-8").splitlines()]
     files = {path.name: path.stat().st_size for path in BUNDLED.iterdir()}
     assert {line["audio"] for line in lines} == {name for name in files if name.endswith(".opus")}

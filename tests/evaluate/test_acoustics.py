@@ -18,7 +18,7 @@ def rest(seconds: float) -> Samples:
     return np.zeros(int(seconds * RATE), np.float32)
 
 
-def test_silence_is_told_by_where_it_is() -> None:
+def test_silence_before_after_and_within_speech_is_measured() -> None:
     found = measure_acoustics(
         np.concatenate([rest(0.3), say("abcdef", 150), rest(0.5), say("gh", 150), rest(0.2)]), RATE
     )
@@ -30,12 +30,12 @@ def test_silence_is_told_by_where_it_is() -> None:
     assert not found.is_silent
 
 
-def test_a_rest_inside_a_word_is_no_pause() -> None:
+def test_a_short_rest_is_not_counted_as_a_pause() -> None:
     assert measure_acoustics(np.concatenate([say("ab", 150), rest(0.08), say("cd", 150)]), RATE).pause_share == 0
 
 
 @given(st.floats(80, 380), st.sampled_from([16_000, 24_000]))
-def test_pitch_is_found_whatever_the_rate(pitch: float, rate: int) -> None:
+def test_pitch_is_found_at_every_sample_rate(pitch: float, rate: int) -> None:
     time = np.arange(rate // 2) / rate
     hum = sum(np.sin(2 * np.pi * pitch * n * time) / n for n in range(1, 5))
     found = measure_acoustics(np.asarray(0.2 * hum, np.float32), rate)
@@ -59,7 +59,7 @@ def test_noise_and_silence_have_no_pitch() -> None:
         assert found.leading_silence == pytest.approx(len(silence) / RATE)
 
 
-def test_a_copy_is_one_however_it_is_shifted_or_worn() -> None:
+def test_a_shifted_or_degraded_copy_is_recognised() -> None:
     clip = say("follow me over the quiet hill", 150)
     dice = np.random.default_rng(0)
     for copy in (

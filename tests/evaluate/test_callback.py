@@ -95,7 +95,7 @@ EVERYTHING = {
         pytest.param({"adapt": {"mode": "full", "rank": 16, "alpha": 32}}, id="full"),
     ],
 )
-def test_a_run_that_is_heard_learns_what_an_unheard_one_learns(
+def test_speech_evaluation_does_not_change_the_training(
     learn: Learn, workspace: Path, changes: dict[str, Any]
 ) -> None:
     changes = changes | {"train": changes.get("train", {}) | {"steps": 4, "keep_checkpoints": 9}}
@@ -107,7 +107,7 @@ def test_a_run_that_is_heard_learns_what_an_unheard_one_learns(
         assert states[0].read_bytes() == states[1].read_bytes(), "weights, moments, means and random states"
 
 
-def test_the_same_lines_are_said_with_the_weights_that_are_saved(learn: Learn, workspace: Path) -> None:
+def test_every_step_speaks_the_same_items_with_the_saved_weights(learn: Learn, workspace: Path) -> None:
     """What was heard in the middle of training is what the checkpoint says afterwards, running means included."""
     run = learn(PlantedScorers(workspace), **EVERYTHING)
     heard = {
@@ -126,7 +126,7 @@ def test_the_same_lines_are_said_with_the_weights_that_are_saved(learn: Learn, w
 # What is heard decides
 
 
-def test_the_best_is_the_one_that_is_heard_best_though_its_loss_is_worse(learn: Learn, workspace: Path) -> None:
+def test_the_best_checkpoint_is_chosen_by_speech_and_not_by_loss(learn: Learn, workspace: Path) -> None:
     run = learn(PlantedScorers(workspace, similarity={10: 0.55, 20: 0.8, 30: 0.6}), train=FAST)
     losses = {step: row["loss"] for step, row in rows(run, "evaluation").items()}
     assert losses[20] > min(losses.values()), "the test needs a loss that would have chosen another"
@@ -137,7 +137,7 @@ def test_the_best_is_the_one_that_is_heard_best_though_its_loss_is_worse(learn: 
     assert "step 20 is the best: score" in log(run)
 
 
-def test_items_that_choose_nothing_are_spoken_by_each_new_best_alone(learn: Learn, workspace: Path) -> None:
+def test_only_each_new_best_speaks_the_confirmation_items(learn: Learn, workspace: Path) -> None:
     scorers = PlantedScorers(workspace, similarity={2: 0.8, 4: 0.6, 6: 0.9})
     run = learn(scorers, speech_eval={"limit": 4})
     assert "2 items of 2 speakers choose the best checkpoint, 2 others confirm its gain" in log(run)
@@ -160,7 +160,7 @@ def test_items_that_choose_nothing_are_spoken_by_each_new_best_alone(learn: Lear
     assert "over the base, on items that chose nothing" in (run.folder / "speech_eval" / "report.html").read_text()
 
 
-def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, workspace: Path) -> None:
+def test_best_and_checkpoints_are_loaded_like_a_run(learn: Learn, workspace: Path) -> None:
     run = learn(PlantedScorers(workspace, similarity={2: 0.8}))
     said = {}
     for name in ("", "best", "checkpoints/step-000002", "checkpoints/step-000006"):
@@ -177,7 +177,7 @@ def test_the_best_and_every_checkpoint_speak_like_a_run(learn: Learn, workspace:
         load_engine(ModelRef.find_trained(run.folder / "best"), device="cpu")
 
 
-def test_a_run_that_is_no_better_than_its_base_says_so(learn: Learn, workspace: Path) -> None:
+def test_a_run_without_a_gain_is_reported_as_such(learn: Learn, workspace: Path) -> None:
     run = learn(PlantedScorers(workspace))
     assert "no gain over the base model is confirmed; step" in log(run) and "likely reasons: " in log(run)
     page = (run.folder / "speech_eval" / "report.html").read_text()
@@ -187,7 +187,7 @@ def test_a_run_that_is_no_better_than_its_base_says_so(learn: Learn, workspace: 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_forgets_is_not_the_best(learn: Learn, workspace: Path) -> None:
+def test_a_checkpoint_worse_on_the_forgetting_set_is_not_the_best(learn: Learn, workspace: Path) -> None:
     scorers = PlantedScorers(workspace, similarity={2: 0.6, 4: 0.9, 6: 0.7}, forgetting_similarity={4: 0.3})
     run = learn(scorers, speech_eval={"forgetting_data": str(workspace / "prepared")})
     heard = rows(run, "speech_eval")
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_forgets_is_not_the_best(learn: Learn, workspace: Path
     assert rows(without_set, "speech_eval")[6]["best_step"] == 4, "without a forgetting set it would have been"
 
 
-def test_below_a_floor_nothing_is_the_best(learn: Learn, workspace: Path) -> None:
+def test_no_checkpoint_below_a_constraint_is_the_best(learn: Learn, workspace: Path) -> None:
     run = learn(PlantedScorers(workspace, similarity={2: 0.6, 4: 0.9}, quality={4: 2.4}))
     assert rows(run, "speech_eval")[6]["best_step"] == 2
     assert "its DistillMOS is 2.40, and 2.50 is required" in log(run)
@@ -217,7 +217,7 @@ def test_below_a_floor_nothing_is_the_best(learn: Learn, workspace: Path) -> Non
 # Stopping early, and going on
 
 
-def test_it_stops_once_nothing_better_was_heard_for_long_enough(learn: Learn, workspace: Path) -> None:
+def test_early_stopping_follows_the_speech_score(learn: Learn, workspace: Path) -> None:
     run = learn(
         PlantedScorers(workspace, similarity={2: 0.6, 4: 0.8}), train={"steps": 40}, speech_eval={"patience": 2}
     )
@@ -227,7 +227,7 @@ def test_it_stops_once_nothing_better_was_heard_for_long_enough(learn: Learn, wo
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_remembers_what_it_heard(
+def test_a_resumed_run_keeps_its_speech_scores(
     learn: Learn, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorers = {2: 0.6, 4: 0.8, 6: 0.7, 8: 0.75}
@@ -259,7 +259,7 @@ def test_a_run_that_goes_on_remembers_what_it_heard(
     assert conclusions[0] == conclusions[1] != []
 
 
-def test_a_run_goes_on_with_the_ears_it_began_with(
+def test_a_resumed_run_refuses_other_scorers_or_items(
     learn: Learn, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: object) -> None:
@@ -297,7 +297,7 @@ def test_a_run_goes_on_with_the_ears_it_began_with(
 # Said before anything is trained
 
 
-def test_without_ears_nothing_begins(workspace: Path, tmp_path: Path) -> None:
+def test_missing_scorers_are_an_error_before_training(workspace: Path, tmp_path: Path) -> None:
     recipe = recipe_for(
         workspace, data={"evaluation": str(workspace / "evaluation")}, speech_eval={"asr": "nowhere/at/all"}
     )
@@ -308,7 +308,7 @@ def test_without_ears_nothing_begins(workspace: Path, tmp_path: Path) -> None:
     assert "--set speech_eval.asr=null" in refused.value.hint and not (tmp_path / "run").exists()
 
 
-def test_only_ears_that_the_rule_needs_are_kept(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_scorers_that_the_rule_needs_are_opened(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scorers = PlantedScorers(workspace)
     names = {"asr": "a", "speaker_encoder": "s", "distillmos": "d", "dnsmos": "n"}
     everyone = Scorers(asr=scorers, speaker_encoder=scorers, distillmos=scorers, dnsmos=scorers, names=names)
@@ -331,13 +331,13 @@ def test_only_ears_that_the_rule_needs_are_kept(workspace: Path, monkeypatch: py
         open_required_scorers(asked)
 
 
-def test_a_model_that_answers_in_words_is_not_listened_to(workspace: Path, tmp_path: Path, learn: Learn) -> None:
+def test_speech_evaluation_refuses_a_model_that_answers_in_text(workspace: Path, tmp_path: Path, learn: Learn) -> None:
     save_tiny_model(tmp_path / "listener", answers=True)
     with pytest.raises(ConfigError, match="is for models that speak"):
         learn(PlantedScorers(workspace), model={"source": str(tmp_path / "listener"), "check_pretrained": False})
 
 
-def test_lines_of_a_file_are_said_by_the_voices_of_the_data(learn: Learn, workspace: Path, tmp_path: Path) -> None:
+def test_sentences_of_a_file_are_spoken_by_speakers_of_the_data(learn: Learn, workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("good evening\nfar away\nover there\nnot heard\n")
     run = learn(
         PlantedScorers(workspace), speech_eval={"sentences": str(tmp_path / "lines.txt"), "language": "en", "every": 6}

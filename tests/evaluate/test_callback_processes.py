@@ -60,7 +60,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_first_listens_and_all_agree_on_the_best(workspace: Path, kind: str) -> None:
+def test_rank_0_evaluates_and_all_ranks_agree_on_the_best(workspace: Path, kind: str) -> None:
     heard = [json.loads((workspace / f"heard-{rank}.json").read_text())[kind] for rank in range(2)]
     assert heard == [8, 0], "two lines three times, and one by the base and the best, all by one process"
     told = []
@@ -75,6 +75,6 @@ def test_the_first_listens_and_all_agree_on_the_best(workspace: Path, kind: str)
         assert one[:2] == two[:2] and two[2] == pytest.approx(one[2], abs=0.02), "the lines may be a frame longer"
 
 
-def test_when_the_first_cannot_hear_all_stop(workspace: Path) -> None:
+def test_an_error_in_the_evaluation_stops_all_ranks(workspace: Path) -> None:
     heard = [json.loads((workspace / f"heard-{rank}.json").read_text())["broken"] for rank in range(2)]
     assert heard == ["this cannot be heard"] * 2

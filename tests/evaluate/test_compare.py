@@ -58,7 +58,7 @@ def made(runs_folder: Path) -> dict[str, Any]:
     return told
 
 
-def test_two_runs_are_compared_on_the_same_lines(runs_folder: Path, made: dict[str, Any]) -> None:
+def test_two_runs_are_compared_on_the_same_items(runs_folder: Path, made: dict[str, Any]) -> None:
     assert made["names"] == ["one", "two"] and list(made["systems"]) == [REAL, "one", "two"]
     assert list(made["differences"]) == [REAL, "two"] and made["items"] == 3
     assert "no ASR model was named" in made["missing"]["wer"]
@@ -67,7 +67,7 @@ def test_two_runs_are_compared_on_the_same_lines(runs_folder: Path, made: dict[s
     assert "Listen without knowing who it is" in page and page.count("data:audio/flac") >= 2 * len(made["trials"])
 
 
-def test_what_an_evaluation_has_said_is_taken_over(
+def test_audio_and_scores_of_evaluations_are_reused(
     runs_folder: Path, made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoken: list[str] = []
@@ -106,7 +106,7 @@ def test_evaluations_are_compared_without_opening_any_weights(
     assert against_real.names == ["one", REAL] and against_real.real is None, "a recording beside itself is no secret"
 
 
-def test_what_cannot_be_compared_is_told(runs_folder: Path, tmp_path: Path) -> None:
+def test_subjects_that_cannot_be_compared_are_refused(runs_folder: Path, tmp_path: Path) -> None:
     folder = runs_folder / "one" / "evaluation"
     evaluation, two = str(folder), str(runs_folder / "two")
     wrong: list[tuple[list[str], dict[str, Any], type[MynaError], str]] = [
@@ -142,7 +142,7 @@ def answers(made: dict[str, Any], prefer: str, ties: int = 0) -> dict[str, Any]:
     return {"format": FORMAT, "listener": {"id": f"{prefer}00000{ties}", "name": f"for {prefer}"}, "answers": chosen}
 
 
-def test_listeners_add_up_in_the_terminal_and_in_the_file(
+def test_answers_of_listeners_add_up_in_terminal_and_file(
     runs_folder: Path, made: dict[str, Any], tmp_path: Path
 ) -> None:
     compared = runs_folder / "compared"

@@ -42,7 +42,7 @@ def compared(systems: dict[str, ComparedSystem], *names: str, **options: Any) ->
     return build_comparison(chosen, systems[REAL], **{"folder": Path("unused"), "seed": 0, "trials": 20, **options})
 
 
-def test_others_are_measured_against_the_first_on_the_same_lines(systems: dict[str, ComparedSystem]) -> None:
+def test_differences_are_from_the_first_system_on_common_items(systems: dict[str, ComparedSystem]) -> None:
     found = compared(systems, "good", "poor")
     assert list(found.estimates) == [REAL, "good", "poor"] and list(found.differences) == [REAL, "poor"]
     worse = found.differences["poor"]["wer"]
@@ -57,7 +57,7 @@ def changed(side: ComparedSystem, name: str, **values: str) -> ComparedSystem:
     return ComparedSystem(name, [replace(row, **values) for row in side.rows], side.folder)  # type: ignore[arg-type]
 
 
-def test_lines_are_the_same_only_with_the_same_words_and_references(systems: dict[str, ComparedSystem]) -> None:
+def test_items_match_only_with_equal_texts_and_references(systems: dict[str, ComparedSystem]) -> None:
     good, poor = systems["good"], systems["poor"]
     cut = ComparedSystem("poor", [*changed(poor, "poor", item_key="another").rows[:4], *poor.rows[4:]], poor.folder)
     found = build_comparison([good, cut], None, folder=Path("unused"), seed=0, trials=20)
@@ -85,7 +85,7 @@ def test_metrics_of_different_scorers_are_not_compared(systems: dict[str, Compar
     assert "another Whisper" in comparison_page(found)
 
 
-def test_every_pair_is_heard_on_the_same_lines_and_each_side_comes_first_equally_often(
+def test_every_pair_has_the_same_items_and_each_system_comes_first_equally_often(
     systems: dict[str, ComparedSystem],
 ) -> None:
     found = compared(systems, "good", "poor", "loud", trials=10)
@@ -109,7 +109,7 @@ def test_the_order_follows_from_the_seed(systems: dict[str, ComparedSystem]) -> 
     assert {trial.id for trial in few} < {trial.id for trial in once}, "more lines keep the answers that are there"
 
 
-def test_what_sounds_the_same_is_not_asked_about(systems: dict[str, ComparedSystem]) -> None:
+def test_items_with_identical_audio_are_not_in_the_test(systems: dict[str, ComparedSystem]) -> None:
     poor = systems["poor"]
     twin = ComparedSystem("twin", [*poor.rows[:3], *systems["good"].rows[3:]], poor.folder)
     found = build_comparison([poor, twin], None, folder=Path("unused"), seed=0, trials=20)
@@ -120,7 +120,7 @@ def test_what_sounds_the_same_is_not_asked_about(systems: dict[str, ComparedSyst
     assert same.trials == () and "all items sound the same" in comparison_page(same)
 
 
-def test_a_page_hides_who_is_who_and_loads_nothing(systems: dict[str, ComparedSystem]) -> None:
+def test_the_page_hides_system_names_and_loads_nothing(systems: dict[str, ComparedSystem]) -> None:
     named = [
         ComparedSystem(name, systems[key].rows, systems[key].folder)
         for name, key in (("secret-one", "good"), (ATTACK, "poor"))
@@ -145,7 +145,7 @@ def test_a_page_hides_who_is_who_and_loads_nothing(systems: dict[str, ComparedSy
     assert all(pair["real"] in data["sounds"] for pair in data["pairs"])
 
 
-def test_who_said_nothing_can_still_be_chosen_against(systems: dict[str, ComparedSystem]) -> None:
+def test_a_system_with_an_empty_clip_stays_in_the_test(systems: dict[str, ComparedSystem]) -> None:
     silent = changed(systems["good"], "silent", audio="", audio_hash="none")
     found = build_comparison([systems["good"], silent], None, folder=Path("unused"), seed=0, trials=2)
     data = json.loads(comparison_page(found).split('id="blind-data">', 1)[1].split("</script>", 1)[0])
@@ -159,7 +159,7 @@ def tone(level: float) -> Samples:
 
 
 @pytest.mark.parametrize("levels", [(1.0, 0.1), (0.01, 0.02), (1.0, 1.0)])
-def test_all_are_equally_loud_and_none_is_clipped(levels: tuple[float, float]) -> None:
+def test_sounds_are_equally_loud_and_not_clipped(levels: tuple[float, float]) -> None:
     spike = tone(levels[1])
     spike[100] = 40 * np.abs(spike).max()
     pause = np.zeros(3 * RATE, np.float32)

@@ -84,7 +84,7 @@ PLANTED: list[tuple[Callable[[EvalItem], SystemOutput], str, str, dict[str, floa
 
 
 @pytest.mark.parametrize(("voice", "name", "metric", "figures"), PLANTED, ids=[one[0].__name__ for one in PLANTED])
-def test_a_planted_defect_is_caught_by_its_metric_and_named(
+def test_a_planted_defect_is_diagnosed_by_its_metric(
     tmp_path: Path, voice: Callable[[EvalItem], SystemOutput], name: str, metric: str, figures: dict[str, float]
 ) -> None:
     evaluation = evaluated(tmp_path, voice)
@@ -113,7 +113,7 @@ def test_a_good_model_has_no_defect_and_is_better_than_its_base(tmp_path: Path) 
         assert delta[key].excludes_zero and (delta[key].mean or 0) * sign > 0
 
 
-def test_a_model_that_is_its_base_is_told(tmp_path: Path) -> None:
+def test_a_model_equal_to_its_base_is_diagnosed(tmp_path: Path) -> None:
     evaluation = evaluated(tmp_path, poorly)
     diagnosis = next(
         diagnosis
@@ -125,14 +125,14 @@ def test_a_model_that_is_its_base_is_told(tmp_path: Path) -> None:
     assert "exactly as the base does" in evaluation_page(evaluation)
 
 
-def test_a_model_that_cannot_be_told_from_its_base_is_told(tmp_path: Path) -> None:
+def test_a_model_no_better_than_its_base_is_diagnosed(tmp_path: Path) -> None:
     """Other sounds, the same words and voice."""
     evaluation = evaluated(tmp_path, lambda item: SystemOutput(0.9 * poorly(item).samples, stopped=True))
     names = [diagnosis.name for diagnosis in evaluation.diagnoses if diagnosis.system == "model"]
     assert "no better than the base" in names and "equal to the base" not in names
 
 
-def test_a_copy_is_told_however_small_its_loss(tmp_path: Path) -> None:
+def test_a_copied_reference_is_diagnosed_despite_a_small_loss(tmp_path: Path) -> None:
     evaluation = evaluated(tmp_path, copies, loss=0.0031, base_loss=4.2)
     diagnoses = {diagnosis.name: diagnosis for diagnosis in evaluation.diagnoses if diagnosis.system == "model"}
     assert "0.0031 does not show it" in diagnoses["copies the reference"].text
@@ -142,7 +142,7 @@ def test_a_copy_is_told_however_small_its_loss(tmp_path: Path) -> None:
     assert "0.0031 does not show it" in shown and "the loss misleads" in shown
 
 
-def test_the_base_itself_is_looked_at(tmp_path: Path) -> None:
+def test_the_base_is_diagnosed_too(tmp_path: Path) -> None:
     systems: list[System] = [Recordings(REAL, RATE), FakeSystem("model", well), FakeSystem(BASE, never_stops)]
     evaluation = evaluation_of(tmp_path, systems, {})
     assert [
@@ -167,7 +167,7 @@ def test_asr_loops_are_wholly_wrong_and_counted(tmp_path: Path) -> None:
     assert "the ASR loops" in page and "3 of 18" in page and "whose words all count as errors" in page
 
 
-def test_a_codec_that_damages_speech_is_told(tmp_path: Path) -> None:
+def test_a_codec_that_damages_speech_is_diagnosed(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     deaf = Recordings(ROUND_TRIP, RATE, "noise", lambda samples: rng.normal(0, 0.1, len(samples)).astype(np.float32))
     systems: list[System] = [Recordings(REAL, RATE), deaf, FakeSystem("model", well)]

@@ -74,7 +74,7 @@ def printed(workspace: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_run_stands_beside_its_base_and_the_real_recordings(workspace: Path, printed: dict[str, Any]) -> None:
+def test_a_run_is_evaluated_with_its_base_and_the_recordings(workspace: Path, printed: dict[str, Any]) -> None:
     assert list(printed["systems"]) == [REAL, ROUND_TRIP, "run", BASE] and list(printed["differences"]) == ["run"]
     out = workspace / "run" / "evaluation"
     assert json.loads((out / "evaluation.json").read_text(encoding="utf-8")) == printed
@@ -88,7 +88,7 @@ def test_a_run_stands_beside_its_base_and_the_real_recordings(workspace: Path, p
     assert "untuned base" in (out / "report.html").read_text(encoding="utf-8")
 
 
-def test_references_lie_beside_what_was_spoken_with_them(workspace: Path, printed: dict[str, Any]) -> None:
+def test_references_are_saved_beside_the_speech(workspace: Path, printed: dict[str, Any]) -> None:
     """Named so that they sort beside it, and shown in the page; recordings were given none."""
     assert printed
     out = workspace / "run" / "evaluation"
@@ -105,7 +105,7 @@ def test_references_lie_beside_what_was_spoken_with_them(workspace: Path, printe
     assert "<span>reference</span>" in (out / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_reference_is_replaced_with_the_audio_it_belongs_to(workspace: Path, tmp_path: Path) -> None:
+def test_saved_references_are_replaced_with_their_audio(workspace: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sentences": tmp_path / "list.lst", "device": "cpu", "out": tmp_path / "out"}
     references = []
     for name in ("robin/robin-0.wav", "heron/heron-0.wav"):
@@ -116,7 +116,7 @@ def test_a_reference_is_replaced_with_the_audio_it_belongs_to(workspace: Path, t
     assert references[0] != references[1]
 
 
-def test_run_again_it_has_nothing_to_say(
+def test_a_second_evaluation_speaks_nothing_again(
     workspace: Path, printed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SpeechSystem, "speak", lambda *_: pytest.fail("everything was said before"))
@@ -125,7 +125,7 @@ def test_run_again_it_has_nothing_to_say(
     assert {**json.loads(json.dumps(again.to_json())), "settings": {}} == {**printed, "settings": {}}
 
 
-def test_another_seed_says_it_otherwise(workspace: Path, printed: dict[str, Any], tmp_path: Path) -> None:
+def test_another_seed_gives_other_audio(workspace: Path, printed: dict[str, Any], tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": workspace / "prepared", "limit": 2, "device": "cpu", "seed": 1}
     first = evaluate(str(workspace / "model"), out=tmp_path / "one", **options)
     assert list(first.estimates) == [REAL, ROUND_TRIP, "model"] and first.differences == {}
@@ -138,7 +138,7 @@ def test_another_seed_says_it_otherwise(workspace: Path, printed: dict[str, Any]
     assert printed and not {row.audio_hash for row in first.rows["model"]} & set(before.values())
 
 
-def test_lines_of_a_file_and_models_against_one_another(workspace: Path, tmp_path: Path) -> None:
+def test_sentences_of_a_file_and_systems_against_one_another(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("\n".join(LINES), encoding="utf-8")
     shown = myna(
         *(
@@ -169,7 +169,7 @@ def test_lines_of_a_file_and_models_against_one_another(workspace: Path, tmp_pat
     assert "equal to the base" in beside, "the first that stands against a model is what it is measured by"
 
 
-def test_a_run_is_judged_as_it_will_be_spoken_with(workspace: Path, printed: dict[str, Any], tmp_path: Path) -> None:
+def test_strength_scales_the_evaluated_run(workspace: Path, printed: dict[str, Any], tmp_path: Path) -> None:
     """With none of its LoRA it says what its base says, and with half of it something else than with all."""
 
     def said(strength: float) -> dict[str, dict[str, str]]:
@@ -196,7 +196,7 @@ def test_a_run_is_judged_as_it_will_be_spoken_with(workspace: Path, printed: dic
         evaluate(str(workspace / "model"), data=workspace / "prepared", device="cpu", strength=0.5)
 
 
-def test_what_cannot_be_judged_is_told(workspace: Path) -> None:
+def test_an_evaluation_without_items_or_with_a_reserved_name_is_refused(workspace: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to say"):
         evaluate(str(workspace / "run"), device="cpu")
     with pytest.raises(ConfigError, match="cannot be called base"):
@@ -219,7 +219,7 @@ def test_the_loss_of_a_run_is_that_of_its_best_evaluation(workspace: Path, tmp_p
     assert run_metadata(moved)["loss"] == 4.2, "that of the one that was heard best"
 
 
-def test_a_split_is_judged_by_what_it_held_out(workspace: Path, tmp_path: Path) -> None:
+def test_a_split_is_evaluated_on_its_held_out_items(workspace: Path, tmp_path: Path) -> None:
     shown = " ".join(myna("split", workspace / "prepared", "--texts", 1).split())
     assert "subsets/train: 4 utterances" in shown and "subsets/held_out_texts: 2 utterances" in shown
     held_out = workspace / "prepared" / "subsets" / "held_out_texts"

@@ -26,7 +26,7 @@ def settings(data: Path, **changes: object) -> DataSettings:
     return DataSettings(train=data, reference_seconds=(0.5, 10.0), **changes)  # type: ignore[arg-type]
 
 
-def test_every_target_is_a_line_with_another_clip_of_its_speaker(data: Path) -> None:
+def test_every_target_is_an_item_with_another_clip_of_its_speaker(data: Path) -> None:
     eval_set = load_eval_set(data, None, settings(data), seed=0, language="en")
     assert [item.id for item in eval_set.items][:2] == ["anna-0", "anna-1"] and len(eval_set.items) == 9
     for item in eval_set.items[:-1]:
@@ -50,7 +50,7 @@ def test_with_a_limit_speakers_take_turns(data: Path) -> None:
     assert any({item.id for item in eval_set.items} != {item.id for item in other.items} for other in others)
 
 
-def test_lines_of_a_file_are_dealt_to_the_speakers(data: Path, tmp_path: Path) -> None:
+def test_sentences_of_a_file_are_given_to_speakers_in_turn(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "lines.txt.gz"
     file.write_bytes(gzip.compress(b"Good morning.\n\n  What a   day! \nYes.\nNo.\n"))
     eval_set = load_eval_set(data, file, settings(data), seed=0, language="en")
@@ -77,7 +77,7 @@ def test_a_list_names_its_references(tmp_path: Path) -> None:
             load_eval_set(None, file, None, seed=0)
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_of_sentences_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         load_eval_set(None, tmp_path / "nothing.txt", None, seed=0)
     (tmp_path / "empty.txt").write_text("\n\n")
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         load_eval_set(None, tmp_path / "empty.txt", None, seed=0)
 
 
-def test_many_speakers_are_known_by_fewer_clips(tmp_path: Path) -> None:
+def test_many_speakers_have_fewer_comparison_clips_each(tmp_path: Path) -> None:
     clips = [
         said(tmp_path, f"s{who:02d}-{number}", f"s{who:02d}", seconds=0.3) for who in range(30) for number in range(5)
     ]

@@ -44,7 +44,7 @@ def house() -> Iterator[House]:
     made.running.server_close()
 
 
-def test_the_page_is_given_and_answers_are_handed_on(house: House) -> None:
+def test_the_page_is_served_and_answers_are_received(house: House) -> None:
     assert house.ask("GET", "/") == (200, b"<p>the page</p>")
     assert house.ask("GET", "/../secret")[0] == 404
     assert house.ask("POST", "/answers", b'{"a": 1}', Origin=f"http://127.0.0.1:{house.port}") == (200, b"saved")
@@ -52,7 +52,7 @@ def test_the_page_is_given_and_answers_are_handed_on(house: House) -> None:
     assert house.received == [b'{"a": 1}', b"two"]
 
 
-def test_what_is_wrong_with_an_answer_is_told(house: House) -> None:
+def test_a_wrong_answer_gets_an_error_message(house: House) -> None:
     status, told = house.ask("POST", "/answers", b"bad")
     assert status == 400 and b"this is no answer" in told and b"send another" in told
     assert house.ask("POST", "/elsewhere", b"x")[0] == 404
@@ -61,7 +61,7 @@ def test_what_is_wrong_with_an_answer_is_told(house: House) -> None:
     assert house.received == []
 
 
-def test_other_sites_cannot_reach_it_through_a_browser(house: House) -> None:
+def test_requests_of_other_sites_are_refused(house: House) -> None:
     assert house.ask("GET", "/", Host="evil.example")[0] == 403
     assert house.ask("POST", "/answers", b"x", Host=f"evil.example:{house.port}")[0] == 403
     assert house.ask("POST", "/answers", b"x", Origin="http://evil.example")[0] == 403
@@ -69,7 +69,7 @@ def test_other_sites_cannot_reach_it_through_a_browser(house: House) -> None:
     assert house.received == []
 
 
-def test_it_listens_to_this_machine_alone_and_says_when_a_port_is_taken(house: House) -> None:
+def test_the_server_is_local_and_a_used_port_is_an_error(house: House) -> None:
     assert house.running.server_address[0] == "127.0.0.1"
     with pytest.raises(ConfigError, match=f"port {house.port} cannot be used") as caught:
         local_page_server(b"", "answers", house.receive, house.port)

@@ -34,7 +34,7 @@ def card(run: myna.Run) -> str:
     return (run.result / CARD_FILE).read_text()
 
 
-def test_every_run_has_one(run: myna.Run) -> None:
+def test_every_run_has_a_model_card(run: myna.Run) -> None:
     text = card(run)
     assert text.startswith("---\nbase_model: model\nlibrary_name: peft\n")
     assert file_sha256(run.adapter / "adapter_model.safetensors") in text
@@ -48,7 +48,7 @@ def test_every_run_has_one(run: myna.Run) -> None:
 
 
 @pytest.mark.parametrize("clips", [0, 1, 5, 2000])
-def test_speakers_are_counted_as_one_would_by_hand(clips: int) -> None:
+def test_speakers_are_counted_with_clips_and_hours(clips: int) -> None:
     draw = np.random.default_rng(clips)
     speakers, languages = draw.integers(0, 50, clips, np.int32), draw.integers(0, 3, clips, np.int32)
     frames, is_target = draw.integers(1, 500, clips, np.int32), draw.integers(0, 2, clips, np.uint8)
@@ -101,7 +101,7 @@ def test_scores_with_intervals(run: myna.Run) -> None:
     shutil.rmtree(run.folder / "evaluation")
 
 
-def test_data_that_is_gone_is_said_to_be_unknown(run: myna.Run, tmp_path: Path) -> None:
+def test_missing_training_data_is_called_unknown(run: myna.Run, tmp_path: Path) -> None:
     moved = run.recipe.data.train.rename(tmp_path / "moved")
     write_model_card(run, {})
     assert "could not be read" in card(run)
@@ -109,7 +109,7 @@ def test_data_that_is_gone_is_said_to_be_unknown(run: myna.Run, tmp_path: Path) 
     moved.rename(run.recipe.data.train)
 
 
-def test_a_card_that_cannot_be_written_fails_no_run(run: myna.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_card_does_not_fail_the_run(run: myna.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

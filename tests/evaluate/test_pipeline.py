@@ -44,7 +44,7 @@ class CountingASR(FakeASR):
         return super().transcribe(*audio)  # type: ignore[arg-type]
 
 
-def test_a_second_time_nothing_is_said_or_heard_again(tmp_path: Path) -> None:
+def test_finished_items_are_not_spoken_or_scored_again(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     first = score_systems(eval_set, [FakeSystem("model", well)], fake_scorers(), out)
     again, asr = FakeSystem("model", well), CountingASR()
@@ -56,7 +56,7 @@ def test_a_second_time_nothing_is_said_or_heard_again(tmp_path: Path) -> None:
     assert read_item_scores(out / "items.parquet") == first["model"]
 
 
-def test_a_stop_loses_only_what_is_being_said(tmp_path: Path) -> None:
+def test_an_interruption_loses_only_unsaved_items(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     said = 0
 
@@ -78,7 +78,7 @@ def test_a_stop_loses_only_what_is_being_said(tmp_path: Path) -> None:
     assert scores == whole, "neither the stop nor the size of a batch can be heard"
 
 
-def test_an_ear_that_comes_later_hears_what_was_said_before(tmp_path: Path) -> None:
+def test_a_scorer_added_later_scores_existing_audio(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     deaf = fake_scorers(asr="no ASR model was named", dnsmos="speechmos is not installed")
     before = score_systems(eval_set, [FakeSystem("model", well)], deaf, out)
@@ -88,7 +88,7 @@ def test_an_ear_that_comes_later_hears_what_was_said_before(tmp_path: Path) -> N
     assert model.spoken == [] and all(row.transcript == row.text for row in after["model"])
 
 
-def test_a_recogniser_is_not_asked_what_a_click_says(tmp_path: Path) -> None:
+def test_a_click_is_not_transcribed(tmp_path: Path) -> None:
     """It would make something up, and a model that ends at once would have no word errors."""
     scorers, asr = fake_scorers(), CountingASR()
     object.__setattr__(scorers, "asr", asr)
@@ -97,7 +97,7 @@ def test_a_recogniser_is_not_asked_what_a_click_says(tmp_path: Path) -> None:
     assert asr.count == 0 and all(row.transcript == "" and row.word_errors == row.words for row in scores["model"])
 
 
-def test_another_recogniser_hears_again(tmp_path: Path) -> None:
+def test_another_asr_transcribes_again(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     score_systems(eval_set, [FakeSystem("model", well)], fake_scorers(), out)
     other, asr = fake_scorers(), CountingASR()
@@ -107,7 +107,7 @@ def test_another_recogniser_hears_again(tmp_path: Path) -> None:
     assert asr.count == len(eval_set.items)
 
 
-def test_what_has_changed_is_said_again(tmp_path: Path) -> None:
+def test_changed_items_are_spoken_again(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     score_systems(eval_set, [FakeSystem("model", well)], fake_scorers(), out)
     first = eval_set.items[0]
@@ -124,7 +124,7 @@ def test_what_has_changed_is_said_again(tmp_path: Path) -> None:
     assert set(model.spoken) == {first.id, eval_set.items[1].id}
 
 
-def test_a_line_is_known_by_its_own_key_whoever_says_it_and_in_old_results_too(tmp_path: Path) -> None:
+def test_an_item_key_is_equal_for_all_systems_and_added_to_old_results(tmp_path: Path) -> None:
     eval_set, out = make_eval_set(tmp_path, FEW), tmp_path / "out"
     scores = score_systems(eval_set, [FakeSystem("one", well), FakeSystem("two", poorly)], fake_scorers(), out)
     keys = [[row.item_key for row in scores[name]] for name in ("one", "two")]
@@ -140,7 +140,7 @@ def test_a_line_is_known_by_its_own_key_whoever_says_it_and_in_old_results_too(t
     assert [row.item_key for row in read_item_scores(out / "items.parquet")] == keys[0]
 
 
-def test_a_voice_is_not_compared_with_its_own_line_or_reference(tmp_path: Path) -> None:
+def test_similarity_excludes_the_item_and_its_reference(tmp_path: Path) -> None:
     """Real recordings would be their own best match, and a copy of the reference would be the best of clones."""
     eval_set = make_eval_set(tmp_path, FEW)
     first = eval_set.items[0]
@@ -155,7 +155,7 @@ def test_a_voice_is_not_compared_with_its_own_line_or_reference(tmp_path: Path) 
     assert row.compared_with == "reference" and row.speaker_rank is None
 
 
-def test_lines_without_recordings_or_references_say_so(tmp_path: Path) -> None:
+def test_items_without_recordings_or_references_are_noted(tmp_path: Path) -> None:
     eval_set = EvalSet(tuple(EvalItem(f"line-{number}", text, language="en") for number, text in enumerate(LINES)), {})
     systems: list[System] = [
         Recordings(REAL, RATE),
@@ -182,7 +182,7 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     return evaluate_systems(make_eval_set(folder), systems, folder / "out", name="mine")
 
 
-def test_the_keys_that_others_read(evaluation: Evaluation) -> None:
+def test_evaluation_json_has_its_documented_keys(evaluation: Evaluation) -> None:
     content = json.loads(json.dumps(evaluation.to_json(), allow_nan=False))
     assert list(content["systems"]) == [REAL, "mine", BASE] and list(content["differences"]) == ["mine"]
     wanted = (
@@ -207,7 +207,7 @@ def test_the_keys_that_others_read(evaluation: Evaluation) -> None:
     assert content["groups"]["length"]["one word"]["mine"]["stop_rate"]["n"] == 3
 
 
-def test_the_worst_line_comes_first(evaluation: Evaluation) -> None:
+def test_the_worst_item_comes_first(evaluation: Evaluation) -> None:
     assert worst_first(evaluation.rows["mine"])[0].id == "heron-2"
     shown = evaluation_page(evaluation)
     listen = shown[shown.index("Listen, the worst items first") :]
@@ -226,7 +226,7 @@ def test_the_page_opens_without_a_network_and_escapes_what_it_shows(tmp_path: Pa
     assert shown.count("<audio") == 1 and "data:audio/flac" in shown
 
 
-def test_missing_scorers_are_told_and_not_made_up(tmp_path: Path) -> None:
+def test_missing_scorers_are_named_with_the_reason(tmp_path: Path) -> None:
     deaf = fake_scorers(asr="no ASR model was named: --asr base", distillmos="pip install distillmos")
     eval_set = make_eval_set(tmp_path, ("wren",))
     evaluation = evaluate_systems(eval_set, [FakeSystem("mine", well)], tmp_path / "out", name="mine", scorers=deaf)
@@ -246,7 +246,7 @@ def test_two_systems_of_one_name_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_names_become_files_of_their_own(tmp_path: Path) -> None:
+def test_names_become_distinct_file_names(tmp_path: Path) -> None:
     names = ["plain-1.0", "a/b", "a b", "a_b", "..", "ünïcode", "x" * 200]
     files = [safe_file_name(name) for name in names]
     assert files[0] == "plain-1.0" and len(set(files)) == len(files)
@@ -257,7 +257,7 @@ def test_names_become_files_of_their_own(tmp_path: Path) -> None:
         ItemScoresFile(tmp_path, "model")
 
 
-def test_company_does_not_change_where_a_line_is_cut() -> None:
+def test_maximum_length_depends_on_the_item_alone() -> None:
     short, long = EvalItem("a", "Yes."), EvalItem("b", "word " * 60)
     assert short.max_seconds < long.max_seconds and short.length_class == "word" and long.length_class == "long"
     assert all(item.max_seconds >= 2 * item.expected_seconds for item in (short, long, EvalItem("d", "word " * 2000)))

@@ -43,7 +43,7 @@ def tail(wins: int, of: int, share: float) -> float:
 
 
 @given(st.integers(0, 60), st.data())
-def test_an_interval_holds_the_shares_at_which_it_is_no_surprise(of: int, data: st.DataObject) -> None:
+def test_binomial_intervals_are_exact(of: int, data: st.DataObject) -> None:
     wins = data.draw(st.integers(0, of))
     low, high = binomial_interval(wins, of)
     assert 0 <= low <= (wins / of if of else 0.5) <= high <= 1
@@ -53,7 +53,7 @@ def test_an_interval_holds_the_shares_at_which_it_is_no_surprise(of: int, data: 
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
-def test_the_sign_test_knows_chance(one: int, other: int) -> None:
+def test_the_sign_test_gives_exact_p_values(one: int, other: int) -> None:
     p = PreferenceCount(("a", "b"), (one, other), ties=3).p_value
     assert p == PreferenceCount(("b", "a"), (other, one), 0).p_value and 0 < p <= 1
     assert p == pytest.approx(min(1.0, 2 * tail(max(one, other), one + other, 0.5)))
@@ -62,14 +62,14 @@ def test_the_sign_test_knows_chance(one: int, other: int) -> None:
 @pytest.mark.parametrize(
     ("wins", "preferred"), [((9, 1), "a"), ((1, 9), "b"), ((6, 4), None), ((0, 0), None), ((5, 0), None), ((6, 0), "a")]
 )
-def test_somebody_is_preferred_when_the_interval_says_so(wins: tuple[int, int], preferred: str | None) -> None:
+def test_a_preference_needs_an_interval_beyond_one_half(wins: tuple[int, int], preferred: str | None) -> None:
     count = PreferenceCount(("a", "b"), wins, ties=2)
     assert count.preferred == preferred
     assert (count.p_value < 0.05) == (preferred is not None)
     assert json.loads(json.dumps(count.to_json()))["preferred"] == preferred
 
 
-def test_several_listeners_add_up_whatever_the_order_they_heard() -> None:
+def test_answers_add_up_in_any_order_of_offering() -> None:
     anna, ben = (
         ListenerAnswers(ANNA, "Anna", answers(t1="s1", t2="s3", t3=TIE)),
         ListenerAnswers(BEN, "", answers(t1="s2", t2="s4")),
@@ -89,7 +89,7 @@ def test_several_listeners_add_up_whatever_the_order_they_heard() -> None:
     assert turned.pairs[0].systems == ("b", "a") and turned.pairs[0].wins == (1, 1)
 
 
-def test_answers_about_other_sounds_do_not_count_and_are_told() -> None:
+def test_answers_about_other_sounds_are_counted_apart() -> None:
     found = aggregate_preferences(
         TRIALS, [ListenerAnswers(ANNA, "Anna", answers(t1="s3", t9="s1", t2="s4"))], ["a", "b", "c"]
     )
@@ -97,7 +97,7 @@ def test_answers_about_other_sounds_do_not_count_and_are_told() -> None:
     assert found.to_json()["answers_not_counted"] == 2
 
 
-def test_nobody_overwrites_anybody(tmp_path: Path) -> None:
+def test_listeners_do_not_overwrite_each_other(tmp_path: Path) -> None:
     save_listener_answers(tmp_path, ListenerAnswers(ANNA, "Anna", answers(t1="s1")))
     save_listener_answers(tmp_path, ListenerAnswers(BEN, "Anna", answers(t1="s2")))
     later = {"t1": (TIE, "2026-11-15T11:00:00.000Z"), "t2": ("s3", "2026-11-15T11:00:01.000Z")}
@@ -109,7 +109,7 @@ def test_nobody_overwrites_anybody(tmp_path: Path) -> None:
     assert not list((tmp_path / "preferences").glob(".*")), "nothing half-written is left"
 
 
-def test_what_was_written_is_read_again() -> None:
+def test_written_answers_are_read_again() -> None:
     listener = ListenerAnswers(ANNA, "Änna <b>", answers(t1="s1", t2=TIE))
     assert parse_listener_answers(json.dumps(listener.to_json()), "here") == listener
 
@@ -127,7 +127,7 @@ def test_what_was_written_is_read_again() -> None:
         {"answers": []},
     ],
 )
-def test_what_is_no_answer_is_refused(change: dict[str, Any]) -> None:
+def test_malformed_answers_are_refused(change: dict[str, Any]) -> None:
     whole = ListenerAnswers(ANNA, "Anna", answers(t1="s1")).to_json()
     with pytest.raises(DataError, match="the file sent") as caught:
         parse_listener_answers(json.dumps(whole | change), "the file sent")

@@ -75,14 +75,14 @@ def checkpoint_scores(*steps: StepScores, constraints: Constraints = CONSTRAINTS
     ],
     ids=["as it should be", "misheard", "at most wholly", "a loop is not understood", "no voice", "nothing to spell"],
 )
-def test_a_line_is_marked_by_voice_and_letters(said: dict[str, Any], expected: float) -> None:
+def test_the_score_of_an_item_is_similarity_less_character_errors(said: dict[str, Any], expected: float) -> None:
     assert item_score(row(**said)).numerator == pytest.approx(expected) and item_score(row(**said)).denominator == 1.0
 
 
 # The rule
 
 
-def test_what_is_surely_better_is_the_best_and_the_earlier_of_two() -> None:
+def test_the_best_is_surely_better_and_the_earlier_of_equals() -> None:
     base, first, second, third = checkpoint_scores(
         step_scores(0), step_scores(10, 0.05), step_scores(20, 0.1), step_scores(30, 0.08)
     )
@@ -111,7 +111,7 @@ def test_items_are_split_by_speaker_whatever_their_order() -> None:
     assert split_items(items, seed=1)[0] != choosing and split_items(items[:1], seed=0) == (items[:1], [])
 
 
-def test_what_a_few_lines_decide_is_not_better() -> None:
+def test_a_difference_on_a_few_items_is_not_better() -> None:
     """A later checkpoint has to be better on the same lines by more than one standard error of the difference."""
     base, first = checkpoint_scores(step_scores(0), step_scores(10, 0.05))
 
@@ -128,7 +128,7 @@ def test_what_a_few_lines_decide_is_not_better() -> None:
     assert one_line.is_better_than(first), "on the lines that both have said"
 
 
-def test_similarity_does_not_make_up_for_words() -> None:
+def test_similarity_does_not_outweigh_word_errors() -> None:
     base, alike, clear = checkpoint_scores(
         step_scores(0), step_scores(10, 0.1, character_errors=3), step_scores(20, 0.05)
     )
@@ -143,13 +143,13 @@ def test_similarity_does_not_make_up_for_words() -> None:
         ({"distillmos": None}, "there is nothing to hear of it"),
     ],
 )
-def test_floors_are_kept_however_high_the_mark(said: dict[str, Any], violation: str) -> None:
+def test_constraints_hold_for_every_score(said: dict[str, Any], violation: str) -> None:
     base, poor, fine = checkpoint_scores(step_scores(0), step_scores(10, 0.3, **said), step_scores(20, 0.05))
     assert violation in poor.violations[0] and best_checkpoint([base, poor, fine]) is fine
     assert poor.to_json(20)["violations"] == list(poor.violations) and poor.to_json(20)["best_step"] == 20
 
 
-def test_the_quality_that_is_asked_for_comes_before_what_the_base_has() -> None:
+def test_a_required_mos_replaces_that_of_the_base() -> None:
     rows = step_scores(0).rows
     assert required_mos(rows, CONSTRAINTS) == 3.0 and required_mos(rows, Constraints(0.9, min_mos=3.4)) == 3.4
     _, poor = checkpoint_scores(
@@ -158,7 +158,7 @@ def test_the_quality_that_is_asked_for_comes_before_what_the_base_has() -> None:
     assert "3.40 is required" in poor.violations[0]
 
 
-def test_what_forgets_is_not_the_best() -> None:
+def test_a_worse_forgetting_set_rules_a_checkpoint_out() -> None:
     base, forgets, keeps = checkpoint_scores(
         step_scores(0, forgetting=0.0), step_scores(10, 0.2, forgetting=-0.1), step_scores(20, 0.1, forgetting=-0.0005)
     )
@@ -170,7 +170,7 @@ def test_what_forgets_is_not_the_best() -> None:
     assert any("finds the end of 100% fewer items of the forgetting set" in violation for violation in told)
 
 
-def test_it_may_go_up_without_being_better() -> None:
+def test_the_highest_score_may_not_be_the_best() -> None:
     def history(*gains: float) -> TrainingHistory:
         return TrainingHistory("run", [step_scores(10 * n, gain) for n, gain in enumerate((0.0, *gains))], CONSTRAINTS)
 
@@ -187,13 +187,13 @@ def told(*steps: StepScores, recordings: Sequence[ItemScores] = (), constraints:
     return "\n".join(training_conclusion(TrainingHistory("run", steps, constraints, recordings)))
 
 
-def test_a_gain_is_told_with_its_interval() -> None:
+def test_a_gain_is_reported_with_its_interval() -> None:
     text = told(step_scores(0), step_scores(10, 0.1), step_scores(20, 0.05))
     assert text.startswith("step 10 is the best: score 0.792, +0.099 [") and "on 20 items that chose nothing" in text
     assert "similarity" in text and "likely reasons" not in text and "ASR loops in 0 items" in text
 
 
-def test_no_gain_is_told_with_likely_reasons() -> None:
+def test_a_missing_gain_is_reported_with_likely_reasons() -> None:
     base = step_scores(0)
     same = [replace(base, step=step) for step in (0, 10, 20)]
     assert told(*same).startswith(
@@ -213,7 +213,7 @@ def test_no_gain_is_told_with_likely_reasons() -> None:
     assert "still becoming better at the end" in told(base, step_scores(10, -0.2), step_scores(20, -0.1))
 
 
-def test_what_is_ruled_out_is_told() -> None:
+def test_ruled_out_checkpoints_are_named() -> None:
     base, silent = step_scores(0), step_scores(10, 0.3, distillmos=None)
     assert "no checkpoint may be called the best, so the last one is the result" in told(base, silent)
     assert "better than the base model" not in told(base, silent), "it would be, if it could be heard"
@@ -225,7 +225,7 @@ def test_what_is_ruled_out_is_told() -> None:
     assert "nothing to compare" in told(base)
 
 
-def test_the_page_says_so_too(tmp_path: Path) -> None:
+def test_the_page_shows_the_conclusion(tmp_path: Path) -> None:
     history = TrainingHistory(
         "<mine>",
         [step_scores(0, forgetting=0.0), step_scores(10, 0.2, forgetting=-0.1), step_scores(20, 0.1, forgetting=0.0)],

@@ -14,7 +14,7 @@ from myna.speak.loading import load_engine
 TEXTS = ("Seven ships sailed.", "Yes.", "No.", "Good day.", "Come in.")
 
 
-def test_items_join_the_batch_as_others_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_slot_takes_the_next_item(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     system = SpeechSystem("model", lambda: engine, 0, {})
     items = [EvalItem(str(number), text, language="en") for number, text in enumerate(TEXTS)]
@@ -42,6 +42,6 @@ def test_items_join_the_batch_as_others_leave_it(monkeypatch: pytest.MonkeyPatch
         assert spoken[item.id].stopped == alone[item.id].stopped
 
 
-def test_nothing_to_say_is_nothing() -> None:
+def test_no_items_give_no_output() -> None:
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     assert list(SpeechSystem("model", lambda: engine, 0, {}).speak([], 4)) == []

@@ -42,7 +42,7 @@ def order(scorers: Scorers, takes: list[Speech], *references: ReferenceRecording
     return [one.number for one in TakeRanker(scorers).rank(request, takes).takes]
 
 
-def test_the_end_counts_before_words_and_words_before_the_voice_and_the_voice_before_quality(
+def test_takes_are_ranked_by_end_then_words_then_similarity_then_quality(
     reference: ReferenceRecording,
 ) -> None:
     right = say(TEXT, WREN, rest=2)
@@ -62,7 +62,7 @@ def test_the_end_counts_before_words_and_words_before_the_voice_and_the_voice_be
     assert order(without, takes, reference)[:2] == [2, 4], "equal in voice: the order of the seeds"
 
 
-def test_a_metric_that_is_not_there_is_named_and_the_others_decide(reference: ReferenceRecording) -> None:
+def test_a_missing_metric_is_named_and_the_others_rank(reference: ReferenceRecording) -> None:
     takes = [take(say(TEXT, SPEAKERS["heron"], rest=2)), take(say("good evening to you", WREN, rest=2))]
     scorers = fake_scorers(asr="no ASR model was named")
     ranking = TakeRanker(scorers).rank(SpeechRequest(TEXT, (reference,)), takes)
@@ -81,7 +81,7 @@ def test_silence_early_ends_and_copies_of_the_reference_come_after_speech(refere
     assert defects == {1: ["silent"], 2: ["ended early"], 3: ["copies the reference"], 4: []}
 
 
-def test_speaker_tags_are_no_words() -> None:
+def test_speaker_tags_do_not_count_as_words() -> None:
     tagged = f"[SPEAKER0] {TEXT}"
     assert order(fake_scorers(), [take(say("good evening", WREN)), take(say(TEXT, WREN, rest=2))], text=tagged) == [
         2,
@@ -89,7 +89,7 @@ def test_speaker_tags_are_no_words() -> None:
     ]
 
 
-def test_without_any_metric_it_says_what_to_install(reference: ReferenceRecording) -> None:
+def test_ranking_without_a_metric_names_what_to_install(reference: ReferenceRecording) -> None:
     reasons = {"asr": "no ASR", "distillmos": "pip install distillmos", "dnsmos": "pip install speechmos"}
     voice_only = TakeRanker(fake_scorers(**reasons))
     voice_only.check(1)
@@ -143,7 +143,7 @@ def run(*words: object, command: str = "speak") -> str:
     return result.output
 
 
-def test_the_best_take_has_the_name_that_was_asked_for(model: Path, whisper: str, tmp_path: Path) -> None:
+def test_the_best_take_is_saved_under_the_requested_name(model: Path, whisper: str, tmp_path: Path) -> None:
     words = ("a b c", "-m", model, "--takes", 3, "--best", "--asr", whisper, "--seed", 3)
     output = run(*words, "-o", tmp_path / "alone" / "abc.wav")
     assert [file.name for file in (tmp_path / "alone").iterdir()] == ["abc.wav"]
@@ -158,7 +158,7 @@ def test_the_best_take_has_the_name_that_was_asked_for(model: Path, whisper: str
 
 
 @pytest.mark.slow
-def test_lines_keep_the_best_of_their_takes(model: Path, whisper: str, tmp_path: Path) -> None:
+def test_every_line_keeps_its_best_take(model: Path, whisper: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("a b c\nd e f\n")
     lines, out = tmp_path / "lines.txt", tmp_path / "out"
     words = (lines, "-o", out, "-m", model, "--takes", 3, "--seed", 3, "--asr", whisper, "--format", "flac")
@@ -183,7 +183,7 @@ def test_lines_keep_the_best_of_their_takes(model: Path, whisper: str, tmp_path:
     assert "2 of them before" in speak_lines("--keep-takes")
 
 
-def test_what_does_not_go_with_the_best_is_said(model: Path, tmp_path: Path) -> None:
+def test_options_that_exclude_takes_are_refused(model: Path, tmp_path: Path) -> None:
     for words, message in (
         (("hi", "--best"), "--best is one of several takes"),
         (("hi", "--keep-takes"), "--keep-takes goes with --best"),

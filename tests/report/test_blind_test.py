@@ -24,14 +24,14 @@ def shown() -> str:
     return page[page.index("<main>") : page.index("</main>")]
 
 
-def test_data_cannot_end_its_script(shown: str) -> None:
+def test_text_cannot_end_the_data_script(shown: str) -> None:
     assert Reader(shown).tags.count("script") == 1
     inside = shown.split('id="blind-data">', 1)[1].split("</script>", 1)[0]
     data = json.loads(inside)
     assert data["pairs"][0]["text"] == ATTACK and data["sounds"] == {"s1": "data:,", "s2": None, "r": "data:,"}
 
 
-def test_every_control_says_what_it_does(shown: str) -> None:
+def test_every_control_has_a_label(shown: str) -> None:
     for tag, inner in re.findall(r"<button([^>]*)>(.*?)</button>", shown):
         assert re.sub(r"<kbd.*?</kbd>|<[^>]+>", "", inner).strip() or 'aria-label="' in tag
         assert 'type="button"' in tag
@@ -39,7 +39,7 @@ def test_every_control_says_what_it_does(shown: str) -> None:
     assert 'role="status"' in shown and 'aria-live="polite"' in shown and "<progress" in shown
 
 
-def test_every_button_has_its_action_and_every_key_its_deed(shown: str) -> None:
+def test_every_button_and_key_has_an_action(shown: str) -> None:
     code = page_asset("page.js")
     actions = set(re.findall(r'data-action="(\w+)"', shown))
     assert actions == {"play", "choose", "help", "close", "real", "back", "next", "download", "reveal"}
@@ -53,13 +53,13 @@ def test_every_button_has_its_action_and_every_key_its_deed(shown: str) -> None:
     assert all(key in told for key in ("Space", "1", "2", "X", "R", "A", "B", "=", "T", "←", "→", "?"))
 
 
-def test_shortcuts_can_be_switched_off_and_leave_writing_alone() -> None:
+def test_shortcuts_can_be_switched_off_and_ignore_text_fields() -> None:
     code = page_asset("page.js")
     assert "!find('#keys').checked" in code and "input[type=text]" in code and "event.ctrlKey" in code
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_script_can_be_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_script_is_valid_javascript(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("script") / "page.js"
     file.write_text(page_asset("page.js"), encoding="utf-8")
     subprocess.run(["node", "--check", str(file)], check=True, capture_output=True)

@@ -40,19 +40,19 @@ def decoded(content: bytes) -> tuple[Pixels, Pixels]:
     return lines[:, 1:], np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(-1, 3)
 
 
-def test_a_picture_decodes_to_its_pixels() -> None:
+def test_a_png_decodes_to_its_pixels() -> None:
     pixels = np.arange(6 * 7, dtype=np.uint8).reshape(6, 7)
     found, colours = decoded(encode_png(pixels))
     assert np.array_equal(found, pixels)
     assert np.array_equal(colours, color_palette())
 
 
-def test_louder_is_brighter() -> None:
+def test_louder_levels_are_brighter() -> None:
     light = color_palette().astype(float) @ [0.2, 0.7, 0.1]
     assert (np.diff(light) > -1).all() and light[-1] > light[0] + 200
 
 
-def test_a_higher_tone_stands_higher() -> None:
+def test_a_higher_tone_is_higher_in_the_image() -> None:
     rows = [int(mel_spectrogram_pixels(tone(pitch), RATE).mean(axis=1).argmax()) for pitch in (150.0, 600.0, 2400.0)]
     assert rows == sorted(rows, reverse=True) and len(set(rows)) == 3, "row 0 is the top"
 
@@ -85,7 +85,7 @@ def test_a_spectrogram_is_an_image_with_a_name() -> None:
     assert np.array_equal(pixels, mel_spectrogram_pixels(tone(440.0), RATE))
 
 
-def test_the_sound_in_a_player_is_the_sound_it_was_given() -> None:
+def test_a_player_holds_the_audio_it_was_given() -> None:
     samples = tone(190.0, 1.0) * np.float32(0.5)
     made = rendered(samples)
     assert 'aria-label="play line 1, &#34;real&#34;"' in made and " controls" in made

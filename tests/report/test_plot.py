@@ -43,7 +43,7 @@ def drawn(made: str) -> tuple[ElementTree.Element, list[list[tuple[float, float]
     return found, lines
 
 
-def test_points_stand_where_they_belong() -> None:
+def test_points_are_drawn_in_their_place() -> None:
     curve = Curve("loss", [(0, 4.0), (5, 2.0), (10, 0.0)])
     image, (line,) = drawn(line_plot([curve], title="Loss", x_label="step", y_label="loss"))
     left, right, top, bottom = float(LEFT), float(PLOT_WIDTH - RIGHT), float(TOP), float(PLOT_HEIGHT - BOTTOM)
@@ -58,7 +58,7 @@ def test_the_axis_ends_where_the_curve_does() -> None:
     assert all(float(text.attrib["x"]) <= PLOT_WIDTH - RIGHT for text in image.iter("text"))
 
 
-def test_those_who_do_not_see_it_are_told() -> None:
+def test_a_plot_is_described_for_screen_readers() -> None:
     image, _ = drawn(line_plot([Curve("a < b", [(0, 4.0), (1, 2.5)])], title="Loss & all", x_label="step", y_label="y"))
     assert image.attrib["role"] == "img"
     assert image.attrib["aria-label"] == "Loss & all. a < b: from 4 to 2.5."
@@ -79,12 +79,12 @@ def test_dots_are_drawn_where_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("points", [[(1.0, 3.0)], [(0.0, 2.0), (1.0, 2.0)], [(0.0, math.nan), (1.0, 1.0)]])
-def test_one_point_a_flat_line_and_what_is_no_number_are_drawn(points: list[tuple[float, float]]) -> None:
+def test_single_points_flat_lines_and_missing_values_are_drawn(points: list[tuple[float, float]]) -> None:
     _, (line,) = drawn(line_plot([Curve("c", points)], title="t", x_label="x", y_label="y"))
     assert line and all(math.isfinite(x) and math.isfinite(y) for x, y in line)
 
 
-def test_nothing_to_draw_is_said() -> None:
+def test_an_empty_plot_has_a_note() -> None:
     assert "nothing to draw" in line_plot([Curve("c", [])], title="Loss", x_label="x", y_label="y")
 
 
