@@ -10,7 +10,7 @@ import pytest
 from myna.demo.run import run_demo
 from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
 from tests.browser.conftest import COLOR_SCHEMES, WIDTHS, check_accessible, check_plays
-from tests.demo.fake_scorers import install_scorers
+from tests.demo.stub_scorers import install_scorers
 
 if TYPE_CHECKING:
     from tests.browser.conftest import PageOpener

@@ -36,7 +36,7 @@ from myna.speak.loading import load_engine
 from myna.train import launch
 from myna.train.run import Run
 from tests.command_line import run_command
-from tests.demo.fake_scorers import SpectrumEncoder, install_scorers, remove_scorers
+from tests.demo.stub_scorers import SpectrumEncoder, install_scorers, remove_scorers
 from tests.report.html_reader import Reader
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 
@@ -325,9 +325,7 @@ def test_too_few_recordings_are_refused(nest: Path, tmp_path: Path) -> None:
     assert "record some more" in caught.value.hint
 
 
-def test_repaired_recordings_use_the_same_folder(
-    nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repaired_recordings_use_the_same_folder(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         with pytest.raises(DataError, match="is in no layout we know"):
             (tmp_path / "empty").mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from myna.train import loop
 from myna.train.checkpoint import CheckpointManager
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
+from tests.evaluate.scripted_scorers import ScriptedScorers, scripted_scorers
 from tests.train.resume_helper import contents, make_workspace, metrics, recipe_for
 
 Learn = Callable[..., Run]
@@ -49,14 +49,14 @@ def no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
 def learn(workspace: Path, tmp_path: Path) -> Learn:
     """Train six steps with an evaluation at every second, heard as `scorers` say, or by nobody."""
 
-    def run_once(scorers: PlantedScorers | None, name: str = "run", **changes: dict[str, Any]) -> Run:
+    def run_once(scorers: ScriptedScorers | None, name: str = "run", **changes: dict[str, Any]) -> Run:
         speech_eval = {"asr": "planted", "limit": 3, "min_stop_rate": 0.0} if scorers is not None else {}
         changes["train"] = {"steps": 6, "evaluate_every": 2} | changes.get("train", {})
         changes["data"] = {"evaluation": str(workspace / "evaluation")} | changes.get("data", {})
         changes["speech_eval"] = speech_eval | changes.get("speech_eval", {})
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(recipe_for(workspace, **changes).model_dump(mode="json")))
-        with planted_scorers(scorers or PlantedScorers(workspace)):
+        with scripted_scorers(scorers or ScriptedScorers(workspace)):
             run = train(path, out=tmp_path / name)
         assert run is not None
         return run
@@ -95,11 +95,9 @@ EVERYTHING = {
         pytest.param({"adapt": {"mode": "full", "rank": 16, "alpha": 32}}, id="full"),
     ],
 )
-def test_speech_evaluation_does_not_change_the_training(
-    learn: Learn, workspace: Path, changes: dict[str, Any]
-) -> None:
+def test_speech_evaluation_does_not_change_the_training(learn: Learn, workspace: Path, changes: dict[str, Any]) -> None:
     changes = changes | {"train": changes.get("train", {}) | {"steps": 4, "keep_checkpoints": 9}}
-    heard, unheard = learn(PlantedScorers(workspace), "heard", **changes), learn(None, "unheard", **changes)
+    heard, unheard = learn(ScriptedScorers(workspace), "heard", **changes), learn(None, "unheard", **changes)
     assert set(rows(heard, "speech_eval")) == {0, 2, 4} and rows(unheard, "speech_eval") == {}
     assert learned(heard) == metrics(unheard.folder), "losses to the last digit"
     for step in (2, 4):
@@ -109,7 +107,7 @@ def test_speech_evaluation_does_not_change_the_training(
 
 def test_every_step_speaks_the_same_items_with_the_saved_weights(learn: Learn, workspace: Path) -> None:
     """What was heard in the middle of training is what the checkpoint says afterwards, running means included."""
-    run = learn(PlantedScorers(workspace), **EVERYTHING)
+    run = learn(ScriptedScorers(workspace), **EVERYTHING)
     heard = {
         step: read_item_scores(run.folder / "speech_eval" / f"step-{step:06d}" / "items.parquet") for step in (0, 4, 6)
     }
@@ -127,7 +125,7 @@ def test_every_step_speaks_the_same_items_with_the_saved_weights(learn: Learn, w
 
 
 def test_the_best_checkpoint_is_chosen_by_speech_and_not_by_loss(learn: Learn, workspace: Path) -> None:
-    run = learn(PlantedScorers(workspace, similarity={10: 0.55, 20: 0.8, 30: 0.6}), train=FAST)
+    run = learn(ScriptedScorers(workspace, similarity={10: 0.55, 20: 0.8, 30: 0.6}), train=FAST)
     losses = {step: row["loss"] for step, row in rows(run, "evaluation").items()}
     assert losses[20] > min(losses.values()), "the test needs a loss that would have chosen another"
     assert [row["best_step"] for row in rows(run, "speech_eval").values()] == [None, 10, 20, 20]
@@ -138,7 +136,7 @@ def test_the_best_checkpoint_is_chosen_by_speech_and_not_by_loss(learn: Learn, w
 
 
 def test_only_each_new_best_speaks_the_confirmation_items(learn: Learn, workspace: Path) -> None:
-    scorers = PlantedScorers(workspace, similarity={2: 0.8, 4: 0.6, 6: 0.9})
+    scorers = ScriptedScorers(workspace, similarity={2: 0.8, 4: 0.6, 6: 0.9})
     run = learn(scorers, speech_eval={"limit": 4})
     assert "2 items of 2 speakers choose the best checkpoint, 2 others confirm its gain" in log(run)
     heard = rows(run, "speech_eval")
@@ -161,7 +159,7 @@ def test_only_each_new_best_speaks_the_confirmation_items(learn: Learn, workspac
 
 
 def test_best_and_checkpoints_are_loaded_like_a_run(learn: Learn, workspace: Path) -> None:
-    run = learn(PlantedScorers(workspace, similarity={2: 0.8}))
+    run = learn(ScriptedScorers(workspace, similarity={2: 0.8}))
     said = {}
     for name in ("", "best", "checkpoints/step-000002", "checkpoints/step-000006"):
         engine = load_engine(ModelRef.find_trained(run.folder / name), device="cpu")
@@ -178,17 +176,17 @@ def test_best_and_checkpoints_are_loaded_like_a_run(learn: Learn, workspace: Pat
 
 
 def test_a_run_without_a_gain_is_reported_as_such(learn: Learn, workspace: Path) -> None:
-    run = learn(PlantedScorers(workspace))
+    run = learn(ScriptedScorers(workspace))
     assert "no gain over the base model is confirmed; step" in log(run) and "likely reasons: " in log(run)
     page = (run.folder / "speech_eval" / "report.html").read_text()
     assert "No gain over the base model is confirmed" in page
-    worse = learn(PlantedScorers(workspace, similarity={2: 0.3, 4: 0.2, 6: 0.1}), "worse")
+    worse = learn(ScriptedScorers(workspace, similarity={2: 0.3, 4: 0.2, 6: 0.1}), "worse")
     assert "training has made it worse" in log(worse) and "it was best at first" in log(worse)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_worse_on_the_forgetting_set_is_not_the_best(learn: Learn, workspace: Path) -> None:
-    scorers = PlantedScorers(workspace, similarity={2: 0.6, 4: 0.9, 6: 0.7}, forgetting_similarity={4: 0.3})
+    scorers = ScriptedScorers(workspace, similarity={2: 0.6, 4: 0.9, 6: 0.7}, forgetting_similarity={4: 0.3})
     run = learn(scorers, speech_eval={"forgetting_data": str(workspace / "prepared")})
     heard = rows(run, "speech_eval")
     assert heard[4]["forgetting_change"] == pytest.approx(-0.2, abs=0.03) and heard[4]["forgetting_high"] < 0
@@ -198,15 +196,15 @@ def test_a_checkpoint_worse_on_the_forgetting_set_is_not_the_best(learn: Learn, 
     assert f"step 4 has the score {heard[4]['score']:.3f} and cannot be the best: {violation}" in log(run)
     assert "become worse at the forgetting set" in (run.folder / "speech_eval" / "report.html").read_text()
     assert len(read_item_scores(run.folder / "speech_eval" / "step-000004" / "forgetting" / "items.parquet")) == 3
-    without_set = learn(PlantedScorers(workspace, similarity=scorers.similarity), "without_set")
+    without_set = learn(ScriptedScorers(workspace, similarity=scorers.similarity), "without_set")
     assert rows(without_set, "speech_eval")[6]["best_step"] == 4, "without a forgetting set it would have been"
 
 
 def test_no_checkpoint_below_a_constraint_is_the_best(learn: Learn, workspace: Path) -> None:
-    run = learn(PlantedScorers(workspace, similarity={2: 0.6, 4: 0.9}, quality={4: 2.4}))
+    run = learn(ScriptedScorers(workspace, similarity={2: 0.6, 4: 0.9}, quality={4: 2.4}))
     assert rows(run, "speech_eval")[6]["best_step"] == 2
     assert "its DistillMOS is 2.40, and 2.50 is required" in log(run)
-    none = learn(PlantedScorers(workspace, similarity={2: 0.9}), "none", speech_eval={"min_mos": 3.5, "patience": 1})
+    none = learn(ScriptedScorers(workspace, similarity={2: 0.9}), "none", speech_eval={"min_mos": 3.5, "patience": 1})
     assert not (none.folder / "best").exists() and max(rows(none, "speech_eval")) == 6, (
         "nobody loses patience before a first"
     )
@@ -219,7 +217,7 @@ def test_no_checkpoint_below_a_constraint_is_the_best(learn: Learn, workspace: P
 
 def test_early_stopping_follows_the_speech_score(learn: Learn, workspace: Path) -> None:
     run = learn(
-        PlantedScorers(workspace, similarity={2: 0.6, 4: 0.8}), train={"steps": 40}, speech_eval={"patience": 2}
+        ScriptedScorers(workspace, similarity={2: 0.6, 4: 0.8}), train={"steps": 40}, speech_eval={"patience": 2}
     )
     assert list(rows(run, "speech_eval")) == [0, 2, 4, 6, 8]
     assert "no better evaluation since step 4: stopping early" in log(run)
@@ -235,7 +233,7 @@ def test_a_resumed_run_keeps_its_speech_scores(
         "train": {"steps": 40, "save_every": 3, "keep_checkpoints": 1},
         "speech_eval": {"patience": 3},
     }
-    whole = learn(PlantedScorers(workspace, similarity=scorers), "whole", **how)
+    whole = learn(ScriptedScorers(workspace, similarity=scorers), "whole", **how)
     count = iter(range(1, 100))
     once = Trainer.train_step
 
@@ -246,10 +244,10 @@ def test_a_resumed_run_keeps_its_speech_scores(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "train_step", dies_in_step_7)
-        learn(PlantedScorers(workspace, similarity=scorers), "killed", **how)
+        learn(ScriptedScorers(workspace, similarity=scorers), "killed", **how)
     shutil.rmtree(tmp_path / "killed" / "best")  # as if the kill had come between the checkpoint and its copy
     shutil.rmtree(checkpoint_folder(Run.open(tmp_path / "killed"), 6))
-    with planted_scorers(PlantedScorers(workspace, similarity=scorers)) as again:
+    with scripted_scorers(ScriptedScorers(workspace, similarity=scorers)) as again:
         killed = resume(tmp_path / "killed")
     assert killed is not None and metrics(killed.folder) == metrics(whole.folder)
     assert contents(killed.adapter) == contents(whole.adapter)
@@ -269,18 +267,18 @@ def test_a_resumed_run_refuses_other_scorers_or_items(
     lines.write_text("good evening\nfar away\n")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CheckpointManager, "publish", die)
-        learn(PlantedScorers(workspace), speech_eval={"sentences": str(lines)})
+        learn(ScriptedScorers(workspace), speech_eval={"sentences": str(lines)})
     lines.write_text("good evening\nfar, far away\n")
     with (
-        planted_scorers(PlantedScorers(workspace)),
+        scripted_scorers(ScriptedScorers(workspace)),
         pytest.raises(TrainingError, match="has other items than would be spoken now"),
     ):
         resume(tmp_path / "run")
     lines.write_text("good evening\nfar away\n")
-    others = PlantedScorers(workspace, names=("another asr", "planted encoder", "planted mos"))
+    others = ScriptedScorers(workspace, names=("another asr", "scripted encoder", "scripted mos"))
     with (
-        planted_scorers(others),
-        pytest.raises(TrainingError, match="was scored by planted asr, and now another asr"),
+        scripted_scorers(others),
+        pytest.raises(TrainingError, match="was scored by scripted asr, and now another asr"),
     ):
         resume(tmp_path / "run")
     with pytest.raises(TrainingError, match=r"another speech_eval\.limit"):
@@ -288,7 +286,7 @@ def test_a_resumed_run_refuses_other_scorers_or_items(
     with pytest.raises(TrainingError, match=r"another speech_eval\.asr"):
         resume(tmp_path / "run", settings=["speech_eval.asr=null"])
     shutil.rmtree(tmp_path / "run" / "best")  # as if a kill had come before it
-    with planted_scorers(PlantedScorers(workspace)) as same:
+    with scripted_scorers(ScriptedScorers(workspace)) as same:
         run = resume(tmp_path / "run", settings=["speech_eval.asr=moved/planted"])
     assert run is not None and run.is_finished and same.spoken == []
     assert contents(run.folder / "best" / "adapter") == contents(run.adapter)
@@ -309,7 +307,7 @@ def test_missing_scorers_are_an_error_before_training(workspace: Path, tmp_path:
 
 
 def test_only_scorers_that_the_rule_needs_are_opened(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scorers = PlantedScorers(workspace)
+    scorers = ScriptedScorers(workspace)
     names = {"asr": "a", "speaker_encoder": "s", "distillmos": "d", "dnsmos": "n"}
     everyone = Scorers(asr=scorers, speaker_encoder=scorers, distillmos=scorers, dnsmos=scorers, names=names)
     asked = recipe_for(
@@ -334,13 +332,13 @@ def test_only_scorers_that_the_rule_needs_are_opened(workspace: Path, monkeypatc
 def test_speech_evaluation_refuses_a_model_that_answers_in_text(workspace: Path, tmp_path: Path, learn: Learn) -> None:
     save_tiny_model(tmp_path / "listener", answers=True)
     with pytest.raises(ConfigError, match="is for models that speak"):
-        learn(PlantedScorers(workspace), model={"source": str(tmp_path / "listener"), "check_pretrained": False})
+        learn(ScriptedScorers(workspace), model={"source": str(tmp_path / "listener"), "check_pretrained": False})
 
 
 def test_sentences_of_a_file_are_spoken_by_speakers_of_the_data(learn: Learn, workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("good evening\nfar away\nover there\nnot heard\n")
     run = learn(
-        PlantedScorers(workspace), speech_eval={"sentences": str(tmp_path / "lines.txt"), "language": "en", "every": 6}
+        ScriptedScorers(workspace), speech_eval={"sentences": str(tmp_path / "lines.txt"), "language": "en", "every": 6}
     )
     heard = read_item_scores(run.folder / "speech_eval" / "step-000006" / "items.parquet")
     base = run.folder / "speech_eval" / "step-000000" / "confirmation" / "items.parquet"

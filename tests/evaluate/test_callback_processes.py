@@ -13,8 +13,8 @@ import yaml
 from myna import train
 from myna.core.run_folder import checkpoint_folder
 from myna.train.run import Run
-from tests.evaluate.callback_helper import SIMILARITY
-from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
+from tests.evaluate.callback_process import SIMILARITY
+from tests.evaluate.scripted_scorers import ScriptedScorers, scripted_scorers
 from tests.train.resume_helper import contents, make_workspace, recipe_for
 from tests.train.test_distributed import free_ports, started
 
@@ -41,14 +41,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     for name in ("lora", "full"):
-        with planted_scorers(PlantedScorers(folder, similarity=SIMILARITY)):
+        with scripted_scorers(ScriptedScorers(folder, similarity=SIMILARITY)):
             train(folder / f"{name}.yaml", out=folder / f"{name}-1")
     with ExitStack() as stack:
         ports = free_ports(len(RECIPES))
         ranks = [
             stack.enter_context(
                 started(
-                    *("tests.evaluate.callback_helper", folder, *ports),
+                    *("tests.evaluate.callback_process", folder, *ports),
                     **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
                 )
             )

@@ -1,4 +1,4 @@
-"""One of two processes for test_callback_processes.py: `python -m tests.evaluate.callback_helper FOLDER PORT...`."""
+"""One of two processes for test_callback_processes.py: `python -m tests.evaluate.callback_process FOLDER PORT...`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from myna import train
 from myna.core.errors import AudioError
 from myna.train.distributed import ProcessInfo
-from tests.evaluate.planted_scorers import PlantedScorers, planted_scorers
+from tests.evaluate.scripted_scorers import ScriptedScorers, scripted_scorers
 
 SIMILARITY = {0: 0.5, 2: 0.8, 4: 0.7}
 
@@ -20,7 +20,7 @@ def main(folder: Path, ports: list[str]) -> None:
     heard: dict[str, int | str] = {}
     for kind, port in zip(("lora", "full", "broken"), ports, strict=True):
         os.environ["MASTER_PORT"] = port
-        with planted_scorers(PlantedScorers(folder, similarity=SIMILARITY, broken=kind == "broken")) as scorers:
+        with scripted_scorers(ScriptedScorers(folder, similarity=SIMILARITY, broken=kind == "broken")) as scorers:
             try:
                 train(folder / f"{kind}.yaml", out=folder / f"{kind}-{place.world_size}")
                 heard[kind] = len(scorers.spoken)

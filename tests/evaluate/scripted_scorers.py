@@ -1,4 +1,4 @@
-"""Scorers that return what a test plants, step by step, and a speech evaluation that uses them.
+"""Scorers that return scripted scores for each step, and a speech evaluation that uses them.
 
 They know real recordings by their samples. Everything else is a model's, and is as similar and as good as the test
 says for the step that is scored. Like careless scorers they draw from every random generator.
@@ -31,7 +31,7 @@ RATE = 16_000
 
 
 @dataclass
-class PlantedScorers:
+class ScriptedScorers:
     """Scores by step; a step that is not named is scored like the base model."""
 
     real: Path
@@ -39,7 +39,7 @@ class PlantedScorers:
     similarity: Mapping[int, float] = field(default_factory=dict)
     """Speaker similarity of a model."""
     forgetting_similarity: Mapping[int, float] = field(default_factory=dict)
-    """The same on the forgetting set."""
+    """Speaker similarity of a model on the forgetting set."""
     quality: Mapping[int, float] = field(default_factory=dict)
     base: float = 0.5
     step: int = 0
@@ -47,8 +47,8 @@ class PlantedScorers:
     broken: bool = False
     spoken: list[int] = field(default_factory=list)
     """Steps at which a model was scored, once for each item."""
-    names: tuple[str, str, str] = ("planted asr", "planted encoder", "planted mos")
-    name: str = "planted encoder"
+    names: tuple[str, str, str] = ("scripted asr", "scripted encoder", "scripted mos")
+    name: str = "scripted encoder"
 
     def __post_init__(self) -> None:
         self._known = {read_audio(path, sample_rate=RATE).tobytes() for path in self.real.rglob("*.wav")}
@@ -78,27 +78,27 @@ class PlantedScorers:
         return self.quality.get(self.step, 3.0)
 
 
-class PlantedEvaluation(SpeechEvaluation):
-    """Tells its scorers which step they score, which no scorer could know."""
+class ScriptedEvaluation(SpeechEvaluation):
+    """Speech evaluation that tells its scorers which step they score."""
 
     __slots__ = ()
-    planted: PlantedScorers
+    scripted: ScriptedScorers
 
     def run(self, step: int, model: nn.Module, numbers: AutocastContext) -> SpeechScores:
-        self.planted.step = step
+        self.scripted.step = step
         return super().run(step, model, numbers)
 
     def _score(self, eval_set: EvalSet | None, system: System, folder: Path) -> list[ItemScores]:
-        self.planted.is_forgetting_set = eval_set is self.forgetting_set
+        self.scripted.is_forgetting_set = eval_set is self.forgetting_set
         return super()._score(eval_set, system, folder)
 
 
 @contextmanager
-def planted_scorers(scorers: PlantedScorers) -> Iterator[PlantedScorers]:
-    """Training inside is evaluated by these."""
-    PlantedEvaluation.planted = scorers
+def scripted_scorers(scorers: ScriptedScorers) -> Iterator[ScriptedScorers]:
+    """Evaluate every training inside the block by these scorers."""
+    ScriptedEvaluation.scripted = scorers
     with (
-        patch("myna.evaluate.callback.SpeechEvaluation", PlantedEvaluation),
+        patch("myna.evaluate.callback.SpeechEvaluation", ScriptedEvaluation),
         patch("myna.evaluate.callback.open_required_scorers", lambda _: scorers.scorers()),
     ):
         yield scorers
