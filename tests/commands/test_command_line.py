@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+import myna
 from myna import __version__
 from myna.commands import FAMILIES, PANELS, build_app, main
 from myna.commands.command import COMMANDS
+from myna.core.errors import MynaError
 from tests.command_line import run_command
 
 Complain = Callable[..., str]
@@ -163,6 +165,13 @@ def test_a_setting_without_a_value_is_refused(complain: Complain) -> None:
     write_recipe()
     assert "is not KEY=VALUE" in complain("train", "recipe.yaml", "--set", "train.steps")
     assert "steps" in complain("train", "recipe.yaml", "--set", "train.steps=none of them")
+
+
+def test_an_error_names_an_option_here_and_a_parameter_in_python(complain: Complain, tiny: Path) -> None:
+    assert "no --data, no --sentences" in complain("evaluate", tiny)
+    with pytest.raises(MynaError, match="no `data`, no `sentences`"):
+        myna.evaluate(tiny)
+    assert "--shared and --asr are for a cluster" in complain("doctor", "--shared", "x")
 
 
 # What is not there

@@ -297,7 +297,7 @@ def test_above_the_share_nothing_old_is_lost(tmp_path: Path, clips: list[Path]) 
     write_import(some(tmp_path, clips, bad=0), tmp_path / "out")
     with pytest.raises(DataError) as caught:
         write_import(some(tmp_path, clips, bad=8), tmp_path / "out", max_bad=0.5)
-    assert "8 of 12 items cannot be used (66.7%, --max-bad is 50.0%): 8 missing file" in caught.value.what
+    assert "8 of 12 items cannot be used (66.7%, `max_bad` is 50.0%): 8 missing file" in caught.value.what
     assert "manifest.jsonl:5 (bad0) missing file" in caught.value.what and "and 3 more" in caught.value.what
     assert "rejected.jsonl" in caught.value.hint and "--max-bad 0.67" in caught.value.hint
     assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 4

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -150,7 +151,8 @@ def _as_typed(app: App, words: Sequence[str], text: str) -> str:
     from myna.commands.command import name_options
 
     _, apps, _ = app.parse_commands(words)
-    return name_options(text, [one.field_info.name for one in apps[-1].assemble_argument_collection()])
+    command = apps[-1].default_command
+    return name_options(text, inspect.signature(command).parameters.values()) if command is not None else text
 
 
 def _show_error(what: str, hint: str) -> None:

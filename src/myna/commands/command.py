@@ -69,7 +69,7 @@ class Command:
             return self.terminal(partial(self.function, **given), **extra)
 
         documents = [inspect.getdoc(one) for one in (self.function, self.terminal) if one is not None]
-        run.__doc__ = name_options("\n\n".join(text for text in documents if text), [one.name for one in parameters])
+        run.__doc__ = name_options("\n\n".join(text for text in documents if text), parameters)
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         vars(run)["__signature__"] = signature
         assert not set(names) & {one.name for one in extras}, f"{self.name} defines an option twice"
@@ -88,11 +88,16 @@ def command(
     return register
 
 
-def name_options(text: str, parameters: Iterable[str]) -> str:
+def name_options(text: str, parameters: Iterable[inspect.Parameter]) -> str:
     """Write parameters as options: `reference_text` becomes `--reference-text`."""
-    names = set(parameters)
-    as_option = lambda match: f"--{match[1].replace('_', '-')}" if match[1] in names else match[0]  # noqa: E731
-    return re.sub(r"`([a-z_]+)`", as_option, text)
+    names = {one.name: _option_name(one) for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return re.sub(r"`([a-z_]+)`", lambda match: names.get(match[1], match[0]), text)
+
+
+def _option_name(parameter: inspect.Parameter) -> str:
+    settings = getattr(parameter.annotation, "__metadata__", ())
+    named = [name for one in settings if isinstance(one, Parameter) for name in one.name or ()]
+    return named[0] if named else "--" + parameter.name.replace("_", "-")
 
 
 class _Unknown:

@@ -182,7 +182,7 @@ class Subject:
         metadata: dict[str, Any] = {"model": ref.base_source}
         if not ref.is_trained and strength != 1.0:
             raise SpeakError(
-                f"--strength scales the LoRA of a run, and {ref.source} is a model by itself", hint="leave it out"
+                f"`strength` scales the LoRA of a run, and {ref.source} is a model by itself", hint="leave it out"
             )
         if ref.is_trained:
             metadata = run_metadata(ref.run) if ref.run is not None else metadata | {"adapter": str(ref.folder)}
@@ -209,7 +209,7 @@ class Subject:
             data = run.recipe.data.evaluation or (run.recipe.data.train if sentences is not None else None)
         if data is None and sentences is None:
             raise ConfigError(
-                "there is nothing to say: no --data, no --sentences, and no data.evaluation in a recipe",
+                "there is nothing to say: no `data`, no `sentences`, and no data.evaluation in a recipe",
                 hint="myna evaluate RUN --data data/HELD_OUT, or --sentences FILE with one sentence a line",
             )
         settings = run.recipe.data if run is not None else DataSettings(train=data) if data is not None else None

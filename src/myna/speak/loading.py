@@ -129,7 +129,7 @@ def load_model_weights(
 ) -> LoadedModel:
     """Load weights in the type of the target device, to another place if they are to be packed first."""
     if not ref.is_trained and strength != 1.0:
-        raise SpeakError("--strength scales the LoRA of a run", hint="give --run, or leave it out")
+        raise SpeakError("`strength` scales the LoRA of a run", hint="give --run, or leave it out")
     dtype = choose_precision("auto", target).compute_dtype
     if ref.is_trained and ref.adapter is None:
         if strength != 1.0:

@@ -179,7 +179,7 @@ def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) ->
     more = f"\n  and {bad - MAX_NAMED_REJECTIONS} more" if bad > MAX_NAMED_REJECTIONS else ""
     accept = f", or accept the loss with --max-bad {math.ceil(share * 100) / 100:g}" if good else ""
     raise DataError(
-        f"{bad} of {bad + good} items cannot be used ({share:.1%}, --max-bad is {max_bad:.1%}): {reasons}{first}{more}",
+        f"{bad} of {bad + good} items cannot be used ({share:.1%}, `max_bad` is {max_bad:.1%}): {reasons}{first}{more}",
         hint=f"{rejected} names every one; mend them{accept}",
     )
 
