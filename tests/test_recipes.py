@@ -16,7 +16,7 @@ from myna.models import open_family
 from myna.train import memory_plan
 from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision
-from tests.train.test_memory_plan import speech
+from tests.train.rendered import speech
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted([*(ROOT / "src/myna/recipes").glob("*.yaml"), *(ROOT / "training").glob("**/*.yaml")])

@@ -11,7 +11,7 @@ from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader
 from tests.data.corpora import prepared, said
-from tests.data.test_loader import Characters, Line, load, rows_of
+from tests.data.letter_rows import Characters, Line, load, rows_of
 
 
 class Stacking(Characters):

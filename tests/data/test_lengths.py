@@ -13,7 +13,7 @@ from myna.data.dataset import PreparedDataset
 from myna.data.lengths import count_text_tokens
 from myna.data.manifest import Utterance, write_manifest
 from tests.data.corpora import prepared, said
-from tests.data.test_loader import Characters, load
+from tests.data.letter_rows import Characters, load
 
 SCENES = ("", "A cave.", "Two people on a train, one of whom whispers.")
 TEXTS = (

@@ -4,85 +4,19 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.data.conversation import AudioClip, Conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.lengths import LengthEstimator
 from myna.data.loader import Loader, Shard, first_fit_decreasing
 from myna.data.manifest import Utterance
 from tests.data.corpora import prepared, said
-
-ROW = 1000
-
-
-@dataclass(frozen=True)
-class Line:
-    """A sequence as a family might render it: a token a frame and a token a character."""
-
-    id: str
-    references: tuple[str, ...]
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-
-def render(conversation: Conversation) -> Line:
-    parts = [part for turn in conversation.turns for part in turn.parts]
-    clips = [part for part in parts if isinstance(part, AudioClip)]
-    length = len(conversation.scene) + sum(
-        len(part.codes) if isinstance(part, AudioClip) else len(part) for part in parts
-    )
-    return Line(conversation.id, tuple(clip.id for clip in clips if not clip.target), length)
-
-
-class Characters:
-    """The lengths of such a family."""
-
-    text_revision = "characters"
-
-    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        return [len(text) for text in texts.values()]
-
-    def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        return frames
-
-    def length(self, conversation: Conversation) -> int:
-        return len(render(conversation))
-
-
-Step = list[list[Line]]
-
-
-def load(
-    corpus: PreparedDataset,
-    seed: int = 0,
-    render: Callable[[Conversation], Line] = render,
-    length_estimator: LengthEstimator = Characters(),  # noqa: B008 - it holds nothing
-    **settings: Any,
-) -> Loader[Line, list[Line]]:
-    chosen = DataSettings(train=corpus.folder, **({"row_tokens": ROW, "packing_window": 16} | settings))
-    return Loader(corpus, chosen, render=render, collate=list, length_estimator=length_estimator, seed=seed)
-
-
-def first(steps: Iterator[Step], count: int) -> list[Step]:
-    return list(islice(steps, count))
-
-
-def rows_of(loader: Loader[Line, list[Line]], count: int) -> list[list[Line]]:
-    """The stream, a row a step."""
-    return [passes[0] for passes in first(loader.steps(1, 1, Shard()), count)]
+from tests.data.letter_rows import ROW, Characters, Line, first, load, render, rows_of
 
 
 @pytest.fixture(scope="module")

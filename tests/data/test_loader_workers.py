@@ -20,7 +20,7 @@ from myna.data.conversation import Conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import PREFETCH_STEPS, Loader, Shard, start_workers
 from tests.data.corpora import prepared, said
-from tests.data.test_loader import Characters, Line, load, render
+from tests.data.letter_rows import Characters, Line, load, render
 
 Lines = list[Line]
 

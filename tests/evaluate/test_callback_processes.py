@@ -15,8 +15,8 @@ from myna.core.run_folder import checkpoint_folder
 from myna.train.run import Run
 from tests.evaluate.callback_process import SIMILARITY
 from tests.evaluate.scripted_scorers import ScriptedScorers, scripted_scorers
+from tests.train.launched import free_ports, started
 from tests.train.resume_helper import contents, make_workspace, recipe_for
-from tests.train.test_distributed import free_ports, started
 
 pytestmark = pytest.mark.slow
 

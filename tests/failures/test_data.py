@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from myna import prepare
-from myna.audio.files import read_audio, write_audio
+from myna.audio.files import read_audio
 from myna.core.errors import ConfigError, DataError, TrainingError
 from myna.data.conversation import AudioClip
 from myna.data.dataset import PreparedDataset
@@ -27,7 +27,7 @@ from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 from .conftest import TrainWith
-from .tiny_setup import LINES, VOICE, make_recipe, record, train_run
+from .tiny_setup import LINES, VOICE, make_recipe, record, train_run, write_clip
 
 Patch = pytest.MonkeyPatch
 
@@ -36,11 +36,6 @@ def prepared(workspace: Path, source: Path, **how: Any) -> Path:
     out = source.with_name(f"{source.name}-prepared")
     prepare(str(source), out, model=str(workspace / "model"), device="cpu", **how)
     return out
-
-
-def speak(folder: Path, speaker: str, name: str, text: str, samples: Any) -> None:
-    write_audio(folder / speaker / f"{name}.wav", samples, SAMPLE_RATE)
-    (folder / speaker / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 # Reference that is the target
@@ -132,7 +127,7 @@ def test_the_targets_own_sound_in_another_file_is_found(workspace: Path, tmp_pat
     """A little silence behind it makes another file of it: only the codes can tell."""
     source = record(tmp_path / "source", {"robin": SPEAKER_PITCHES["robin"]}, ("hi",))
     sound = read_audio(source / "robin" / "hi.wav", sample_rate=SAMPLE_RATE)
-    speak(source, "robin", "once-more", "once more", np.append(sound, np.zeros(10, np.float32)))
+    write_clip(source, "robin", "once-more", "once more", np.append(sound, np.zeros(10, np.float32)))
     recipe = make_recipe(workspace, data={"train": str(prepared(workspace, source)), "reference_seconds": [0.04, 10]})
     with pytest.raises(TrainingError, match=r"2 targets have their own sound for a reference, .*robin/hi and its ref"):
         train_run(recipe, tmp_path / "run")
@@ -146,7 +141,7 @@ def test_bad_samples_are_counted_named_and_too_many_stop_the_import(workspace: P
     (source / "robin" / "hi.wav").write_bytes(b"RIFF, and then nothing")
     soundfile.write(source / "heron" / "hum.wav", np.full(9600, np.nan), SAMPLE_RATE, subtype="FLOAT")
     (source / "heron" / "hum.txt").write_text("hum")
-    speak(source, "heron", "empty", "", tone_speech("hi", 110.0))
+    write_clip(source, "heron", "empty", "", tone_speech("hi", 110.0))
     with pytest.raises(DataError, match=r"3 of 8 items cannot be used \(37\.5%") as caught:
         prepare(str(source), tmp_path / "out", model=str(workspace / "model"), device="cpu")
     for item in ("robin/hi", "heron/hum", "heron/empty"):
@@ -262,7 +257,7 @@ def test_the_same_recording_under_another_name_is_a_leak(workspace: Path, tmp_pa
 
 def test_the_same_words_of_the_same_speaker_are_a_leak(workspace: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(workspace / "others", tmp_path / "source"))
-    speak(source, "robin", "take-two", f"{LINES[0].upper()}!", tone_speech(LINES[0], 333.0))
+    write_clip(source, "robin", "take-two", f"{LINES[0].upper()}!", tone_speech(LINES[0], 333.0))
     recipe = make_recipe(workspace, data={"evaluation": str(prepared(workspace, source))})
     with pytest.raises(
         TrainingError, match=r"1 of 5 .*0 with the same audio, 1 with the same words .*: robin/take-two"

@@ -30,8 +30,7 @@ from tests.models.higgs_v2.conftest import generate
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech
 
 from .conftest import TrainWith
-from .test_data import speak as put
-from .tiny_setup import LINES, VOICE, cloning, load, make_recipe, overfit, random_codes, record, train_run
+from .tiny_setup import LINES, VOICE, cloning, load, make_recipe, overfit, random_codes, record, train_run, write_clip
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_seconds": 1.2}
 Patch = pytest.MonkeyPatch
@@ -245,7 +244,7 @@ def short(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     folder = tmp_path_factory.mktemp("short")
     source = record(folder / "recordings", {"robin": 320.0, "heron": 110.0}, (VOICE, "a"))
     for speaker, pitch in SPEAKER_PITCHES.items():
-        put(source, speaker, "i", "I", tone_speech("i", pitch)[1440 : 1440 + 960])
+        write_clip(source, speaker, "i", "I", tone_speech("i", pitch)[1440 : 1440 + 960])
     prepare(str(source), folder / "prepared", model=str(workspace / "model"), device="cpu")
     recipe = make_recipe(
         workspace,

@@ -57,6 +57,12 @@ class RecordingCallback:
         return [row for row in self.rows if "evaluation" in row and row["step"] > 0]
 
 
+def write_clip(folder: Path, speaker: str, name: str, text: str, samples: Any) -> None:
+    """Write one clip of a speaker, with its text beside it."""
+    write_audio(folder / speaker / f"{name}.wav", samples, SAMPLE_RATE)
+    (folder / speaker / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
 def record(folder: Path, speakers: dict[str, float], lines: Sequence[str]) -> Path:
     """One folder a speaker, each clip with its text beside it."""
     for speaker, pitch in speakers.items():

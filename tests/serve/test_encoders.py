@@ -6,7 +6,6 @@ import io
 import wave
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,23 +18,11 @@ from myna.serve.engine_process import TempoFilter
 from myna.serve.schemas import AudioFormat
 from myna.serve.speech_routes import _finished_file
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
-
-RATE = 24_000
+from tests.serve.decoding import RATE, decode
 
 
 def tone(seconds: float) -> np.ndarray:
     return (0.4 * np.sin(2 * np.pi * 220 * np.arange(round(seconds * RATE)) / RATE)).astype(np.float32)
-
-
-def decode(data: bytes, format: str) -> np.ndarray:
-    """Samples of a file in [-1, 1], by FFmpeg."""
-    if format == "pcm":
-        return np.frombuffer(data, "<i2") / np.float32(32767)
-    with av.open(io.BytesIO(data), "r") as file:
-        resampler = av.AudioResampler("flt", "mono", RATE)
-        frames = [one for frame in file.decode(audio=0) for one in resampler.resample(frame)]
-        frames += resampler.resample(None)
-        return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
 
 
 @pytest.mark.parametrize("format", MEDIA_TYPES)

@@ -21,7 +21,7 @@ from myna.serve.transcoding import MEDIA_TYPES
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from tests.serve.conftest import RunningServer
-from tests.serve.test_encoders import decode
+from tests.serve.decoding import decode
 
 pytestmark = pytest.mark.slow
 TEXT = "Good morning, how are you?"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,9 +32,7 @@ from myna.train.precision import Precision, choose_precision
 from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, tone_speech, write_recordings
 from tests.train.distributed_helper import asked_to_stop, bf16_loss, learn_from_text
-
-ROOT = Path(__file__).parents[2]
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from tests.train.launched import VARIABLES, free_ports, started
 
 
 @pytest.fixture(scope="module")
@@ -96,38 +92,11 @@ def two(workspace: Path) -> Path:
 
 
 @contextmanager
-def started(*words: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that does not outlive the test."""
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | variables
-    process = subprocess.Popen(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
 def started_by_srun(rank: int, folder: Path, ports: list[int]) -> Iterator[subprocess.Popen[str]]:
     slurm = {"PROCID": str(rank), "LOCALID": str(rank), "STEP_NUM_TASKS": "2", "STEP_NODELIST": "localhost"}
     variables = {f"SLURM_{name}": value for name, value in slurm.items()}
     with started("tests.train.distributed_helper", folder, *ports, **variables, SLURM_JOB_ID="7") as process:
         yield process
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def same_course(one: Path, other: Path) -> None:

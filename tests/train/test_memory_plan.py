@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from myna.core.device import is_out_of_memory
 from myna.core.errors import TrainingError
 from myna.data.loader import Shard
 from myna.models import open_family, save_tiny_model
-from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
+from myna.models.base import Family
 from myna.models.higgs_v2.tiny import save_tiny as save_deep
 from myna.models.lora import count_model, make_trainable
 from myna.train import memory_plan
@@ -38,6 +37,7 @@ from myna.train.memory_plan import (
 from myna.train.precision import Precision, PrecisionName
 from myna.train.trainer import configured_recomputation
 from tests.tone_corpus import write_recordings
+from tests.train.rendered import speech
 
 CPU = torch.device("cpu")
 LORA, BASE = 39_452_672, 5_377_281_024
@@ -54,13 +54,6 @@ def recipe(**changes: dict[str, Any]) -> Recipe:
     for branch, values in changes.items():
         tree[branch] = tree.get(branch, {}) | values
     return parse_recipe(tree, where="test")
-
-
-def speech(family: Any, text: int, audio: int, books: int = 8) -> RenderedSequence:
-    """A sequence of the right shape, all of its audio learned."""
-    ids = np.array([5] * text + [family.config.audio_token_id] * audio)
-    codes = np.zeros((audio, books), np.int64)
-    return RenderedSequence("speech", ids, codes, np.full(text + audio, IGNORE_INDEX), codes, (), audio / 25)
 
 
 @pytest.fixture(scope="module")
