@@ -43,7 +43,7 @@ def test_this_machine_needs_the_software_but_no_models() -> None:
     assert failed.message == "1 cd here, and 1 ab on a"
 
 
-def test_what_no_node_can_open_and_gpus_without_a_torch_for_them_fail() -> None:
+def test_unreadable_models_and_gpus_without_a_cuda_build_fail() -> None:
     broken = "cannot be opened: no such model"
     checks = compare_nodes(report("here", codec=broken), [report("a", codec=broken)])
     assert [check.message for check in checks if check.status == "failed"] == [broken]

@@ -114,7 +114,7 @@ def test_python_m_myna_is_the_command_and_an_old_encoding_does_not_stop_it(folde
     assert b"Traceback" not in result.stderr
 
 
-def test_an_exception_nobody_foresaw_is_a_finding(monkeypatch: Patch) -> None:
+def test_an_unexpected_exception_is_a_failed_check(monkeypatch: Patch) -> None:
     def stumbles() -> Iterator[Check]:
         yield Check("first half", "passed", "fine")
         raise ZeroDivisionError("by zero")
@@ -149,7 +149,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_whatever_is_not_ok_has_a_hint() -> None:
+def test_every_failed_check_has_a_hint() -> None:
     with pytest.raises(AssertionError, match="has no hint"):
         list(doctor._run(CheckFunction("x", lambda: Check("x", "warning", "hm"))))
 
@@ -259,7 +259,7 @@ def test_a_gpu_without_triton_is_a_warning(cuda: Callable[..., None]) -> None:
         ((12, 1), "sm_120", True),
     ],
 )
-def test_which_cards_a_build_serves(card: tuple[int, int], kernels: str, runs: bool) -> None:
+def test_kernels_run_on_later_cards_of_their_generation(card: tuple[int, int], kernels: str, runs: bool) -> None:
     assert doctor._built_for(*card, kernels.split()) is runs
 
 
@@ -271,7 +271,7 @@ def test_the_gpus_of_this_machine_are_fine() -> None:
     assert all(check.status == "passed" and "compute capability" in check.message for check in checks)
 
 
-def test_a_full_disk_is_told_apart_from_a_small_one(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_a_full_disk_fails_and_a_small_one_is_a_warning(monkeypatch: Patch, tmp_path: Path) -> None:
     for free, status in ((100e9, "passed"), (10e9, "warning"), (0.5e9, "failed")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         check = doctor._disk_space("disk", tmp_path / "not" / "yet" / "there", 15e9, "make room")
@@ -387,7 +387,7 @@ def test_a_name_server_that_hangs_is_not_waited_for(monkeypatch: Patch) -> None:
         ),
     ],
 )
-def test_what_a_launcher_left_must_make_sense(monkeypatch: Patch, variables: str, status: str, detail: str) -> None:
+def test_launcher_variables_must_be_consistent(monkeypatch: Patch, variables: str, status: str, detail: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

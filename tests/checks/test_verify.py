@@ -241,7 +241,7 @@ def sampler_that_sees_its_neighbours(monkeypatch: pytest.MonkeyPatch, share: flo
 
 
 def codec_that_hears_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it decodes depends on how many windows it is given at once."""
+    """Decode windows louder if several are decoded at once."""
     decode_windows = HiggsCodec.decode_windows
 
     def louder(self: HiggsCodec, windows: Any) -> Any:
@@ -252,13 +252,13 @@ def codec_that_hears_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def log_probabilities_after_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the model, but of what the sampler makes of it."""
+    """Report log-probabilities after the sampling temperature instead of the model's own."""
     measure = log_probabilities
     monkeypatch.setattr(decode, "log_probabilities", lambda logits, codes: measure(logits / 0.9, codes))
 
 
 def cache_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From some frame on, the codes before are not the past of those that follow: alone and in a crowd alike."""
+    """Forget earlier codes after some frame, alone and in a batch alike."""
     attend, steps = decode.HiggsDecoder.step, 20
 
     def forget(self: Any, rows: int, longest: int) -> Any:
@@ -271,7 +271,7 @@ def cache_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def codec_with_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it decodes depends on the window, and a file is one window."""
+    """Decode each window differently, and a whole file as one window."""
     decode_windows = HiggsCodec.decode_windows
 
     def uneven(self: HiggsCodec, windows: Any) -> Any:
@@ -303,7 +303,7 @@ def short_codec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_out_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would notice first that the file is not what the windows are."""
+    """Leave out the stream check, which would fail first."""
     monkeypatch.setattr(checks, "CHECKS", tuple(check for check in checks.CHECKS if check.name != "stream = file"))
     monkeypatch.setattr(runner, "CHECKS", checks.CHECKS)
 
@@ -513,7 +513,7 @@ def test_the_command_writes_a_page_and_exits_with_the_verdict(
     assert "<h1>Not verified</h1>" in (tmp_path / "out" / "verify.html").read_text(encoding="utf-8")
 
 
-def test_progress_is_told_and_a_wrong_name_is_refused(speaking: Path, tmp_path: Path) -> None:
+def test_progress_is_reported_and_a_wrong_name_is_refused(speaking: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int | None]] = []
     verify(speaking, progress=lambda *step: told.append(step))
     assert [done for _, done, _ in told] == list(range(len(ALL_CHECKS) + 1))
@@ -534,7 +534,7 @@ def test_the_sound_of_the_round_trip_is_voiced(speaking: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_what_was_measured_is_readable_on_any_terminal(width: int) -> None:
+def test_measurements_are_readable_on_any_terminal(width: int) -> None:
     detail = "log-probabilities of the same codes differ by 0.00012"
     check = Check("log-probabilities = replay", "passed", detail, "", 1.2e-4, 1e-3, "this and that", 1.0)
     certificate = Certificate("model", "higgs_v2", "cpu", "float32", True, {}, (check,))

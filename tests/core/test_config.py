@@ -95,7 +95,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(recipe: Path, key: str, valu
         ("name.x=1", "name"),
     ],
 )
-def test_set_refuses_what_the_tree_does_not_know(recipe: Path, override: str, nearest: str) -> None:
+def test_unknown_settings_are_refused(recipe: Path, override: str, nearest: str) -> None:
     error = refused(recipe, override)
     assert f"--set {override}" in error.what
     assert nearest in error.hint
@@ -202,7 +202,7 @@ def test_a_missing_group_is_named(recipe: Path) -> None:
     assert "`model` is missing" in refused_text(recipe, "data: {train: x}\ntrain: {steps: 1}").what
 
 
-def test_every_problem_is_told_at_once(recipe: Path) -> None:
+def test_all_problems_are_reported_at_once(recipe: Path) -> None:
     error = refused_text(recipe, "model: {sauce: x}\ndata: {train: y}\ntrain: {steps: no}")
     assert "`model.source` is missing" in error.what
     assert "`model.sauce`" in error.what
@@ -294,7 +294,7 @@ def test_a_text_head_may_learn_from_text(recipe: Path) -> None:
     assert found.adapt.train_modules == ("text_head",)
 
 
-def test_somebody_listens_where_a_recogniser_is_named(recipe: Path, tmp_path: Path) -> None:
+def test_speech_is_evaluated_if_a_recogniser_is_named(recipe: Path, tmp_path: Path) -> None:
     assert not load_recipe(recipe).evaluates_speech
     assert not load_recipe(recipe, ["speech_eval.limit=3", "speech_eval.asr=null"]).evaluates_speech, (
         "for once it is switched off"

@@ -1,4 +1,4 @@
-"""What can go wrong, told the same wherever it was found."""
+"""Errors: messages, hints, and pickling between processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_survives_the_way_between_processes(kind: type[errors.MynaError]) -> None:
+def test_an_error_keeps_its_hint_between_processes(kind: type[errors.MynaError]) -> None:
     error = kind("row 3 is bad", hint="mend row 3")
     there = pickle.loads(pickle.dumps(error))
     assert type(there) is kind and str(there) == str(error)

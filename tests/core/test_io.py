@@ -57,7 +57,7 @@ def test_replacing_is_all_or_nothing(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_disk_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
-    """Whatever library wrote the temporary one."""
+    """Errors name the output file, whichever library wrote the temporary one."""
     path = tmp_path / "file"
 
     def python(file: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_folder_is_claimed_once_and_for_one_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_of_two_writers_of_one_folder_the_second_is_told(tmp_path: Path, replace: bool) -> None:
+def test_the_second_of_two_writers_of_a_folder_is_refused(tmp_path: Path, replace: bool) -> None:
     """`myna merge` twice into one --out."""
     folder = tmp_path / "merged"
     with pytest.raises(OutputError, match="merged was written by another process in the meantime") as caught:  # noqa: SIM117
@@ -113,7 +113,7 @@ def test_of_two_writers_of_one_folder_the_second_is_told(tmp_path: Path, replace
     assert (folder / "weights").read_text() == "theirs" and list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_folder_is_held_by_one_process_and_cleared_of_what_killed_ones_left(tmp_path: Path) -> None:
+def test_a_folder_is_locked_and_cleared_of_half_written_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "audio" / "base").mkdir(parents=True)
     left = [out / ".0123456789ab.tmp", out / "audio" / "base" / ".ba9876543210.tmp"]

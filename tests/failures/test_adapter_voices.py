@@ -285,7 +285,7 @@ def test_an_extracted_adapter_is_a_voice(train_with: TrainWith, workspace: Path,
         {"rslora": True, "train_modules": ["text_head", "audio_head", "audio_embedding", "norms"]},
     ],
 )
-def test_a_merged_model_is_what_the_adapter_was(
+def test_a_merged_model_has_the_weights_of_its_adapter(
     family: Family, tmp_path: Path, layout: str, settings: dict[str, Any]
 ) -> None:
     adapter = changed_adapter(family, tmp_path / "adapter", **settings)

@@ -40,7 +40,7 @@ def keywords_of(model: Any, call: Any) -> set[str]:
     return keywords
 
 
-def test_a_wrapped_forward_gets_what_was_passed_and_no_labels(family: Family, tmp_path: Path) -> None:
+def test_a_wrapped_forward_gets_no_additional_labels(family: Family, tmp_path: Path) -> None:
     inputs = stock_inputs(family.render(cloning()))
     base = load(family)
     causal = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))

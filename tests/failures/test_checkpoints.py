@@ -146,7 +146,7 @@ def test_a_damaged_tokenizer_is_an_error(copy: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_an_error(copy: Path) -> None:
-    """It reads well, and every id means something else."""
+    """A tokenizer of another model is readable, but every id means something else."""
     file = copy / "tokenizer.json"
     file.write_text(file.read_text().replace("<|AUDIO_OUT|>", "<|another|>"))
     with pytest.raises(ModelError, match=r"do not belong together: the tokenizer has no single token <\|AUDIO_OUT\|>"):

@@ -334,7 +334,7 @@ def test_a_reference_without_its_text_is_named(
 
 
 def test_tags_that_fit_are_spoken(command: Command, speak: list[object], workspace: Path) -> None:
-    """With a reference for each speaker, or with none, where the model finds voices of its own."""
+    """Tags are spoken with a reference for each speaker, or without any, in voices chosen by the model."""
     recordings = [workspace / "recordings" / speaker / "who.wav" for speaker in ("robin", "heron")]
     voices = [word for path in recordings for word in ("--reference", path, "--reference-text", "who")]
     text = "[SPEAKER0] hi [SPEAKER1] you"

@@ -197,7 +197,7 @@ def test_the_training_data_is_no_evaluation_under_any_name(workspace: Path, tmp_
         train_run(make_recipe(workspace, data={"evaluation": str(copy)}), tmp_path / "run")
 
 
-def test_the_base_is_measured_first_and_every_evaluation_is_told_against_it(
+def test_the_base_is_evaluated_first_for_comparison(
     workspace: Path, pretrained_base: Path, train_with: TrainWith
 ) -> None:
     """A rate that ruins what the model knew: the losses are worse than the untuned one's, and the run says so."""
@@ -225,7 +225,7 @@ def test_early_stopping_without_evaluation_is_refused(workspace: Path) -> None:
 def test_the_held_out_loss_decides_and_the_best_checkpoint_is_the_result(
     workspace: Path, train_with: TrainWith
 ) -> None:
-    """The training loss falls to the end, the held-out one turns; whoever watches the former never stops."""
+    """The training loss falls to the end, while the held-out loss rises again."""
     run, callback = train_with(
         data={"evaluation": str(workspace / "evaluation")},
         adapt={"rank": 16, "alpha": 32, "train_modules": ["audio_head", "audio_embedding"]},

@@ -260,7 +260,7 @@ def test_a_text_that_cannot_be_said_in_that_time_is_rejected(source: Path, tmp_p
 
 
 def test_the_fastest_speakers_of_every_language_pass(tmp_path: Path) -> None:
-    """Texts and the seconds that somebody in a hurry takes for them."""
+    """Texts and the seconds that a fast speaker needs for them."""
     quick = {
         "en": ("Peter Piper picked a peck of pickled peppers, a peck of pickled peppers Peter Piper picked.", 3.0),
         "vi": ("Nghiêng nghiêng chiếc nón, người phụ nữ đi thoăn thoắt trên con đường nghìn năm tuổi.", 2.8),

@@ -115,10 +115,8 @@ def test_a_sequence_longer_than_a_row_is_refused_and_not_cut(train_with: TrainWi
 # Missing label shift
 
 
-def test_labels_without_their_shift_are_told_from_what_the_model_reads(
-    train_with: TrainWith, monkeypatch: Patch
-) -> None:
-    """For any model: the input at a position must not be its target."""
+def test_labels_without_their_shift_are_found_by_the_leak_test(train_with: TrainWith, monkeypatch: Patch) -> None:
+    """The input at a position must not be its target, for any model."""
     shift_labels(monkeypatch, by=-1)
     with pytest.raises(TrainingError, match=r"changes its own loss: .* would learn to copy"):
         train_with()
@@ -127,7 +125,7 @@ def test_labels_without_their_shift_are_told_from_what_the_model_reads(
 def test_a_loss_too_good_to_be_true_is_an_alarm(
     workspace: Path, family: Family, train_with: TrainWith, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """As in the systems we replace: a loss of 0.001, and silence from the engine."""
+    """Other systems trained to a loss of 0.001 this way, and generated silence."""
     copyist, sequences = load(family), sequences_of(family, make_recipe(workspace))
     copied = overfit(family, copyist, family.collate(sequences, offset=0), steps=40)
     assert copied[-1] < 0.05, "the cause: a copy task is learned at once"
@@ -142,7 +140,7 @@ def test_a_loss_too_good_to_be_true_is_an_alarm(
 
 
 def test_the_shift_is_made_in_one_place(family: Family, model: Any) -> None:
-    """What the objective predicts at a position is the label of the next one, and of no other, as in transformers."""
+    """The objective predicts at each position the label of the next one, as transformers does."""
     rendered = family.render(cloning())
     batch = family.collate([rendered])
     with torch.no_grad():
@@ -207,7 +205,7 @@ def test_chance_is_known_for_every_stream() -> None:
     assert family.chance[1:] == pytest.approx([6.93] * 8, abs=0.01)
 
 
-def test_a_base_at_chance_is_refused_and_the_numbers_are_told(train_with: TrainWith) -> None:
+def test_a_base_at_chance_is_refused_with_its_loss(train_with: TrainWith) -> None:
     with pytest.raises(
         TrainingError, match=r"no better than chance on this data: 4\.2\d, where .* guess has 4\.19"
     ) as caught:
@@ -227,7 +225,7 @@ def test_the_bases_loss_is_printed_beside_chance(train_with: TrainWith, pretrain
 
 
 def test_a_dummy_loss_is_found_by_its_gradients(train_with: TrainWith, monkeypatch: Patch) -> None:
-    """It has the value that people expect of a loss, and is connected to everything."""
+    """A dummy loss has a plausible value and is connected to all weights."""
     original_losses = HiggsObjective._losses
 
     def dummy(self: HiggsObjective, logits: torch.Tensor, targets: torch.Tensor) -> Any:

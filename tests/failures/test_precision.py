@@ -144,7 +144,7 @@ def test_one_decision_says_the_type_and_whether_there_is_a_scaler(capability: tu
     assert choose_precision("auto", CUDA, capability).name == ("bf16" if capability >= (8, 0) else "fp16")
 
 
-def test_a_card_without_bf16_is_told_so_instead_of_mixing() -> None:
+def test_bf16_on_a_gpu_without_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bf16 begins at 8\.0"):
         choose_precision("bf16", CUDA, (7, 5))
     with pytest.raises(ConfigError, match="needs a CUDA card"):
@@ -355,7 +355,7 @@ def test_recomputing_saves_memory_on_a_gpu(card: torch.device, family: Family, t
 
 
 def true_size(tiny: Family, rendered: RenderedSequence) -> RenderedSequence:
-    """The same sequence in the ids of the released model."""
+    """Return the sequence with the ids of the released model."""
     ours, theirs = (getattr(family, "config") for family in (tiny, open_family("higgs-v2")))  # noqa: B009
     ids = np.where(rendered.ids == ours.audio_token_id, theirs.audio_token_id, rendered.ids)
     return replace(rendered, ids=np.where(ids == ours.audio_delay_token_id, theirs.audio_delay_token_id, ids))
@@ -374,9 +374,7 @@ def test_the_plan_of_the_released_model_is_made_without_loading_it(workspace: Pa
     assert all(part in planned.table() for part in ("frozen weights", "optimizer", "activations", "in all"))
 
 
-def test_the_plan_is_told_before_anything_is_loaded_and_measured_after(
-    train_with: TrainWith, monkeypatch: Patch
-) -> None:
+def test_the_memory_plan_is_logged_before_loading_and_measured_after(train_with: TrainWith, monkeypatch: Patch) -> None:
     _, callback = train_with(train={"steps": 1})
     order = [
         next(n for n, line in enumerate(callback.messages) if sign in line)
@@ -420,7 +418,7 @@ def typed(recipe: Recipe, settings: dict[str, str], folder: Path) -> Recipe:
     return load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
 
 
-def test_running_out_of_memory_ends_with_what_to_type_and_that_helps(workspace: Path, tmp_path: Path) -> None:
+def test_running_out_of_memory_names_settings_that_help(workspace: Path, tmp_path: Path) -> None:
     recipe = make_recipe(
         workspace, data={"row_tokens": 300}, train={"micro_batch_size": 4, "batch_size": 4, "steps": 1}
     )
@@ -436,7 +434,9 @@ def test_running_out_of_memory_ends_with_what_to_type_and_that_helps(workspace: 
 
 
 @gpu
-def test_a_card_that_is_too_small_says_what_fits(card: torch.device, workspace: Path, tmp_path: Path) -> None:
+def test_running_out_of_gpu_memory_names_settings_that_help(
+    card: torch.device, workspace: Path, tmp_path: Path
+) -> None:
     """The allocator is held to a part of the card; advice is followed until it fits."""
     wide = save_tiny(tmp_path / "wide", hidden=256, layers=8)
     recipe = make_recipe(
@@ -463,10 +463,10 @@ def test_a_card_that_is_too_small_says_what_fits(card: torch.device, workspace: 
 
 
 @gpu
-def test_on_a_card_that_is_too_small_the_plan_recomputes_what_it_must(
+def test_the_plan_recomputes_layers_on_a_gpu_that_is_too_small(
     card: torch.device, workspace: Path, tmp_path: Path
 ) -> None:
-    """The same card, with the choice left to the plan: it fits at once."""
+    """With automatic recomputing, training fits on the same card at once."""
     wide = save_tiny(tmp_path / "wide", hidden=512, layers=8)
     recipe = make_recipe(
         workspace,

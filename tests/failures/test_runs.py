@@ -515,7 +515,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_difference(
 def test_an_adapter_of_another_base_model_is_refused(
     first: Run, pretrained_base: Path, tmp_path: Path, precision: str
 ) -> None:
-    """In another type than it was trained in, the base is read once more to compare."""
+    """A base in another type than in training is read again for the comparison."""
     settings = {"adapt.init": first.folder, "train.precision": precision, "train.steps": 1}
     myna.train(first.recipe, out=tmp_path / "run", settings=settings)
     with pytest.raises(TrainingError, match=r"was trained on another base model than .*model: the fingerprint"):

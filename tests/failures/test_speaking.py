@@ -64,7 +64,7 @@ def mask_ends(patch: Patch) -> None:
 
 
 def test_masked_ends_never_stop_and_supervised_ones_stop_on_their_frame(family: Family) -> None:
-    """The same model, overfitted on the same sentences, with and without end-of-stream labels."""
+    """Overfit one model on the same sentences with and without end labels."""
     prompts = [family.render(cloning(text, target=None, seed=seed)) for seed, text in enumerate(("one", "two"))]
 
     def overfitted() -> list[Generation]:
@@ -144,7 +144,7 @@ def test_speaking_has_the_prompt_that_training_rendered(engine: Engine, workspac
     assert trained.ids[len(prompt)] == engine.family.config.audio_token_id  # type: ignore[attr-defined]
 
 
-def test_another_prompt_spoils_what_was_learned(engine: Engine, workspace: Path) -> None:
+def test_another_prompt_loses_learned_lines(engine: Engine, workspace: Path) -> None:
     sound = real(workspace, "robin", "you")
     assert code_accuracy(say(engine, workspace, "robin", "you").codes, sound) >= 0.99
     elsewhere = Engine(engine.family, engine.model, engine.codec, reference_placement="system")
@@ -198,8 +198,8 @@ def test_repetition_aware_sampling_breaks_a_loop() -> None:
 # Two ways to decode
 
 
-def test_a_clip_becomes_the_same_codes_on_every_way(engine: Engine, workspace: Path) -> None:
-    """To learn from, to set a voice, and by the codec alone."""
+def test_store_engine_and_codec_encode_a_clip_alike(engine: Engine, workspace: Path) -> None:
+    """Compare codes for training, for a reference, and of the codec alone."""
     sound = read_audio(workspace / "recordings/robin/who.wav", sample_rate=SAMPLE_RATE)
     stored = real(workspace, "robin", VOICE)
     assert voice(engine, workspace, "robin").clip.codes.tolist() == stored.tolist()

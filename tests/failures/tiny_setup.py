@@ -22,11 +22,11 @@ from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 VOICE = "who"
-"""What each speaker says in the recording that sets its voice."""
+"""Text of each speaker's reference recording."""
 LINES = ("hi", "you")
 OTHER_SPEAKERS = {"wren": 190.0, "kite": 140.0}
 OTHER_LINES = ("ah", "oh no")
-"""For evaluation only."""
+"""Lines used for evaluation only."""
 
 
 class RecordingCallback:
@@ -53,7 +53,7 @@ class RecordingCallback:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Of what was trained; the untuned model's is step 0."""
+        """Evaluations of trained steps; the untuned model is step 0."""
         return [row for row in self.rows if "evaluation" in row and row["step"] > 0]
 
 

@@ -66,7 +66,7 @@ def test_many_processes(tmp_path: Path) -> None:
     assert all([row["number"] for row in rows if row["writer"] == n] == list(range(20)) for n in range(3))
 
 
-def test_a_log_that_cannot_be_written_is_told(home: Path) -> None:
+def test_a_log_that_cannot_be_written_is_an_error(home: Path) -> None:
     home.write_text("a file where the folder should be")
     with pytest.raises(OutputError, match="log of what is spoken") as error:
         check_log()

@@ -36,7 +36,7 @@ MARKED_FROM = 20_000
 
 
 def vowel(sample_rate: int, seconds: float) -> Samples:
-    """As in tools/watermark_fixture.py."""
+    """Return a synthetic vowel, as in tools/watermark_fixture.py."""
     time = np.arange(round(sample_rate * seconds)) / sample_rate
     phase = 2 * np.pi * np.cumsum(120 + 30 * np.sin(2 * np.pi * 1.3 * time)) / sample_rate
     tone = sum(np.sin(harmonic * phase) / harmonic for harmonic in range(1, 30))
@@ -97,7 +97,7 @@ def test_blocks_that_do_not_look_ahead_leave_no_step() -> None:
 
 @pytest.mark.parametrize("size", [2, 64])
 def test_streams_marked_together_are_those_marked_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: blocks of several streams and lengths in one call, equal but for rounding."""
+    """Stack blocks of several streams and lengths in one call as on a GPU: results differ by rounding only."""
     monkeypatch.setattr(watermark_module, "_stack_size", lambda _: size)
     clip = np.tile(vowel(24_000, 3.0), 2)
     lengths = [9_000, 100, 30_000, 0, 144_000, 77_777]
