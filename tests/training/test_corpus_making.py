@@ -40,7 +40,7 @@ from corpus_making.npm_packages import Package, fetch, members
 from corpus_making.process_pool import map_with_restarts
 from corpus_making.written_forms import GIVEN_NAMES, spoken_form, with_dotted_titles, written_line
 from myna.core.errors import DataError
-from myna.data.hash_rng import string_hash
+from myna.core.io import string_hash
 from myna.data.importers import import_source
 from myna.data.manifest import Span, Utterance, read_manifest, write_manifest
 from myna.text.normalization import normalise_text

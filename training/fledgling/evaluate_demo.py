@@ -22,8 +22,7 @@ from typing import Any
 
 from codec_training.recordings import decode, recordings
 from myna.audio.files import write_audio
-from myna.core.io import atomic_write
-from myna.data.hash_rng import string_hash
+from myna.core.io import atomic_write, string_hash
 from myna.data.manifest import Utterance, write_manifest
 from myna.listen.asr import ASR
 

@@ -23,7 +23,7 @@ from corpus_making.channel import CLEAN_SHARE, has_clean_channel
 from corpus_making.corpus_folder import ManifestLine, manifest_lines, write_manifest_lines
 from corpus_making.loudness import RESIZED_SHARE, speaker_tract_factor
 from myna.core.errors import MynaError
-from myna.data.hash_rng import string_hash
+from myna.core.io import string_hash
 
 ESPEAK_HELD_OUT_CLIPS = 200
 """Held-out clips of espeak in the evaluation."""

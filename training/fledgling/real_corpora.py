@@ -35,8 +35,7 @@ from corpus_making.held_out import is_held_out
 from corpus_making.real_sources import REAL_SOURCES, RealSource, SourceClip
 from myna.audio.files import Samples, probe, read_audio
 from myna.core.errors import AudioError, DataError, MynaError
-from myna.core.io import atomic_write
-from myna.data.hash_rng import string_hash
+from myna.core.io import atomic_write, string_hash
 
 SAMPLE_RATE = 24_000
 OPUS_BIT_RATE, OPUS_EFFORT = 48_000, "5"

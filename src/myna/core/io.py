@@ -234,6 +234,11 @@ def bytes_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def string_hash(text: str) -> int:
+    """64-bit blake2b hash of a string."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
 def safe_file_name(name: str) -> str:
     """Return a name that any file system accepts. A hash keeps names apart that would become equal."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:80]

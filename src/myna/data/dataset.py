@@ -13,12 +13,11 @@ from typing import Any, overload
 import numpy as np
 
 from myna.core.errors import DataError
-from myna.core.io import atomic_write
+from myna.core.io import atomic_write, string_hash
 from myna.data.code_store import CodeStore, prepare_command
 from myna.data.codec import Codes, Encoder
-from myna.data.hash_rng import IdHashes, string_hash
 from myna.data.manifest import Utterance
-from myna.data.manifest_table import Indices, ManifestTable, open_manifest_table
+from myna.data.manifest_table import IdHashes, Indices, ManifestTable, open_manifest_table
 
 DATASET_INFO_FILE = "prepared.json"
 

@@ -23,10 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from myna.core.errors import DataError
-from myna.core.io import file_hash
+from myna.core.io import file_hash, string_hash
 from myna.data import code_store
 from myna.data.code_store import CodeStore, prepare_command, read_cached_arrow, write_arrow
-from myna.data.hash_rng import IdHashes, string_hash
 from myna.data.manifest import SPEAKER_TAG, Span, Utterance, iterate_manifest, missing_manifest_error
 
 FORMAT = "4"
@@ -36,6 +35,8 @@ LINES_PER_BATCH = 1 << 15
 
 Indices = npt.NDArray[np.int64]
 """Utterances as their positions in the manifest table."""
+IdHashes = npt.NDArray[np.uint64]
+"""64-bit hashes of utterance ids."""
 Int32Array = npt.NDArray[np.int32]
 
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
+from myna.core.io import string_hash
 from myna.data.dataset import PreparedDataset, Utterances
-from myna.data.hash_rng import randint, random_bits
 from myna.data.manifest import Utterance
-from myna.data.manifest_table import Indices, ManifestTable
+from myna.data.manifest_table import IdHashes, Indices, ManifestTable
 
 MAX_DRAWS = 8
 """Random draws for a target before the valid references of its speaker are listed one by one."""
@@ -208,3 +208,25 @@ def _share_audio(table: ManifestTable, first: Indices, second: Indices) -> Mask:
     overlap = np.maximum(table.start[first], table.start[second]) < np.minimum(table.end[first], table.end[second])
     same_recording = table.audio.indices[first] == table.audio.indices[second]
     return (same_recording & overlap) | (table.key.indices[first] == table.key.indices[second])  # type: ignore[no-any-return]
+
+
+# Random numbers from hashed names: they depend on no generator's state and no library's version, and so are the same on
+# every rank, after a resume and years later.
+
+
+def random_bits(ids: IdHashes, stream: str) -> npt.NDArray[np.uint64]:
+    """64 random bits for each id, independent between purposes (the finalizer of splitmix64)."""
+    bits = ids + np.uint64(string_hash(stream))
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def randint(bits: npt.NDArray[np.uint64], limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Random bits as integers in [0, limit). Limits are below 2^32."""
+    return (((bits >> np.uint64(32)) * limits.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+
+
+def permutation(ids: IdHashes, stream: str) -> npt.NDArray[np.int64]:
+    """A random order of all ids, as their positions."""
+    return np.argsort(random_bits(ids, stream), kind="stable")

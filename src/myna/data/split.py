@@ -24,11 +24,10 @@ from typing import Literal, cast, get_args
 from networkx.utils import UnionFind  # type: ignore[import-untyped]
 
 from myna.core.errors import DataError
-from myna.core.io import atomic_write
+from myna.core.io import atomic_write, string_hash
 from myna.data.code_store import CodeStore, span_bounds, write_index
 from myna.data.codec import NotifyCallback
 from myna.data.dataset import DataFolder, PreparedDataset
-from myna.data.hash_rng import string_hash
 from myna.data.manifest import Utterance, write_manifest
 from myna.text.normalization import alphanumeric
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from myna.audio.files import probe
 from myna.audio.reference import CheckedReference, check_reference
 from myna.core.errors import DataError
-from myna.data.hash_rng import string_hash
+from myna.core.io import string_hash
 from myna.data.manifest import Utterance
 from myna.data.split import TEXTS, DatasetSplit
 from myna.evaluate.items import clip_seconds, load_clip

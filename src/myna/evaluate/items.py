@@ -15,9 +15,8 @@ from typing import Literal, Protocol, TypeVar
 from myna.audio.files import Samples, probe, read_audio
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
-from myna.core.io import bytes_hash, file_hash, is_file
+from myna.core.io import bytes_hash, file_hash, is_file, string_hash
 from myna.data.dataset import PreparedDataset
-from myna.data.hash_rng import string_hash
 from myna.data.manifest import Utterance
 from myna.data.references import ReferenceSampler
 from myna.text.normalization import UNSPACED, base_language, normalise_text

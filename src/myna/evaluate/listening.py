@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.core.errors import ConfigError, DataError, MynaError, import_optional
-from myna.core.io import atomic_write, bytes_hash
+from myna.core.io import atomic_write, bytes_hash, string_hash
 from myna.core.statistics import CONFIDENCE_LEVEL
-from myna.data.hash_rng import string_hash
 from myna.evaluate.scoring import ItemScores
 
 FORMAT = "myna-preferences-1"

@@ -28,8 +28,7 @@ from corpus_making.held_out import is_held_out
 from myna.audio.files import Samples, probe, read_audio
 from myna.audio.signal_measures import speech_level_db
 from myna.core.errors import DataError
-from myna.core.io import atomic_write
-from myna.data.hash_rng import string_hash
+from myna.core.io import atomic_write, string_hash
 from myna.data.importers.records import list_recordings
 from myna.listen.asr import ASR
 from myna.listen.speaker_encoders import EcapaEncoder

@@ -5,7 +5,7 @@ Both follow from a hash of the name or of the words, the same in every corpus.
 
 from __future__ import annotations
 
-from myna.data.hash_rng import string_hash
+from myna.core.io import string_hash
 
 ONE_SPEAKER_IN, ONE_LINE_IN = 10, 50
 

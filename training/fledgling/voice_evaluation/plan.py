@@ -15,7 +15,7 @@ import soundfile
 from codec_training.recordings import Recording, recordings
 from corpus_making.held_out import is_held_out, is_held_out_line
 from myna.core.errors import DataError
-from myna.data.hash_rng import string_hash
+from myna.core.io import string_hash
 
 REFERENCE_SECONDS = (3.0, 8.0)
 REAL_REFERENCE_SECONDS, PREFERRED_SECONDS = (3.0, 16.5), 6.0

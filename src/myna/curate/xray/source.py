@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from myna.audio.files import probe, read_audio
 from myna.audio.signal_measures import bandwidth_hz, clipped_share, snr_db
 from myna.core.errors import AudioError, DataError
+from myna.core.io import string_hash
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.curate.texts import measure_text
 from myna.data.corrections import Correction, correct_utterances, load_corrections
-from myna.data.hash_rng import string_hash
 from myna.data.manifest import Utterance, iterate_manifest
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row
 from myna.data.split import DatasetSplit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from myna.data.hash_rng import permutation, randint, random_bits, string_hash
+from myna.core.io import string_hash
+from myna.data.references import permutation, randint, random_bits
 
 NAMES = np.array([string_hash(f"{n}") for n in range(20_000)], np.uint64)
 
