@@ -44,7 +44,7 @@ class RunningServer:
             self.lines.append(line)
 
     def engine(self) -> psutil.Process:
-        """The engine process: the one with the most memory."""
+        """Return the engine process, which is the one with the most memory."""
         children = psutil.Process(self.process.pid).children()
         return max(children, key=lambda child: child.memory_info().rss)
 
@@ -63,7 +63,7 @@ class RunningServer:
 def start_server(
     home: Path, *arguments: str, source: str = "fledgling", environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """`myna serve` with a folder of its own for voices and logs, until it is ready."""
+    """Run `myna serve` with its own folder for voices and logs, and wait until it is ready."""
     command = [sys.executable, "-m", "myna", "serve", source, "--port", "0", "--device", "cpu", *arguments]
     variables = {**os.environ, "MYNA_HOME": str(home), "PYTHONUNBUFFERED": "1", **(environment or {})}
     process = subprocess.Popen(
@@ -87,6 +87,6 @@ def start_server(
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One for all tests that leave it as it was."""
+    """Run one server for all tests that leave it as it was."""
     with start_server(tmp_path_factory.mktemp("server"), "--streams", "3", "--queue", "5", "--no-watermark") as one:
         yield one

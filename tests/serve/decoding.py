@@ -11,7 +11,7 @@ RATE = 24_000
 
 
 def decode(data: bytes, format: str) -> np.ndarray:
-    """Samples of a file in [-1, 1], by FFmpeg."""
+    """Decode a file to samples in [-1, 1] with FFmpeg."""
     if format == "pcm":
         return np.frombuffer(data, "<i2") / np.float32(32767)
     with av.open(io.BytesIO(data), "r") as file:

@@ -29,7 +29,7 @@ TEXT = "two words"
 
 
 def merged_speech(adapter: Path | None, model: str | Path) -> bytes:
-    """What a model says into which the adapter was merged."""
+    """Return the speech of the model into which the adapter was merged."""
     engine = load_engine(ModelRef.find(adapter or model), device="cpu")
     plan = engine.plan(SpeechRequest(TEXT, id=TEXT, max_seconds=1.0, seed=0))
     return pcm16(next(engine.speak_plans([plan]))[1].samples)
@@ -94,7 +94,7 @@ def test_two_adapters_and_their_base_in_one_batch(tmp_path: Path) -> None:
 
 
 def test_adapters_of_the_shipped_model_in_one_batch(tmp_path: Path) -> None:
-    """Each as the model it was merged into; with half its strength as neither, without any as the base."""
+    """Each adapter speaks as its merged model, with half its strength as neither, without any as the base."""
     family = open_family("fledgling")
     folders = {
         name: random_adapter(family, tmp_path / name, scale, text_head=False)

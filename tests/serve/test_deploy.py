@@ -1,4 +1,4 @@
-"""Examples of deployment: what they name exists."""
+"""Examples of deployment: everything that they name exists."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_arguments_of_ray_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_takes_as_many_streams_as_were_measured() -> None:
-    """It looks at its options first, and then for the model."""
+    """Options are checked before the model is opened."""
     measured = json.loads((ROOT / "docs/benchmarks/serve.json").read_text(encoding="utf-8"))
     words = measured["settings"]["serve_options"]
     streams = words[words.index("--streams") + 1]

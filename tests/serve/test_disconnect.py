@@ -17,7 +17,7 @@ from myna.speak.request import SpeechRequest
 
 
 class LongJob:
-    """Stands in for a request to the engine: more audio than anybody in this test listens to."""
+    """Stand-in for a request to the engine, with more audio than any test reads."""
 
     end = None
 
@@ -35,8 +35,8 @@ class LongJob:
 
 
 @pytest.mark.parametrize("turns", range(24))
-def test_speech_ends_in_whatever_turn_of_the_loop_its_client_leaves(turns: int) -> None:
-    """One of them is that in which a piece of audio has just been sent."""
+def test_speech_ends_in_any_turn_of_the_loop_in_which_its_client_leaves(turns: int) -> None:
+    """One of these turns is that in which a piece of audio has just been sent."""
     job = LongJob()
     context = mock.Mock(sample_rate=24_000, log=mock.AsyncMock())
     context.client.submit.return_value = job

@@ -1,4 +1,4 @@
-"""What goes wrong around a server: clients that leave, queues that are full, signals, and an engine that is killed."""
+"""Faults around a server: clients that leave, full queues, signals, and a killed engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODY = {"model": "fledgling", "input": LONG, "response_format": "pcm"}
 
 
 def open_stream(server: RunningServer, **fields: object) -> socket.socket:
-    """A raw connection that has read the first audio of a long speech."""
+    """Open a raw connection that has read the first audio of a long speech."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     body = json.dumps(BODY | fields).encode()
@@ -45,8 +45,8 @@ def open_stream(server: RunningServer, **fields: object) -> socket.socket:
 
 
 def test_a_client_that_leaves_frees_its_row(server: RunningServer) -> None:
-    """Long before the speech would have ended, and before the log is written: a disk may take its time, and another
-    process may hold the log. What was given out is in the log then."""
+    """A row is free long before the speech would have ended, and before the log is written, which may take its time.
+    The audio that was sent is in the log then."""
     log, text = server.home / LOG_FILE, "Nobody hears this to its end. " + LONG
     connections = [open_stream(server, input=text) for _ in range(3)]
     server.wait_for("myna_streams_speaking", 3)
@@ -80,8 +80,8 @@ def test_a_client_that_leaves_the_queue_is_not_spoken(server: RunningServer) -> 
     server.wait_for("myna_requests_in_flight", 0)
 
 
-def test_a_full_queue_is_told_and_passes(server: RunningServer) -> None:
-    """Three rows and five that wait: the ninth is refused, and later taken."""
+def test_a_full_queue_refuses_and_recovers(server: RunningServer) -> None:
+    """Three rows are spoken and five requests wait: the ninth is refused, and accepted later."""
     streams = [open_stream(server) for _ in range(3)]
     with ThreadPoolExecutor(5) as pool:
         short = BODY | {"input": "Yes."}
@@ -101,7 +101,7 @@ def test_a_full_queue_is_told_and_passes(server: RunningServer) -> None:
 
 
 def test_a_batch_waits_for_its_turns(server: RunningServer) -> None:
-    """More items than rows and queue together; one of them is wrong, and fails alone."""
+    """Send more items than rows and queue hold; one of them is wrong, and fails alone."""
     items = [{"input": "Yes."} for _ in range(9)] + [{"input": "No.", "voice": "nobody"}]
     response = httpx2.post(
         f"{server.url}/v1/audio/speech/batch",
@@ -117,7 +117,7 @@ def test_a_batch_waits_for_its_turns(server: RunningServer) -> None:
 
 
 def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
-    """Neither its engine nor the process that decodes what clients send."""
+    """Neither its engine nor the process that decodes uploads is left."""
     recording = io.BytesIO()
     samples = np.random.default_rng(0).normal(0, 0.1, 48_000)
     soundfile.write(recording, samples, 24_000, format="WAV")
@@ -132,7 +132,7 @@ def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
         assert not left
 
 
-def test_sigterm_ends_what_is_spoken_and_then_the_server(tmp_path: Path) -> None:
+def test_sigterm_finishes_current_speech_and_then_the_server(tmp_path: Path) -> None:
     with start_server(tmp_path, "--streams", "2", "--no-watermark") as server:
         body = BODY | {"input": "It was a fine day, and they walked along the river."}
         alone = httpx2.post(f"{server.url}/v1/audio/speech", json=body, timeout=60).content

@@ -60,7 +60,7 @@ class Proxy:
 
     @contextmanager
     def stream(self, text: str = LONG) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """The id of the server that speaks a text, and its audio as it comes."""
+        """Return the id of the server that speaks a text, and its audio as it comes."""
         with self.client().audio.speech.with_streaming_response.create(
             model="fledgling", voice="default", input=text, response_format="pcm"
         ) as response:
@@ -125,7 +125,7 @@ def test_audio_is_passed_on_as_it_is_made(proxy: Proxy) -> None:
     proxy.wait_for(0)  # long before it would have ended by itself
 
 
-def test_each_server_gets_its_share_and_a_full_one_is_told(proxy: Proxy) -> None:
+def test_servers_share_requests_and_a_full_one_refuses(proxy: Proxy) -> None:
     with proxy.stream() as (first, one), proxy.stream() as (second, two):
         assert next(one) and next(two) and first != second
         for _ in range(4):  # also when it has been so for a while
@@ -158,7 +158,7 @@ def test_the_page_works_and_figures_are_not_given_out(proxy: Proxy) -> None:
         assert client.get(f"{proxy.url}/metrics").status_code == 403
 
 
-def test_a_server_that_is_killed_is_done_without(proxy: Proxy) -> None:
+def test_requests_avoid_a_killed_server(proxy: Proxy) -> None:
     proxy.servers[0].process.kill()
     proxy.servers[0].process.wait()
 

@@ -1,4 +1,4 @@
-"""The real client of OpenAI against a real server."""
+"""The client of OpenAI against a running server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected() -> bytes:
-    """What the engine says by itself."""
+    """Return the speech of the engine without a server."""
     engine = load_engine(ModelRef.find_model("fledgling"), device="cpu")
     plan = engine.plan(SpeechRequest(TEXT, id=TEXT, max_seconds=60.0, seed=0))
     return pcm16(next(engine.speak_plans([plan]))[1].samples)
@@ -81,7 +81,7 @@ def test_every_format_decodes_to_the_speech(client: openai.OpenAI, expected: byt
 
 
 def test_audio_comes_before_the_end(client: openai.OpenAI) -> None:
-    """In pieces, the first well before the last."""
+    """Audio comes in pieces, the first long before the last."""
     times, size = [], 0
     options: Any = {"model": "fledgling", "voice": "default", "input": LONG, "response_format": "pcm"}
     with client.audio.speech.with_streaming_response.create(**options) as response:
@@ -93,7 +93,7 @@ def test_audio_comes_before_the_end(client: openai.OpenAI) -> None:
 
 
 def test_an_asynchronous_client_streams(server: RunningServer, expected: bytes) -> None:
-    """Raw audio and events, at the same time."""
+    """Stream raw audio and events at the same time."""
 
     async def read(client: openai.AsyncOpenAI, stream_format: Any) -> list[bytes]:
         async with client.audio.speech.with_streaming_response.create(
@@ -126,7 +126,7 @@ def test_events(client: openai.OpenAI, expected: bytes) -> None:
     assert usage["output_tokens"] * 1920 == len(expected), "a frame is 960 samples"
 
 
-def test_many_at_once_are_each_as_alone(server: RunningServer, expected: bytes) -> None:
+def test_concurrent_requests_are_each_as_alone(server: RunningServer, expected: bytes) -> None:
     async def speak_all() -> list[bytes]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -169,7 +169,7 @@ def test_speed_changes_the_length(client: openai.OpenAI, expected: bytes) -> Non
     assert len(fast) == pytest.approx(len(expected) / 2, rel=0.1)
 
 
-def test_max_seconds_is_told_as_length(client: openai.OpenAI) -> None:
+def test_max_seconds_is_reported_as_length(client: openai.OpenAI) -> None:
     options: Any = {"model": "fledgling", "voice": "default", "input": LONG, "response_format": "pcm"}
     with client.audio.speech.with_streaming_response.create(
         **options,

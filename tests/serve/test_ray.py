@@ -1,4 +1,4 @@
-"""`myna serve --ray` for real: a cluster of two nodes on the CPU, which a second replica joins when there is work."""
+"""`myna serve --ray` on a cluster of two nodes on the CPU, which a second replica joins under load."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ VARIABLES = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
-"""Ray's own patience is too short for two cores that are busy."""
+"""Seconds that suffice on two busy cores; Ray's own limit is too short."""
 
 
 @dataclass
 class Stream:
-    """A long speech, read by a thread of its own."""
+    """Long speech, read by a thread of its own."""
 
     url: str
     segment_seconds: float = 8.0
@@ -86,7 +86,7 @@ class Models:
     root: Path
 
     def expected(self, adapter: str = "") -> bytes:
-        """What one process says without any server."""
+        """Return the speech of one process without a server."""
         ref = ModelRef.find(self.root / "adapters" / adapter if adapter else self.root / "tiny")
         engine = load_engine(ref, device="cpu")
         plan = engine.plan(SpeechRequest("two words", id="two words", max_seconds=1.0))
@@ -132,7 +132,7 @@ def single(models: Models, address: str, home: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def server(single: RunningServer) -> RunningServer:
-    """The same with two replicas, the second of which was started by a load that the first one carries meanwhile."""
+    """Run a server with two replicas, the second of which was started by load on the first."""
     assert single.metric("myna_engine_ready") == 1
     streams = start_streams(single.url, 4)
     deadline = time.monotonic() + 240
@@ -152,7 +152,7 @@ def speak(url: str, **fields: object) -> httpx2.Response:
 
 
 def speak_on_both(url: str, name: str) -> bytes:
-    """What both replicas say, who are asked until each has answered."""
+    """Return the answers of both replicas, asking until each has answered."""
     servers, spoken = set[str](), set[bytes]()
     deadline = time.monotonic() + 120
     while len(servers) < 2:
@@ -167,7 +167,7 @@ def speak_on_both(url: str, name: str) -> bytes:
 
 
 def ask_often(url: str) -> str:
-    """The one answer of a route, whichever replica gives it."""
+    """Return the answer of a route, which must be the same from all replicas."""
     (answer,) = {httpx2.get(url, timeout=60).text for _ in range(10)}
     return answer
 
@@ -248,7 +248,7 @@ def haproxy_processes() -> list[psutil.Process]:
 
 
 def test_haproxy_in_front_streams_and_passes_a_disconnect_on(models: Models, address: str, home: Path) -> None:
-    """With the HAProxy that comes with Ray Serve, on the cluster that the tests above have left."""
+    """Stream through the HAProxy of Ray Serve, on the cluster of the tests above."""
     options = (*arguments(models, address), "--replicas", "1", "--haproxy")
     with start_server(home, *options, source=str(models.root / "tiny"), environment=VARIABLES) as server:
         port = int(server.url.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""References are encoded beside the steps: nobody waits for another's recording, and no request loses its place."""
+"""References are encoded beside the steps: no request waits for another's, and none loses its place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from myna.speak.engine import Engine, encode_clip
 from myna.speak.request import ReferenceRecording, SpeechRequest
 
 SLOW_SECONDS = 3.0
-"""That an encoder takes which nobody tells to go on."""
+"""Seconds an encoder takes that is not released."""
 SAMPLING: dict[str, Any] = {"seed": 1, "max_seconds": 0.6}
 
 
 class SlowEncoder:
-    """The codec's `encode`, which goes on when it may."""
+    """Encoder that waits before it encodes, until it may continue."""
 
     def __init__(self, engine: Engine) -> None:
         self.encode, self.calls, self.begun, self.may_go_on = engine.codec.encode, 0, Event(), Event()
@@ -73,7 +73,7 @@ def recording(seed: int) -> Any:
 
 
 def finish(worker: SpeechWorker, ids: set[str]) -> list[Any]:
-    """Steps until all of them have ended."""
+    """Step until all of them have ended."""
     events: list[Any] = []
     while not ids <= {event.id for event in events if isinstance(event, RequestEnd)}:
         assert worker.busy, "they have not ended"
@@ -86,12 +86,12 @@ def ends(events: list[Any]) -> dict[str, RequestEnd]:
 
 
 def nothing_is_open(worker: SpeechWorker) -> bool:
-    """Rows are given back with the next step."""
+    """Return whether no request is left after one more step."""
     assert not worker.busy or worker.step() == []
     return not worker.busy
 
 
-def test_nobody_waits_for_the_reference_of_another(
+def test_requests_do_not_wait_for_references_of_others(
     engine: Engine, slow: SlowEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker(engine)
@@ -150,7 +150,7 @@ def test_a_cancelled_request_is_not_encoded_unless_another_needs_it(
     assert ends(finish(worker, {"anew"}))["anew"].failure is None, "what was cancelled can be asked for again"
 
 
-def test_what_cannot_be_encoded_fails_alone(
+def test_a_reference_that_cannot_be_encoded_fails_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     worker, encode = make_worker(engine), engine.codec.encode

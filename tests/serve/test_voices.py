@@ -32,13 +32,13 @@ if os.environ.get("MYNA_EXTRAS") != "required" and (find_spec("resemblyzer") is 
 RECORDINGS = Path(myna.__file__).parent / "demo" / "recordings"
 NAME, TEXT = "Anna Berg", "The boats lay close together in the evening light."
 WORDS = ("garden", "river")
-"""Of the day on which the server starts: words that the model says well, and the recogniser understands."""
+"""Words of the day on which the server starts, which the model says well and the recogniser understands."""
 SENTENCE = sentences.SENTENCES["en"].format(name=NAME, first=WORDS[0], second=WORDS[1])
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Takes consents; what it speaks without a mark stands for recordings of people."""
+    """Run a server that takes consents. Its speech without a mark stands for recordings of people."""
     home = tmp_path_factory.mktemp("server")
     private_file(home / sentences.SECRET_FILE, find_secret())
     with start_server(home, "--no-watermark", "--asr", str(WHISPER)) as one:
@@ -68,7 +68,7 @@ def speaker() -> dict[str, str]:
 
 
 def say(client: openai.OpenAI, text: str, fields: dict[str, str], seed: int = 0) -> bytes:
-    """A recording of a sentence or more, each spoken for itself."""
+    """Record sentences, each spoken by itself."""
     parts = [
         client.audio.speech.create(
             model="fledgling", voice="default", input=one, response_format="wav", extra_body={"seed": seed, **fields}

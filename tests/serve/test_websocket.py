@@ -29,7 +29,7 @@ def send(socket: ClientConnection, kind: str, **fields: Any) -> None:
 
 
 def receive_until(socket: ClientConnection, kind: str) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Messages up to one of this type, and the audio of each sentence between them."""
+    """Read messages up to one of this type, and the audio of each sentence between them."""
     events, audio = list[dict[str, Any]](), list[bytes]()
     while not events or events[-1]["type"] != kind:
         message = socket.recv(timeout=60)
@@ -109,7 +109,7 @@ def test_a_connection_that_is_lost_frees_the_row(server: RunningServer) -> None:
         (json.dumps({"type": "input.text", "text": "a" * 5000}), "at most 4096 characters"),
     ],
 )
-def test_what_is_no_message_is_told_and_passes(socket: ClientConnection, message: str | bytes, words: str) -> None:
+def test_a_malformed_message_gets_an_error(socket: ClientConnection, message: str | bytes, words: str) -> None:
     socket.send(message)
     assert words in receive_until(socket, "error")[0][0]["error"]["message"]
     send(socket, "input.text", text="Yes.")

@@ -31,7 +31,7 @@ from myna.speak.scheduler import BatchScheduler
 GREEDY: dict[str, Any] = {"temperature": 0, "max_seconds": 0.8}
 SAMPLED: dict[str, Any] = {"seed": 3, "max_seconds": 0.8}
 RANKS = {"first": 4, "second": 16, "third": 20}
-"""The last does not fit the slots that the first makes."""
+"""Make adapters, of which the last does not fit the slots that the first makes."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_adapters_in_one_batch_speak_as_their_merged_models(
     assert len(different) == len(kinds), "every adapter says something else"
 
 
-def test_an_adapter_of_attention_alone_is_merged_speech_too(family: HiggsV2, model: Path, tmp_path: Path) -> None:
+def test_an_attention_only_adapter_speaks_as_merged(family: HiggsV2, model: Path, tmp_path: Path) -> None:
     folder = write(family, tmp_path / "attention", r=8, mode="attention_only")
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     engine.load_adapter("a", folder)
@@ -165,7 +165,7 @@ def test_an_adapter_without_effect_is_refused(family: HiggsV2, model: Path, tmp_
     assert engine.adapters == ()
 
 
-def test_what_can_only_be_merged_is_said(family: HiggsV2, model: Path, tmp_path: Path) -> None:
+def test_adapters_that_can_only_be_merged_are_refused(family: HiggsV2, model: Path, tmp_path: Path) -> None:
     engine = load_engine(ModelRef.find_model(str(model)), device="cpu")
     for name, options in (("dora", {"use_dora": True}), ("head", {"modules_to_save": ["audio_lm_head"]})):
         folder = write(family, tmp_path / name, r=4, **options)

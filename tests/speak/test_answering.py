@@ -39,7 +39,7 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sixteen_learners_are_answered_exactly(way: Path) -> None:
-    """All say the same word: only what is heard can tell the model what to answer."""
+    """All clips say the same word, so only their sound tells the model what to answer."""
     out = way / "answers.jsonl"
     said = myna("answer", way / "prepared", "--run", way / "run", "-o", out, "--device", "cpu")
     assert "16 of 16 answers equal the expected ones" in said
@@ -56,7 +56,7 @@ def test_sixteen_learners_are_answered_exactly(way: Path) -> None:
     assert score_answers(due, [row["answer"] for row in rows]).figures[MISPRONUNCIATION_F1].mean == 1.0
 
 
-def test_who_was_taught_nothing_is_counted_as_unreadable_unless_held(way: Path, tmp_path: Path) -> None:
+def test_an_untrained_model_is_unreadable_unless_constrained(way: Path, tmp_path: Path) -> None:
     words = ["answer", way / "prepared", "--model", way / "model", "--device", "cpu", "--max-tokens", 120]
     assert "16 utterances, 16 answers that cannot be read" in myna(*words, "-o", tmp_path / "free.jsonl")
     said = myna(*words, "-o", tmp_path / "held.jsonl", "--constrained")
@@ -111,7 +111,7 @@ def test_an_answering_model_refuses_a_line_to_be_spoken(way: Path, tmp_path: Pat
         myna("render", tmp_path / "out", "-m", way / "model")
 
 
-def test_full_training_answers_too_and_leaves_what_sees_as_it_was(way: Path) -> None:
+def test_full_training_answers_and_leaves_the_vision_part_alone(way: Path) -> None:
     settings = ("adapt.mode=full", "adapt.train_modules=[]", "train.steps=2", "train.learning_rate=1e-4")
     said = myna("train", way / "recipe.yaml", "-o", way / "full", *(word for s in settings for word in ("--set", s)))
     assert "myna answer RECORDING.wav" in said and "myna speak" not in said
@@ -124,6 +124,6 @@ def test_full_training_answers_too_and_leaves_what_sees_as_it_was(way: Path) -> 
     assert not any("image_embed" in name or "vision_speech" in name for name in moved)
 
 
-def test_a_prepared_folder_wants_a_place_for_its_answers(way: Path) -> None:
+def test_a_prepared_folder_needs_an_output_file(way: Path) -> None:
     with pytest.raises(MynaError, match="comes alone"):
         myna("answer", way / "prepared", "--run", way / "run")

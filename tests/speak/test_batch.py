@@ -1,4 +1,4 @@
-"""The running batch: what each stream gives is what the engine gives it alone, whoever comes and goes beside it."""
+"""The batch loop: each request gives what the engine gives it alone, with any others beside it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def spoken(engine: Engine, plan: SpeechPlan) -> Speech:
 
 
 class Event(NamedTuple):
-    """What a step has brought for a request."""
+    """News of a request in one step."""
 
     id: str
     samples: Samples
@@ -76,8 +76,8 @@ def finish(batch: SpeechBatch) -> list[Event]:
 
 @pytest.mark.parametrize("steps_ahead", [0, 2])
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_streams_are_those_of_the_engine(engine: Engine, rows: int, steps_ahead: int) -> None:
-    """Also where results are read behind the steps, as on a GPU."""
+def test_requests_give_the_samples_of_the_engine(engine: Engine, rows: int, steps_ahead: int) -> None:
+    """Compare with the engine, also with results that are read behind the steps, as on a GPU."""
     batch = engine.open_batch(rows, 512)
     batch.scheduler.decoder.steps_ahead = steps_ahead
     plans = {f"{n}": make_plan(engine, text, seed=n, seconds=0.3 + 0.2 * n) for n, text in enumerate(TEXTS)}
@@ -125,14 +125,14 @@ def test_a_cancelled_stream_frees_its_row_with_the_next_step(engine: Engine) -> 
     assert not batch.busy, "one that has ended stays as it is"
 
 
-def test_whoever_is_waited_for_comes_first(engine: Engine) -> None:
+def test_lower_priorities_come_first(engine: Engine) -> None:
     batch = engine.open_batch(1, 512)
     for id, priority in (("batch", 1), ("first", 0), ("second", 0)):
         batch.submit(engine.plan(SpeechRequest("hello", priority=priority, max_seconds=0.8)), id=id)
     assert list(join(finish(batch))[1]) == ["first", "second", "batch"]
 
 
-def test_one_that_does_not_fit_fails_alone(engine: Engine) -> None:
+def test_a_request_that_does_not_fit_fails_alone(engine: Engine) -> None:
     batch = engine.open_batch(2, 128)
     batch.submit(make_plan(engine, "hello " * 40, seconds=20), id="wide")
     batch.submit(make_plan(engine, "hello"), id="fine")
@@ -142,7 +142,7 @@ def test_one_that_does_not_fit_fails_alone(engine: Engine) -> None:
 
 
 class Tail:
-    """A filter that holds half of what it is given back until the end."""
+    """Filter that holds half of its samples back until the end."""
 
     def __init__(self) -> None:
         self.held = np.zeros(0, np.float32)
@@ -176,7 +176,7 @@ def test_streams_are_marked_as_their_files_are(engine: Engine) -> None:
 
 
 def test_a_stream_that_is_ahead_leaves_the_codec_to_others(engine: Engine) -> None:
-    """A clock that stands still: the first second of sound comes, and the rest when the speech has ended."""
+    """Use a clock that stands still: the first second of sound comes, and the rest when the speech has ended."""
     batch = engine.open_batch(1, 2048, clock=lambda: 0.0)
     plan = make_plan(engine, LONG, seconds=1)
     batch.submit(plan, id="1")
@@ -186,7 +186,7 @@ def test_a_stream_that_is_ahead_leaves_the_codec_to_others(engine: Engine) -> No
 
 
 def test_a_stream_that_is_ahead_waits_for_one_without_a_sound(engine: Engine) -> None:
-    """A clock that stands still: whoever has been heard is ahead of its playback."""
+    """Use a clock that stands still: a request that has been heard is ahead of its playback."""
     batch = engine.open_batch(3, 2048, clock=lambda: 0.0)
     decoder, stepped = batch.scheduler.decoder, list[int]()
     decode = decoder.step
@@ -231,7 +231,7 @@ def test_a_stream_in_a_crowd_begins_with_more(engine: Engine, monkeypatch: pytes
 
 
 def test_a_stream_begins_with_more_where_many_listen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was given all of a text listens to it for as long as it is, and asks for the next then."""
+    """A listener who was given all of a text plays it for its whole length, and then asks for the next."""
     monkeypatch.setattr(batch_module, "START_SECONDS", ((99, 2, 1.0),))
     now, rate, first = [0.0], engine.codec.sample_rate, list[float]()
     batch = engine.open_batch(3, 2048, clock=lambda: now[0])
@@ -259,7 +259,7 @@ def test_no_stream_is_held_while_another_waits_for_a_row(engine: Engine) -> None
         st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans(), st.integers(0, 12)), min_size=1, max_size=10
     )
 )
-def test_whatever_comes_and_goes_no_row_is_lost(engine: Engine, turns: list[tuple[int, int, bool, int]]) -> None:
+def test_no_row_is_lost_under_random_requests(engine: Engine, turns: list[tuple[int, int, bool, int]]) -> None:
     batch = engine.open_batch(2, 512)
     events: list[Event] = []
     for number, (text, seed, cancelled, steps) in enumerate(turns):

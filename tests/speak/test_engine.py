@@ -1,4 +1,4 @@
-"""The engine, on a tiny real model with its real codec: it says what the renderer and the model say, and no more."""
+"""The engine on a tiny real model with its real codec: it says what the renderer and the model say."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def voices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two recordings, one of them at another rate and no whole number of frames long."""
+    """Make two recordings, one of them at another rate and not a whole number of frames long."""
     folder = tmp_path_factory.mktemp("voices")
     for name, rate, seconds, pitch in (("robin", 24_000, 0.4, 320), ("heron", 16_000, 0.51, 110)):
         time = np.arange(round(seconds * rate)) / rate
@@ -105,12 +105,12 @@ def test_a_control_token_in_a_line_is_refused(engine: Engine) -> None:
         engine.speak([SpeechRequest("hello <|eot_id|>", **GREEDY)])
 
 
-def test_nothing_to_say_is_nothing_said(engine: Engine) -> None:
+def test_no_requests_give_no_speech(engine: Engine) -> None:
     assert engine.speak([]) == []
 
 
 @pytest.mark.parametrize("place", ["turn", "system"])
-def test_it_speaks_what_the_training_renderer_leaves_open(
+def test_the_prompt_is_that_of_the_training_renderer(
     engine: Engine, voices: list[Path], place: ReferencePlacement
 ) -> None:
     reference = engine.encode_reference(ReferenceRecording(voices[0], "good morning"))
@@ -128,7 +128,7 @@ def test_it_speaks_what_the_training_renderer_leaves_open(
     assert not speech.stopped, "a random model does not find its end"
 
 
-def test_frames_are_told_as_they_come(engine: Engine) -> None:
+def test_progress_is_reported_in_frames(engine: Engine) -> None:
     frames: list[int] = []
     speech = engine.speak([SpeechRequest("hello", **GREEDY)], frames.append)[0]
     assert frames == list(range(1, len(speech.codes) + 1))
@@ -172,7 +172,8 @@ def test_a_model_that_ends_says_so(engine: Engine) -> None:
 
 
 def thoughts(engine: Engine, line: SpeechRequest) -> torch.Tensor:
-    """The model's logits for the first frame; a random model's choice alone hardly depends on what it has heard."""
+    """Return the model's logits for the first frame. The choice of a random model alone hardly depends on its
+    prompt."""
     seen: list[torch.Tensor] = []
     head: Any = engine.model.audio_lm_head
     hook = head.register_forward_hook(lambda _module, _inputs, out: seen.append(out))
@@ -235,7 +236,7 @@ def test_a_stream_has_the_samples_of_its_file(engine: Engine, voices: list[Path]
     assert np.array_equal(np.concatenate(pieces), whole.samples)
 
 
-def test_a_stream_that_nobody_reads_on_gives_its_row_back(engine: Engine) -> None:
+def test_an_abandoned_stream_frees_its_row(engine: Engine) -> None:
     endless = engine.stream(SpeechRequest("hello", temperature=0, max_seconds=8.0))
     first = next(endless)
     assert len(first) == 2 * engine.codec.hop, "the first window is short"

@@ -1,4 +1,4 @@
-"""Marks on what is spoken: on by default in every way of speaking, off only when asked, and then logged."""
+"""Marks on speech: on by default in every way of speaking, off only when asked, and then logged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_stream_has_the_samples_of_its_file(voice: myna.Voice) -> None:
     assert spoken["audio_sha256"] == streamed["audio_sha256"]
 
 
-def test_a_stream_that_is_closed_is_logged_as_far_as_it_came(voice: myna.Voice) -> None:
+def test_a_closed_stream_is_logged_up_to_its_end(voice: myna.Voice) -> None:
     stream = voice.stream("hello there", max_seconds=5.0, seed=3)
     first = next(stream)
     stream.close()

@@ -102,10 +102,10 @@ def test_greedy_codes_are_those_of_transformers_generate(family: HiggsV2, model:
 
 @pytest.mark.parametrize("rows", [1, 2, 6])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3), Sampling(seed=4, top_k=0, top_p=0.7)])
-def test_a_crowd_changes_nothing(
+def test_codes_do_not_depend_on_other_requests(
     family: HiggsV2, model: Any, prompts: list[RenderedSequence], rows: int, sampling: Sampling
 ) -> None:
-    """Requests of different lengths, that join and leave: codes are those of each alone."""
+    """Let requests of different lengths join and leave: their codes are those of each alone."""
     scheduler = batch(family, model, rows)
     generations = [scheduler.submit(prompt, sampling, 5 + 3 * n) for n, prompt in enumerate(prompts)]
     finish(scheduler)
@@ -116,10 +116,10 @@ def test_a_crowd_changes_nothing(
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 4])
-def test_holding_some_back_changes_nothing(
+def test_codes_do_not_depend_on_held_rows(
     family: HiggsV2, model: Any, prompts: list[RenderedSequence], bucket: int
 ) -> None:
-    """Any of them are left out of any step; the decoder computes a multiple of `bucket` rows."""
+    """Leave out any of them in any step; the decoder computes a multiple of `bucket` rows."""
     random, scheduler, sizes = np.random.default_rng(bucket), batch(family, model, 5), set[int]()
     decoder: Any = scheduler.decoder
     decoder.bucket = lambda rows: -(-rows // bucket) * bucket
@@ -213,7 +213,7 @@ def test_frames_come_as_they_are_generated(family: HiggsV2, model: Any, prompts:
     assert np.array_equal(np.concatenate(pieces), generation.codes())
 
 
-def test_what_does_not_fit_the_cache_is_refused(family: HiggsV2, model: Any, prompts: list[RenderedSequence]) -> None:
+def test_a_request_above_the_cache_is_refused(family: HiggsV2, model: Any, prompts: list[RenderedSequence]) -> None:
     with pytest.raises(SpeakError, match=r"needs \d+ positions, the batch has 64"):
         batch(family, model, 1, positions=64).submit(prompts[0], GREEDY, 60)
 
@@ -239,7 +239,7 @@ def test_many_requests_leave_memory_flat(family: HiggsV2, model: Any, prompts: l
 
 
 def test_a_model_in_training_is_not_rearranged(family: HiggsV2, tmp_path: Path) -> None:
-    """The same codes through transformers' modules as through joined weights, and its parameters stay its own."""
+    """Modules of transformers give the codes of joined weights, and the parameters stay as they were."""
     prompt = family.render(cloning("hello", target=None))
     training = family.load_model(dtype=torch.float32, device="cpu", text_head=False)
     plain = family.load_model(dtype=torch.float32, device="cpu", text_head=False).requires_grad_(False)

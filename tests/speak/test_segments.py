@@ -38,7 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture
 def conversations(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Conversation]:
-    """What is rendered, in order."""
+    """Conversations that are rendered, in order."""
     seen: list[Conversation] = []
     render = engine.family.render
 
@@ -139,7 +139,7 @@ def test_without_a_reference_the_first_segment_stays_the_voice(
     assert fourth[1][1] == speech.codes[:4].tobytes() and fourth[3][1] == speech.codes[9:15].tobytes()
 
 
-def test_a_runaway_is_told_and_is_no_context(engine: Engine, conversations: list[Conversation]) -> None:
+def test_a_runaway_is_reported_and_is_no_context(engine: Engine, conversations: list[Conversation]) -> None:
     plan = engine.plan(SpeechRequest(TEXT, **SHORT))
     with ending(engine):
         speech = speak(engine, plan)
@@ -149,7 +149,7 @@ def test_a_runaway_is_told_and_is_no_context(engine: Engine, conversations: list
     assert all(len(conversation.turns) == 1 for conversation in conversations)
 
 
-def test_a_segment_that_ends_at_once_is_told(engine: Engine) -> None:
+def test_an_empty_segment_is_reported(engine: Engine) -> None:
     plan = engine.plan(SpeechRequest(TEXT, max_seconds=2))
     with ending(engine, 3, 11, 19 + 2, 31 + 2):
         speech = speak(engine, plan)
@@ -201,7 +201,7 @@ def test_takes_share_a_prompt_and_are_what_their_seeds_say(engine: Engine, monke
     assert len({take.codes.tobytes() for take in takes.values()}) == 3
 
 
-def test_plans_that_nobody_waits_for_give_their_rows_back(engine: Engine) -> None:
+def test_abandoned_plans_free_their_rows(engine: Engine) -> None:
     plans = [engine.plan(SpeechRequest("hello", id=str(n), max_seconds=0.2 + n)) for n in range(3)]
     spoken = engine.speak_plans(plans)
     assert next(spoken)[0] == 0

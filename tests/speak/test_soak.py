@@ -1,4 +1,4 @@
-"""Two thousand requests, many of them given up: no row, no generation, no thread and no memory is left behind."""
+"""Two thousand requests, many of them cancelled: no row, generation, thread or memory is left."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from myna.speak.scheduler import BatchScheduler, Generation
 
 REQUESTS, WARM_UP, OPEN, ROWS = 2_000, 400, 12, 8
 MAX_GROWTH_BLOCKS = REQUESTS // 4
-"""Of Python's own memory; one object kept of every request would be more."""
+"""Blocks of Python's memory; one object kept for every request would be more."""
 MAX_RESIDENT_GROWTH_BYTES = 24 * 2**20
-"""Of the process: allocators keep what they were given, and their pools grow by megabytes."""
+"""Bytes of the process: allocators keep freed memory, and their pools grow by megabytes."""
 
 
 def resident_bytes() -> int:
@@ -37,7 +37,7 @@ def open_files() -> int:
 
 
 class Clients:
-    """Listeners of many streams: each reads a while, to the end or not, and leaves with a goodbye or without."""
+    """Listeners of many streams, each of which reads to the end or leaves, with `close` or without."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.random = engine, np.random.default_rng(0)
@@ -72,7 +72,7 @@ class Clients:
 
 
 def idle_batch(engine: Engine) -> BatchScheduler:
-    """The engine's batch, with nothing in it."""
+    """Return the scheduler of the engine's batch, when nothing is left in it."""
     assert engine._batch is not None
     while engine._batch.busy:
         engine._batch.step()

@@ -1,4 +1,4 @@
-"""Streaming: whatever the pieces that frames come in, the samples are those of the file."""
+"""Streaming: the samples are those of the file, in pieces of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODECS = ["fledgling", "higgs"]
 
 @pytest.fixture(scope="module")
 def codecs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Codec]:
-    """The codec that fledgling ships with, and a tiny one of Higgs' layout."""
+    """Codecs: that of fledgling, and a tiny one with the layout of Higgs."""
     tiny: Path = save_tiny_codec(tmp_path_factory.mktemp("codec"))
     return {"fledgling": open_codec(SHIPPED["fledgling"] / "codec"), "higgs": open_codec(tiny)}
 
@@ -78,7 +78,7 @@ def test_any_pieces_are_the_file(codecs: dict[str, Codec], name: str, data: st.D
 
 @pytest.mark.parametrize("name", CODECS)
 def test_windows_leave_no_step(codecs: dict[str, Codec], name: str) -> None:
-    """A stream is what one window of all its frames would be, to a step of 16-bit audio."""
+    """Compare a stream with one window of all its frames, to a step of 16-bit audio."""
     codec = codecs[name]
     codes = random_codes(codec, 160)
     whole = codec.decode_windows([codes])()[0]
@@ -87,8 +87,8 @@ def test_windows_leave_no_step(codecs: dict[str, Codec], name: str) -> None:
 
 
 def test_the_end_of_a_clip_has_no_hiss(codecs: dict[str, Codec]) -> None:
-    """Behind it the decoder reads zeros. With the last frame repeated there, the last 300 ms are the same sound where a
-    recording ends in silence; where it ends in noise, they are other noise that is no softer."""
+    """After the end the decoder reads zeros. With the last frame repeated there, the last 300 ms stay the same for a
+    recording that ends in silence; in noise they become other noise that is no softer."""
     codec, tail = codecs["fledgling"], round(0.3 * 24_000)
     ends_in_silence = []
     for recording in sorted(RECORDINGS.glob("*.opus"))[:6]:

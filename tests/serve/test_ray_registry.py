@@ -1,4 +1,4 @@
-"""The registry of replicas: what is asked of one is done by all, and figures are told apart."""
+"""The registry of replicas: all of them do what one is asked, and their figures are told apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from myna.serve.ray_server import AdapterVersion, ReplicaRegistry, ReplicaReport
 
 
 class Replica:
-    """Reports as a replica does; those named in `broken` it cannot load."""
+    """Report as a replica does; it cannot load the adapters in `broken`."""
 
     def __init__(self, id: str, *broken: str) -> None:
         self.id, self.broken = id, broken
@@ -50,7 +50,7 @@ def test_all_replicas_load_and_unload() -> None:
     run(replicas, scenario)
 
 
-def test_what_one_cannot_load_none_keeps() -> None:
+def test_an_adapter_that_one_replica_cannot_load_is_kept_by_none() -> None:
     replicas = [Replica("a"), Replica("b", "two")]
 
     async def scenario(registry: ReplicaRegistry) -> None:

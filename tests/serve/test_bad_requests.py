@@ -1,4 +1,4 @@
-"""Requests that no program should send: each gets a clear error, and the server goes on."""
+"""Requests that no program should send: each gets a clear error, and the server continues."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_error(response: httpx2.Response, status: int, words: str = "") -> dict
     "body",
     [b"", b"null", b"[]", b"42", b"{", b'{"input": }', b"\xff\xfe\x00", b'{"input": "\\ud800"}', b"[" * 50_000],
 )
-def test_a_body_that_is_no_request(web: httpx2.Client, body: bytes) -> None:
+def test_a_body_that_is_not_a_request(web: httpx2.Client, body: bytes) -> None:
     check_error(web.post(SPEECH, content=body, headers={"content-type": "application/json"}), 400)
 
 
@@ -65,7 +65,7 @@ FIELDS = tuple(name for name in SpeechBody.model_fields if name != "input")
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FIELDS), value=json_values)
 def test_fields_of_any_type(web: httpx2.Client, name: str, value: Any) -> None:
-    """Without a text nothing is ever spoken; the answer is an error of ours whatever else is sent."""
+    """A request without text is never spoken; its answer is one of our errors."""
     body = json.dumps({"input": "", name: value})  # Infinity too, which httpx would refuse to send
     response = web.post(SPEECH, content=body, headers={"content-type": "application/json"})
     assert response.status_code in (400, 404)
@@ -73,7 +73,7 @@ def test_fields_of_any_type(web: httpx2.Client, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none(web: httpx2.Client, number: str) -> None:
+def test_values_that_are_not_numbers(web: httpx2.Client, number: str) -> None:
     body = f'{{"input": "Yes.", "temperature": {number}}}'
     check_error(web.post(SPEECH, content=body, headers={"content-type": "application/json"}), 400)
 
@@ -163,7 +163,7 @@ class Bomb:
 
 
 def recordings() -> dict[str, bytes]:
-    """Files that are no recording, or one that must not be read whole."""
+    """Files that are not recordings, or must not be read whole."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a.wav", bytes(50_000_000))
@@ -188,7 +188,7 @@ def recordings() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", recordings())
-def test_recordings_that_are_none(web: httpx2.Client, name: str) -> None:
+def test_files_that_are_not_recordings(web: httpx2.Client, name: str) -> None:
     error = check_error(speak_with(web, recordings()[name]), 400)
     assert error["param"] == "ref_audio" and "/tmp" not in error["message"]
     assert not UNPICKLED.exists()
@@ -245,8 +245,8 @@ def test_a_form_of_another_page_is_no_request(web: httpx2.Client) -> None:
 
 
 def test_slow_headers_are_dropped(server: RunningServer) -> None:
-    """Many connections that never send theirs to the end: the others are served meanwhile, and they are closed. Slow
-    bodies: test_app.py."""
+    """Many connections never complete their headers: others are served meanwhile, and they are closed. Slow bodies
+    are in test_server.py."""
     host, port = server.url.removeprefix("http://").split(":")
     connections = [socket.create_connection((host, int(port))) for _ in range(50)]
     for connection in connections:
@@ -259,7 +259,7 @@ def test_slow_headers_are_dropped(server: RunningServer) -> None:
     assert time.monotonic() - began < 14
 
 
-def test_no_garbage_stops_it(server: RunningServer) -> None:
+def test_random_bytes_do_not_stop_the_server(server: RunningServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     for garbage in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 1000, b"A" * 100_000 + b"\r\n\r\n"):
         with socket.create_connection((host, int(port))) as connection:

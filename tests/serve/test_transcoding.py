@@ -1,24 +1,78 @@
-"""Formats of responses: whatever the pieces, they decode to what was encoded."""
+"""Audio in and out of the server: uploads are decoded once, and encoded pieces decode to what was encoded."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import mmap
+import subprocess
+import sys
 import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myna.audio.files import pcm16, read_audio
+from myna.audio.files import Samples, pcm16, read_audio
 from myna.provenance.credentials import read_credentials
 from myna.provenance.speech_log import SpeechOrigin
+from myna.serve import transcoding
 from myna.serve.engine_process import TempoFilter
 from myna.serve.schemas import AudioFormat
 from myna.serve.speech_routes import _finished_file
-from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
+from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, UploadDecoder, encode_whole
 from tests.serve.decoding import RATE, decode
+
+
+def recording(pitch: float) -> bytes:
+    content = io.BytesIO()
+    tone = 0.3 * np.sin(2 * np.pi * pitch * np.arange(12_000) / 24_000)
+    soundfile.write(content, tone, 24_000, format="WAV", subtype="PCM_16")
+    return content.getvalue()
+
+
+def test_the_same_recording_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcoding, "MAX_CACHED", 2)
+    decoder = UploadDecoder()
+
+    async def decode(pitch: float, sample_rate: int = 24_000) -> Samples:
+        return await decoder.decode(recording(pitch), sample_rate, param="ref_audio")
+
+    async def run() -> None:
+        first = await decode(200)
+        assert len(first) == 12_000 and await decode(200) is first
+        assert len(await decode(200, 16_000)) == 8_000, "another rate is another recording"
+        assert await decode(200) is first
+        await decode(300)
+        assert len(decoder._decoded) == 2 and await decode(200) is first
+        again = await decode(200, 16_000)
+        assert len(again) == 8_000 and len(decoder._decoded) == 2, "what was used last is kept"
+
+    try:
+        asyncio.run(run())
+    finally:
+        decoder.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+def test_memory_mapped_at_the_start_is_not_counted() -> None:
+    """On a machine with a GPU the libraries of the process map more addresses than a recording may."""
+    child = f"""
+import mmap, sys
+from myna.serve.transcoding import MAX_DECODE_BYTES, _decode, _limit_memory
+mapped = mmap.mmap(-1, MAX_DECODE_BYTES + 2**30, flags={mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}, prot={mmap.PROT_READ})
+_limit_memory()
+print(len(_decode(sys.stdin.buffer.read(), 24_000, 60.0)))
+try:
+    bytearray(MAX_DECODE_BYTES + 2**28)
+except MemoryError:
+    print("limited")
+"""
+    process = subprocess.run([sys.executable, "-c", child], input=recording(200), capture_output=True, check=True)
+    assert process.stdout.split() == [b"12000", b"limited"]
 
 
 def tone(seconds: float) -> np.ndarray:
@@ -51,7 +105,7 @@ def test_lossless_formats_lose_nothing(format: AudioFormat) -> None:
 
 @pytest.mark.parametrize("format", MEDIA_TYPES)
 def test_the_first_bytes_come_early(format: AudioFormat) -> None:
-    """Before a quarter of a second of audio has been pushed: a format that waits for its end would not stream."""
+    """Bytes come before a quarter of a second of audio was pushed. A format that waits for its end would not stream."""
     encoder, bytes_at = AudioEncoder(format, RATE), 0
     for piece in np.split(pcm16_array(tone(0.24)), 6):
         bytes_at += len(encoder.push(piece.tobytes()))

@@ -1,4 +1,4 @@
-"""More adapters than an engine holds: loaded when they are asked for, in the place of the least recently used."""
+"""More adapters than an engine holds: loaded on request, in the place of the least recently used."""
 
 from __future__ import annotations
 

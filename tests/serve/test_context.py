@@ -1,4 +1,4 @@
-"""What a server is given to serve, and to whom it answers."""
+"""Sources of a server, and the hosts that it answers to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_several_are_adapters_of_one_base(folders: tuple[str, str, str]) -> None
     assert resolve_sources([anna], None, keep_adapters=True) == ServedSources(base, {"anna": anna})
 
 
-def test_what_cannot_be_served_together_is_told(folders: tuple[str, str, str]) -> None:
+def test_sources_without_a_common_base_are_refused(folders: tuple[str, str, str]) -> None:
     base, anna, marta = folders
     for sources, words in (
         ([base, base], "only one base model"),
@@ -64,7 +64,7 @@ def test_names_of_this_machine() -> None:
 
 
 def pass_guard(headers: dict[str, str], *, key: str | None = None, method: str = "POST") -> int:
-    """The status that a guard answers with, 200 where it lets a request through."""
+    """Return the status of a guard, 200 if it lets a request through."""
     sent: list[dict[str, Any]] = []
 
     async def app(_: Any, __: Any, send: Any) -> None:

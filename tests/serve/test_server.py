@@ -17,14 +17,15 @@ from myna.serve.messages import EngineSettings
 from myna.serve.server import create_app
 
 MAX_OBJECTS = 2_000
-"""That a full collection of a server without requests may visit: a millisecond."""
+"""Objects that a full collection of an idle server may visit, which takes a millisecond."""
 
 
 async def do_nothing() -> None: ...
 
 
 def test_a_full_collection_visits_no_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stops all streams: 50 ms for the imports of this process, and an underrun for whoever has just begun."""
+    """A collection stops all streams: 50 ms for the imports of this process, and a gap for a request that just
+    began."""
     monkeypatch.setenv("MYNA_HOME", str(tmp_path))
     context = ServerContext.create(ServerSettings(EngineSettings("fledgling")))
     monkeypatch.setattr(context, "start", do_nothing)
@@ -42,7 +43,7 @@ def test_a_full_collection_visits_no_imports(tmp_path: Path, monkeypatch: pytest
 
 
 class SlowBody:
-    """`receive` of a client that sends its body in pieces, with a pause before each, and never ends it."""
+    """Function `receive` of a client that sends its body in pieces, with pauses, and never ends it."""
 
     def __init__(self, first: bytes, piece: bytes, pause: float) -> None:
         self._first, self._piece, self._pause, self.pieces = first, piece, pause, 0
@@ -54,7 +55,7 @@ class SlowBody:
 
 
 def answer(path: str, content_type: str, receive: SlowBody) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Status, headers and error of the answer to a POST whose body has no end."""
+    """Return status, headers and error of the answer to a POST whose body has no end."""
     settings = ServerSettings(EngineSettings("fledgling"), host="127.0.0.1", port=80)
     app, sent = create_app(ServerContext.create(settings)), list[Message]()
     headers = [(b"host", b"127.0.0.1:80"), (b"content-type", content_type.encode())]
