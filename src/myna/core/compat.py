@@ -1,7 +1,7 @@
-"""Private parts of torch, accelerate and transformers that Myna relies on, each behind a named function.
+"""Private parts of torch, accelerate and transformers that Myna relies on, each in a named function.
 
-A new version of one of these libraries may move or drop them: each docstring says what fails then. One use cannot be
-collected here, since it overrides a method: `models/quantized.py` extends `nn.Module._apply` to see a layer move.
+A new version of these libraries may move or drop them; each docstring says what fails then. One use overrides a method
+and cannot be collected here: `models/quantized.py` extends `nn.Module._apply` to see a layer move.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Identity of a tensor's memory, also on the meta device, where every data pointer is 0. Without it, the memory
-    plan would count views twice."""
+    """Return the identity of a tensor's memory, also on the meta device, where every data pointer is 0. Without it, the
+    memory plan would count views twice."""
     return int(storage._cdata)
 
 
 def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """In-place copies of many tensors in few kernels. Without it, moving a row of a decoding batch needs two for every
+    """Copy many tensors in place in few kernels. Without it, moving a row of a decoding batch needs two for every
     layer."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def foreach_lerp(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
-    """In-place interpolation of many tensors in one kernel. Without it, the EMA needs a kernel per tensor."""
+    """Interpolate many tensors in place in one kernel. Without it, the EMA needs a kernel per tensor."""
     torch._foreach_lerp_(list(tensors), list(ends), weight)
 
 
@@ -56,7 +56,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp8 matrix product with a scale per row and fast accumulation. Without it, `model.quantization: fp8` would
+    """Multiply fp8 matrices with a scale per row and fast accumulation. Without it, `model.quantization: fp8` would
     dequantize before every product."""
     scales = {"scale_a": scale_a, "scale_b": scale_b}
     if out is None:
@@ -65,7 +65,8 @@ def scaled_mm(
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU computes in bf16 (AMX or AVX512-bf16). Without it, bf16 on a CPU comes without its warning."""
+    """Return whether this CPU computes in bf16 (AMX or AVX512-bf16). Without it, there is no warning of slow bf16 on a
+    CPU."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
@@ -87,7 +88,7 @@ def reset_accelerator_state() -> None:
 
 
 def model_from_config(model_class: Any, config: Any, **options: Any) -> Any:
-    """A transformers model built without weights. The public constructor takes neither a dtype nor an attention
+    """Build a transformers model without weights. The public constructor takes neither a dtype nor an attention
     implementation."""
     return model_class._from_config(config, **options)
 
@@ -99,5 +100,5 @@ def set_beam_reordering(model: Any, reorder: Callable[[Any, torch.Tensor], Any])
 
 
 def conv_output_length(model: Any, samples: int) -> int:
-    """Frames that the convolutions of a transformers wav2vec2-like model make of so many samples."""
+    """Return the number of frames that the convolutions of a transformers wav2vec2-like model make of the samples."""
     return int(model._get_feat_extract_output_lengths(samples))

@@ -36,7 +36,6 @@ class HiggsBatch(Batch):
     """(audio targets,): the stream positions that predict them."""
     audio_targets: torch.Tensor
     """(audio targets, codebooks)"""
-    text_predictors: torch.Tensor
     text_targets: torch.Tensor
     output_positions: torch.Tensor
     """Stream positions that predict anything, in order. After the last attention only these are computed."""
@@ -86,7 +85,6 @@ def collate(sequences: Sequence[RenderedSequence], audio_ids: tuple[int, ...], o
         cu_seqlens=torch.from_numpy(cu_seqlens).int(),
         audio_predictors=torch.from_numpy(audio_predictors),
         audio_targets=torch.from_numpy(audio_targets),
-        text_predictors=torch.from_numpy(text_predictors),
         text_targets=torch.from_numpy(labels[text_label_at]),
         output_positions=torch.from_numpy(np.flatnonzero(is_output)),
         num_text_outputs=int(is_output[: len(text_positions)].sum()),
