@@ -1,4 +1,4 @@
-"""How often the speaker check of `myna voice add` refuses the right person, and accepts another.
+"""Rates at which the speaker check of `myna voice add` refuses the right person and accepts another.
 
 python benchmarks/consent.py --corpus NAME=FOLDER_OF_PARQUET ... [--speaker-encoder resemblyzer] [--speakers 60]
                              [--out docs/benchmarks/consent.json]

@@ -51,7 +51,7 @@ EDGE_CHARACTERS = 12
 MAX_EDGE_CER = 0.2
 CHECKED_CUTS = 200
 SOUND_DB = 30.0
-"""Below the speech around it, what counts as silence at a cut."""
+"""Level below the speech around it that counts as silence at a cut."""
 CUT_WINDOW_SECONDS = 0.02
 
 BoolArray = npt.NDArray[np.bool_]
@@ -59,7 +59,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Truth:
-    """What was planted in one recording, in frames of 10 ms."""
+    """Faults planted in one recording, in frames of 10 ms."""
 
     frames: int
     utterances: list[dict[str, Any]]
@@ -72,7 +72,7 @@ class Truth:
         return mask
 
     def activity(self) -> dict[str, BoolArray]:
-        """Of each speaker, without pauses."""
+        """Speech of each speaker, without pauses."""
         speakers = sorted({one["speaker"] for one in self.utterances})
         return {
             speaker: self.mask([span for one in self.utterances if one["speaker"] == speaker for span in one["speech"]])
@@ -93,7 +93,7 @@ class Truth:
 
 
 def load_truth(folder: Path) -> dict[str, Truth]:
-    """By the name of the recording; of real ones only who speaks is known."""
+    """Read the truth by recording; of real ones only the speakers are known."""
     if rttms := sorted(folder.glob("*.rttm")):
         return load_rttms(folder, rttms)
     tree = json.loads((folder / "truth.json").read_text(encoding="utf-8"))
@@ -275,8 +275,8 @@ def measure_speakers(truths: dict[str, Truth], rows: dict[str, list[dict[str, An
 
 
 def measure_cuts(planted: Path, truths: dict[str, Truth], rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of random cuts of kept clips: how many lie in sound of the recording itself, and in an utterance; how many are of
-    a clip whose two transcriptions differ by more than a fifth of the characters at an edge."""
+    """Check random cuts of kept clips: how many lie in sound of the recording itself, and in an utterance; how many
+    are of a clip whose two transcriptions differ by more than a fifth of the characters at an edge."""
     cuts = [
         (name, time_ms / 1000, row["edge_cer"])
         for name in truths
@@ -355,7 +355,7 @@ def _dropped(table: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _wide(mask: BoolArray) -> BoolArray:
-    """With the collar around it."""
+    """Mask with the collar around it."""
     size = 2 * round(COLLAR_SECONDS / FRAME_SECONDS) + 1
     return np.asarray(np.convolve(mask, np.ones(size), "same") > 0)
 

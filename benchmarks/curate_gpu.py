@@ -196,7 +196,7 @@ def run(root: Path, device: str, workers: int, out: Path, max_seconds: float) ->
 
 
 def audio_seconds(file: Path) -> float:
-    """Of a part: its FLAC, or the rows that tile it."""
+    """Seconds of a part: of its FLAC, or of the rows that tile it."""
     import pyarrow.compute as pc  # with soundfile in the packed folder, which `unpack` has to do without
     import pyarrow.parquet as pq
     import soundfile

@@ -1,4 +1,4 @@
-"""How fast clips become codes, and whether a faster way gives the codes of fp32: on one CUDA card, in one run.
+"""Speed of encoding on one GPU, and the share of codes that a faster way has in common with fp32.
 
 python benchmarks/encode.py --out docs/benchmarks
 python benchmarks/encode.py --out FOLDER --device cpu --tiny     a look at the whole, in a minute
@@ -40,7 +40,7 @@ from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, sinc_resample
 
 MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 8.3, 0.55, 1.0, 30.0
 SHARD_SECONDS, BATCH_SECONDS = 600.0, 60.0
-"""As `encode_corpus` has them."""
+"""Batches as `encode_corpus` has them."""
 WANTED, EQUAL = 1_000, 0.999
 """Seconds of audio a second, and the share of codes that must be those of fp32."""
 PASSES, ENOUGH_SECONDS = 3, 3.0
@@ -113,7 +113,7 @@ class Bench:
         self.exact: list[Codes] = []
 
     def seconds(self, count: int | None = None) -> float:
-        """Of audio in the first so many clips."""
+        """Seconds of audio in the first so many clips."""
         return sum(map(len, self.clips[:count])) / self.codec.sample_rate
 
     def shards(self, count: int | None) -> Iterator[list[int]]:
@@ -127,7 +127,7 @@ class Bench:
             yield shard
 
     def one_pass(self, way: Way, count: int | None) -> tuple[float, int, list[Codes]]:
-        """How long it takes, in how many batches, and the codes."""
+        """Measure seconds and batches of one pass; return them with the codes."""
         codes: dict[int, Codes] = {}
         batches = 0
         began = time.perf_counter()
@@ -139,7 +139,7 @@ class Bench:
         return time.perf_counter() - began, batches, [codes[number] for number in range(len(codes))]
 
     def row(self, name: str, way: Way, count: int | None = None) -> None:
-        """Of the first so many clips. The first row is what the others are held to."""
+        """Measure rows over the first so many clips. The first row is what the others are held to."""
         print(f"{name} ...", flush=True)
         on_card = self.device.type == "cuda"
         gc.collect()

@@ -49,13 +49,13 @@ RECIPES = Path(__file__).parent.parent / "src/myna/recipes"
 CONTEXT_GIB = 0.6
 """Memory of the CUDA context, which is not available on a smaller GPU either."""
 MAX_MICRO_BATCHES = 2
-"""Of a timed step. A recipe may have more, which takes no more memory than two."""
+"""Maximum number of passes of a timed step. A recipe may have more, which takes no more memory than two."""
 MARKOV_CODES = 64
 """Distinct codes of the Markov chains: few, so that there is enough of each to learn from."""
 PARITY_LEARNING_RATE = 5e-4
 COOL_DOWN_SECONDS = 0.5
 SYNC_WARNING = "synchronizing CUDA operation"
-"""In torch's warning about an implicit synchronisation."""
+"""Words of torch's warning about an implicit synchronization."""
 
 
 class TrainStepper(Protocol):
@@ -76,7 +76,7 @@ class CollatedStep:
     tokens: int
     """Without padding."""
     positions: int
-    """With padding: the budget of the rows, or the padded batch."""
+    """Tokens with padding: the budget of the rows, or the padded batch."""
     target_seconds: float
 
 
@@ -426,7 +426,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def count_synchronizations(work: Callable[[], Any]) -> int:
-    """How often the host waited for the device."""
+    """Count how often the host waited for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -24,11 +24,11 @@ import httpx2
 import numpy as np
 
 AUDIBLE_LEVEL = 0.01
-"""Of a full scale of 1: -40 dB."""
+"""Audible level, of a full scale of 1: -40 dB."""
 MIN_UNDERRUN_SECONDS = 0.001
 """Shorter ones are the clock's: a sound card asks for more than that at a time."""
 SAMPLE_RATE = 24_000
-"""Of raw audio where no header tells another: OpenAI's."""
+"""Sample rate of raw audio where no header names another: OpenAI's."""
 SAMPLE_RATE_HEADER = "x-sample-rate"
 SAMPLE_BYTES = 2
 PERCENTILES = (50, 95, 99)
@@ -46,7 +46,7 @@ class PlannedRequest:
 
 @dataclass(eq=False)
 class ResponseTrace:
-    """What the client saw of one request, in seconds of its clock."""
+    """Times and bytes that the client saw of one request, in seconds of its clock."""
 
     planned: float
     dispatched: float
@@ -54,7 +54,7 @@ class ResponseTrace:
     """Parts of the body, each with the moment it came."""
     ended: float = 0.0
     status: int = 0
-    """Of the response; 0 where none came."""
+    """HTTP status of the response; 0 where none came."""
     error: str = ""
     """Why it is no whole response."""
     sample_rate: int = SAMPLE_RATE
@@ -88,7 +88,7 @@ class RequestFigures:
     rtf: float
     seconds: float
     underruns: tuple[float, ...]
-    """How long each was."""
+    """Length of each underrun."""
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
@@ -255,7 +255,7 @@ async def run_open_loop(
 async def run_listeners(
     client: SpeechClient, next_body: Callable[[], Mapping[str, Any]], listeners: int, seconds: float, seed: int = 0
 ) -> LoadResult:
-    """So many people listen at any time: each begins within the first quarter of the test, and asks for the next text
+    """Run so many listeners at a time: each begins within the first quarter of the test, and asks for the next text
     when the last one has been played to its end. An error ends its listener."""
     result, start = LoadResult([], max_open=listeners), client.clock()
     begins = np.random.default_rng(seed).uniform(0, seconds / 4, listeners)

@@ -61,7 +61,7 @@ BUDGETS = (2_048, 4_096, 8_192, 16_384, 32_768)
 WARM_UP_STEPS, READING_SECONDS = 6, 15.0
 """Steps before all workers have started, and seconds that are measured."""
 GPU_TOKENS_PER_SECOND = 60_000
-"""What an H200 trains on."""
+"""Tokens a second that an H200 trains on."""
 MEAN_SECONDS, SPREAD, SHORTEST, LONGEST = 9.7, 0.55, 1.0, 30.0
 CLIPS_PER_SPEAKER, SHARD_SECONDS = 100, 600.0
 WORDS, WORDS_PER_SECOND = 2_000, 2.6
@@ -78,7 +78,7 @@ def lexicon() -> list[str]:
 
 
 def sentences(rng: np.random.Generator, seconds: npt.NDArray[np.float64]) -> Iterator[str]:
-    """As many words as fit into each clip, the common ones more often."""
+    """Draw as many words as fit into each clip, common ones more often."""
     words, weights = lexicon(), 1 / np.arange(1, WORDS + 1)
     drawn = rng.choice(WORDS, 200_000, p=weights / weights.sum())
     for length in seconds:
@@ -271,7 +271,7 @@ class PlanSampler(torch.utils.data.Sampler[Any]):
 
 
 def dataloader_steps(loader: Any, workers: int) -> Iterator[list[Any]]:
-    """The same steps as `loader.steps`, built by the worker processes of torch's DataLoader."""
+    """Yield the steps of `loader.steps`, built by the worker processes of torch's DataLoader."""
     batches = iter(
         torch.utils.data.DataLoader(
             BuilderDataset(loader.builder),
@@ -292,7 +292,7 @@ def dataloader_steps(loader: Any, workers: int) -> Iterator[list[Any]]:
 
 
 def failing(case: str) -> str:
-    """What a batch builder does in a worker process."""
+    """Build batches in a worker process."""
     if case == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "error":
@@ -317,7 +317,7 @@ def build_with_dataloader(case: str) -> Any:
 
 
 def failures() -> dict[str, Any]:
-    """How an error, a killed worker, and a script without `if __name__ == "__main__"` end, by kind of worker."""
+    """Report how an error, a killed worker, and a script without `if __name__ == "__main__"` end, by kind of worker."""
     loader = importlib.import_module("loader")  # what is sent to a worker must not belong to `__main__`
 
     outcomes: dict[str, Any] = {}
@@ -349,7 +349,7 @@ def failures() -> dict[str, Any]:
 
 
 def fill(lengths: npt.NDArray[np.int64], window: int, budget: int) -> float:
-    """Of up to sixteen windows. These are in the order of the manifest, which is as good as any other here."""
+    """Measure up to sixteen windows. These are in the order of the manifest, which is as good as any other here."""
     lengths = lengths[: 16 * window]
     parts = [lengths[at : at + window].tolist() for at in range(0, len(lengths), window)]
     return float(lengths.sum() / (budget * sum(len(first_fit_decreasing(part, budget)) for part in parts)))

@@ -34,9 +34,9 @@ SAMPLE_RATE = 24_000
 MUSIC_PACKAGES = ("extremetuxracer-data", "frozen-bubble-data")
 MIN_MUSIC_SECONDS = 30.0
 OVERLAP_SHARE = 0.04
-"""Of the speech of a podcast."""
+"""Share of the speech of a podcast."""
 FAULT_SECONDS = 60.0
-"""Of a stretch with a fault, or a third of its recording where that is less."""
+"""Seconds of a stretch with a fault, or a third of its recording where that is less."""
 JINGLE_SECONDS = 20.0
 MUSIC_SNR_DB, NOISE_SNR_DB, CLIPPING_DB = 10.0, 5.0, 12.0
 NARROW_RATE = 8_000

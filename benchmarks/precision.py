@@ -1,4 +1,4 @@
-"""The same small training in every precision, through the product's own Student, on one CUDA card.
+"""Small training in every precision, through the product's own trainer, on one GPU.
 
 python benchmarks/precision.py --out FOLDER
 

@@ -56,7 +56,7 @@ GPU_GIB = 24.0
 PREDECESSOR_SECONDS = 15.3
 """An optimizer step of the system that this replaces, on a TITAN RTX."""
 MEDIAN_SECONDS, LOG_STD, MIN_SECONDS, MAX_SECONDS = 3.9, 0.4, 1.5, 12.0
-"""Of utterances as in SpeechOcean762, which last 4 s in the mean."""
+"""Length of utterances as in SpeechOcean762, which last 4 s in the mean."""
 PROMPT_TOKENS, ANSWER_TOKENS = 40, 130
 """Tokens, about what a sentence of it takes."""
 WARM_UP_STEPS, TIMED_STEPS = 2, 8

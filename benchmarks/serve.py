@@ -71,11 +71,11 @@ from myna.report.media import Curve, plot_file
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
 SYNTHETIC_SERVER = Path(__file__).parent / "synthetic_server.py"
 START_SECONDS = 300.0
-"""That a server may take to load its model and to be warm."""
+"""Seconds that a server may take to load its model and to be warm."""
 ENGINE_DIED = "the engine process ended with code"
-"""In the log of a server whose engine cannot start: it would try again for ever."""
+"""Words in the log of a server whose engine cannot start: it would try again for ever."""
 REFERENCE_NOISE = 1e-3
-"""Of a full scale of 1: -60 dB."""
+"""Level of noise, of a full scale of 1: -60 dB."""
 MAX_LAG_SECONDS = 0.02
 """Scheduling lag (p99) above which the client was too busy to measure."""
 
@@ -111,7 +111,7 @@ def demo_reference() -> dict[str, str]:
 
 
 def new_reference(random: np.random.Generator) -> dict[str, str]:
-    """The same recording with some noise: one that no server has seen before."""
+    """Return the recording with some noise, which no server has seen before."""
     sentence, encoded = demo_sentences()[0], io.BytesIO()
     samples, sample_rate = soundfile.read(sentence.recording, dtype="float32")
     noisy = samples + REFERENCE_NOISE * random.standard_normal(len(samples), np.float32)

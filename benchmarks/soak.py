@@ -47,7 +47,7 @@ from myna.report.media import Curve, plot_file
 
 TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
 WARM_UP_SHARE = 0.2
-"""Of the requests, after which growth counts: allocators and caches have their size by then."""
+"""Share of the requests after which growth counts: allocators and caches have their size by then."""
 ROUNDS = 40
 REST_SECONDS = 1.0
 """Between the end of a round, all connections closed and no request open, and its sample."""
@@ -123,7 +123,7 @@ class Server:
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}(\{{.*\}})? ", line))
 
     def finish_reasons(self) -> dict[str, int]:
-        """How requests ended in the engine: a client may give up what was spoken to its end already."""
+        """Count how requests ended in the engine: a client may give up what was spoken to its end already."""
         pattern = r'^myna_requests_finished_total\{finish_reason="(\w+)"\} (\S+)$'
         return {reason: int(float(count)) for reason, count in re.findall(pattern, self.metrics(), re.MULTILINE)}
 

@@ -1,4 +1,4 @@
-"""How fast the true-size model speaks on one CUDA card, stock transformers beside it, in one run.
+"""Speed of the true-size model on one GPU, beside stock transformers, in one run.
 
 python benchmarks/speak.py --out docs/benchmarks
 python benchmarks/speak.py --out FOLDER --device cpu --tiny     a look at the whole, in a minute
@@ -335,7 +335,7 @@ class Bench:
         return {"prefill_ms": sorted(times[2:])[len(times[2:]) // 2], "positions": len(prompt)}
 
     def synchronizations(self) -> dict[str, Any]:
-        """How often the host waits inside 50 steps and the prefill before them."""
+        """Count how often the host waits inside 50 steps and the prefill before them."""
         scheduler = BatchScheduler(self.decoder(1, 1024))
         scheduler.submit(self.prompt(0, audio=100), Sampling(), 20)
         while scheduler.busy:
@@ -390,7 +390,7 @@ def fledgling(out: Path) -> None:
 
 
 def evaluate_lines(out: Path, device: str, lines: int = 100) -> None:
-    """What `myna evaluate` has spoken, by the shipped model: lines of 3 to 40 words."""
+    """Measure what `myna evaluate` has spoken by the shipped model: lines of 3 to 40 words."""
     from myna.evaluate.items import EvalItem, EvalSet
     from myna.evaluate.pipeline import score_systems
     from myna.evaluate.scoring import Scorers

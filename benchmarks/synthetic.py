@@ -31,7 +31,7 @@ from myna.models.higgs_v2.tiny import tiny_config
 WEIGHT_STD = 0.02
 """Standard deviation of every weight, as transformers initialises this model."""
 MEDIAN_SECONDS, LOG_STD, MIN_SECONDS, MAX_SECONDS = 8.3, 0.55, 1.0, 30.0
-"""Of the targets, which are log-normal: a mean of 9.7 s."""
+"""Lengths of the targets, which are log-normal: a mean of 9.7 s."""
 REFERENCE_SECONDS = (3.0, 10.0)
 TEXT_TOKENS_PER_SECOND, PROMPT_TOKENS, TURN_TOKENS = 4, 30, 5
 """Text tokens: per second of speech, before the reference, and before the target."""
@@ -58,7 +58,7 @@ class BenchmarkSize:
     batches: tuple[int, ...]
     """Batch sizes of the stock baseline, tried in this order until one fits."""
     packed_tokens: tuple[int, ...]
-    """The same for the packed baseline."""
+    """Tokens of a packed batch of the packed baseline, tried in this order."""
     gemm: int
     parity_steps: int
 
@@ -165,7 +165,7 @@ class TokenCost:
 
     @classmethod
     def of(cls, model: nn.Module) -> TokenCost:
-        """From the shapes of an adapted model on any device; heads and embeddings are left out."""
+        """Count from the shapes of an adapted model on any device; heads and embeddings are left out."""
         shapes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         layers = {name: count for name, count in shapes.items() if ".layers." in name and "norm" not in name}
         text, audio = (

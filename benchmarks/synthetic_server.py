@@ -48,7 +48,7 @@ from myna.speak.request import SpeechRequest
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
 TOKENS = 4096
-"""Of a tokenizer that is made for the demo's sentences: as few to a sentence as the released one needs."""
+"""Size of a tokenizer that is made for the demo's sentences: as few to a sentence as the released one needs."""
 
 
 def demo_tokenizer() -> Any:

@@ -37,7 +37,7 @@ class Variant:
 REFERENCE = "stock-all"
 """The variant that the others' first loss and gradient norm are compared with."""
 QUANTIZED_TOLERANCE = 0.05
-"""Where the frozen weights are quantized to 8 or 4 bits."""
+"""Tolerance where the frozen weights are quantized to 8 or 4 bits."""
 
 VARIANTS = (
     Variant(

@@ -1,4 +1,4 @@
-"""Where the watermark is found: real, natural and generated speech after codecs, telephones and attacks.
+"""Detection of the watermark in real, natural and generated speech after codecs, telephones and attacks.
 
 python benchmarks/watermark.py --corpus NAME=FOLDER_OF_PARQUET ... [--fledgling] [--clips 200] [--speakers 20]
                                [--attacked 24] [--out docs/benchmarks/watermark.json]
@@ -150,7 +150,7 @@ TREATMENTS: dict[str, Treatment] = {
     "Opus 24 kbit/s": lambda clip: transcode(clip, "libopus", "ogg", 24_000),
     "telephone (300-3,400 Hz, 8 kHz, mu-law)": telephone,
 }
-"""What happens to recordings on their way."""
+"""Treatments that happen to recordings on their way."""
 ATTACKS: dict[str, Treatment] = {
     "16 bits": lambda clip: (np.round(clip.clip(-1, 1) * 32767) / 32767).astype(np.float32),
     "MP3 32 kbit/s": lambda clip: transcode(clip, "libmp3lame", "mp3", 32_000),
@@ -171,7 +171,7 @@ ATTACKS: dict[str, Treatment] = {
     "10 % slower, same pitch": lambda clip: stretched(clip, 0.90),
     "nothing below 2 kHz": lambda clip: band(clip, SAMPLE_RATE, 2_000, 12_000),
 }
-"""What may remove the mark, or be taken for it."""
+"""Attacks that may remove the mark, or be taken for it."""
 
 
 def corpus_clips(folder: Path, clips: int, speakers: int) -> Iterator[tuple[str, str, Samples]]:
@@ -197,7 +197,7 @@ def decode(content: bytes) -> Samples:
 
 
 def fledgling_clips(clips: list[tuple[str, str, Samples]]) -> list[tuple[str, str, Samples]]:
-    """As many lines, each in the voice of the speaker's clip before it."""
+    """Speak as many lines, each in the voice of the speaker's clip before it."""
     from myna.data.conversation import AudioClip, Reference
     from myna.speak.engine import encode_clip
     from myna.speak.loading import load_engine

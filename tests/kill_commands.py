@@ -38,9 +38,9 @@ from myna.audio.files import write_audio
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 SECOND_KILL_SHARE = 0.3
-"""Of the commands given again that are killed once more."""
+"""Share of the commands given again that are killed once more."""
 OPERATION_SHARE = 0.5
-"""Of the kills of forked processes that come at an operation on files, and not at a moment of time."""
+"""Share of the kills of forked processes that come at an operation on files, and not at a moment of time."""
 FRESH_START_EVERY = 10
 TIMEOUT_SECONDS = 300.0
 LINES = ("follow me", "good morning", "what a fine day", "hello you", "oh no", "come along", "so it is", "never mind")
@@ -55,7 +55,7 @@ FRESH_COMMAND = f"import sys; sys.modules.update({ABSENT}); from myna.commands i
 
 @dataclass(slots=True)
 class KillReport:
-    """What was killed, and how it ended."""
+    """Counts of what was killed, and how it ended."""
 
     kills: int = 0
     commands: int = 0
@@ -72,9 +72,9 @@ class KillReport:
     """Temporary files and folders that were still there at the end, by command."""
     faults: list[str] = field(default_factory=list)
     operations: dict[str, int] = field(default_factory=dict)
-    """Of each command on files."""
+    """Operations on files of each command."""
     undisturbed_seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By command, forked and started anew."""
+    """Seconds by command, forked and started anew."""
     seconds: float = 0.0
 
 
@@ -90,7 +90,7 @@ class FileOperation:
     number: int
     after: bool
     count_file: Path
-    """Where the process writes how many there were, if it ends by itself."""
+    """File for the number of operations, written if the process ends by itself."""
 
     def watch(self) -> Callable[[], None]:
         """Kill this process at the operation; call what is returned at the end."""
@@ -169,7 +169,7 @@ class Commands:
             os._exit(code)
 
     def wait(self, pid: int, seconds: float = TIMEOUT_SECONDS) -> int | None:
-        """Its exit code, negative for a signal; None if it has not ended by then."""
+        """Return the exit code, negative for a signal; None if it has not ended by then."""
         end = time.monotonic() + seconds
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -298,14 +298,14 @@ class Command:
         self.undisturbed: dict[str, bytes] = {}
         self.reference = Path()
         self.seconds = {False: 0.0, True: 0.0}
-        """Of an undisturbed life, forked and fresh."""
+        """Seconds of an undisturbed command, forked and fresh."""
         self.operations = 0
-        """By which it changes files."""
+        """Number of operations that change files."""
         self.begin: Path | None = None
-        """Where the command starts from, if not from nothing."""
+        """Folder that the command starts from, if any."""
 
     def problems(self, folder: Path, *, finished: bool) -> list[str]:
-        """How a folder differs from the undisturbed one; after a kill, files may be missing, but not be torn."""
+        """Tell how a folder differs from the undisturbed one; after a kill, files may be missing, but not be torn."""
         expected = self.undisturbed
         found = contents(folder) if folder.is_dir() else {}
         problems = []

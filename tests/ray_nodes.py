@@ -19,7 +19,7 @@ __all__ = ["Nodes", "ray", "ray_nodes"]
 
 
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Of a node's helper processes. A node waits for ports that they choose, on a busy machine not long enough."""
+"""Ports of a node's helper processes. A node waits for ports that they choose, on a busy machine not long enough."""
 
 
 class Nodes:
@@ -37,7 +37,7 @@ class Nodes:
         return str(self.cluster.address)
 
     def add(self) -> None:
-        """From the main thread alone, as Ray wants it."""
+        """Add a node; Ray wants this on the main thread."""
         self.nodes.append(self.cluster.add_node(num_cpus=1, **_free_ports()))
 
     def kill(self) -> None:

@@ -18,7 +18,7 @@ from myna.train.run import Run, lock_run
 
 ROOT = Path(__file__).parents[1]
 HALF_WRITTEN = ".0123456789ab.tmp"
-"""Such a file a kill leaves behind, in the moment before a file gets its name."""
+"""Name of a file that a kill leaves behind in the moment before it gets its name."""
 
 
 @pytest.mark.slow

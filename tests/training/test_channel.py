@@ -49,7 +49,7 @@ def augmented(speaker: str, clips: Iterable[Samples], *, channels: bool = True) 
 
 
 def magnitudes(response: Numbers) -> npt.NDArray[np.float64]:
-    """In decibels, at every hertz up to the half of the rate."""
+    """Return decibels at every hertz up to the half of the rate."""
     return np.asarray(20 * np.log10(np.abs(np.fft.rfft(response, RATE)) + 1e-9))
 
 

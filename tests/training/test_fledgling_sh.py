@@ -64,7 +64,7 @@ def with_trial(home: Path) -> str:
 
 
 def test_a_language_model_begins_with_the_checkpoint_of_the_bundle(tmp_path: Path) -> None:
-    """Its files lie in several parts, as do the recordings of real speech."""
+    """The checkpoint's files lie in several parts, as do the recordings of real speech."""
     files = ("1/init/model.safetensors", "2/init/config.json", "2/init/codec/model.safetensors", "0/real_words.json")
     speech = ("1/real/en-real/part-0.parquet", "2/real/en-real/part-1.parquet", "2/real/en-commands/part-0.parquet")
     for name in (*files, *speech):

@@ -51,7 +51,7 @@ def test_a_larger_model_says_what_the_smaller_one_said() -> None:
 
 
 def test_codes_that_are_only_renamed_are_found_again() -> None:
-    """Where the new codec gives another number to the same entries, embedding and head follow exactly."""
+    """Embedding and head follow exactly when the new codec renumbers the entries."""
     rng = np.random.default_rng(3)
     renamed = np.stack([rng.permutation(ENTRIES) for _ in range(8)])
     old = [codes(seed) for seed in range(60)]

@@ -91,7 +91,7 @@ def test_padding_does_not_count_in_a_norm() -> None:
 
 
 WIDE = replace(TINY, width=256)
-"""With 128 and 64 channels in the generator, as the kernels want them."""
+"""Sizes with 128 and 64 channels in the generator, as the kernels want them."""
 
 
 def generator_of(sizes: Sizes) -> Generator:
@@ -103,7 +103,7 @@ def generator_of(sizes: Sizes) -> Generator:
 
 
 def quieter(generator: Generator, fast: FastGenerator, frames: Sequence[int], device: str = "cpu") -> list[float]:
-    """By how many decibels the error of each line is below its sound."""
+    """Return how many decibels the error of each line is below its sound."""
     torch.manual_seed(1)
     lengths, longest = Lengths(frames, torch.device(device)), max(frames)
     x = lengths.clean(torch.randn(len(frames), generator.sizes.width, longest).to(device))
@@ -160,7 +160,8 @@ def test_the_kernels_say_the_same_on_a_card() -> None:
 
 
 def as_onnx(module: nn.LSTM) -> tuple[np.ndarray, ...]:
-    """As an exporter writes it: gates input, output, forget, cell; both biases in a row; directions stacked."""
+    """Return the weights as an exporter writes them: gates input, output, forget, cell; both biases in a row;
+    directions stacked."""
 
     def turned(name: str) -> np.ndarray:
         entry, forget, cell, output = getattr(module, name).detach().chunk(4)

@@ -33,7 +33,7 @@ def encoder(reference: TransformersEncoder) -> WhisperEncoder:
 
 
 def tone(rate: int) -> torch.Tensor:
-    """Below 8 kHz, so that both rates hold all of it; it begins and ends in silence."""
+    """Return a tone below 8 kHz, so that both rates hold all of it; it begins and ends in silence."""
     seconds = torch.arange(SECONDS * rate) / rate
     return 0.3 * torch.hann_window(SECONDS * rate) * torch.sin(2 * torch.pi * (300 + 900 * seconds) * seconds)
 

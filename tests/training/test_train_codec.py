@@ -246,7 +246,7 @@ def everything(clips: int, frames: int, depth: int = 3) -> tuple[torch.Tensor, t
 
 
 def counted(codes: torch.Tensor, entries: int) -> torch.Tensor:
-    """How often each code of each codebook was used."""
+    """Count how often each code of each codebook was used."""
     return torch.stack([torch.bincount(book, minlength=entries) for book in codes.flatten(0, 1).T])
 
 

@@ -40,7 +40,7 @@ version of them is a target, or a model would learn to copy its reference."""
 REFERENCE_LEVEL_DB = 4.0
 """Standard deviation of a reference's level from that of its speaker."""
 LOSSY_SHARE = 0.12
-"""Of these references, the share that went through MP3, Opus or another lossy codec."""
+"""Share of these references that went through MP3, Opus or another lossy codec."""
 
 RowsByFile = dict[Path, list[int]]
 """Rows by their file."""
@@ -49,7 +49,7 @@ EncodedClip = tuple[str, bytes]
 
 
 def augment(sources: Iterable[Path], out: Path, jobs: int, *, channels: bool = True) -> dict[str, int]:
-    """How many clips there are in each part."""
+    """Augment all clips; return the number of clips of each part."""
     corpus = CorpusFolder(out)
     corpus.begin({"channels": channels}, SETTINGS)
     shares = [
@@ -67,7 +67,7 @@ def augment(sources: Iterable[Path], out: Path, jobs: int, *, channels: bool = T
 
 
 def speakers_of(files: Iterable[Path]) -> dict[str, RowsByFile]:
-    """Where each speaker's rows are."""
+    """Return the rows of each speaker by file."""
     found: defaultdict[str, defaultdict[Path, list[int]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         for row, speaker in enumerate(pq.read_table(file, columns=["speaker"])["speaker"].to_pylist()):
@@ -78,8 +78,9 @@ def speakers_of(files: Iterable[Path]) -> dict[str, RowsByFile]:
 
 
 def split_speakers(speakers: Mapping[str, RowsByFile], jobs: int) -> list[dict[str, RowsByFile]]:
-    """So many shares of about equally many rows. A speaker is in one of them, since its clips are numbered and levelled
-    in one go; speakers of the same file stay together where they can, since who has one of them reads the file."""
+    """Split the speakers into shares of about equally many rows. A speaker is in one of them, since its clips are
+    numbered and levelled in one go; speakers of the same file stay together where they can, since who has one of
+    them reads the file."""
     rows = sum(len(some) for where in speakers.values() for some in where.values())
     shares: list[dict[str, RowsByFile]] = [{} for _ in range(jobs)]
     before = 0
@@ -107,7 +108,7 @@ def _files(sources: Iterable[Path]) -> Iterator[Path]:
 
 
 def _read_clips(wanted: Mapping[Path, set[int]]) -> dict[str, list[EncodedClip]]:
-    """What each speaker of these rows says. Pages of a file in which none of them is are not read."""
+    """Return the clips of each speaker of these rows. Pages of a file in which none of them is are not read."""
     found = defaultdict(list)
     for file, rows in wanted.items():
         opened, first = pq.ParquetFile(file), 0
@@ -158,13 +159,14 @@ def poor_reference(clip: str, samples: Samples, level: float) -> Samples:
 def augmented_unwritten_clips(
     speaker: str, clips: Iterable[tuple[str, Samples]], *, channels: bool
 ) -> Iterator[CorpusClip]:
-    """The same for samples that were never written: identical to what 16-bit files would give."""
+    """Augment samples that were never written: identical to what 16-bit files would give."""
     read_back = ((text, _read_back(samples)) for text, samples in clips if not is_held_out_line(text))
     return augmented_clips(speaker, read_back, channels=channels)
 
 
 def _read_back(samples: Samples) -> Samples:
-    """As libsndfile writes them and reads them again: it rounds to 32 bits, and cuts off the lower half."""
+    """Round samples as libsndfile does when it writes and reads them: it rounds to 32 bits, and cuts off the lower
+    half."""
     whole = np.floor(np.rint(samples * np.float32(2**31)) / np.float32(2**16))
     return np.asarray(whole.clip(-(2**15), 2**15 - 1) / np.float32(2**15), np.float32)
 

@@ -39,7 +39,7 @@ from corpus_making.real_lines import HeardRecordings, RealLine, real_lines
 from myna.core.errors import DataError, MynaError
 
 TRACT_FACTORS, FORMANT_FACTORS = (0.84, 1.18), (0.9, 1.12)
-"""Of variants: how much more slowly they are played, and how much higher the formants are."""
+"""Factors of variants: how much slower they are played, and how much higher their formants are."""
 VARIANTS = 11
 """Speakers that are made of each, unless a source has its own number."""
 
@@ -112,7 +112,7 @@ def _read_words(file: Path) -> HeardRecordings:
 
 
 def augment(speakers: Sequence[Speaker], words: Path, jobs: int, out: Path) -> dict[str, int]:
-    """How many clips there are in each part."""
+    """Write the corpus; return the number of clips of each part."""
     corpus = CorpusFolder(out)
     corpus.begin({"variants": {one.recordings[0].speaker: one.variants for one in speakers}})
     with ProcessPoolExecutor(

@@ -35,19 +35,19 @@ from myna.core.errors import AudioError, DataError, MynaError
 from real_corpora import SAMPLE_RATE, Row, opus, write_parts
 
 FILE_RATE = 16_000
-"""Of both data sets."""
+"""Sample rate of both data sets."""
 LEARNER_PREFIX, COMMANDS_PREFIX = "so762-", "command-"
-"""Of speakers' names; learners have the names of `en-real`."""
+"""Prefixes of speakers' names; learners have the names of `en-real`."""
 SILENCE_DB = -28.0
-"""Below the loudest moment of a word: what is louder is the word."""
+"""Level below the loudest moment of a word at which it begins and ends."""
 WORD_SECONDS, EDGE_SECONDS = (0.2, 0.85), 0.02
-"""Of a word, and the silence that a recording has before and behind it if the word is whole."""
+"""Seconds of a word, and of the silence around it if the word is whole."""
 MIN_SNR_DB = 20.0
 MARGINS = (0.06, 0.16)
 """Seconds of a recording that are kept before and behind its word."""
 FADE_SECONDS = 0.01
 OPUS_BIT_RATE = 32_000
-"""Of speech that ends at 8 kHz; the bundle for a machine without network is limited."""
+"""Bit rate of speech that ends at 8 kHz; the bundle for a machine without network is limited."""
 LIST_WORDS, MAX_LISTS = (4, 6), 6
 """Words of a list, and lists of a speaker: the best recordings are taken first."""
 
@@ -74,8 +74,8 @@ def _two_columns(file: Path) -> dict[str, str]:
 
 
 def whole_word(samples: Samples) -> tuple[float, Samples] | None:
-    """How far the word is above the noise in decibels, and the word with some of the silence around it; None where it
-    is cut off, too long or too short, or in noise."""
+    """Return how far the word is above the noise in decibels, and the word with some of the silence around it; None
+    where it is cut off, too long or too short, or in noise."""
     first, last = speech_bounds(samples, FILE_RATE, SILENCE_DB)
     edge, seconds = round(EDGE_SECONDS * FILE_RATE), (last - first) / FILE_RATE
     outside = np.concatenate([samples[: max(0, first - edge)], samples[last + edge :]])

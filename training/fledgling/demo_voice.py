@@ -123,7 +123,7 @@ def make(out: Path, packages: Path, voice: str, seed: int) -> float:
 
 
 def trim_and_level(samples: Samples) -> Samples:
-    """With a moment of silence at both ends, and at the common level."""
+    """Trim to a moment of silence at both ends, and bring to the common level."""
     loud = np.flatnonzero(np.abs(samples) > SILENCE_RATIO * np.abs(samples).max())
     first, last = (
         int(loud[0]) - round(LEADING_SECONDS * SAMPLE_RATE),

@@ -42,9 +42,9 @@ from myna.models.codecs import check_clips, full_precision
 from myna.models.mel_codec import MelCodec
 
 SHARD_SECONDS, BATCH_SECONDS = 3600.0, 400.0
-"""Of speech in a shard, and in a batch."""
+"""Seconds of speech in a shard, and in a batch."""
 AUDIO_FIELD = re.compile(rb'"audio": *"(?:[^"\\]|\\.)*"')
-"""Where a line of a manifest names its sound."""
+"""Field of a line of a manifest that names its sound."""
 NO_FOLDER = Path("/nowhere")
 """A folder that no sound is in, so that all places are absolute."""
 

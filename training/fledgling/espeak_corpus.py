@@ -29,7 +29,7 @@ from corpus_making.written_forms import spoken_form
 from myna.core.errors import MynaError
 
 MIN_CLIPS = 6
-"""Of a speaker: each clip needs another one as its reference."""
+"""Minimum number of clips of a speaker: each needs another one as its reference."""
 SPEAKERS_PER_TASK = 4
 MIN_SECONDS, MAX_SECONDS = 0.25, 14.0
 """Seconds of a clip; others are left out."""

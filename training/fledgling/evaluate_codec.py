@@ -64,7 +64,7 @@ REAL_TARGETS = {
 }
 """Targets on real recordings that the codec never heard: studio voices, and acted dialogue."""
 MIN_SECONDS = 1.0
-"""Of a clip: neither STOI nor PESQ says anything about a shorter recording."""
+"""Minimum length of a clip: neither STOI nor PESQ says anything about a shorter recording."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -31,9 +31,9 @@ SAMPLE_RATE = 24_000
 MIN_SIMILARITY_GAIN, MIN_REAL_SIMILARITY_GAIN = 0.03, 0.05
 """Gain in speaker similarity by fine-tuning, as a mean over seeds; and with a real voice."""
 TRAINING_SECONDS, HELD_OUT_CLIPS, CLIP_SECONDS = 180.0, 10, (2.0, 12.0)
-"""Of a real voice: seconds to learn from, recordings that are held out, and their lengths."""
+"""Sizes for a real voice: seconds to learn from, recordings that are held out, and their lengths."""
 MIN_WORDS = 4
-"""Of a recording: from fewer words no error rate can be told."""
+"""Minimum number of words of a recording: fewer give no error rate."""
 
 
 def write_real_voice(source: Path, asr: ASR, out: Path) -> float:

@@ -23,7 +23,7 @@ from myna.models.higgs_v2.checkpoint import check_tokenizer, save_checkpoint
 from myna.models.higgs_v2.tiny import tiny_config, tiny_tokenizer
 
 QUOTES = (("‘", "'"), ("’", "'"), ("“", '"'), ("”", '"'), ("–", "-"), ("—", "-"), ("…", "..."))
-"""What people's keyboards write, and what the corpora have instead."""
+"""Characters of keyboards, and their replacements in the corpora."""
 
 
 @dataclass(frozen=True, slots=True)

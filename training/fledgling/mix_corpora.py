@@ -69,7 +69,7 @@ def held_out_lines(natural: Path, espeak: Path | None, real: Path | None) -> Ite
 def write_mix(
     natural: Path, espeak: Path | None, repeat: int, no_reference_share: float, out: Path, real: Path | None = None
 ) -> dict[str, int]:
-    """How many lines there are in each part."""
+    """Write the mix; return the number of lines of each part."""
     others = [corpus for corpus in (espeak, real) if corpus is not None]
     mix = {
         "train": list(training_lines(natural, others, repeat, no_reference_share)),

@@ -47,8 +47,8 @@ EXPECTED_CLIP_SECONDS, MAX_SECONDS = 4.2, 32.0
 """Seconds of a clip, which has some 4.7 in the mean: how many are config for at once is counted with the first, since a
 few too many cost less than another round. What is longer than the second is left out."""
 TEMPO_EXPONENT = 0.7
-"""How much of the tempo that a smaller or larger speaker is played at is undone beforehand: small people do not speak
-that much faster."""
+"""Exponent by which the tempo that a smaller or larger speaker is played at is undone beforehand: small people do
+not speak that much faster."""
 MAX_HELD_OUT_SPEAKERS = 60
 """More held-out speakers would not make the evaluation better."""
 WRITER_THREADS = 4
@@ -75,7 +75,7 @@ class CorpusConfig:
     """Share of these speakers, where there are such languages."""
 
     def settings(self) -> dict[str, Any]:
-        """As they are kept in the folder; older folders have no languages."""
+        """Settings as they are kept in the folder; older folders have no languages."""
         settings = asdict(self)
         if not self.languages:
             del settings["languages"], settings["language_share"]
@@ -105,7 +105,7 @@ class SynthesisConfig:
     weights: tuple[Path, ...]
     device: str
     exactly: bool = False
-    """In single precision, without kernels of our own."""
+    """Whether to use single precision, without our own kernels."""
     channels: bool = True
     """Whether speech that is augment at once goes through microphones and rooms."""
 
@@ -116,7 +116,7 @@ class SynthesisConfig:
 
 @cache
 def _open_tools(synthesis: SynthesisConfig) -> tuple[TextPool, Kokoro]:
-    """For each process its own, on one thread: two processes get more done than two threads."""
+    """Open texts and network of one process, on one thread: two processes get more done than two threads."""
     lines = TextPool.read(synthesis.texts)
     if not synthesis.on_gpu:
         return lines, OnnxKokoro(synthesis.packages, threads=1)
@@ -168,7 +168,7 @@ def make(
     *,
     augment: bool = False,
 ) -> float:
-    """How many seconds of speech were made, in so many seconds and what it takes to finish what was begun then."""
+    """Make speech for so many seconds; return how much was made and what it takes to finish what was begun then."""
     corpus = CorpusFolder(out)
     settings = config.settings() | ({"augment": True} if augment else {"speakers of a part": SPEAKERS_PER_FILE})
     if augment and synthesis.channels:
@@ -281,7 +281,7 @@ def record_sessions(
 def record_rows(
     config: CorpusConfig, lines: TextPool, kokoro: Kokoro, names: Sequence[str], format: str = "opus"
 ) -> list[dict[str, Any]]:
-    """The same as rows of a table."""
+    """Return the clips as rows of a table."""
     return [row for session in record_sessions(config, lines, kokoro, names) for row in session.rows(format)]
 
 

@@ -41,7 +41,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 
 
 MIN_BACKGROUND_SECONDS, MAX_BACKGROUND_SECONDS = 1.0, 12.0
-"""Of a recording without speech: shorter ones would be repeated too often, longer ones are cut."""
+"""Seconds of a recording without speech: shorter ones would be repeated too often, longer ones are cut."""
 
 
 class RealSpeech(NamedTuple):
@@ -172,7 +172,7 @@ def _wheels(out: Path, python: str) -> None:
 
 
 def _strip_languages(wheel: Path, out: Path) -> None:
-    """The same wheel with a tenth of its size; links to the library, which a zip holds as copies, are left out too."""
+    """Write the wheel with a tenth of its size; links to the library, which a zip holds as copies, are left out too."""
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as part:
         for name in whole.namelist():
             spoken = not name.endswith("_dict") or name.endswith(DICTIONARIES)

@@ -43,7 +43,7 @@ OPUS_BIT_RATE, OPUS_EFFORT = 48_000, "5"
 HEADERLESS = {".g722": 16_000, ".gsm": 8_000}
 """Rates of files that do not tell their own; FFmpeg has to be told their format, which is their suffix."""
 MIN_SECONDS, MAX_SECONDS = 1.0, 30.0
-"""Of a clip. Shorter ones are joined for training, and left out for judging."""
+"""Seconds of a clip. Shorter ones are joined for training, and left out for judging."""
 JOINED_SECONDS, PAUSE_SECONDS = 3.0, 0.2
 """Least length of clips that were joined, and the silence between them."""
 PIECE_SECONDS = 10.0
@@ -51,7 +51,7 @@ PIECE_SECONDS = 10.0
 MAX_JUDGE_CLIPS = 600
 """Recordings of a package to judge by, chosen by a hash of their names: more would never be measured."""
 MIN_PEAK = 0.01
-"""Of a clip with something to hear in it."""
+"""Minimum peak of a clip that can be heard."""
 MAX_PART_BYTES = 45 << 20
 
 Row = dict[str, Any]

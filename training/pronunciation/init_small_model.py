@@ -26,7 +26,7 @@ HIDDEN, LAYERS, BLOCKS, CHANNELS = 384, 6, 6, 32
 MAX_VOCABULARY = 1024
 """Without special tokens."""
 TOKENIZER_LINES = 5000
-"""That the tokenizer is trained on: in so many every word and every phone is frequent."""
+"""Lines that the tokenizer is trained on: in so many every word and every phone is frequent."""
 
 
 def training_texts(answers: Path) -> Iterator[str]:

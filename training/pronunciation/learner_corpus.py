@@ -84,7 +84,7 @@ class CorpusConfig:
     out: Path
     speakers: int
     sentences: int
-    """Of each speaker."""
+    """Sentences of each speaker."""
     held_out: float
     """Share of the speakers."""
     seed: int

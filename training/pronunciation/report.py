@@ -103,7 +103,7 @@ def thinned(rows: Sequence[Tree], most: int = 100) -> list[Tree]:
 
 
 def _newest(run: Path) -> Path:
-    """What is finished, or else the newest checkpoint."""
+    """Return the finished model, or else the newest checkpoint."""
     return run / "model" if (run / "model").is_dir() else sorted(run.glob("checkpoints/*/model"))[-1]
 
 

@@ -43,7 +43,7 @@ MAX_BATCH_FRAMES = 40_000
 FRAME_MULTIPLE = 64
 """Batches are padded to multiples of it: libraries choose their kernels anew for every new length."""
 WARM_UP_SHARE = 0.08
-"""Of the time."""
+"""Share of the time in which the rate rises."""
 LOG_EVERY_SECONDS = 10.0
 
 
@@ -56,7 +56,7 @@ class PhoneDataset:
     starts: torch.Tensor
     lengths: torch.Tensor
     phones: list[list[int]]
-    """By their positions in `names`, from 1 on: 0 is what stands between phones."""
+    """Phones by their positions in `names`, from 1 on: 0 is what stands between phones."""
     names: tuple[str, ...]
 
     @classmethod

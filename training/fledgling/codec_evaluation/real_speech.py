@@ -54,7 +54,7 @@ class SpeechMeasures(Protocol):
 
 
 class RoundTripCodec(Protocol):
-    """What a round trip needs of a codec."""
+    """Part of a codec that a round trip needs."""
 
     @property
     def revision(self) -> str: ...
@@ -67,7 +67,7 @@ class RoundTripCodec(Protocol):
 
 
 class ShiftedCopy:
-    """In place of a codec: the recording 10 ms later, 3 dB softer and with noise that nobody hears. What changes is the
+    """Stand-in for a codec: the recording 10 ms later, 3 dB softer and with inaudible noise. What changes is the
     recogniser's own uncertainty, below which no codec can be measured."""
 
     revision, sample_rate, hop = "shifted", 24_000, 960
@@ -90,7 +90,8 @@ class RealMetrics:
 
     @classmethod
     def open(cls, whisper: str, ecapa: Path, workers: int) -> RealMetrics:
-        """For `workers` threads, each of which computes alone: on a busy machine they do not wait for one another."""
+        """Open the metrics for `workers` threads, each of which computes alone: on a busy machine they do not wait
+        for one another."""
         torch.set_num_threads(1)
         return cls(ASR.open(whisper, workers=workers, threads=1), EcapaEncoder.open(ecapa))
 
@@ -128,7 +129,7 @@ def real_sets(
 
 
 def _parts(folder: Path, language: str) -> Iterator[tuple[str, Callable[[], Iterable[Clip]]]]:
-    """Of each parquet file or recording of a folder the set that it belongs to, and what reads its clips."""
+    """Yield the set of each parquet file or recording of a folder, and a function that reads its clips."""
     parts = sorted(folder.glob("*.parquet"))
     files = list_recordings(folder) if not parts else []
     if not parts and not files:
@@ -234,5 +235,5 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _cosine(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-    """Of embeddings of length one, or zeros."""
+    """Cosine of embeddings of length one, or zeros."""
     return float(np.dot(first["embedding"], second["embedding"]))

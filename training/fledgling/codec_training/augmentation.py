@@ -286,7 +286,7 @@ class Augmentation:
         return torch.where(changed & draws.chance(shares.quantised), quantise(waves, bits), waves)
 
     def _band_limited(self, waves: torch.Tensor, draws: Draws, changed: torch.Tensor) -> torch.Tensor:
-        """As of a lower sample rate, sharply, or fading out anywhere above 3.4 kHz."""
+        """Limit the band as at a lower sample rate: sharply, or fading out anywhere above 3.4 kHz."""
         sharp = self.band_edges[draws.index(len(BAND_EDGES))][:, None] * draws.uniform(0.86, 0.99)
         is_sharp = draws.chance(0.6)
         edges = torch.where(is_sharp, sharp, draws.logarithmic(3400.0, 10_500.0))
@@ -297,7 +297,7 @@ class Augmentation:
         return limited
 
     def _levels(self, draws: Draws) -> torch.Tensor:
-        """In dB of full scale: mostly as recordings are, sometimes very quiet ones."""
+        """Draw levels in dB of full scale: mostly as recordings are, sometimes very quiet ones."""
         usual = (-24 + 5 * draws.normal(1)).clamp(-36, -12)
         return torch.where(draws.chance(0.15), draws.uniform(-50.0, -30.0), usual)
 

@@ -58,7 +58,7 @@ def save_checkpoint(out: Path, trainer: CodecTrainer, progress: Progress) -> Non
 
 
 class Resumed(NamedTuple):
-    """What was loaded, for the log."""
+    """Description of what was loaded, for the log."""
 
     description: str
     with_moments: bool

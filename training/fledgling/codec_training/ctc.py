@@ -18,7 +18,7 @@ from myna.models.mel_codec import ConvNeXtBlock
 
 BLANK = 0
 MIN_LETTER_SHARE = 1e-4
-"""Of all letters: rarer ones are in no alphabet, and texts with them have no CTC target."""
+"""Minimum share of all letters: rarer ones are in no alphabet, and texts with them have no CTC target."""
 LOG_ZERO = -1e30
 """Log probability of the impossible; finite, so that differences of two stay numbers."""
 

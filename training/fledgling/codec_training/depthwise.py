@@ -88,7 +88,8 @@ def fastest_convs(
 
 
 def _seconds(block: ConvNeXtBlock, x: torch.Tensor, autocast: Callable[[], AbstractContextManager[Any]]) -> float:
-    """Of one forward and backward pass; on CUDA as a replayed graph, as in training, where launching costs nothing."""
+    """Seconds of one forward and backward pass; on CUDA as a replayed graph, as in training, where launching costs
+    nothing."""
 
     def forward_backward() -> None:
         with autocast():

@@ -12,7 +12,8 @@ from codec_training.ctc import letter_ids
 from codec_training.recordings import DecodedClip, pcm_to_float
 
 WHOLE_CLIP_SHARE = 0.7
-"""Of clips that are taken whole where they fit; the others are cropped anywhere, as at the edges of recordings."""
+"""Share of clips that are taken whole where they fit; the others are cropped anywhere, as at the edges of
+recordings."""
 MAX_ATTENUATION_DB = 12.0
 """Upper bound of the random attenuation of half of the clips, since recordings come at all levels."""
 EDGE_FRAMES = 3
@@ -128,7 +129,7 @@ class DeviceDataset:
     def _played(
         self, starts: torch.Tensor, lengths: torch.Tensor, begins: torch.Tensor, size: int, speed_places: torch.Tensor
     ) -> torch.Tensor:
-        """As `_cut`, of clips that are played at other speeds."""
+        """Cut windows as `_cut` does, of clips that are played at other speeds."""
         assert self.augmentation is not None
         positions = (begins[:, None] + torch.arange(size, device=self.device)).double()
         positions = positions * self.augmentation.speeds[speed_places][:, None]

@@ -117,7 +117,7 @@ class AdversarialLosses(NamedTuple):
 
     discriminator: torch.Tensor
     adversarial: torch.Tensor
-    """Of the generator."""
+    """Adversarial loss of the generator."""
     feature_matching: torch.Tensor
     """Mean L1 distance of the discriminators' features, for the generator."""
 

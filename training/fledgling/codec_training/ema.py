@@ -20,7 +20,7 @@ class WeightEMA:
     """Moving average of a module's state dict."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """With a decay of 0 there is no average."""
+        """Keep an average of the module; a decay of 0 keeps none."""
         self.decay = decay
         self.weights = dict(module.state_dict()) if decay else {}
         self.averages = {name: tensor.detach().clone() for name, tensor in self.weights.items()}

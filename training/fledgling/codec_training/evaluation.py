@@ -15,7 +15,7 @@ from myna.core.io import atomic_write
 from myna.models.mel_codec import MelCodec, MelCodecConfig
 
 WINDOW_SECONDS = 3
-"""Of the middle of each held-out clip that is scored with every line of progress."""
+"""Seconds from the middle of each held-out clip that are scored with every line of progress."""
 ROUND_TRIPS, ROUND_TRIP_SECONDS = 8, 6
 """Held-out clips of each source that are kept as a pair of original and copy, and their longest."""
 
@@ -24,7 +24,7 @@ class CodecScores(NamedTuple):
     mel: float
     """Mean distance of log10 mel spectrograms of original and round trip."""
     perplexity: list[float]
-    """Of each codebook: the number of codes it would have if all were equally common."""
+    """Effective size of each codebook: the number of codes it would have if all were equally common."""
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ FORMATS = {
 
 
 def lossy_round_trip(samples: npt.NDArray[np.float32], sample_rate: int, rng: random.Random) -> npt.NDArray[np.float32]:
-    """The same clip, of the same length, after one of `FORMATS`. Some of them delay it by up to 50 ms."""
+    """Return the clip, at its length, after one of `FORMATS`. Some of them delay it by up to 50 ms."""
     rate, settings = FORMATS[rng.choice(sorted(FORMATS))]
     coded = io.BytesIO()
     soundfile.write(coded, soxr.resample(samples, sample_rate, rate), rate, **settings)

@@ -16,14 +16,14 @@ IDLE_SHARE, RESTART_SHARE = 0.05, 0.3
 """An entry with a count below the first share of the mean is moved to a random latent and gets the second share as its
 count, so that it has a hundred steps and more before it can be idle again."""
 KMEANS_ROUNDS = 10
-"""Of the initialisation of the codebooks."""
+"""Rounds of k-means when codebooks are initialized."""
 
 
 class QuantizerOutput(NamedTuple):
     latent: torch.Tensor
     """Quantized latents, the decoder's input: (clips, frames, latent)."""
     first: torch.Tensor
-    """The same by the first codebook alone."""
+    """Latents quantized by the first codebook alone."""
     commitment: torch.Tensor
     """Commitment loss: mean squared distance of residuals from their entries, summed over codebooks."""
     residual: torch.Tensor
@@ -106,7 +106,7 @@ class EMAQuantizer(nn.Module):
         return total
 
     def _random_frames(self, mask: torch.Tensor) -> torch.Tensor:
-        """As many random frame indices as a codebook has entries, of frames that hold audio as far as there are."""
+        """Draw a random frame index for each entry of a codebook, first of frames that hold audio."""
         size, flat = self.counts.shape[1], mask.flatten()
         priority = torch.rand(len(flat), device=mask.device) + flat
         picked = priority.topk(min(size, len(flat))).indices

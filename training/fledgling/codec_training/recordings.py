@@ -96,7 +96,7 @@ def decode(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
 
 
 def decode_pcm(data: bytes, sample_rate: int) -> PCM:
-    """The same as 16-bit PCM, without any conversion where the file is that already, as our own corpora are."""
+    """Decode to 16-bit PCM, without any conversion where the file is that already, as our own corpora are."""
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         if (file.subtype, file.channels, file.samplerate) == ("PCM_16", 1, sample_rate):
             plain: PCM = file.read(dtype="int16")

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from myna.core.errors import CheckpointError
 
 SAMPLE_RATE = 24_000
-"""Of the recordings. Frames of 25 ms have bins 40 Hz apart at any rate: at 24 kHz, Whisper's are the lowest 201."""
+"""Sample rate of the recordings. Frames of 25 ms have bins 40 Hz apart at any rate: at 24 kHz, Whisper's are the
+lowest 201."""
 WINDOW, HOP = 600, 240
 WHISPER_WINDOW = 400
 """Samples of a frame at Whisper's own 16 kHz."""

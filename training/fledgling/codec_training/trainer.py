@@ -255,7 +255,7 @@ class CodecTrainer:
         return self.step_config.ctc_every * ctc_loss(scores, batch.letters, batch.letter_counts)
 
     def _codebook_depths(self) -> torch.Tensor:
-        """How many codebooks each clip may use."""
+        """Draw the number of codebooks that each clip may use."""
         uniform = torch.rand(2, self.step_config.clips, device=self.device)
         books = self.model.network.config.codebooks
         fewer = 1 + (uniform[1] * (books - 1)).long()

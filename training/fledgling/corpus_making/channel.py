@@ -58,7 +58,7 @@ class ChannelRanges:
 
 
 MICROPHONE = ChannelRanges(clean=CLEAN_SHARE)
-"""Of a speaker."""
+"""Ranges of the channel of a speaker."""
 REFERENCE = ChannelRanges(
     clean=0.0,
     equaliser=0.6,
@@ -69,16 +69,17 @@ REFERENCE = ChannelRanges(
     cut_off_weights={4000.0: 2, 5512.5: 1, 8000.0: 4, 11025.0: 1},
     gentle_cut_off_hz=(3800.0, 11000.0),
 )
-"""Of a reference: bandwidths of recordings of 8, 11.025, 16 and 22.05 kHz, speech 6 dB above noise and more."""
+"""Ranges of the channel of a reference: bandwidths of recordings of 8, 11.025, 16 and 22.05 kHz, speech 6 dB above
+noise and more."""
 
 EFFECTS = ("equaliser", "sharp", "gentle", "high_pass", "room", "noise", "hum")
 FILTER_SAMPLES = 8192
 """FFT size of microphone filters, whose responses are far shorter."""
 KEPT_SAMPLES = 1536
-"""Of these, how many are kept: 64 ms, after which nothing that can be drawn rings."""
+"""Number of samples of a response that are kept: 64 ms, after which nothing that can be drawn rings."""
 FREQUENCIES = np.fft.rfftfreq(FILTER_SAMPLES, 1 / SAMPLE_RATE)
 OCTAVES = np.log2(np.maximum(FREQUENCIES, 20.0) / 1000)
-"""From 1 kHz."""
+"""Octaves of each frequency above 1 kHz."""
 NOISE_LOOP_SAMPLES = 2**16
 """Length of a noise loop: nearly three seconds, periodic."""
 COMPRESSOR_WINDOW = np.hanning(13)[1:-1]
@@ -121,11 +122,11 @@ class Channel:
     """Recording channel of a speaker; the default changes nothing. `Channel.draw` derives one from a speaker's name."""
 
     response: Samples | None = None
-    """Of microphone and band: an impulse becomes this."""
+    """Impulse response of microphone and band."""
     delay: int = 0
     """Samples of it before the moment itself, since a sharp band rings before and after."""
     room: Samples | None = None
-    """What comes after the direct sound, through the same microphone and band."""
+    """Echoes after the direct sound, through the same microphone and band."""
     cut_off: float | None = None
     """Hertz above which there is nothing."""
     noise: Samples | None = None
@@ -133,7 +134,7 @@ class Channel:
     snr_db: float = math.inf
     dynamics: Dynamics | None = None
     clip_rng: random.Random = field(default_factory=random.Random, repr=False, compare=False)
-    """What differs from clip to clip, in the order in which they are recorded."""
+    """Random source of what differs from clip to clip, in the order in which they are recorded."""
 
     @property
     def is_clean(self) -> bool:
@@ -230,7 +231,7 @@ def _minimum_phase(decibels: Spectrum) -> npt.NDArray[np.float64]:
 
 
 def _draw_low_pass(cut_off: float, rng: random.Random) -> npt.NDArray[np.float64]:
-    """As a resampler cuts: flat, then nothing from here on, and the same to both sides in time."""
+    """Draw a low-pass as a resampler cuts: flat, then nothing from here on, and the same to both sides in time."""
     width = cut_off * rng.uniform(0.04, 0.1)
     half = math.ceil(2.8 * SAMPLE_RATE / width)  # Blackman's window takes 5.6 / length from full to nothing
     times, middle = np.arange(-half, half + 1), 2 * (cut_off - width / 2) / SAMPLE_RATE
@@ -279,7 +280,8 @@ def _draw_dynamics(rng: random.Random, ranges: ChannelRanges) -> Dynamics | None
 
 
 def _convolve(one: Samples, other: Samples) -> Samples:
-    """Of as many samples as both have, less one. Single precision is 100 dB and more, and twice as fast."""
+    """Convolve; the result has as many samples as both, less one. Single precision is 100 dB and more, and twice as
+    fast."""
     whole = len(one) + len(other) - 1
     size = min(odd << (-(-whole // odd) - 1).bit_length() for odd in FFT_ODD_FACTORS)
     return np.asarray(np.fft.irfft(np.fft.rfft(one, size) * np.fft.rfft(other, size), size)[:whole], np.float32)

@@ -32,7 +32,7 @@ from myna.text.normalization import normalise_text
 SAMPLE_RATE = 24_000
 PARTS = ("train", "held_out")
 AUDIO = b'"audio": "%ssound/'
-"""How a line names its sound, which lies in a folder beside it."""
+"""Field of a line that names its sound, which lies in a folder beside it."""
 LINE = re.compile(rb'\{"id": "([^"\\]+)", "audio": "(sound/[^"\\]+)", (.*)\}\n')
 
 
@@ -122,7 +122,7 @@ class ManifestLine(NamedTuple):
 
 
 def manifest_lines(part: Path) -> Iterator[ManifestLine]:
-    """What the manifest of `train` or `held_out` says, for manifests elsewhere."""
+    """Yield the lines of the manifest of `train` or `held_out`, for manifests elsewhere."""
     manifest = part / "manifest.jsonl"
     if not manifest.is_file():
         raise missing_manifest_error(manifest)

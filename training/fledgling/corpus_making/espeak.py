@@ -23,7 +23,7 @@ from myna.core.errors import DataError
 Samples = npt.NDArray[np.float32]
 
 SYNCHRONOUS, UTF8, IPA = 2, 1, 0x02
-"""How eSpeak is to answer (within the call, to our callback), how text is encoded, and what phonemes are written in."""
+"""Constants of eSpeak: answer within the call, how text is encoded, and what phonemes are written in."""
 RATE, VOLUME, PITCH_RANGE, GAP = 1, 2, 4, 7
 """Numbers of parameters."""
 VOLUME_LEVEL = 40
@@ -153,7 +153,7 @@ class Espeak:
         return np.concatenate(self._chunks).astype(np.float32) / np.float32(32768)
 
     def phonemes(self, text: str, accent: str) -> str:
-        """In the alphabet of the IPA, clause by clause."""
+        """Return the phonemes in IPA, clause by clause."""
         self._voice(accent)
         encoded = ctypes.create_string_buffer(text.encode() + b"\0")
         rest = ctypes.c_void_p(ctypes.addressof(encoded))

@@ -32,7 +32,7 @@ Style = npt.NDArray[np.float32]
 SAMPLE_RATE = 24_000
 MODEL_SHA256 = "8fbea51ea711f2af382e88c833d9e288c6dc82ce5e98421ea61c058ce21a34cb"
 ENGLISH_PREFIXES = ("af_", "am_", "bf_", "bm_")
-"""How the names of English voices begin: American and British, women and men. The others have an accent."""
+"""Prefixes of the names of English voices: American and British, women and men. The others have an accent."""
 ENGLISH_SHARE = 0.75
 """The share of a speaker's voices that are drawn from the English ones alone; the others are drawn from all."""
 RESERVED_VOICES = ("af_alloy", "am_onyx", "bf_emma")
@@ -56,9 +56,9 @@ VOCABULARY = {
 PUNCTUATION = re.compile(r"""(\s*(?:[;:,.!?—…"“”()](?!(?<=\d.)\d))+\s*)""")
 """Between words; between two digits it belongs to a number, which espeak-ng reads as one."""
 REPAIRS = (("ʲ", "j"), ("r", "ɹ"), ("x", "k"), ("ɬ", "l"))
-"""Of English phonemes, as Kokoro's own JavaScript makes them."""
+"""Replacements of English phonemes, as Kokoro's own JavaScript makes them."""
 AFFRICATES = (("tʃ", "ʧ"), ("dʒ", "ʤ"), ("ts", "ʦ"), ("dz", "ʣ"), ("tɕ", "ʨ"), ("dʑ", "ʥ"))
-"""Of other languages, which Kokoro has as one symbol each. Sounds that it does not have are left out."""
+"""Affricates of other languages, which Kokoro has as one symbol each. Sounds that it does not have are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class KokoroSpeaker:
     name: str
     voices: tuple[str, str]
     share: float
-    """Of the first voice."""
+    """Share of the first voice."""
     speed: float
 
     @property
     def accent(self) -> str:
-        """Of the voice that is the larger part; American where that is no English voice."""
+        """Accent of the voice with the larger share; American if that is no English voice."""
         larger = self.voices[0] if self.share >= 0.5 else self.voices[1]
         return "en" if larger.startswith("b") else "en-us"
 
@@ -167,7 +167,7 @@ class Kokoro(ABC):
         return re.sub(r"(?<=nˈaɪn)ti(?!ː)", "di", outputs).strip() if accent == "en-us" else outputs.strip()
 
     def foreign_phonemes(self, text: str, language: str) -> str:
-        """The same of another language than English."""
+        """Return the phonemes of another language than English."""
         parts = PUNCTUATION.split(text)
         spoken = (
             part if number % 2 else self._espeak.phonemes(part, language) for number, part in enumerate(parts) if part
@@ -204,7 +204,7 @@ class OnnxKokoro(Kokoro):
 
 
 def move_formants(samples: Samples, factor: float) -> Samples:
-    """The same pitch with another vocal tract."""
+    """Change the vocal tract at the same pitch."""
     if factor == 1.0:
         return samples
     import torch

@@ -57,8 +57,8 @@ class HalfConv(nn.Module):
 
     @classmethod
     def finer(cls, conv: nn.ConvTranspose1d) -> HalfConv:
-        """One that makes time finer, twice as long as its step: a moment gives all moments of a step at once, out of
-        itself and the one before."""
+        """Make a convolution that makes time finer, twice as long as its step: a moment gives all moments of a step
+        at once, out of itself and the one before."""
         step = conv.stride[0]
         assert conv.bias is not None and conv.kernel_size[0] == 2 * step
         inputs, outputs, _ = conv.weight.shape
@@ -179,7 +179,7 @@ class FastGenerator(nn.Module):
         return [*self.noise_res, *self.resblocks]
 
     def forward(self, x: Tensor, style: Tensor, pitch: Tensor, lengths: Lengths) -> Tensor:
-        """As `Generator.forward`."""
+        """Compute what `Generator.forward` does."""
         plain, (coarse, fine) = self._plain[0], self.sizes.steps
         widths = [12 * block.channels for block in self._blocks()]
         parts = torch.split(F.linear(style, self.style_weight, self.style_bias), widths, dim=1)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 ROWS, COLUMNS, DEPTH = 128, 128, 64
-"""Of a block of a product: moments of time, channels of the output, channels of the input."""
+"""Sizes of a block of a product: moments of time, channels of the output, channels of the input."""
 SETTLED_BLOCKS, SETTLED_COLUMNS = 32, 64
 BENT_ROWS = 32
 

@@ -25,7 +25,7 @@ the same on every machine."""
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Those of Kokoro-82M; tests take smaller ones."""
+    """Sizes of Kokoro-82M; tests take smaller ones."""
 
     symbols: int = 178
     positions: int = 512
@@ -42,7 +42,7 @@ class Sizes:
     residual: int = 64
     kernels: tuple[int, ...] = (3, 7, 11)
     steps: tuple[int, int] = (10, 6)
-    """By which the generator makes time finer."""
+    """Factors by which the generator makes time finer."""
     window: int = 20
     hop: int = 5
     harmonics: int = 9
@@ -59,7 +59,7 @@ def moved(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Lengths:
-    """How much of every row of a batch is there."""
+    """Number of moments that each row of a batch has."""
 
     def __init__(self, each: Sequence[int], device: torch.device, count: Tensor | None = None) -> None:
         self.each = list(each)
@@ -82,7 +82,7 @@ class Lengths:
 
 
 class Recurrent(nn.LSTM):
-    """In both directions, over (batch, time, channels)."""
+    """LSTM in both directions, over (batch, time, channels)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs // 2, batch_first=True, bidirectional=True)
@@ -262,7 +262,7 @@ class StyledBlock(nn.Module):
 
 
 class Predictor(nn.Module):
-    """How long phonemes are, how high and how loud."""
+    """Predicts how long phonemes are, how high and how loud."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def snake(x: Tensor, alpha: Tensor) -> Tensor:
 
 
 class Generator(nn.Module):
-    """From frames to samples: it shapes sines of the pitch, spectrum by spectrum."""
+    """Turns frames into samples: it shapes sines of the pitch, spectrum by spectrum."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ class Decoder(nn.Module):
         self.generator = Generator(sizes)
 
     def forward(self, text: Tensor, pitch: Tensor, energy: Tensor, style: Tensor, lengths: Lengths) -> Tensor:
-        """What the generator makes sound of: (batch, channels, twice the frames)."""
+        """Return the input of the generator: (batch, channels, twice the frames)."""
         curves = [lengths.clean(self.F0_conv(pitch)), lengths.clean(self.N_conv(energy))]
         beside = [lengths.clean(self.asr_res(text)), *curves]
         x, at = self.encode(torch.cat([text, *curves], dim=1), style, lengths)

@@ -19,14 +19,14 @@ from myna.core.errors import DataError
 from myna.models.mel_codec import SPECTRUM_OVERLAP
 
 MAX_BATCH_PHONEMES = 12_000
-"""Of lines that are read together, padding included."""
+"""Phonemes of lines that are read together, padding included."""
 MAX_PITCH_BATCH_SECONDS = 480
-"""Of sound in a batch whose pitch is found together, padding included. Recurrent layers take as long for few as for
-many."""
+"""Seconds of sound in a batch whose pitch is found together, padding included. Recurrent layers take as long for few
+as for many."""
 MAX_SYNTHESIS_BATCH_SECONDS = 120
-"""Of sound that is made together, padding included: a process then takes some gigabytes of a card's memory."""
+"""Seconds of sound that is made together, padding included: a process then takes some gigabytes of a card's memory."""
 FULL_SCALE = 32768
-"""Of 16 bits: what is a whole number of its parts is written to a file as it is."""
+"""Full scale of 16 bits: what is a whole number of its parts is written to a file as it is."""
 PROBE_LINES = (60, 30, 8)
 """Phonemes of the lines that the fast generator is tried on."""
 MIN_SNR_DB = 30.0

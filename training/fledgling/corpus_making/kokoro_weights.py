@@ -24,7 +24,7 @@ from myna.core.io import atomic_write
 Array = npt.NDArray[Any]
 
 PARAMETERS = ("encoder.", "decoder.decoder.")
-"""How the exporter's names of parameters begin."""
+"""Prefixes of the exporter's names of parameters."""
 PREDICTED = re.compile(r"^(F0|N|F0_proj|N_proj|shared|lstm)\b")
 """Modules of the predictor that are called from outside of it, and so lack its name in those of their nodes."""
 STYLES = "voices.safetensors"
@@ -60,7 +60,7 @@ def write(onnx_file: Path, styles: Mapping[str, Array], folder: Path) -> list[Pa
 
 
 def read(folders: Iterable[Path]) -> dict[str, Tensor]:
-    """In single precision, out of all the files there are."""
+    """Read the weights of all files in single precision."""
     files = sorted(file for folder in folders for file in folder.glob("kokoro-*.safetensors"))
     if not files:
         raise DataError("there are no weights of Kokoro", hint=HOW)

