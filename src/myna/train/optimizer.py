@@ -16,6 +16,14 @@ from myna.core.compat import foreach_lerp
 from myna.core.config import TrainSettings
 from myna.train.precision import Precision
 
+INITIAL_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**16, 2.0**24
+"""Initial and maximum loss scale in pure fp16; the initial one is that of torch's scaler."""
+LOSS_SCALE_GROWTH_STEPS = 2000
+"""Number of steps without an overflow before the loss scale is doubled, as in torch's scaler."""
+COMPENSATION_UNIT = 2.0**-11
+"""Unit of the compensation: half the distance between fp16 numbers near 1. A weight's rounding error is at most this
+share of it, so in this unit the error is as large as the weight, and as precise."""
+
 
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
     """Return the learning rate of a step from 1 to `steps`: linear warm-up to the full rate, then the schedule towards
@@ -32,15 +40,6 @@ def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
     factor = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     floor = settings.final_learning_rate_ratio
     return settings.learning_rate * (floor + (1.0 - floor) * factor)
-
-
-INITIAL_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**16, 2.0**24
-"""Initial and maximum loss scale in pure fp16; the initial one is that of torch's scaler."""
-LOSS_SCALE_GROWTH_STEPS = 2000
-"""Number of steps without an overflow before the loss scale is doubled, as in torch's scaler."""
-COMPENSATION_UNIT = 2.0**-11
-"""Unit of the compensation: half the distance between fp16 numbers near 1. A weight's rounding error is at most this
-share of it, so in this unit the error is as large as the weight, and as precise."""
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], settings: TrainSettings, precision: Precision) -> Optimizer:

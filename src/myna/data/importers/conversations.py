@@ -272,7 +272,5 @@ def _swift_parts(text: str, clips: Iterator[ImportedClip]) -> Iterator[str | Imp
 
 
 MS_SWIFT = Importer(
-    "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}",
-    _matches_ms_swift,
-    _read_ms_swift,
+    "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}", _matches_ms_swift, _read_ms_swift
 )

@@ -51,11 +51,7 @@ def _read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]
     return build_utterances(json_records(index_file(source, "manifest.jsonl")), make)
 
 
-MYNA_MANIFEST = Importer(
-    "Myna's own manifest.jsonl",
-    _matches_manifest,
-    _read_manifest,
-)
+MYNA_MANIFEST = Importer("Myna's own manifest.jsonl", _matches_manifest, _read_manifest)
 
 
 # Text files beside recordings

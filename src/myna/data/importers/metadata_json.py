@@ -133,7 +133,5 @@ def _check_duration(duration: Any, audio: Path) -> None:
 
 
 METADATA_JSON = Importer(
-    "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}",
-    _matches,
-    _read,
+    "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}", _matches, _read
 )

@@ -164,9 +164,7 @@ def _unquoted(cell: str) -> str:
 
 
 TABLE = Importer(
-    "a CSV or TSV file whose header names at least an audio and a text column",
-    _matches_table,
-    _read_table,
+    "a CSV or TSV file whose header names at least an audio and a text column", _matches_table, _read_table
 )
 
 
